@@ -64,6 +64,7 @@ def open_prompts(model, prompts, method="decore-entropy", heads=None, alpha=0.5,
         raise ValueError(f"{method} needs heads to mask")
     if amateur is not None:
         check_vocabularies(model, amateur)
+        check_prompts(amateur, prompts)
 
     silent = {"greedy": [[]], "masked": [heads]}.get(method, [[]] if amateur else [[], heads])      # per row
     head_mask = model.layer_masks(make_head_mask(silent, model))
@@ -143,7 +144,8 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=(),
     if compile:
         from capture import capture
         step = capture(step, caches, len(prompts), model.device)
-    rest = set(eos_ids), on_token, model.config.max_positions, model.device
+    longest = min(m.config.max_positions for m in (model, contrast.get("amateur") or model))
+    rest = set(eos_ids), on_token, longest, model.device
     if lookup:
         from lookup import decode_with_lookup
         out = decode_with_lookup(step, caches, prompts, max_new_tokens, lookup, *rest)

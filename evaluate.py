@@ -9,6 +9,7 @@ Lists with commas, `--task all` and `--task miniature` make a sweep. A run that 
 started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model."""
 
 import argparse
+import datetime
 import hashlib
 import itertools
 import json
@@ -227,7 +228,8 @@ def surroundings(model):
     return {"dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
             "versions": {name: version(name) for name in ("torch", "tokenizers", "numpy")}
             | {"python": platform.python_version()},
-            "commit": commit(), "command": shlex.join(["evaluate.py", *sys.argv[1:]])}
+            "commit": commit(), "date": str(datetime.date.today()),
+            "command": shlex.join(["evaluate.py", *sys.argv[1:]])}
 
 
 def commit():

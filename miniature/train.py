@@ -30,6 +30,8 @@ CONFIG = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
     "torch_dtype": "float16",
 }
+# The amateur of contrastive decoding and of DeCoRe entropy-lite: a quarter of the parameters, the same tokens.
+AMATEUR = CONFIG | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 STEPS, WARMUP, DECAY = 1900, 60, 0.4                          # decay: linear, over the last share of the steps
 # From which step on: the mixture of documents, and the most facts and filler sentences of a passage. Copying from short
 # passages comes first: with long ones it had not begun after 650 steps, with these it begins at 120.
@@ -155,12 +157,12 @@ def checkpoint_names(model):
     return {prefix + NAMES[part] + kind: parameter for (prefix, part, kind), parameter in named.items()}
 
 
-def save_config(folder, tokenizer):
+def save_config(folder, tokenizer, config=CONFIG):
     """Everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
-        "config.json": CONFIG,
+        "config.json": config,
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
                                   "model_max_length": LENGTH, "clean_up_tokenization_spaces": False},
@@ -177,6 +179,7 @@ def save_weights(folder, model):
 def main():
     parser = argparse.ArgumentParser(prog="python -m miniature.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint", help="folder to write")
+    parser.add_argument("--amateur", action="store_true", help="the smaller model")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -184,7 +187,7 @@ def main():
     torch.set_num_threads(args.threads)
     world = data.make_world()
     tokenizer = make_tokenizer(world)
-    save_config(args.out, tokenizer)
+    save_config(args.out, tokenizer, AMATEUR if args.amateur else CONFIG)
     model = Transformer(Config.from_checkpoint(args.out))
 
     def report(line):

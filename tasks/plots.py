@@ -88,10 +88,12 @@ def small_print(figure, runs, *more):
     n = ", ".join(f"{task} {compare.spanned(numbers)}" for task, numbers in counts.items())
     random = sorted({run.settings["seed"] for run in runs if run.settings.get("random_heads")})
     seeds = f"seeds of random heads: {', '.join(map(str, random))}" if random else "no random heads"
+    dates = sorted({run.settings.get("date") or "an unknown day" for run in runs})
+    dates = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
     commits = sorted({str(run.settings.get("commit") or "unknown")[:8] for run in runs})
     commits = ", ".join(commits[:3]) + f" and {len(commits) - 3} more" * (len(commits) > 3)
     about = (f"{these('model')} · n: {n} · {seeds} · mask {these('mask', 'none')} · {these('dtype')} "
-             f"· commit {commits} · drawn {datetime.date.today()}")
+             f"· run on {dates} · commit {commits} · drawn {datetime.date.today()}")
     foot(figure, " · ".join([about, *more]))
 
 

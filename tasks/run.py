@@ -22,7 +22,7 @@ from tasks import metrics, prompts
 
 QUICK = ("short_answer", "first_sentence", "musique", "multiple_choice", "memotrap", "judged")
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: they are in the data
-NOT_COMPARED = ("commit", "command")
+NOT_COMPARED = ("commit", "command", "date")
 AUTO = {"cpu": 16, "cuda": 64}          # where --batch-size auto begins; a GPU that runs out of memory halves it
 
 

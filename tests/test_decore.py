@@ -220,7 +220,8 @@ def test_scores_equal_the_numpy_version(model, method, renormalise):
 def test_one_answer_gives_a_number_and_the_same_one(llama):
     answers = [random_ids(n, seed=n) for n in (2, 5)]
     together = score(llama, PROMPTS[1], answers, heads=HEADS)
-    assert [score(llama, PROMPTS[1], a, heads=HEADS) for a in answers] == pytest.approx(together, abs=1e-5)
+    for answer, value in zip(answers, together, strict=True):   # 1e-5 a token, as for logits; the longer sum is -28
+        assert score(llama, PROMPTS[1], answer, heads=HEADS) == pytest.approx(value, abs=1e-5 * len(answer))
 
 
 def test_many_answers_are_scored_in_groups(llama):
@@ -256,6 +257,15 @@ def test_an_amateur_must_fit(llama, amateur, tmp_path):
         generate(llama, [5], amateur=amateur, heads=HEADS, amateur_heads=[])
     with pytest.raises(ValueError, match="its own amateur_heads"):
         generate(llama, [5], amateur=amateur)
+
+
+def test_an_amateur_that_reads_less_sets_the_limit(llama, tmp_path):
+    short = Transformer.load(write_checkpoint(tmp_path, "llama3", seed=5, max_position_embeddings=12))
+    lite = dict(amateur=short, amateur_heads=[], max_new_tokens=9)
+    out = generate(llama, list(range(3, 11)), **lite)
+    assert len(out.ids) == 4 and out.stop == "length"
+    with pytest.raises(ValueError, match="13 tokens; .* reads 12"):
+        generate(llama, list(range(3, 16)), **lite)
 
 
 def test_ids_beyond_the_tokenizer_but_inside_the_embedding_are_valid(llama):

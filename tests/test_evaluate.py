@@ -1,6 +1,7 @@
 """Runs: one line per example, in the data's order, the same for every batch size, after every interruption and on every
 number of ranks; then scored again, reported and judged."""
 
+import datetime
 import json
 import math
 import os
@@ -79,7 +80,7 @@ def content(path):
     """The file's lines without what differs from run to run."""
     lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     settings = {name: value for name, value in lines[0]["settings"].items()
-                if name not in ("command", "commit", "batch_size")}
+                if name not in ("command", "commit", "date", "batch_size")}
     return [settings] + [{name: value for name, value in line.items() if name != "seconds"} for line in lines[1:]]
 
 
@@ -119,6 +120,17 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(call, model,
         path.write_bytes(raw[:kept])
         status, _, _ = call(*args)
         assert status == 0 and content(path) == whole, kept
+
+
+def test_a_run_says_when_it_began_and_goes_on_on_another_day(call, model, data, tmp_path):
+    args = [*model, *data["nq-closed"], *SHORT, "--method", "greedy", "--batch-size", 2, "--out", tmp_path]
+    _, [out], _ = call(*args)
+    whole, path = content(out["run"]), Path(out["run"])
+    began = json.loads(path.read_text().splitlines()[0])["settings"]["date"]
+    assert abs((datetime.date.today() - datetime.date.fromisoformat(began)).days) <= 1
+    raw = path.read_text().replace(f'"date": "{began}"', '"date": "2024-12-31"')
+    path.write_text(raw[:len(raw) // 2])
+    assert call(*args)[0] == 0 and content(path) == whole and '"date": "2024-12-31"' in path.read_text()
 
 
 def test_a_run_may_be_killed_again_after_it_was_continued(call, model, data, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def write_run(folder, method="greedy", n=None, alpha=None, random=None, seed=123
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"task": task, "version": TASKS[task].version, "n": items, "model": model, "method": method,
                 "num_heads": n, "random_heads": random, "seed": seed, "amateur": None, "mask": "output" if n else None,
-                "dtype": "float32", "commit": "0123456789abcdef"}
+                "dtype": "float32", "commit": "0123456789abcdef", "date": "2024-12-31"}
     settings |= ({"alpha": alpha} if alpha is not None else {}) | more
     lines = [{"settings": settings}]
     for i in range(items):
@@ -283,7 +283,8 @@ def test_small_print_says_what_a_picture_was_made_from(sweep):
     for draw in plots.FIGURES.values():
         figure, caption = draw("miniature", setups, [TASK])
         text = " ".join(figure.get_supxlabel().split())
-        assert "miniature-conflict 40" in text and "commit 01234567" in text and "drawn 20" in text, caption
+        assert "miniature-conflict 40" in text and "commit 01234567" in text, caption
+        assert "run on 2024-12-31" in text and "drawn 20" in text, caption
         assert ("seeds of random heads: 0, 1, 2" in text) == (draw is plots.heads_figure)
 
 
