@@ -40,14 +40,14 @@ class Text:
         return [self.ids[places[0] + i % period] for i in range(k)]
 
     def judge(self, proposed, accepted):
-        """After a miss wait 1 token, after two in a row 3, then 7: with nothing to copy, proposals become rare."""
+        """After a miss wait 1 token, after two in a row 7, then 31: with nothing to copy, proposals become rare."""
         if not proposed:
             self.wait = max(0, self.wait - 1)
         elif 4 * accepted >= proposed:
             self.misses = 0
         else:
             self.misses += 1
-            self.wait = min(2**self.misses - 1, LONGEST_WAIT)
+            self.wait = min(2**(2 * self.misses - 1) - 1, LONGEST_WAIT)
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ def qwen2(*sizes, n_kv_heads, vocab_size=151_936, **more):
 
 
 SHAPES = {
-    "tiny": qwen2(64, 128, 4, 4, n_kv_heads=2, vocab_size=512, head_dim=16, tied_embeddings=True),      # for tests
+    "tiny": qwen2(64, 128, 4, 4, n_kv_heads=2, vocab_size=640, head_dim=16, tied_embeddings=True),      # for tests
     "0.5b": qwen2(896, 4864, 24, 14, n_kv_heads=2, head_dim=64, tied_embeddings=True),                  # Qwen2-0.5B
     "1.5b": qwen2(1536, 8960, 28, 12, n_kv_heads=2, tied_embeddings=True),                              # Qwen2-1.5B
     "7b": qwen2(3584, 18_944, 28, 28, n_kv_heads=4, vocab_size=152_064),                                # Qwen2-7B

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import decode
+from benchmarks import batches, decode
 from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model
 
 pytest.importorskip("transformers")
@@ -78,3 +78,13 @@ def test_the_model_in_transformers_holds_the_same_tensors():
     twin = transformers_model(model)
     assert twin.lm_head.weight.data_ptr() == model.embed.weight.data_ptr()
     assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_batches_counts_the_same_work_at_every_size(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["batches.py", "--shape", "tiny", "--items", "3", "--new", "2", "--sizes", "1", "2",
+                                      "--json"])
+    batches.main()
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["results"]) == {f"{m}, batch {b}" for m in ("greedy", "decore-entropy") for b in (1, 2)}
+    for r in result["results"].values():
+        assert r["new_tokens_per_second"] == pytest.approx(2 * r["examples_per_second"], rel=0.01)

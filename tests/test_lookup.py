@@ -113,7 +113,7 @@ def test_with_nothing_to_copy_proposals_become_rare():
         proposals += bool(proposal)
         text.judge(len(proposal), 0)
         text.extend([3] if text.ids[-1] == 2 else [text.ids[-1] + 1 if text.ids[-1] < 3 else 1])
-    assert proposals <= 8 + 400 / LONGEST_WAIT
+    assert proposals <= 4 + 400 / LONGEST_WAIT
 
 
 def test_a_proposal_follows_the_longest_and_latest_match():
