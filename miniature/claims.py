@@ -77,7 +77,7 @@ class Lab:
         self.scores, self.ranked = load_scores(heads), load_heads(heads, L, H)
         self.splits = {name: make_split(name, min(n, 320) if name == "closed" else n, seed)
                        for name in ("conflict", "conflict-known", "open", "closed", "irrelevant")}
-        rng, others = random.Random(seed), [head for head in self.ranked if self.scores[head] < RETRIEVES]
+        rng, others = random.Random(seed), sorted(head for head in self.ranked if self.scores[head] < RETRIEVES)
         self.random = {n: [rng.sample(others, n) for _ in range(draws)] for n in NUMBERS if n <= len(others)}
         self.rng = np.random.default_rng(seed)
         self.known = {}

@@ -22,8 +22,9 @@ AT_ONCE = 2                                     # processes, of one thread each
 # Split → how many of its items. The conflicts are what the paper is about, so there are more of them.
 SPLITS = {"conflict": 256, "conflict-known": 128, "open": 128, "closed": 128, "irrelevant": 128}
 SWEEPS = (
-    # Activation Decoding's information layer is the third of four; cd is left out, there being no smaller model.
+    # Activation Decoding's information layer is the third of four.
     "--method greedy,cad,dola-low,dola-high,ad --info-layer 3",
+    "--method cd,decore-entropy --amateur miniature/amateur --amateur-heads heads/miniature-amateur.json --num-heads 2",
     "--method masked,decore-entropy --num-heads 1,2,4,8",
     "--method decore-static --num-heads 4 --alpha=-0.5,0.5,1,2,4")
 CONFLICT_ONLY = (

@@ -58,9 +58,8 @@ class Task:
 
 
 TRIVIA_QA = ("mandarjoshi/trivia_qa", "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f")
-# No commit of these two is known to us.
-MUSIQUE = ("dgslibisey/MuSiQue", "main")
-NQ_SWAP = ("pminervini/NQ-Swap", "main")
+MUSIQUE = ("dgslibisey/MuSiQue", "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321")
+NQ_SWAP = ("pminervini/NQ-Swap", "main")                # no commit is known to us
 
 ORACLE = ("nq-open-oracle.jsonl.gz of github.com/nelson-liu/lost-in-the-middle, folder qa_data "
           "(the 2,655 questions with one gold passage each, for open and closed book)")

@@ -409,7 +409,7 @@ def test_the_table_holds_the_papers_sizes():
 def test_homes_are_pinned_to_commits_where_one_is_known():
     homes = {task.home.repo: task.home.revision for task in PAPER if isinstance(task.home, Home)}
     unknown = {repo for repo, revision in homes.items() if len(revision) != 40}
-    assert unknown == {"dgslibisey/MuSiQue", "pminervini/NQ-Swap"}
+    assert unknown == {"pminervini/NQ-Swap"}
 
 
 def test_the_miniature_asks_in_its_last_line():
