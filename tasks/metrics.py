@@ -157,8 +157,13 @@ def bertscore(rows):
         raise Unavailable("bertscore_f1 needs bert-score: pip install bert-score") from None
     checkpoint("microsoft/deberta-xlarge-mnli", "bertscore_f1")
     scorer = BERTScorer("microsoft/deberta-xlarge-mnli", num_layers=40, idf=False, rescale_with_baseline=False)
-    # Recent transformers leave this tokenizer without a limit, and truncation then overflows.
-    scorer._tokenizer.model_max_length = 512
+    # Recent transformers load the precision that the checkpoint is stored in; half cannot be run.
+    scorer._model.float()
+    # They leave this tokenizer without a limit, and truncation then overflows; and without the method that bert-score
+    # calls for an empty text, whose score is 0.
+    tokenizer = scorer._tokenizer
+    tokenizer.model_max_length = 512
+    tokenizer.build_inputs_with_special_tokens = lambda ids: [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
     f1 = scorer.score([row["prediction"] for row in rows], [row["references"][0] for row in rows])[2]
     return [{"bertscore_f1": 100 * value} for value in f1.tolist()]
 
@@ -173,8 +178,8 @@ def factkb(rows):
     except ImportError:
         raise Unavailable("factkb needs transformers: pip install transformers") from None
     checkpoint("bunsenfeng/FactKB", "factkb")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint("roberta-base", "factkb"))
-    model = AutoModelForSequenceClassification.from_pretrained("bunsenfeng/FactKB", num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("roberta-base", "factkb", ("tokenizer.json", "vocab.json")))
+    model = AutoModelForSequenceClassification.from_pretrained("bunsenfeng/FactKB", num_labels=2).float().eval()
 
     def score(row):
         pair = tokenizer(row["prediction"], row["document"], padding="max_length", truncation=True, max_length=512,
@@ -184,10 +189,11 @@ def factkb(rows):
     return [score(row) for row in rows]
 
 
-def checkpoint(name, metric):
-    """The name, if the model is in the cache. Models of gigabytes are not fetched unasked."""
+def checkpoint(name, metric, files=("model.safetensors", "pytorch_model.bin")):
+    """The name, if config.json and one of the files are in the cache. Models of gigabytes are not fetched unasked."""
     from huggingface_hub import try_to_load_from_cache
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    cached = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *files)]
+    if not cached[0] or not any(cached[1:]):
         raise Unavailable(f"{metric} needs the model {name} in the cache: hf download {name}")
     return name
 
