@@ -1,8 +1,8 @@
-"""Examples per second of evaluate.py at several batch sizes: the miniature's conflicts, read by a model of random weights.
+"""Examples per second of evaluate.py by batch size: the miniature's conflicts, read by a model of random weights.
 
     python -m benchmarks.batches [--shape 0.5b] [--dtype bfloat16] [--items 16] [--new 64] [--sizes 1 16] [--json]
 
-Prompts of different length, read and decoded by the runner itself, files included. The text is nonsense; the work is not.
+Prompts of different length, read and decoded by the runner itself, files included. The text that comes is nonsense.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--items", type=cli.positive, default=16)
     parser.add_argument("--new", type=cli.positive, default=64, help="tokens to decode for each")
-    parser.add_argument("--sizes", type=cli.positive, nargs="+", default=[1, 16], help="batch sizes; the first is the base")
+    parser.add_argument("--sizes", type=cli.positive, nargs="+", default=[1, 16], help="the first is the base")
     parser.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy"])
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()

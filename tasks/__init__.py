@@ -18,12 +18,13 @@ from tasks import metrics, read
 
 
 class Home(NamedTuple):
-    """A file of a data set on the Hugging Face hub. `revision` is a commit, or a branch where no commit is known to us:
-    then the commit that was found is stored with the run, and a run is only continued on the same one."""
+    """A file of a data set on the Hugging Face hub, pinned to a commit; or, where no commit is known to us, to its
+    content: then `revision` is a branch and another file than the one with this `sha256` is refused."""
 
     repo: str
     file: str
     revision: str
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Task:
 
 TRIVIA_QA = ("mandarjoshi/trivia_qa", "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f")
 MUSIQUE = ("dgslibisey/MuSiQue", "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321")
-NQ_SWAP = ("pminervini/NQ-Swap", "main")                # no commit is known to us
+NQ_SWAP = Home("pminervini/NQ-Swap", "data/dev-00000-of-00001.parquet", "main",
+               "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c")
 
 ORACLE = ("nq-open-oracle.jsonl.gz of github.com/nelson-liu/lost-in-the-middle, folder qa_data "
           "(the 2,655 questions with one gold passage each, for open and closed book)")
@@ -110,7 +112,7 @@ NQ_CLOSED = Task(
 NQ_SWAP_TASK = Task(
     "nq-swap", read.nq_swap, (metrics.short_answer, metrics.memory),
     files=("nq_swap/dev-*.parquet", "dev-*.parquet", "data/dev-*.parquet"),
-    home=Home(NQ_SWAP[0], "data/dev-00000-of-00001.parquet", NQ_SWAP[1]),
+    home=NQ_SWAP,
     instruction="Answer the following question based on the provided context:",
     context="Context: {context}\n", question="Question: {question}\nAnswer:", without_context="passage",
     gap_without_context="", shots=4, demo="Context: {context}\nQuestion: {question}\nAnswer:",

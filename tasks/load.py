@@ -103,6 +103,9 @@ def from_hub(home):
     except Exception as error:                      # a client library's errors are many; the remedy is one
         raise OSError(f"cannot fetch {home.file} of the hub data set {home.repo} ({type(error).__name__}); "
                       "fetch it by hand and give it with --data FILE") from error
+    if home.sha256 not in (None, fingerprint(path)["sha256"]):
+        raise ValueError(f"{home.file} of the hub data set {home.repo} is not the file that the paper scores, it has "
+                         "changed there; give yours with --data FILE")
     commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else home.revision
     return path, commit
 

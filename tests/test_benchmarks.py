@@ -81,8 +81,7 @@ def test_the_model_in_transformers_holds_the_same_tensors():
 
 
 def test_batches_counts_the_same_work_at_every_size(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["batches.py", "--shape", "tiny", "--items", "3", "--new", "2", "--sizes", "1", "2",
-                                      "--json"])
+    monkeypatch.setattr(sys, "argv", "batches.py --shape tiny --items 3 --new 2 --sizes 1 2 --json".split())
     batches.main()
     result = json.loads(capsys.readouterr().out)
     assert set(result["results"]) == {f"{m}, batch {b}" for m in ("greedy", "decore-entropy") for b in (1, 2)}

@@ -2,6 +2,7 @@
 
 huggingface_hub reads its environment when it is imported, so every case runs in a process of its own."""
 
+import hashlib
 import http.server
 import json
 import os
@@ -172,3 +173,51 @@ def test_json_that_is_no_object_is_refused_with_its_path(tmp_path, content):
 
 def test_a_long_message_becomes_one_short_line():
     assert one_line("a\n  b") == "a b" and one_line(KeyError()) == "KeyError" and len(one_line("x" * 999)) == 301
+
+
+# ---------------------------------------------------------------------------------------------------------- data sets
+
+
+class DataSets(Hub):
+    """One data set, whose every file holds its own name, at a commit and at main."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        _, found, name = self.path.partition("/datasets/open/data/resolve/")
+        if not found:
+            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        self.answer(200, name.split("/", 1)[1].encode(), {"ETag": '"abc"', "X-Repo-Commit": COMMIT})
+
+
+FETCH = """
+import json, sys
+from tasks import Home, load
+try:
+    path, commit = load.from_hub(Home(*json.loads(sys.argv[1])))
+    print(path.read_text(), commit)
+except (ValueError, OSError) as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("home, expected", [
+    (("open/data", "data/dev.parquet", COMMIT), f"data/dev.parquet {COMMIT}"),
+    (("open/data", "d.jsonl", "main", hashlib.sha256(b"d.jsonl").hexdigest()), f"d.jsonl {COMMIT}"),
+    (("open/data", "d.jsonl", "main", "0" * 64), "ValueError: d.jsonl of the hub data set open/data is not the file that"
+     " the paper scores, it has changed there; give yours with --data FILE"),
+    (("other/data", "d.jsonl", COMMIT), "OSError: cannot fetch d.jsonl of the hub data set other/data "
+     "(RepositoryNotFoundError); fetch it by hand and give it with --data FILE"),
+], ids=["commit", "content", "another content", "missing"])
+def test_a_data_sets_file_comes_from_its_home(tmp_path, home, expected):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), DataSets)
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    clean = {k: v for k, v in os.environ.items() if not k.upper().startswith("HF_") and "PROXY" not in k.upper()}
+    clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
+              "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", FETCH, json.dumps(home)], env=clean, cwd=tmp_path, timeout=60,
+                          capture_output=True, text=True)
+    server.shutdown()
+    server.server_close()
+    assert (done.stdout or done.stderr).strip() == expected
+    assert any(f"/resolve/{home[2]}/{home[1]}" in path for path in server.asked)
