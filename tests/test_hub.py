@@ -203,8 +203,8 @@ except (ValueError, OSError) as error:
 @pytest.mark.parametrize("home, expected", [
     (("open/data", "data/dev.parquet", COMMIT), f"data/dev.parquet {COMMIT}"),
     (("open/data", "d.jsonl", "main", hashlib.sha256(b"d.jsonl").hexdigest()), f"d.jsonl {COMMIT}"),
-    (("open/data", "d.jsonl", "main", "0" * 64), "ValueError: d.jsonl of the hub data set open/data is not the file that"
-     " the paper scores, it has changed there; give yours with --data FILE"),
+    (("open/data", "d.jsonl", "main", "0" * 64), "ValueError: d.jsonl of the hub data set open/data is not the file "
+     "that the paper scores, it has changed there; give yours with --data FILE"),
     (("other/data", "d.jsonl", COMMIT), "OSError: cannot fetch d.jsonl of the hub data set other/data "
      "(RepositoryNotFoundError); fetch it by hand and give it with --data FILE"),
 ], ids=["commit", "content", "another content", "missing"])
