@@ -360,6 +360,8 @@ def settings_of(method, setup, args):
     model = setup.model
     if method in decore.METHODS:
         drawn = draw_heads(model, args) if args.random_heads and method != "greedy" else None
+        if method == "masked" and args.compare:
+            setup = setup._replace(amateur=None)        # the model's own heads; the amateur is for the others
         return cli.contrast(method, setup, args, drawn)
     how = dict(relative_top=args.relative_top) if "relative_top" in args else {}
     if method.startswith("dola"):

@@ -465,6 +465,10 @@ def test_compare_shows_all_that_apply_and_says_why_others_do_not(call, folder):
     _, got, err = call("--compare", "--amateur", folder)
     assert [g["method"] for g in got] == ["greedy", "cd", "dola-low", "dola-high"]
     assert "masked is left out: no head scores are known" in err
+    heads = folder / "heads.json"
+    _, got, err = call("--compare", "--heads", heads, "--amateur", folder, "--amateur-heads", heads)
+    assert [g["method"] for g in got] == [*decore.METHODS, "cd", "dola-low", "dola-high"]
+    assert got[1]["ids"] == call("--method", "masked", "--heads", heads)[1][0]["ids"]
 
 
 def test_random_heads_take_the_place_of_retrieval_heads(call, folder):
