@@ -32,10 +32,11 @@ STYLE = {                                       # method → colour, marker
     "greedy": ("#000000", "s"), "masked": ("#0072B2", "v"), "decore-entropy": ("#D55E00", "o"),
     "decore-static": ("#009E73", "D"), "decore-entropy-lite": ("#F0E442", "h"), "cad": ("#CC79A7", "^"),
     "cd": ("#7A5C00", "<"), "dola-low": ("#56B4E9", ">"), "dola-high": ("#E69F00", "P"), "ad": ("#7F7F7F", "X")}
-CYCLE = ["#0072B2", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F", "#7A5C00"]
+CYCLE = ["#0072B2", "#009E73", "#D55E00", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F", "#7A5C00",
+         "#882255"]
 ENTROPY = STYLE["decore-entropy"][0]
 FOR_N = [colour for colour in CYCLE if colour not in (ENTROPY, "#000000")]
-MARKERS = "ovDs^P<>X"
+MARKERS = "ovDs^P<>X*"
 DASHES = ("-", "--")
 SMALL, TINY = 8, 6.5                            # points
 
