@@ -1,6 +1,6 @@
 """Make the worked example again: the miniature's runs, the report on them, and its pictures.
 
-    python results/make.py                  16 minutes on two busy cores; interrupted, it goes on where it was
+    python results/make.py                  3 to 16 minutes on two cores; interrupted, it goes on where it was
     python results/make.py --report         from the stored runs alone
 
 Runs are made by evaluate.py in build/miniature and stored compressed in results/miniature. In docs/miniature.md all
