@@ -76,13 +76,12 @@ def open_dola(model, prompts, capacity, half="low", dola_layers="transformers"):
     """DoLa: log p − log p_early, at each position the early exit of `exit_layers` whose distribution differs most.
 
     The exits go through the head without the final norm, as published."""
-    exits = exit_layers(model, half, dola_layers)
+    exits, last = exit_layers(model, half, dola_layers), model.config.n_layers
     cache = read_prompts(model, prompts, capacity)
 
     def step(tokens):
-        logits, states = run(model, tokens, cache, exits)
-        base = logits.log_softmax(-1)
-        other = most_divergent(model, base, torch.stack([states[layer] for layer in exits]))
+        _, states = run(model, tokens, cache, [last, *exits], logits=False)
+        base, other = most_divergent(model, torch.stack([model.norm(states[last]), *(states[x] for x in exits)]))
         return Step(base - other, base, constant(1, base), other)
 
     return step, [cache]
@@ -108,17 +107,20 @@ def exit_layers(model, half, dola_layers="transformers"):
     return exits
 
 
-def most_divergent(model, base, states):
-    """Of C early exits the one farthest from base, at each position. base [B, T, V], states [C, B, T, D] → [B, T, V].
+def most_divergent(model, states):
+    """Log p of the last layer and of the early exit farthest from it, at each position.
 
-    The distance is that of transformers: with M = (p + q) / 2 half the sum of Σ M log(M / p) and Σ M log(M / q)."""
+    states [1 + C, B, T, D], the last layer's first: all go through the head together, 16 positions at a time → two of
+    [B, T, V]. The distance is that of transformers: with M = (p + q) / 2 half the sum of Σ M log(M / p) and
+    Σ M log(M / q)."""
     out = []
-    for p, x in zip(base.flatten(0, 1).split(16), states.flatten(1, 2).split(16, 1), strict=True):
-        early = model.head(x).log_softmax(-1)                                           # [C, 16, V]
+    for x in states.flatten(1, 2).split(16, 1):
+        log_p = model.head(x).log_softmax(-1)                                           # [1 + C, 16, V]
+        p, early = log_p[0], log_p[1:]
         mean = (p.exp() + early.exp()) / 2
         distance = (mean * (mean.clamp(min=1e-38).log() - (p + early) / 2)).mean(-1)    # [C, 16]
-        out.append(early[distance.argmax(0), torch.arange(len(p), device=p.device)])
-    return torch.cat(out).view_as(base)
+        out.append(torch.stack([p, early[distance.argmax(0), torch.arange(len(p), device=p.device)]]))
+    return torch.cat(out, 1).unflatten(1, states.shape[1:3])
 
 
 def open_ad(model, prompts, capacity, info_layer=24, alpha=0.5):
@@ -203,15 +205,16 @@ def spread_of(sums):
     return (s.log() - t / s)[:, None]
 
 
-def run(model, tokens, cache, layers):
-    """One pass → the logits [B, T, V], and the output of each layer in `layers`, {layer: [B, T, D]}."""
+def run(model, tokens, cache, layers, logits=True):
+    """One pass → the logits [B, T, V] or None, and the output of each layer in `layers`, {layer: [B, T, D]}."""
     states = {}
 
     def watch(layer, x, _):
         if layer in layers:
             states[layer] = x[0]
 
-    return model(tokens, cache, watch=watch)[0], states
+    out = model(tokens, cache, watch=watch, logits=logits)
+    return None if out is None else out[0], states
 
 
 def constant(alpha, base):

@@ -460,13 +460,14 @@ class Transformer(nn.Module):
     def dtype(self):
         return self.norm.weight.dtype
 
-    def forward(self, ids, cache=None, head_mask=None, mask="output", watch=None):
+    def forward(self, ids, cache=None, head_mask=None, mask="output", watch=None, logits=True):
         """Logits of every position, float32.
 
         ids [B, T], or [R, B, T] where rows read different tokens; head_mask [R, L, H] of 0 and 1 (or what `layer_masks`
         made of it); mask "output" or "query". Without cache and mask → [B, T, V]; with either → [R, B, T, V]. With a
         cache the tokens follow what it holds, and join it. `watch(l, x, weights)` sees the embeddings (l = 0) and then
-        each layer's output [1|R, B, T, D], with its attention weights [R, B, T, H, P + S] where a cache is read."""
+        each layer's output [1|R, B, T, D], with its attention weights [R, B, T, H, P + S] where a cache is read.
+        logits: False leaves it at that and returns None."""
         plain = cache is None and head_mask is None and ids.dim() == 2
         if cache is None:
             positions = torch.arange(ids.shape[-1], device=self.device)[None, None]
@@ -483,6 +484,8 @@ class Transformer(nn.Module):
         x = self.run_layers(ids, positions, attention, head_mask, mask, watch)
         if cache is not None:
             cache.advance(ids.shape[-1])
+        if not logits:
+            return None
         logits = self.head(self.norm(x))
         if plain:
             return logits[0]
