@@ -363,8 +363,10 @@ def settings_of(method, setup, args):
     model = setup.model
     if method in decore.METHODS:
         drawn = draw_heads(model, args) if args.random_heads and method != "greedy" else None
-        if method == "masked" and args.compare:
-            setup = setup._replace(amateur=None)        # the model's own heads; the amateur is for the others
+        if args.compare and method == "masked":
+            setup = setup._replace(amateur=None)        # its own heads are masked; the others contrast with the amateur
+        elif args.compare and setup.amateur:
+            args = argparse.Namespace(**vars(args) | dict(heads=None))
         return cli.contrast(method, setup, args, drawn)
     how = dict(relative_top=args.relative_top) if "relative_top" in args else {}
     if method.startswith("dola"):

@@ -133,7 +133,7 @@ def contrast(method, setup, args, heads=None):
                mask_prompt=args.mask_prompt)
     if setup.amateur is None:
         return how | dict(heads=heads or choose_heads(setup.model, args.heads, args.num_heads))
-    if args.heads and not args.compare:
+    if args.heads:
         raise ValueError("--heads are the model's and do not go with --amateur; use --amateur-heads")
     heads = choose_heads(setup.amateur, args.amateur_heads, args.num_heads, "--amateur-heads")
     return how | dict(amateur=setup.amateur, amateur_heads=heads)

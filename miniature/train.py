@@ -3,7 +3,7 @@
     python -m miniature.train --out miniature/checkpoint
     python -m miniature.train --amateur --out miniature/amateur
 
-One CPU thread, about 20 minutes and 3. Writes the layout of any Llama checkpoint."""
+One CPU thread, about 22 minutes and 5. Writes the layout of any Llama checkpoint."""
 
 import argparse
 import itertools

@@ -98,6 +98,8 @@ def test_compare_with_an_amateur_shows_greedy_and_the_contrast_with_it(call, bas
     status, out, _ = call(*base[:2], "--amateur", tmp_path, "--amateur-heads", amateur[3], *FLAGS, "--compare",
                           "--prompt", "Hi", "--json")
     assert status == 0 and [g["method"] for g in objects(out)] == ["greedy", "decore-entropy"]
+    status, _, err = call(*base, "--amateur", tmp_path, "--amateur-heads", amateur[3], "--compare", "--prompt", "Hi")
+    assert status == 2 and "--heads are the model's and do not go with --amateur" in err
 
 
 def test_chat_models_get_their_template_and_raw_text_does_not(call, chat):
