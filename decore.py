@@ -23,6 +23,7 @@ import cli
 from model import Cache
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
+AHEAD = {"cuda": 8}                     # how many tokens a device decodes before the stop test looks at them
 
 
 def entropy(log_p):
@@ -96,13 +97,12 @@ def decode(step, prompts, max_new_tokens, eos_ids=(), on_token=None, max_positio
     `on_token(b, token, entropy)` sees each token as it comes."""
     out = [Generation() for _ in prompts]
     token = torch.tensor([[p[-1]] for p in prompts], device=device)                     # [B, 1]
-    every = 1 if token.device.type == "cpu" else 8              # how many tokens a GPU runs ahead of the stop test
-    unseen = []
+    unseen, ahead = [], AHEAD.get(token.device.type, 1)
     for i in range(max_new_tokens):
         scores, base, alpha, _ = step(token)
         token = scores.argmax(-1)
         unseen.append(torch.stack([token.float(), alpha, entropy(base)]))
-        if len(unseen) == every or i + 1 == max_new_tokens:
+        if len(unseen) == ahead or i + 1 == max_new_tokens:
             for now in torch.stack(unseen).squeeze(-1).permute(0, 2, 1).tolist():       # [B][token, α, H]
                 for b, (g, one) in enumerate(zip(out, now, strict=True)):
                     record(g, b, *one, len(prompts[b]), eos_ids, max_positions, on_token)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decore import entropy, generate, make_head_mask, score
+from decore import AHEAD, entropy, generate, make_head_mask, score
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
@@ -187,6 +187,25 @@ def test_text_ends_with_the_context_of_the_model(tmp_path):
     assert [g.stop for g in out] == ["length", "length"]
     with pytest.raises(ValueError, match="21 tokens; .* reads 20"):
         generate(model, random_ids(21), method="greedy")
+
+
+@pytest.mark.parametrize("new", [3, 8, 20])
+def test_a_device_that_runs_ahead_of_the_stop_test_gives_the_same(llama, monkeypatch, new):
+    """As a GPU does: it decodes on past an end token, and nothing of that is seen."""
+    plain = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=new)
+    eos = {g.ids[n % new] for n, g in enumerate(plain, 1)}
+    seen, passes, forward = [], [], llama.forward
+    monkeypatch.setattr(llama, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
+
+    def decode_ahead(ahead):
+        monkeypatch.setitem(AHEAD, "cpu", ahead)
+        seen.clear(), passes.clear()
+        out = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=new, eos_ids=eos, on_token=lambda *x: seen.append(x))
+        return out, sorted(seen), len(passes)
+
+    for ahead in (2, 8, 64):
+        assert decode_ahead(ahead)[:2] == decode_ahead(1)[:2]
+        assert decode_ahead(ahead)[2] == min(new, math.ceil(decode_ahead(1)[2] / ahead) * ahead)
 
 
 def test_tokens_are_seen_as_they_come(llama):
