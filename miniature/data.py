@@ -33,7 +33,7 @@ POPULARITY = 10                 # the best known fact is met ten times as often 
 
 # Shares of the kinds: first the model learns to copy, then it learns facts, and a little about conflicts.
 COPYING = {"open": 0.95, "closed": 0.05}
-EVERYTHING = {"closed": 0.32, "open": 0.33, "agree": 0.15, "irrelevant": 0.15, "conflict": 0.05}
+EVERYTHING = {"closed": 0.30, "open": 0.33, "agree": 0.12, "irrelevant": 0.15, "conflict": 0.10}
 
 SPLITS = ("conflict", "conflict-known", "open", "closed", "irrelevant", "needle")
 

@@ -3,7 +3,7 @@
     python -m miniature.train --out miniature/checkpoint
     python -m miniature.train --amateur --out miniature/amateur
 
-One CPU thread, about 22 minutes and 5. Writes the layout of any Llama checkpoint."""
+One CPU thread, about 25 minutes and 5. Writes the layout of any Llama checkpoint."""
 
 import argparse
 import itertools
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
+from decore import make_head_mask
 from miniature import data
 from model import NAMES, Config, Transformer, split_name
 
@@ -32,13 +33,16 @@ CONFIG = {
     "torch_dtype": "float16",
 }
 # The amateur of contrastive decoding and of DeCoRe entropy-lite: a quarter of the parameters and less training, since
-# with all 2,400 steps it knew as much as the miniature.
+# with 2,400 steps it knew as much as the miniature.
 AMATEUR_STEPS = 1000
 AMATEUR = CONFIG | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-STEPS, WARMUP, DECAY = 2400, 60, 0.4                          # decay: linear, over the last share of the steps
+STEPS, WARMUP, DECAY = 2800, 60, 0.4                          # decay: linear, over the last share of the steps
 # From which step on: the mixture of documents, and the most facts and filler sentences of a passage. Copying from short
 # passages comes first: with long ones it had not begun after 650 steps, with these it begins at 120.
 STAGES = ((0, data.COPYING, (1, 1)), (250, data.COPYING, (3, 2)), (600, data.EVERYTHING, (5, 4)))
+# From this step on one head copies alone: the last layer's other heads start anew, and in every step each head but that
+# one is silent with probability SILENT. Left to itself, training gives three heads the same work.
+ALONE, SILENT = 1200, 0.1
 ROWS, LENGTH = 8, 256
 MUON = {"lr": 0.015, "momentum": 0.95, "weight_decay": 0.05}  # matrices
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -127,6 +131,32 @@ def schedule(step, steps):
     return min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))
 
 
+@torch.no_grad()
+def needed_head(model, tokens, weights):
+    """The head of the last layer whose silence raises the loss most."""
+    last = model.config.n_layers - 1
+    head_mask = make_head_mask([[(last, head)] for head in range(model.config.n_heads)], model)
+    rows = model(tokens[:, :-1], None, head_mask)                                   # [H, B, T, V]
+    return int(torch.stack([loss_of(logits, tokens, weights)[0] for logits in rows]).argmax())
+
+
+@torch.no_grad()
+def renew_others(model, kept, generator):
+    """Queries and outputs of the last layer's other heads as at the start."""
+    attn, K = model.layers[-1].attn, model.config.head_dim
+    for head in range(model.config.n_heads):
+        if head != kept:
+            for weight in (attn.q.weight[head * K:(head + 1) * K], attn.o.weight[:, head * K:(head + 1) * K]):
+                weight.normal_(0, 0.02, generator=generator)
+
+
+def silence_others(model, kept, generator):
+    """[1, L, H] of 0 and 1, at random; the last layer's head `kept` is never silent."""
+    head_mask = (torch.rand(1, model.config.n_layers, model.config.n_heads, generator=generator) >= SILENT).float()
+    head_mask[0, -1, kept] = 1
+    return head_mask
+
+
 def train(model, world, tokenizer, steps=STEPS, seed=0, report=print):
     """Train the model in place; `report` takes a line now and then, `save` has the weights in between."""
     parameters = checkpoint_names(model)
@@ -137,9 +167,16 @@ def train(model, world, tokenizer, steps=STEPS, seed=0, report=print):
     stages = [batches(tokenizer, data.documents(world, mixture, f"{seed}/{first}", most))
               for first, mixture, most in STAGES]
     starts, clock, rights = [first for first, _, _ in STAGES], time.perf_counter(), []
+    generator, head_mask = torch.Generator().manual_seed(seed), None
     for step in range(steps):
         tokens, weights = next(stages[bisect_right(starts, step) - 1])
-        loss, right = loss_of(model(tokens[:, :-1]), tokens, weights)
+        if step == ALONE:
+            kept = needed_head(model, tokens, weights)
+            renew_others(model, kept, generator)
+        if step >= ALONE:
+            head_mask = silence_others(model, kept, generator)
+        logits = model(tokens[:, :-1], None, head_mask)
+        loss, right = loss_of(logits[0] if head_mask is not None else logits, tokens, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         scale = schedule(step, steps)

@@ -175,6 +175,68 @@ def test_training_lowers_the_loss_and_repeats_exactly(world, tokenizer, monkeypa
     assert trained[0] < before.item() - 0.4
 
 
+@pytest.fixture
+def small(tmp_path):
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(train.CONFIG | shape))
+    model = Transformer(Config.from_checkpoint(tmp_path))
+    train.initialise(train.checkpoint_names(model), seed=0)
+    return model
+
+
+def test_the_needed_head_is_the_one_without_whose_output_the_loss_is_highest(small, world, tokenizer):
+    tokens, weights = next(train.batches(tokenizer, data.documents(world, data.COPYING, "test")))
+    found, o = set(), small.layers[-1].attn.o.weight
+    with torch.no_grad():
+        for _ in range(4):
+            o.normal_(0, 0.5)
+            losses = []
+            for head in range(4):
+                kept, o[:, head * 16:(head + 1) * 16] = o.clone(), 0
+                losses.append(train.loss_of(small(tokens[:, :-1]), tokens, weights)[0].item())
+                o.copy_(kept)
+            found.add(train.needed_head(small, tokens, weights))
+            assert losses[train.needed_head(small, tokens, weights)] == max(losses)
+    assert len(found) > 1
+
+
+def test_the_other_heads_of_the_last_layer_start_anew(small):
+    before = {name: parameter.clone() for name, parameter in small.named_parameters()}
+    train.renew_others(small, 2, torch.Generator().manual_seed(1))
+    changed = {name: (parameter != before[name]) for name, parameter in small.named_parameters()}
+    assert {name for name, x in changed.items() if x.any()} == {"layers.1.attn.q.weight", "layers.1.attn.o.weight"}
+    of_head = [changed["layers.1.attn.q.weight"].unflatten(0, (4, 16)).float().mean((1, 2)),
+               changed["layers.1.attn.o.weight"].unflatten(1, (4, 16)).float().mean((0, 2))]
+    for share in of_head:
+        assert share[2] == 0 and (share[[0, 1, 3]] > 0.99).all()
+    assert small.layers[1].attn.q.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_every_head_but_one_is_silent_now_and_then(small):
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.cat([train.silence_others(small, 2, generator) for _ in range(2000)])
+    assert masks.shape == (2000, 2, 4) and set(masks.unique().tolist()) == {0, 1}
+    silent = 1 - masks.mean(0)
+    assert silent[1, 2] == 0
+    silent[1, 2] = train.SILENT
+    assert (silent - train.SILENT).abs().max() < 0.035
+
+
+def test_one_head_alone_is_never_silent_and_never_renewed(small, world, tokenizer, monkeypatch):
+    """The masks that training runs with, and what becomes of the weights in its last steps."""
+    monkeypatch.setattr(train, "ROWS", 2)
+    monkeypatch.setattr(train, "ALONE", 3)
+    monkeypatch.setattr(train, "needed_head", lambda *_: 1)
+    seen, renewed, forward, renew_others = [], [], small.forward, train.renew_others
+    monkeypatch.setattr(small, "forward", lambda *args: (seen.append(args[2]), forward(*args))[1])
+    monkeypatch.setattr(train, "renew_others", lambda *args: (renewed.append(args[1]), renew_others(*args)))
+    train.train(small, world, tokenizer, steps=40)
+    assert renewed == [1] and [mask is None for mask in seen] == [True] * 3 + [False] * 37
+    assert all(mask[0, 1, 1] == 1 for mask in seen[3:])
+    assert 0.05 < (torch.cat(seen[3:]) == 0).float().mean() < 0.25
+
+
 # ---------------------------------------------------------------------------------------------------------- checkpoint
 
 
