@@ -59,7 +59,7 @@ def ours(model, prompt, new, method, settings):
 def settings_of(name, model, prompt, heads):
     """The method and what it needs. Amateurs have half the model's layers; a prompt's last quarter has no context."""
     if name in ("cd", "decore-lite"):
-        amateur = random_model(shallower(model.config), model.device, model.dtype)
+        amateur = random_model(shallower(model.config, model.config.n_layers // 2), model.device, model.dtype)
         return ("cd", dict(amateur=amateur)) if name == "cd" else \
             ("decore-entropy", dict(amateur=amateur, amateur_heads=spread_heads(amateur.config)))
     if name == "cad":

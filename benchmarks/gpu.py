@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu [--out benchmarks/results/gpu.json]
     python -m benchmarks.gpu --dry-run          # tiny shapes on a CPU: that the script runs, not how fast
+    python -m benchmarks.gpu --cpu              # two layers of the same shapes on a CPU: memory, and time by prompt
 
     bandwidth   of copying 4 GiB on the device, bytes read and written
     prefill     tokens per second of reading one prompt, and the memory it takes beyond weights and cache
@@ -25,15 +26,19 @@ import torch.distributed as dist
 
 import cli
 from benchmarks.decode import contestants, origin
-from benchmarks.shapes import SHAPES, random_model, spread_heads
+from benchmarks.loading import status
+from benchmarks.shapes import SHAPES, random_model, shallower, spread_heads
 from capture import capture
 from decore import decode, open_prompts
 from model import Cache, Shard, Transformer
 
-REAL = SimpleNamespace(device="cuda", dtype=torch.bfloat16, shape="8b", share="70b", small="0.5b",
-                       prompts=(512, 8192, 32_768), batches=(1, 8, 32), new=64, copied=4 * 2**30, seconds=400)
-DRY = SimpleNamespace(device="cpu", dtype=torch.float32, shape="tiny", share="tiny", small="tiny",
-                      prompts=(16, 48), batches=(1, 3), new=6, copied=2**22, seconds=60)
+REAL = SimpleNamespace(device="cuda", dtype=torch.bfloat16, shape="8b", share="70b", small="0.5b", layers=None,
+                       prompts=(512, 8192, 32_768), others=(512, 8192, 32_768), batches=(1, 8, 32), new=64,
+                       copied=4 * 2**30, seconds=400)
+CPU = SimpleNamespace(**vars(REAL) | dict(device="cpu", layers=2, others=(512,), batches=(1,), new=16, copied=2**30,
+                                          seconds=1800))
+DRY = SimpleNamespace(**vars(REAL) | dict(device="cpu", dtype=torch.float32, shape="tiny", share="tiny", small="tiny",
+                                          prompts=(16, 48), others=(16,), batches=(1, 3), new=6, copied=2**22))
 METHODS = ("greedy", "decore-entropy")
 
 
@@ -52,12 +57,19 @@ def timed(run, work):
 
 
 def peak(run, work):
-    """(result, seconds, most bytes that work() held on the device; None on a CPU)."""
+    """(result, seconds, most bytes held meanwhile: by tensors; on a CPU by the process, beyond `held_before`)."""
     if run.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")           # the peak of the resident set counts from now on
     result, seconds = timed(run, work)
-    return result, seconds, torch.cuda.max_memory_allocated() if run.device == "cuda" else None
+    return result, seconds, (torch.cuda.max_memory_allocated() if run.device == "cuda"
+                             else status("VmHWM") - run.held_before)
+
+
+def held(run):
+    return torch.cuda.memory_allocated() if run.device == "cuda" else status("VmRSS") - run.held_before
 
 
 def bandwidth(run):
@@ -93,10 +105,13 @@ def pretend_to_read(model):
 def measure_prefill(run, model, P):
     ids = torch.randint(model.config.vocab_size, (1, P), device=run.device)
     cache = Cache(torch.tensor([P], device=run.device), 1)
-    model.prefill(ids, cache)                   # warm up
-    held = torch.cuda.memory_allocated() if run.device == "cuda" else 0
+    model.prefill(ids[:, :512], cache)          # warm up
+    for kv in cache.prompt.values():
+        for x in kv:
+            x.zero_()                           # a CPU gives memory when it is written to
+    before = held(run)
     _, seconds, most = peak(run, lambda: model.prefill(ids, cache))
-    return dict(prompt=P, tokens_per_second=P / seconds, bytes_beyond_weights_and_cache=most and most - held)
+    return dict(prompt=P, tokens_per_second=P / seconds, bytes_beyond_weights_and_cache=most - before)
 
 
 def measure_decode(run, model, method, P, B, graph, copy_speed):
@@ -117,7 +132,7 @@ def measure_decode(run, model, method, P, B, graph, copy_speed):
     return dict(method=method, prompt=P, batch=B, graph=graph, tokens_per_second=B * new / seconds,
                 ms=1000 * seconds / new, recording_seconds=recording,
                 fraction_of_bandwidth=(read_weights(model) + cached) * new / seconds / copy_speed,
-                peak_over_weights_and_cache=most and most / (size(model.parameters()) + cached))
+                peak_over_weights_and_cache=most / (size(model.parameters()) + cached))
 
 
 def measure_others(run, model, P):
@@ -145,10 +160,10 @@ def agreement(run):
 
 
 def whole_model(run, attempt, copy_speed):
-    model = random_model(SHAPES[run.shape], run.device, run.dtype)
+    model = random_model(shallower(SHAPES[run.shape], run.layers), run.device, run.dtype)
     for P in run.prompts:
         attempt(f"prefill {P}", lambda P=P: measure_prefill(run, model, P))
-    for P in run.prompts:
+    for P in run.others:
         attempt(f"others {P}", lambda P=P: list(measure_others(run, model, P)))
     pretend_to_read(model)
     graph = run.device == "cuda"
@@ -161,7 +176,8 @@ def share_of_two(run, attempt, copy_speed):
     """One rank's half, as it decodes but for the time on the wire."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    model = Transformer(SHAPES[run.share], Shard(0, 2), run.device, run.dtype).requires_grad_(False)
+    config = shallower(SHAPES[run.share], run.layers)
+    model = Transformer(config, Shard(0, 2), run.device, run.dtype).requires_grad_(False)
     pretend_to_read(model)
     for method in METHODS:
         case = method, run.prompts[0], 1, run.device == "cuda"
@@ -172,14 +188,17 @@ def share_of_two(run, attempt, copy_speed):
 @torch.inference_mode()
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--dry-run", action="store_true")
+    where = p.add_mutually_exclusive_group()
+    where.add_argument("--dry-run", action="store_true")
+    where.add_argument("--cpu", action="store_true")
     p.add_argument("--out", type=Path, help="also write the results there")
     args = p.parse_args()
-    run = DRY if args.dry_run else REAL
+    run = DRY if args.dry_run else CPU if args.cpu else REAL
     if run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; --dry-run runs the script on a CPU")
+        raise ValueError("there is no CUDA device here; --dry-run and --cpu run the script on a CPU")
     started = time.monotonic()
-    out = dict(dry_run=args.dry_run, **origin(run.device), skipped=[])
+    run.held_before = None if run.device == "cuda" else status("VmRSS")
+    out = dict(dry_run=args.dry_run, layers=run.layers, **origin(run.device), skipped=[])
 
     def attempt(name, work):
         """Keep what work() finds; what does not fit the device or the time is named instead."""

@@ -38,10 +38,10 @@ def find_shape(name):
     return SHAPES[name]
 
 
-def shallower(config):
-    """The same shape with half the layers."""
-    half = config.n_layers // 2
-    return replace(config, n_layers=half, windows=config.windows[:half])
+def shallower(config, n_layers=None):
+    """The same shape with fewer layers; None: with all of them."""
+    n_layers = n_layers or config.n_layers
+    return replace(config, n_layers=n_layers, windows=config.windows[:n_layers])
 
 
 def random_model(config, device="cpu", dtype=torch.float32, seed=0):
