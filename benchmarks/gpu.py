@@ -166,6 +166,8 @@ def whole_model(run, attempt, copy_speed):
     for P in run.others:
         attempt(f"others {P}", lambda P=P: list(measure_others(run, model, P)))
     pretend_to_read(model)
+    if run.device == "cpu":
+        run.held_before = status("VmRSS") - size(model.parameters())        # without what the measurements brought in
     graph = run.device == "cuda"
     cases = [(P, B, graph) for B in run.batches for P in run.prompts] + [(P, 1, False) for P in run.prompts if graph]
     for case in [(method, *case) for case in cases for method in METHODS]:
@@ -177,6 +179,8 @@ def share_of_two(run, attempt, copy_speed):
     from torch.testing._internal.distributed.fake_pg import FakeStore
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     config = shallower(SHAPES[run.share], run.layers)
+    if run.device == "cpu":
+        run.held_before = status("VmRSS")
     model = Transformer(config, Shard(0, 2), run.device, run.dtype).requires_grad_(False)
     pretend_to_read(model)
     for method in METHODS:
