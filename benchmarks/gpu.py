@@ -72,6 +72,12 @@ def held(run):
     return torch.cuda.memory_allocated() if run.device == "cuda" else status("VmRSS") - run.held_before
 
 
+def start_from(run, model):
+    """Count memory as if nothing but the model were there: libraries and what earlier measurements left are not."""
+    if run.device == "cpu":
+        run.held_before = status("VmRSS") - size(model.parameters())
+
+
 def bandwidth(run):
     """Bytes per second that a copy reads and writes, the best of ten."""
     a = torch.ones(run.copied, dtype=torch.uint8, device=run.device)
@@ -166,8 +172,7 @@ def whole_model(run, attempt, copy_speed):
     for P in run.others:
         attempt(f"others {P}", lambda P=P: list(measure_others(run, model, P)))
     pretend_to_read(model)
-    if run.device == "cpu":
-        run.held_before = status("VmRSS") - size(model.parameters())        # without what the measurements brought in
+    start_from(run, model)
     graph = run.device == "cuda"
     cases = [(P, B, graph) for B in run.batches for P in run.prompts] + [(P, 1, False) for P in run.prompts if graph]
     for case in [(method, *case) for case in cases for method in METHODS]:
@@ -179,9 +184,10 @@ def share_of_two(run, attempt, copy_speed):
     from torch.testing._internal.distributed.fake_pg import FakeStore
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     config = shallower(SHAPES[run.share], run.layers)
-    if run.device == "cpu":
-        run.held_before = status("VmRSS")
     model = Transformer(config, Shard(0, 2), run.device, run.dtype).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(0.01)                   # a CPU gives memory when it is written to
+    start_from(run, model)
     pretend_to_read(model)
     for method in METHODS:
         case = method, run.prompts[0], 1, run.device == "cuda"

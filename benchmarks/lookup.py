@@ -57,20 +57,21 @@ def measure(model, prompt, text, k, rounds, heads):
     """Seconds per round and tokens per pass of each method, plain and with lookup."""
     new, seconds, per_pass = len(text), {}, {}
     opened = {m: open_prompts(model, [prompt], m, heads if m != "greedy" else None, capacity=new + k) for m in METHODS}
-    for _ in range(1 + rounds):
-        for method, (step, caches) in opened.items():
-            for ahead in (0, k):
-                caches[0].restart(1)
-                forced, passes = overrule(step, caches[0], text)
-                start = time.perf_counter()
-                if ahead:
-                    out = decode_with_lookup(forced, caches, [prompt], new, ahead, device=model.device)
-                else:
-                    out = decode(forced, [prompt], new, device=model.device)
-                name = method + (f", lookup {ahead}" if ahead else "")
-                seconds.setdefault(name, []).append(time.perf_counter() - start)
-                per_pass[name] = round(new / len(passes), 2)
-                assert out[0].ids == text
+    contestants = [(method, ahead) for method in METHODS for ahead in (0, k)]
+    for i in range(1 + rounds):
+        for method, ahead in contestants[i % 4:] + contestants[:i % 4]:             # nobody always goes last
+            step, caches = opened[method]
+            caches[0].restart(1)
+            forced, passes = overrule(step, caches[0], text)
+            start = time.perf_counter()
+            if ahead:
+                out = decode_with_lookup(forced, caches, [prompt], new, ahead, device=model.device)
+            else:
+                out = decode(forced, [prompt], new, device=model.device)
+            name = method + (f", lookup {ahead}" if ahead else "")
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+            per_pass[name] = round(new / len(passes), 2)
+            assert out[0].ids == text
     return {name: s[1:] for name, s in seconds.items()}, per_pass
 
 
