@@ -14,6 +14,7 @@ from decore import Generation, entropy, pad, record
 
 SIZES = (3, 2)                  # tokens that must have been seen before, the longer match first
 LONGEST_WAIT = 63               # tokens without a proposal after many misses
+TRIAL = 2                       # tokens proposed after a miss, until one of them is right
 
 
 class Text:
@@ -37,10 +38,10 @@ class Text:
         if self.wait or not places:
             return []
         period = len(self.ids) - places[0]
-        return [self.ids[places[0] + i % period] for i in range(k)]
+        return [self.ids[places[0] + i % period] for i in range(min(k, TRIAL) if self.misses else k)]
 
     def judge(self, proposed, accepted):
-        """After a miss wait 1 token, after two in a row 7, then 31: with nothing to copy, proposals become rare."""
+        """After a miss wait 1 token, after two in a row 7, then 31: with nothing to copy, they become rare and short."""
         if not proposed:
             self.wait = max(0, self.wait - 1)
         elif 4 * accepted >= proposed:
