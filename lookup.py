@@ -41,7 +41,7 @@ class Text:
         return [self.ids[places[0] + i % period] for i in range(min(k, TRIAL) if self.misses else k)]
 
     def judge(self, proposed, accepted):
-        """After a miss wait 1 token, after two in a row 7, then 31: with nothing to copy, they become rare and short."""
+        """After a miss wait 1 token, after two in a row 7, then 31: with nothing to copy, they are rare and short."""
         if not proposed:
             self.wait = max(0, self.wait - 1)
         elif 4 * accepted >= proposed:

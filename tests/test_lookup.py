@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from decore import METHODS, Step, decode, generate, open_prompts
-from lookup import LONGEST_WAIT, Text, agreeing, decode_with_lookup
+from lookup import LONGEST_WAIT, TRIAL, Text, agreeing, decode_with_lookup
 from model import MASKS, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
@@ -114,6 +114,16 @@ def test_with_nothing_to_copy_proposals_become_rare():
         text.judge(len(proposal), 0)
         text.extend([3] if text.ids[-1] == 2 else [text.ids[-1] + 1 if text.ids[-1] < 3 else 1])
     assert proposals <= 4 + 400 / LONGEST_WAIT
+
+
+def test_after_a_miss_proposals_are_short_until_one_is_right():
+    text = Text([1, 2, 3, 4, 5, 6, 7, 8] * 3)
+    assert len(text.propose(7)) == 7
+    text.judge(7, 0)
+    text.judge(0, 0)                            # the wait
+    assert len(text.propose(7)) == TRIAL == 2 and len(text.propose(1)) == 1
+    text.judge(TRIAL, 1)
+    assert len(text.propose(7)) == 7
 
 
 def test_a_proposal_follows_the_longest_and_latest_match():
