@@ -1,7 +1,9 @@
 """The benchmarks compare like with like: the same weights, the same tokens. Tiny shapes, no claim about speed."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +89,14 @@ def test_batches_counts_the_same_work_at_every_size(monkeypatch, capsys):
     assert set(result["results"]) == {f"{m}, batch {b}" for m in ("greedy", "decore-entropy") for b in (1, 2)}
     for r in result["results"].values():
         assert r["new_tokens_per_second"] == pytest.approx(2 * r["examples_per_second"], rel=0.01)
+
+
+def test_everything_about_a_gpu_runs_in_tiny_shapes_on_a_cpu(tmp_path):
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(out)], check=True,
+                   cwd=Path(__file__).parent.parent)
+    found = json.loads(out.read_text())
+    assert found["dry_run"] and found["skipped"] == [] and found["bandwidth"] > 0
+    assert {name: len(found[name]) for name in ("agreement", "prefill", "others", "decode", "share")} == {
+        "agreement": 1, "prefill": 2, "others": 2, "decode": 8, "share": 2}
+    assert all(row["tokens_per_second"] > 0 for name in ("prefill", "others", "decode", "share") for row in found[name])
