@@ -1,6 +1,7 @@
 """Prompt lookup against plain decoding: tokens per pass and per second, of texts that copy and texts that do not.
 
     python -m benchmarks.lookup [--shape 0.5b] [--prompt 512] [--new 96] [--lookup 7] [--rounds 3] [--json]
+    python -m benchmarks.lookup --miniature [--items 64]
 
 The weights are random; every pass is computed in full, and then the scores are overruled so that the text is one of
 
@@ -8,7 +9,10 @@ The weights are random; every pass is computed in full, and then the scores are 
     nothing    tokens that the prompt does not hold
     decoys     pairs of the prompt's tokens, each followed by another token than in the prompt: every proposal is wrong
 
-Decoding only, one prompt. One round runs every contestant once; a ratio is the median of the rounds' ratios.
+With --miniature nothing is overruled: the miniature answers questions on its passages, to the end of each answer.
+
+Decoding only, one prompt at a time. One round runs every contestant once; a ratio is the median of the rounds' ratios,
+given with their quartiles.
 """
 
 import argparse
@@ -22,10 +26,14 @@ import cli
 from benchmarks.decode import origin
 from benchmarks.shapes import find_shape, random_model, spread_heads
 from decore import decode, open_prompts
+from heads import load_heads
 from lookup import decode_with_lookup
-from model import DTYPES
+from miniature.data import make_split
+from model import DTYPES, Transformer
+from tokenizer import Tokenizer
 
 METHODS = ("greedy", "decore-entropy")
+SPLITS = ("conflict", "open", "needle")         # of the miniature's questions: those whose passage holds the answer
 
 
 def texts(prompt, new, own):
@@ -39,45 +47,86 @@ def texts(prompt, new, own):
     return dict(copying=copying[:new], nothing=own[:new], decoys=decoys[:new])
 
 
-def overrule(step, cache, text):
-    """`step`, made to choose the text whatever the model says → it and the list of its passes' lengths."""
-    passes, text = [], torch.tensor(text + text, device=cache.slots.device)
+def watch(step, cache, text):
+    """`step`, made to choose the text whatever the model says (None: what it says) → it and its passes' lengths."""
+    passes, text = [], None if text is None else torch.tensor(text + text, device=cache.slots.device)
 
-    def overruled(tokens):
+    def watched(tokens):
         at = cache.slots[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         out = step(tokens)
         passes.append(tokens.shape[1])
-        out.scores.scatter_(-1, text[at][..., None], 1e9)
+        if text is not None:
+            out.scores.scatter_(-1, text[at][..., None], 1e9)
         return out
 
-    return overruled, passes
+    return watched, passes
 
 
-def measure(model, prompt, text, k, rounds, heads):
-    """Seconds per round and tokens per pass of each method, plain and with lookup."""
-    new, seconds, per_pass = len(text), {}, {}
-    opened = {m: open_prompts(model, [prompt], m, heads if m != "greedy" else None, capacity=new + k) for m in METHODS}
+def measure(model, cases, new, k, rounds, heads, eos_ids=()):
+    """What `summary` tells of each method, plain and with lookup, over all cases (prompt, text or None)."""
+    found = {}
     contestants = [(method, ahead) for method in METHODS for ahead in (0, k)]
-    for i in range(1 + rounds):
-        for method, ahead in contestants[i % 4:] + contestants[:i % 4]:             # nobody always goes last
-            step, caches = opened[method]
-            caches[0].restart(1)
-            forced, passes = overrule(step, caches[0], text)
-            start = time.perf_counter()
-            if ahead:
-                out = decode_with_lookup(forced, caches, [prompt], new, ahead, device=model.device)
-            else:
-                out = decode(forced, [prompt], new, device=model.device)
-            name = method + (f", lookup {ahead}" if ahead else "")
-            seconds.setdefault(name, []).append(time.perf_counter() - start)
-            per_pass[name] = round(new / len(passes), 2)
-            assert out[0].ids == text
-    return {name: s[1:] for name, s in seconds.items()}, per_pass
+    for prompt, text in cases:
+        opened = {m: open_prompts(model, [prompt], m, heads if m != "greedy" else None, capacity=new + k)
+                  for m in METHODS}
+        for i in range(1 + rounds):
+            for method, ahead in contestants[i % 4:] + contestants[:i % 4]:             # nobody always goes last
+                step, caches = opened[method]
+                caches[0].restart(1)
+                watched, passes = watch(step, caches[0], text)
+                rest = dict(eos_ids=eos_ids, device=model.device)
+                start = time.perf_counter()
+                if ahead:
+                    out, = decode_with_lookup(watched, caches, [prompt], new, ahead, **rest)
+                else:
+                    out, = decode(watched, [prompt], new, **rest)
+                seconds = time.perf_counter() - start
+                assert text is None or out.ids == text
+                one = found.setdefault(method + (f", lookup {ahead}" if ahead else ""),
+                                       dict(seconds=[0.0] * rounds, tokens=0, passes=0))
+                if i:                           # the first one warms up
+                    one["seconds"][i - 1] += seconds
+                    one["tokens"] += len(out.ids)
+                    one["passes"] += len(passes)
+    return {name: summary(one, found["greedy"]) for name, one in found.items()}
 
 
+def summary(one, greedy):
+    """Tokens per pass and per second, and the latter over plain greedy's."""
+    rounds = len(one["seconds"])
+    a_token, greedys = ([s * rounds / x["tokens"] for s in x["seconds"]] for x in (one, greedy))
+    ratios = [g / s for g, s in zip(greedys, a_token, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else 3 * ratios
+    return dict(tokens_per_pass=round(one["tokens"] / one["passes"], 2),
+                tokens_per_second=round(1 / statistics.median(a_token), 2),
+                over_greedy=round(median, 3), over_greedy_quartiles=[round(low, 3), round(high, 3)])
+
+
+def random_weights(args):
+    """A model of random weights, {kind of text: its cases}, the heads to mask, and the tokens that end a text."""
+    model = random_model(find_shape(args.shape), args.device, DTYPES[args.dtype])
+    half = model.config.vocab_size // 2
+    prompt = torch.randperm(half)[:args.prompt].tolist()
+    own = (half + torch.randperm(half)[:args.new]).tolist()
+    cases = {kind: [(prompt, text)] for kind, text in texts(prompt, args.new, own).items()}
+    return model, cases, spread_heads(model.config), ()
+
+
+def miniature(args):
+    """The same four of the miniature and its questions."""
+    model = Transformer.load(cli.MINIATURE, args.device, DTYPES[args.dtype])
+    tokenizer, c = Tokenizer.load(cli.MINIATURE), model.config
+    cases = {split: [(tokenizer.encode(item.prompt), None) for item in make_split(split, args.items, 0)]
+             for split in SPLITS}
+    return model, cases, load_heads("miniature", c.n_layers, c.n_heads)[:c.n_layers * c.n_heads // 8], tokenizer.eos_ids
+
+
+@torch.inference_mode()
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--shape", default="0.5b")
+    p.add_argument("--miniature", action="store_true", help="the miniature and its questions in place of a shape")
+    p.add_argument("--items", type=cli.positive, default=64, help="questions of each kind")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtype", default="float32", choices=DTYPES)
     p.add_argument("--prompt", type=int, default=512)
@@ -86,26 +135,19 @@ def main():
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--json", action="store_true")
     args = p.parse_args()
-    with torch.inference_mode():
-        model = random_model(find_shape(args.shape), args.device, DTYPES[args.dtype])
-        half = model.config.vocab_size // 2
-        prompt = (torch.randperm(half)[:args.prompt]).tolist()
-        own = (half + torch.randperm(half)[:args.new]).tolist()
-        results = {}
-        for kind, text in texts(prompt, args.new, own).items():
-            seconds, per_pass = measure(model, prompt, text, args.lookup, args.rounds, spread_heads(model.config))
-            results[kind] = {name: dict(
-                tokens_per_pass=per_pass[name], tokens_per_second=round(args.new / statistics.median(s), 2),
-                over_greedy=round(statistics.median(g / x for g, x in zip(seconds["greedy"], s, strict=True)), 3),
-            ) for name, s in seconds.items()}
+    model, cases, heads, eos_ids = miniature(args) if args.miniature else random_weights(args)
+    results = {kind: measure(model, some, args.new, args.lookup, args.rounds, heads, eos_ids)
+               for kind, some in cases.items()}
     if args.json:
-        print(json.dumps(dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new,
-                              **origin(args.device), results=results)))
+        what = dict(model="miniature", items=args.items) if args.miniature else dict(shape=args.shape,
+                                                                                    prompt=args.prompt)
+        print(json.dumps(what | dict(dtype=args.dtype, new=args.new, **origin(args.device), results=results)))
         return
     for kind, row in results.items():
         for name, r in row.items():
             print(f"{kind:8} {name:26} {r['tokens_per_pass']:5.2f} tokens a pass, "
-                  f"{r['tokens_per_second']:7.2f} a second, {r['over_greedy']:.2f} x greedy")
+                  f"{r['tokens_per_second']:7.2f} a second, {r['over_greedy']:.2f} x greedy "
+                  f"({r['over_greedy_quartiles'][0]:.2f} to {r['over_greedy_quartiles'][1]:.2f})")
 
 
 if __name__ == "__main__":

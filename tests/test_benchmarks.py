@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import batches, decode
+from benchmarks import batches, decode, lookup
 from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model
 
 pytest.importorskip("transformers")
@@ -100,3 +100,38 @@ def test_everything_about_a_gpu_runs_in_tiny_shapes_on_a_cpu(tmp_path):
     assert {name: len(found[name]) for name in ("agreement", "prefill", "others", "decode", "share")} == {
         "agreement": 1, "prefill": 2, "others": 2, "decode": 8, "share": 2}
     assert all(row["tokens_per_second"] > 0 for name in ("prefill", "others", "decode", "share") for row in found[name])
+
+
+def run_lookup(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["lookup.py", "--rounds", "2", "--json", *arguments])
+    lookup.main()
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+def test_lookup_forces_texts_that_copy_that_do_not_and_that_mislead(monkeypatch, capsys):
+    results = run_lookup(monkeypatch, capsys, *"--shape tiny --prompt 64 --new 25".split())
+    passes = {kind: {name: r["tokens_per_pass"] for name, r in row.items()} for kind, row in results.items()}
+    assert set(passes) == {"copying", "nothing", "decoys"}
+    for kind, row in passes.items():
+        assert row["greedy"] == row["decore-entropy"] == 1
+        # 24 copied tokens: two to find the place, then 8, 8 and 7 a pass, the last of which does not agree
+        expected = pytest.approx(25 / 5, abs=0.01) if kind == "copying" else 1
+        assert row["greedy, lookup 7"] == row["decore-entropy, lookup 7"] == expected
+    for row in results.values():
+        assert row["greedy"]["over_greedy"] == 1 and row["greedy"]["over_greedy_quartiles"] == [1, 1]
+
+
+def test_lookup_asks_the_miniature_what_its_passages_answer(monkeypatch, capsys):
+    results = run_lookup(monkeypatch, capsys, "--miniature", "--items", "3")
+    assert set(results) == {"conflict", "open", "needle"}
+    for row in results.values():
+        assert row["greedy"]["tokens_per_pass"] == 1 < row["decore-entropy, lookup 7"]["tokens_per_pass"]
+
+
+def test_a_ratio_is_that_of_the_rates_of_each_round():
+    greedy = dict(seconds=[2.0, 4.0, 3.0], tokens=30, passes=30)
+    one = dict(seconds=[1.0, 1.0, 3.0], tokens=30, passes=15)
+    assert lookup.summary(one, greedy) == dict(tokens_per_pass=2, tokens_per_second=10, over_greedy=2,
+                                               over_greedy_quartiles=[1.5, 3])
+    once = lookup.summary(one | dict(seconds=[1.0], tokens=10), greedy | dict(seconds=[3.0], tokens=10))
+    assert (once["over_greedy"], once["over_greedy_quartiles"]) == (3, [3, 3])
