@@ -14,7 +14,7 @@ from decore import Generation, entropy, pad, record
 
 SIZES = (3, 2)                  # tokens that must have been seen before, the longer match first
 LONGEST_WAIT = 63               # tokens without a proposal after many misses
-TRIAL = 2                       # tokens proposed after a miss, until one of them is right
+TRIAL = 1                       # tokens proposed after a miss, until that is right
 
 
 class Text:

@@ -322,7 +322,7 @@ def attend(q, prompt, suffix, bias):
     prompt, suffix = ([z.to(dtype) for z in pair] for pair in (prompt, suffix))
     x = q.to(dtype).unflatten(3, (G, -1)).transpose(2, 3).flatten(3, 4)             # [R, B, G, T·H/G, K]
     scores = torch.cat([torch.einsum("rbgnk,rbgsk->rbgns", x, prompt[0]), x @ suffix[0].mT], -1).unflatten(3, (T, -1))
-    weights = (scores.float() * q.shape[-1] ** -0.5 + bias).softmax(-1).flatten(3, 4)
+    weights = bias.add(scores, alpha=q.shape[-1] ** -0.5).softmax(-1).flatten(3, 4)     # float32, as bias is
     of_prompt, of_suffix = weights.to(dtype).tensor_split([P], -1)
     y = (torch.einsum("rbgns,rbgsk->rbgnk", of_prompt, prompt[1]) + of_suffix @ suffix[1]).to(q.dtype)
     return [z.unflatten(3, (T, -1)).transpose(2, 3).flatten(3, 4) for z in (y, weights)]

@@ -1,12 +1,15 @@
 """A recorded step decodes the same, and nothing in it looks at the host. On a CPU a recorder plays along."""
 
+import copy
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from capture import capture
-from decore import METHODS, Step, decode, generate, make_head_mask, open_prompts
+from decore import METHODS, Step, decode, generate, open_prompts, read_prompts
 from lookup import decode_with_lookup
-from model import Cache, Transformer
+from model import MASKS, Transformer
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -56,25 +59,41 @@ def test_a_recorded_step_writes_where_it_was_recorded(model):
     assert places == {id(t) for t in recorded(torch.tensor([[6], [7], [8]]))}
 
 
-@pytest.mark.parametrize("mask", ["output", "query"])
-def test_a_step_never_looks_at_the_host(model, mask):
-    """On "meta" a tensor has no values: looking at one is an error, and so is meeting one that was left on the host."""
-    def bare(x):
-        if isinstance(x, dict):
-            return {key: bare(value) for key, value in x.items()}
-        if isinstance(x, list | tuple):
-            return [bare(y) for y in x]
-        return x.to("meta") if isinstance(x, torch.Tensor) else x
+def bare(x):
+    """The same without values: on "meta"."""
+    if isinstance(x, dict):
+        return {key: bare(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [bare(y) for y in x]
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
 
-    cache = Cache(torch.tensor([4, 7]), 5)
-    model.prefill(torch.zeros(2, 7, dtype=torch.long), cache)
-    cache.whole = True
-    vars(cache).update(bare(vars(cache)))
-    weights = bare(dict([*model.named_parameters(), *model.named_buffers()]))
-    token, masks = bare([torch.zeros(2, 1, dtype=torch.long), model.layer_masks(make_head_mask([[], HEADS], model))])
-    for _ in range(2):
-        rows = torch.func.functional_call(model, weights, (token, cache, masks, mask))
-    assert rows.shape == (2, 2, 1, 96) and rows.device.type == "meta"
+
+class NothingFromTheHost(TorchFunctionMode):
+    """An error where numbers of the host become a tensor: a copy to the device, which a graph cannot record."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_never_looks_at_the_host(model, monkeypatch, method, mask):
+    """On "meta" a tensor has no values: looking at one is an error, and so is meeting one that was left on the host."""
+    def read_on_the_host(_, *prompts_and_more):
+        cache = read_prompts(model, *prompts_and_more)
+        cache.whole = True
+        vars(cache).update(bare(vars(cache)))
+        return cache
+
+    monkeypatch.setattr("decore.read_prompts", read_on_the_host)
+    step, _ = open_prompts(copy.deepcopy(model).to("meta"), PROMPTS, method, HEADS, alpha_cap=2.0, mask=mask,
+                           capacity=5)
+    token = torch.zeros(len(PROMPTS), 1, dtype=torch.long, device="meta")
+    with NothingFromTheHost():
+        for _ in range(2):
+            out = step(token)
+    assert out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size) and out.scores.device.type == "meta"
 
 
 def test_compiling_needs_a_gpu(monkeypatch, tmp_path, capsys):
