@@ -10,6 +10,7 @@
                 fraction of the bandwidth that reading weights and cache alone amounts to; peak memory against weights
                 and cache; seconds that recording the graph costs. The prompt's keys and values are random.
     others      transformers' greedy and the loop of two passes with transformers, batch of one
+    lookup      tokens per pass and per second of texts that copy, that do not, and that mislead (see lookup.py there)
     share       one rank's half of a 70B model, under a process group that pretends
     agreement   how often bfloat16 chooses float32's token, on one random text; float32 against the CPU's logits
 """
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import cli
+from benchmarks import lookup
 from benchmarks.decode import contestants, origin
 from benchmarks.loading import status
 from benchmarks.shapes import SHAPES, random_model, shallower, spread_heads
@@ -34,11 +36,12 @@ from model import Cache, Shard, Transformer
 
 REAL = SimpleNamespace(device="cuda", dtype=torch.bfloat16, shape="8b", share="70b", small="0.5b", layers=None,
                        prompts=(512, 8192, 32_768), others=(512, 8192, 32_768), batches=(1, 8, 32), new=64,
-                       copied=4 * 2**30, seconds=400)
+                       passage=512, copied=4 * 2**30, seconds=400)
 CPU = SimpleNamespace(**vars(REAL) | dict(device="cpu", layers=2, others=(512,), batches=(1,), new=16, copied=2**30,
                                           seconds=1800))
 DRY = SimpleNamespace(**vars(REAL) | dict(device="cpu", dtype=torch.float32, shape="tiny", share="tiny", small="tiny",
-                                          prompts=(16, 48), others=(16,), batches=(1, 3), new=6, copied=2**22))
+                                          prompts=(16, 48), others=(16,), batches=(1, 3), new=6, passage=64,
+                                          copied=2**22))
 METHODS = ("greedy", "decore-entropy")
 
 
@@ -151,6 +154,13 @@ def measure_others(run, model, P):
         yield dict(method=name, prompt=P, batch=1, tokens_per_second=run.new / seconds, ms=1000 * seconds / run.new)
 
 
+def measure_lookup(run, model, rounds=2):
+    heads = spread_heads(model.config)
+    for kind, cases in lookup.forced(model.config.vocab_size, run.passage, run.new).items():
+        for method, found in lookup.measure(model, cases, run.new, 7, rounds, heads).items():
+            yield dict(text=kind, method=method, **found)
+
+
 def agreement(run):
     """How often bfloat16 and float32 choose the same token, and the largest difference from a CPU's logits."""
     config = SHAPES[run.small]
@@ -171,6 +181,7 @@ def whole_model(run, attempt, copy_speed):
         attempt(f"prefill {P}", lambda P=P: measure_prefill(run, model, P))
     for P in run.others:
         attempt(f"others {P}", lambda P=P: list(measure_others(run, model, P)))
+    attempt("lookup", lambda: list(measure_lookup(run, model)))
     pretend_to_read(model)
     start_from(run, model)
     graph = run.device == "cuda"

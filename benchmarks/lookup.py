@@ -11,8 +11,8 @@ The weights are random; every pass is computed in full, and then the scores are 
 
 With --miniature nothing is overruled: the miniature answers questions on its passages, to the end of each answer.
 
-Decoding only, one prompt at a time. One round runs every contestant once; a ratio is the median of the rounds' ratios,
-given with their quartiles.
+Decoding only, one prompt at a time, on a GPU with a CUDA graph. One round runs every contestant once; a ratio is the
+median of the rounds' ratios, given with their quartiles.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch
 import cli
 from benchmarks.decode import origin
 from benchmarks.shapes import find_shape, random_model, spread_heads
+from capture import capture
 from decore import decode, open_prompts
 from heads import load_heads
 from lookup import decode_with_lookup
@@ -36,15 +37,16 @@ METHODS = ("greedy", "decore-entropy")
 SPLITS = ("conflict", "open", "needle")         # of the miniature's questions: those whose passage holds the answer
 
 
-def texts(prompt, new, own):
-    """Name → the tokens to decode after the prompt. own: tokens that the prompt does not hold."""
-    P = len(prompt)
+def forced(vocab_size, P, new):
+    """Kind of text → [(prompt of P tokens, the tokens to decode after it)]."""
+    half = vocab_size // 2
+    prompt, own = torch.randperm(half)[:P].tolist(), (half + torch.randperm(half)[:new]).tolist()
     copying, decoys = [], []
     for i in range(new):
         start = 31 * i % (P - 32)
         copying += prompt[start:start + 24] + [own[i]]
         decoys += prompt[start:start + 2] + [own[i]]
-    return dict(copying=copying[:new], nothing=own[:new], decoys=decoys[:new])
+    return {kind: [(prompt, text[:new])] for kind, text in dict(copying=copying, nothing=own, decoys=decoys).items()}
 
 
 def watch(step, cache, text):
@@ -67,12 +69,15 @@ def measure(model, cases, new, k, rounds, heads, eos_ids=()):
     found = {}
     contestants = [(method, ahead) for method in METHODS for ahead in (0, k)]
     for prompt, text in cases:
-        opened = {m: open_prompts(model, [prompt], m, heads if m != "greedy" else None, capacity=new + k)
-                  for m in METHODS}
+        opened = {}
+        for method in METHODS:
+            masked = heads if method != "greedy" else None
+            step, caches = open_prompts(model, [prompt], method, masked, capacity=new + k)
+            opened[method] = capture(step, caches, 1, model.device) if model.device.type == "cuda" else step, caches
         for i in range(1 + rounds):
             for method, ahead in contestants[i % 4:] + contestants[:i % 4]:             # nobody always goes last
                 step, caches = opened[method]
-                caches[0].restart(1)
+                caches[0].length = 0
                 watched, passes = watch(step, caches[0], text)
                 rest = dict(eos_ids=eos_ids, device=model.device)
                 start = time.perf_counter()
@@ -105,11 +110,7 @@ def summary(one, greedy):
 def random_weights(args):
     """A model of random weights, {kind of text: its cases}, the heads to mask, and the tokens that end a text."""
     model = random_model(find_shape(args.shape), args.device, DTYPES[args.dtype])
-    half = model.config.vocab_size // 2
-    prompt = torch.randperm(half)[:args.prompt].tolist()
-    own = (half + torch.randperm(half)[:args.new]).tolist()
-    cases = {kind: [(prompt, text)] for kind, text in texts(prompt, args.new, own).items()}
-    return model, cases, spread_heads(model.config), ()
+    return model, forced(model.config.vocab_size, args.prompt, args.new), spread_heads(model.config), ()
 
 
 def miniature(args):
@@ -126,6 +127,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--shape", default="0.5b")
     p.add_argument("--miniature", action="store_true", help="the miniature and its questions in place of a shape")
+    p.add_argument("--texts", nargs="+", metavar="KIND", help="only these of the above")
     p.add_argument("--items", type=cli.positive, default=64, help="questions of each kind")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtype", default="float32", choices=DTYPES)
@@ -136,8 +138,10 @@ def main():
     p.add_argument("--json", action="store_true")
     args = p.parse_args()
     model, cases, heads, eos_ids = miniature(args) if args.miniature else random_weights(args)
-    results = {kind: measure(model, some, args.new, args.lookup, args.rounds, heads, eos_ids)
-               for kind, some in cases.items()}
+    if wrong := set(args.texts or []) - set(cases):
+        raise ValueError(f"--texts {min(wrong)} is not one of {', '.join(cases)}")
+    results = {kind: measure(model, cases[kind], args.new, args.lookup, args.rounds, heads, eos_ids)
+               for kind in args.texts or cases}
     if args.json:
         what = dict(model="miniature", items=args.items) if args.miniature else dict(shape=args.shape,
                                                                                     prompt=args.prompt)

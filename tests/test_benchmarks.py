@@ -97,9 +97,10 @@ def test_everything_about_a_gpu_runs_in_tiny_shapes_on_a_cpu(tmp_path):
                    cwd=Path(__file__).parent.parent)
     found = json.loads(out.read_text())
     assert found["dry_run"] and found["skipped"] == [] and found["bandwidth"] > 0
-    assert {name: len(found[name]) for name in ("agreement", "prefill", "others", "decode", "share")} == {
-        "agreement": 1, "prefill": 2, "others": 2, "decode": 8, "share": 2}
-    assert all(row["tokens_per_second"] > 0 for name in ("prefill", "others", "decode", "share") for row in found[name])
+    assert {name: len(found[name]) for name in ("agreement", "prefill", "others", "lookup", "decode", "share")} == {
+        "agreement": 1, "prefill": 2, "others": 2, "lookup": 12, "decode": 8, "share": 2}
+    assert all(row["tokens_per_second"] > 0 for name in ("prefill", "others", "lookup", "decode", "share")
+               for row in found[name])
 
 
 def run_lookup(monkeypatch, capsys, *arguments):
@@ -122,8 +123,8 @@ def test_lookup_forces_texts_that_copy_that_do_not_and_that_mislead(monkeypatch,
 
 
 def test_lookup_asks_the_miniature_what_its_passages_answer(monkeypatch, capsys):
-    results = run_lookup(monkeypatch, capsys, "--miniature", "--items", "3")
-    assert set(results) == {"conflict", "open", "needle"}
+    results = run_lookup(monkeypatch, capsys, *"--miniature --items 3 --texts conflict needle".split())
+    assert set(results) == {"conflict", "needle"}
     for row in results.values():
         assert row["greedy"]["tokens_per_pass"] == 1 < row["decore-entropy, lookup 7"]["tokens_per_pass"]
 
@@ -135,3 +136,8 @@ def test_a_ratio_is_that_of_the_rates_of_each_round():
                                                over_greedy_quartiles=[1.5, 3])
     once = lookup.summary(one | dict(seconds=[1.0], tokens=10), greedy | dict(seconds=[3.0], tokens=10))
     assert (once["over_greedy"], once["over_greedy_quartiles"]) == (3, [3, 3])
+
+
+def test_lookup_refuses_a_text_that_it_does_not_have(monkeypatch, capsys):
+    with pytest.raises(ValueError, match="--texts open is not one of copying, nothing, decoys"):
+        run_lookup(monkeypatch, capsys, *"--shape tiny --prompt 64 --new 4 --texts open".split())

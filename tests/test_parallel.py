@@ -31,6 +31,8 @@ ATOL = 1e-5                                                     # sums in anothe
 RUNS = {f"{method}, {mask}, {strict}": dict(method=method, heads=HEADS, mask=mask, mask_prompt=strict)
         for method in METHODS for mask in MASKS for strict in (False, True)
         if method == "decore-entropy" or not strict and (mask == "output" or method == "decore-static")}
+RUNS |= {"decore-entropy, lookup": dict(method="decore-entropy", heads=HEADS, lookup=5),
+         "entropy-lite": dict(method="decore-entropy", amateur_heads=HEADS[:2]), "cd": dict(method="cd")}
 RUNS |= {"cad": dict(method="cad", ids_without_context=[p[-2:] for p in PROMPTS]),
          "dola-high": dict(method="dola-high"), "ad": dict(method="ad", info_layer=2)}
 
@@ -41,8 +43,10 @@ def results(folder):
     out = {"logits": model(torch.tensor([PROMPTS[2]])).tolist(),
            "rows": model(torch.tensor([PROMPTS[2]]), head_mask=make_head_mask([[], HEADS], model)).tolist(),
            "score": score(model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS)}
+    amateur = Transformer.load(folder.with_name(folder.name + "-amateur"))
     for name, how in RUNS.items():
-        batch = generate(model, PROMPTS, max_new_tokens=4, **how)
+        other = dict(amateur=amateur) if name in ("entropy-lite", "cd") else {}
+        batch = generate(model, PROMPTS, max_new_tokens=4, **how, **other)
         out[name] = [g.ids for g in batch], [g.alphas for g in batch]
     return out
 
@@ -97,6 +101,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name, (family, changes) in MODELS.items():
         write_checkpoint(folder / name, family, shards=2, **changes)
+        write_checkpoint(folder / f"{name}-amateur", family, seed=5, num_hidden_layers=2, **changes)
     write_tokenizer(write_checkpoint(folder / "speaker", "llama3", vocab_size=259))
     write_heads(folder / "heads.json")
     return folder
