@@ -348,7 +348,7 @@ def attend_causal(q, k, v, window):
 
 
 def later_chunk(T, S):
-    """The causal mask of the last T of S tokens, as the fused kernels take it: never [T, S] in memory."""
+    """The causal mask of the last T of S tokens: nothing in memory for a GPU's fused kernels, [T, S] elsewhere."""
     # It takes seconds to import, and short prompts do without.
     from torch.nn.attention.bias import causal_lower_right
 

@@ -32,7 +32,9 @@ RUNS = {f"{method}, {mask}, {strict}": dict(method=method, heads=HEADS, mask=mas
         for method in METHODS for mask in MASKS for strict in (False, True)
         if method == "decore-entropy" or not strict and (mask == "output" or method == "decore-static")}
 RUNS |= {"decore-entropy, lookup": dict(method="decore-entropy", heads=HEADS, lookup=5),
-         "entropy-lite": dict(method="decore-entropy", amateur_heads=HEADS[:2]), "cd": dict(method="cd")}
+         "entropy-lite": dict(method="decore-entropy", amateur_heads=HEADS[:2]),
+         "entropy-lite, query": dict(method="decore-entropy", amateur_heads=HEADS[:2], mask="query"),
+         "cd": dict(method="cd")}
 RUNS |= {"cad": dict(method="cad", ids_without_context=[p[-2:] for p in PROMPTS]),
          "dola-high": dict(method="dola-high"), "ad": dict(method="ad", info_layer=2)}
 
@@ -45,8 +47,9 @@ def results(folder):
            "score": score(model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS)}
     amateur = Transformer.load(folder.with_name(folder.name + "-amateur"))
     for name, how in RUNS.items():
-        other = dict(amateur=amateur) if name in ("entropy-lite", "cd") else {}
-        batch = generate(model, PROMPTS, max_new_tokens=4, **how, **other)
+        other = dict(amateur=amateur) if name == "cd" or "amateur_heads" in how else {}
+        prompts = [2 * p for p in PROMPTS] if "lookup" in how else PROMPTS     # what is there twice is proposed again
+        batch = generate(model, prompts, max_new_tokens=4, **how, **other)
         out[name] = [g.ids for g in batch], [g.alphas for g in batch]
     return out
 
