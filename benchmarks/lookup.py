@@ -40,6 +40,8 @@ SPLITS = ("conflict", "open", "needle")         # of the miniature's questions: 
 def forced(vocab_size, P, new):
     """Kind of text → [(prompt of P tokens, the tokens to decode after it)]."""
     half = vocab_size // 2
+    if not 32 < P <= half or new > half:
+        raise ValueError(f"--prompt {P} --new {new}: give 33 to {half} tokens of prompt and at most {half} new ones")
     prompt, own = torch.randperm(half)[:P].tolist(), (half + torch.randperm(half)[:new]).tolist()
     copying, decoys = [], []
     for i in range(new):
@@ -66,8 +68,11 @@ def watch(step, cache, text):
 
 def measure(model, cases, new, k, rounds, heads, eos_ids=()):
     """What `summary` tells of each method, plain and with lookup, over all cases (prompt, text or None)."""
-    found = {}
-    contestants = [(method, ahead) for method in METHODS for ahead in (0, k)]
+    contestants = {method + (f", lookup {ahead}" if ahead else ""): (method, ahead)
+                   for method in METHODS for ahead in (0, k)}
+    names = list(contestants)
+    found = {name: dict(seconds=[0.0] * rounds, tokens=0, passes=0) for name in names}
+    rest = dict(eos_ids=eos_ids, device=model.device)
     for prompt, text in cases:
         opened = {}
         for method in METHODS:
@@ -75,11 +80,11 @@ def measure(model, cases, new, k, rounds, heads, eos_ids=()):
             step, caches = open_prompts(model, [prompt], method, masked, capacity=new + k)
             opened[method] = capture(step, caches, 1, model.device) if model.device.type == "cuda" else step, caches
         for i in range(1 + rounds):
-            for method, ahead in contestants[i % 4:] + contestants[:i % 4]:             # nobody always goes last
+            for name in names[i % 4:] + names[:i % 4]:                                  # nobody always goes last
+                method, ahead = contestants[name]
                 step, caches = opened[method]
                 caches[0].length = 0
                 watched, passes = watch(step, caches[0], text)
-                rest = dict(eos_ids=eos_ids, device=model.device)
                 start = time.perf_counter()
                 if ahead:
                     out, = decode_with_lookup(watched, caches, [prompt], new, ahead, **rest)
@@ -87,12 +92,10 @@ def measure(model, cases, new, k, rounds, heads, eos_ids=()):
                     out, = decode(watched, [prompt], new, **rest)
                 seconds = time.perf_counter() - start
                 assert text is None or out.ids == text
-                one = found.setdefault(method + (f", lookup {ahead}" if ahead else ""),
-                                       dict(seconds=[0.0] * rounds, tokens=0, passes=0))
                 if i:                           # the first one warms up
-                    one["seconds"][i - 1] += seconds
-                    one["tokens"] += len(out.ids)
-                    one["passes"] += len(passes)
+                    found[name]["seconds"][i - 1] += seconds
+                    found[name]["tokens"] += len(out.ids)
+                    found[name]["passes"] += len(passes)
     return {name: summary(one, found["greedy"]) for name, one in found.items()}
 
 
@@ -125,16 +128,17 @@ def miniature(args):
 @torch.inference_mode()
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--shape", default="0.5b")
-    p.add_argument("--miniature", action="store_true", help="the miniature and its questions in place of a shape")
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--shape", default="0.5b")
+    what.add_argument("--miniature", action="store_true", help="the miniature and its questions in place of a shape")
     p.add_argument("--texts", nargs="+", metavar="KIND", help="only these of the above")
     p.add_argument("--items", type=cli.positive, default=64, help="questions of each kind")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtype", default="float32", choices=DTYPES)
-    p.add_argument("--prompt", type=int, default=512)
-    p.add_argument("--new", type=int, default=96)
-    p.add_argument("--lookup", type=int, default=7, help="on a CPU two rows of eight tokens are one small product")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--prompt", type=cli.positive, default=512)
+    p.add_argument("--new", type=cli.positive, default=96)
+    p.add_argument("--lookup", type=cli.positive, default=7, help="on a CPU two rows of eight tokens are one product")
+    p.add_argument("--rounds", type=cli.positive, default=3)
     p.add_argument("--json", action="store_true")
     args = p.parse_args()
     model, cases, heads, eos_ids = miniature(args) if args.miniature else random_weights(args)

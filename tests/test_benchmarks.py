@@ -138,6 +138,11 @@ def test_a_ratio_is_that_of_the_rates_of_each_round():
     assert (once["over_greedy"], once["over_greedy_quartiles"]) == (3, [3, 3])
 
 
-def test_lookup_refuses_a_text_that_it_does_not_have(monkeypatch, capsys):
-    with pytest.raises(ValueError, match="--texts open is not one of copying, nothing, decoys"):
-        run_lookup(monkeypatch, capsys, *"--shape tiny --prompt 64 --new 4 --texts open".split())
+@pytest.mark.parametrize("wrong, message", [
+    ("--texts open", "--texts open is not one of copying, nothing, decoys"),
+    ("--prompt 32", "--prompt 32 --new 4: give 33 to 320 tokens of prompt and at most 320 new ones"),
+    ("--new 321", "--prompt 64 --new 321: give 33 to 320"),
+])
+def test_lookup_refuses_what_it_cannot_force(monkeypatch, capsys, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        run_lookup(monkeypatch, capsys, *f"--shape tiny --prompt 64 --new 4 {wrong}".split())

@@ -1,16 +1,13 @@
 """Runs: one line per example, in the data's order, the same for every batch size, after every interruption and on every
-number of ranks; then scored again, reported and judged."""
+number of ranks; then scored again."""
 
 import datetime
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ import baselines
 import cli
 import evaluate
 from model import Transformer
-from tasks import TASKS, judge, load, report
+from tasks import TASKS, load
 from tasks.run import encode, end_of_turn
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
@@ -343,137 +340,6 @@ def test_two_ranks_write_the_same_file_as_one(call, model, data, tmp_path, more)
     [path] = (tmp_path / "two").glob("*.jsonl")
     ids = [[(line["id"], line["ids"]) for line in content(file)[1:]] for file in (one["run"], path)]
     assert ids[0] == ids[1]
-
-
-# The report
-
-@pytest.fixture
-def stored(tmp_path):
-    """A folder with one run of a published cell, whose values are known, and files that are none."""
-    settings = {"task": "ifeval", "version": 1, "model": "meta-llama/Meta-Llama-3-8B-Instruct", "n": 3,
-                "method": "decore-static", "num_heads": 10, "alpha": 0.0, "amateur": None, "random_heads": None}
-    run = tmp_path / "triviaqa.jsonl"
-    lines = [{"index": i, "id": i, "prediction": text, "references": ["ant"], "ids": [1, 2],
-              "entropies": [h, 1.0], "seconds": 0.5} for i, (text, h) in enumerate([("ant", 0.0), ("bee", 1.0)])]
-    about = {"settings": settings | {"task": "triviaqa", "alpha": 0.5}}
-    run.write_text("\n".join(json.dumps(one) for one in [about, *lines]))
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "foreign.jsonl").write_text('{"hello": 1}\n')
-    (tmp_path / "old.jsonl").write_text(json.dumps({"settings": settings | {"task": "xsum", "version": 0}}) + "\n")
-    (tmp_path / "begun.jsonl").write_text(json.dumps({"settings": settings}) + "\n")
-    return tmp_path
-
-
-def test_the_report_shows_runs_beside_the_paper_and_says_what_it_left_out(call, stored):
-    status, out, err = call("report", stored)
-    assert status == 0 and "triviaqa" in out and "2 of 3" in out and "50.00 [0.00, 100.00]" in out
-    assert "50.00 [0.00, 100.00] (paper 56.93)" in out
-    assert "0.750 ± 0.250" in out                           # length-normalised: (0.5 + 1.0) / 2, population deviation
-    left = {Path(line.split(": ")[1]).name: line for line in err.splitlines()}
-    assert set(left) == {"empty.jsonl", "foreign.jsonl", "old.jsonl", "begun.jsonl"}
-    assert "version 0 of xsum" in left["old.jsonl"] and "no examples yet" in left["begun.jsonl"]
-
-
-def test_the_report_writes_csv_and_markdown(call, stored):
-    _, out, _ = call("report", stored, "--csv")
-    header, *rows = out.splitlines()
-    assert header.startswith("run,task,model,method,num_heads,alpha,mask,n,of,metric,value,low,high")
-    assert any(",substring_match_published,50.0,0.0,100.0," in row for row in rows)
-    _, out, _ = call("report", stored, "--markdown")
-    assert out.startswith("### triviaqa\n\n| model ") and "| 4 " not in out.splitlines()[0]
-
-
-def test_a_folder_without_runs_is_an_error(call, tmp_path):
-    assert call("report", tmp_path)[0] == call("report", tmp_path / "none")[0] == 2
-
-
-def test_misprints_of_the_paper_are_put_right_and_marked():
-    rows = report.paper_rows()
-    settings = {"task": "ifeval", "model": "x/Meta-Llama-3-8B-Instruct", "method": "decore-static", "num_heads": 10,
-                "alpha": 0.0, "amateur": None}
-    cell = report.in_paper(rows, settings, "prompt_strict_published")
-    assert (cell["value"], cell["printed"]) == ("70.24", "78.30") and cell["note"]
-    assert report.in_paper(rows, settings | {"method": "greedy", "alpha": None, "num_heads": None},
-                           "prompt_strict_published")["value"] == "70.24"
-    assert report.in_paper(rows, settings | {"model": "other"}, "prompt_strict_published") is None
-
-
-def test_the_papers_cell_of_this_n_comes_before_one_that_states_none():
-    rows = report.paper_rows()
-    settings = {"task": "nq-swap", "model": "Meta-Llama-3-8B-Instruct", "method": "decore-entropy", "num_heads": 20,
-                "amateur": None}
-    assert report.in_paper(rows, settings, "substring_match_published")["num_heads"] == "20"
-    assert report.in_paper(rows, settings | {"num_heads": 17}, "substring_match_published")["num_heads"] == ""
-
-
-# Judges
-
-class Judge(BaseHTTPRequestHandler):
-    """True answers hold "Yes"; every answer is informative with 0.3. The first request finds the server busy."""
-    asked, busy = [], [True]
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.busy:
-            self.busy.clear()
-            return self.send_error(503)
-        if body["model"] == "gone":
-            return self.send_error(404)
-        self.asked.append((body, self.headers["Authorization"]))
-        yes = 0.3 if "Helpful" in body["prompt"] else 0.9 if "Yes" in body["prompt"] else None
-        top = {" no": -0.1} | ({" yes": math.log(yes)} if yes else {})
-        answer = json.dumps({"choices": [{"text": " no", "logprobs": {"top_logprobs": [top]}}]}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr(judge.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("OPENAI_API_KEY", "k3y")
-    Judge.asked, Judge.busy = [], [True]
-    with HTTPServer(("127.0.0.1", 0), Judge) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-
-
-def test_an_endpoint_judges_and_its_verdicts_are_kept(call, server, tmp_path):
-    path = tmp_path / "r.jsonl"
-    rows = [{"id": i, "question": "Q?", "prediction": text} for i, text in enumerate(["Yes. It", "Perhaps.", "no end"])]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = ["rescore", "--task", "truthfulqa-gen", path]
-    status, [out], err = call(*args, "--judge-url", server, "--judge-models", "t,i")
-    assert status == 0 and out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
-    prompts = sorted(body["prompt"] for body, _ in Judge.asked)
-    assert prompts[1] == "Q: Q?\nA: .\nTrue:" and len(prompts) == 6
-    body, key = Judge.asked[0]
-    assert (body["max_tokens"], body["temperature"], body["logprobs"], key) == (1, 0, 2, "Bearer k3y")
-    # Without a judge the kept verdicts are used, and an answered question is not asked again.
-    assert call(*args)[1] == [out] == call(*args, "--judge-url", server, "--judge-models", "t,i")[1]
-    assert len(Judge.asked) == 6
-    assert "was judged by t, not by other" in call(*args, "--judge-url", server, "--judge-models", "other,i")[2]
-
-
-def test_an_endpoint_that_refuses_is_said_at_once(call, server, tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"id": 1, "question": "Q", "prediction": "A."}\n')
-    status, _, err = call("rescore", "--task", "truthfulqa-gen", path, "--judge-url", server,
-                          "--judge-models", "gone,i")
-    assert status == 2 and "did not answer (status 404" in err
-
-
-def test_a_judge_loaded_here_gives_its_probability_of_yes(model):
-    ask = judge.local(model[1])
-    tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
-    texts = ["Q: a\nA: b.\nTrue:", "Q: longer\nA: bb.\nTrue:"]
-    expected = [loaded(torch.tensor([tokenizer.encode(text)]))[0, -1].softmax(-1)[tokenizer.encode(" ")[-1]].item()
-                for text in texts]
-    assert ask(texts) == pytest.approx(expected, rel=1e-4)
 
 
 def test_only_rejections_are_known_without_a_judge(call, model, data, tmp_path):

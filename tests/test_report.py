@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -302,3 +303,60 @@ def test_without_matplotlib_the_report_says_what_to_install(sweep, tmp_path):
     done = subprocess.run([sys.executable, "evaluate.py", "report", str(sweep), "--plots", str(tmp_path / "pics")],
                           capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "pip install" in done.stderr
+
+
+# The table of a single run, beside the paper's values
+
+@pytest.fixture
+def stored(tmp_path):
+    """A folder with one run of a published cell, whose values are known, and files that are none."""
+    settings = {"task": "ifeval", "version": 1, "model": "meta-llama/Meta-Llama-3-8B-Instruct", "n": 3,
+                "method": "decore-static", "num_heads": 10, "alpha": 0.0, "amateur": None, "random_heads": None}
+    run = tmp_path / "triviaqa.jsonl"
+    lines = [{"index": i, "id": i, "prediction": text, "references": ["ant"], "ids": [1, 2],
+              "entropies": [h, 1.0], "seconds": 0.5} for i, (text, h) in enumerate([("ant", 0.0), ("bee", 1.0)])]
+    about = {"settings": settings | {"task": "triviaqa", "alpha": 0.5}}
+    run.write_text("\n".join(json.dumps(one) for one in [about, *lines]))
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "foreign.jsonl").write_text('{"hello": 1}\n')
+    (tmp_path / "old.jsonl").write_text(json.dumps({"settings": settings | {"task": "xsum", "version": 0}}) + "\n")
+    (tmp_path / "begun.jsonl").write_text(json.dumps({"settings": settings}) + "\n")
+    return tmp_path
+
+
+def test_the_report_shows_runs_beside_the_paper_and_says_what_it_left_out(call, stored):
+    status, out, err = call(stored)
+    assert status == 0 and "triviaqa" in out and "2 of 3" in out and "50.00 [0.00, 100.00]" in out
+    assert "50.00 [0.00, 100.00] (paper 56.93)" in out
+    assert "0.750 ± 0.250" in out                           # length-normalised: (0.5 + 1.0) / 2, population deviation
+    left = {Path(line.split(": ")[1]).name: line for line in err.splitlines()}
+    assert set(left) == {"empty.jsonl", "foreign.jsonl", "old.jsonl", "begun.jsonl"}
+    assert "version 0 of xsum" in left["old.jsonl"] and "no examples yet" in left["begun.jsonl"]
+
+
+def test_the_report_writes_csv_and_markdown(call, stored):
+    _, out, _ = call(stored, "--csv")
+    header, *rows = out.splitlines()
+    assert header.startswith("run,task,model,method,num_heads,alpha,mask,n,of,metric,value,low,high")
+    assert any(",substring_match_published,50.0,0.0,100.0," in row for row in rows)
+    _, out, _ = call(stored, "--markdown")
+    assert out.startswith("### triviaqa\n\n| model ") and "| 4 " not in out.splitlines()[0]
+
+
+def test_misprints_of_the_paper_are_put_right_and_marked():
+    rows = report.paper_rows()
+    settings = {"task": "ifeval", "model": "x/Meta-Llama-3-8B-Instruct", "method": "decore-static", "num_heads": 10,
+                "alpha": 0.0, "amateur": None}
+    cell = report.in_paper(rows, settings, "prompt_strict_published")
+    assert (cell["value"], cell["printed"]) == ("70.24", "78.30") and cell["note"]
+    assert report.in_paper(rows, settings | {"method": "greedy", "alpha": None, "num_heads": None},
+                           "prompt_strict_published")["value"] == "70.24"
+    assert report.in_paper(rows, settings | {"model": "other"}, "prompt_strict_published") is None
+
+
+def test_the_papers_cell_of_this_n_comes_before_one_that_states_none():
+    rows = report.paper_rows()
+    settings = {"task": "nq-swap", "model": "Meta-Llama-3-8B-Instruct", "method": "decore-entropy", "num_heads": 20,
+                "amateur": None}
+    assert report.in_paper(rows, settings, "substring_match_published")["num_heads"] == "20"
+    assert report.in_paper(rows, settings | {"num_heads": 17}, "substring_match_published")["num_heads"] == ""
