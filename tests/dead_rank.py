@@ -65,7 +65,7 @@ def one_death(folder, dice, size, tp):
             except subprocess.TimeoutExpired:
                 status = "hangs"
             said = (out / f"{number}.err").read_text().replace("\r", "\n")
-            bar = said.rfind("ex/s")                        # rank 0's progress; what follows it counts
+            bar = max(said.rfind("ex/s"), said.rfind("s/ex"))           # rank 0's progress; what follows it counts
             after = said[max(bar, 0):].splitlines()[bar >= 0:]
             good = good and status == 2 and len(after) == 1 and "lost the others" in after[0]
             ended.append(f"rank {number}: status {status} after {time.monotonic() - died:.1f} s, {str(after)[:120]}")

@@ -84,6 +84,14 @@ def test_the_help_of_evaluate_lists_its_commands(call):
     assert {"rescore", "report"} <= set(call("evaluate.py", "--help")[1].replace("`", " ").split())
 
 
+@pytest.fixture(autouse=True)
+def control_c_counts():
+    """Also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("path", PROGRAMS, ids=str)
 def test_control_c_while_torch_loads_prints_a_newline(path, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
