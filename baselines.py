@@ -72,21 +72,22 @@ def open_dola(model, prompts, capacity, method="dola-low", dola_layers="transfor
     The exits go through the head without the final norm, as published. repetition_penalty: as in transformers, a token
     that the text holds already has a positive score divided by it, a negative one multiplied; one token at a time."""
     exits, last = exit_layers(model, method.removeprefix("dola-"), dola_layers), model.config.n_layers
-    rows, top, seen = Rows(model, prompts, capacity), share_of(method, relative_top), None
+    rows, top = Rows(model, prompts, capacity), share_of(method, relative_top)
     if repetition_penalty not in (None, 1):
         if not 0 < repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes nothing")
         seen = torch.zeros(len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device)
         for b, prompt in enumerate(prompts):
             seen[b, 0, prompt] = True
+        rows.cache.kept["seen"] = seen
 
     def step(tokens):
         states = dict.fromkeys([last, *exits])
         rows(tokens, states, logits=False)
         base, other = most_divergent(model, torch.cat([model.norm(states[last]), *(states[x] for x in exits)], 1))
         scores = base - other
-        if seen is not None:
-            seen.scatter_(-1, tokens[..., None], True)
+        if "seen" in rows.cache.kept:
+            seen = rows.cache.kept["seen"].scatter_(-1, tokens[..., None], True)
             held = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
             scores = torch.where(seen, held, scores)
         return contrasted(scores, base, other, 1, top)
@@ -142,12 +143,13 @@ def open_ad(model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, rel
     states, last = {info_layer: None}, torch.tensor([p[-1:] for p in prompts], device=model.device)
     rows(last, states, logits=False)            # with the last prompt token the prompt is complete; then it waits again
     rows.cache.take_back(1)
-    spread = spread_of(add_positions(model, info_layer, sums, states[info_layer][:, 0]))                # [B, 1, V]
+    sums = add_positions(model, info_layer, sums, states[info_layer][:, 0])
+    rows.cache.kept["spread"] = spread_of(sums)                                                         # [B, 1, V]
     top = share_of(method, relative_top)
 
     def step(tokens):
         base = rows(tokens)[0].log_softmax(-1)
-        return contrasted(base - alpha * spread, base, base, alpha, top)
+        return contrasted(base - alpha * rows.cache.kept["spread"], base, base, alpha, top)
 
     return step, [rows.cache]
 

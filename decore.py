@@ -115,14 +115,16 @@ class Rows:
         prompts = [*prompts, *others] if others else prompts * self.apart
         self.model, self.mask, self.masks = model, mask, model.layer_masks(head_mask)
         self.cache = model.cache(torch.tensor([len(p) - 1 for p in prompts]), capacity, self.masks)
-        self.last = torch.tensor([p[-1:] for p in prompts], device=model.device) if others else None
+        if others:
+            self.cache.kept["last"] = torch.tensor([p[-1:] for p in prompts], device=model.device)
         ids = pad([p[:-1] for p in prompts]).to(model.device)
         model.prefill(ids, self.cache, self.masks if mask_prompt else None, mask, states)
 
     def __call__(self, tokens, states=None, logits=True):
         tokens = tokens.to(self.model.device).repeat(self.apart, 1)
-        if self.last is not None:       # every row begins with the last token of its own prompt
-            tokens = torch.where(self.cache.places(tokens.shape[1]) == self.cache.lengths[:, None], self.last, tokens)
+        if "last" in self.cache.kept:   # every row begins with the last token of its own prompt
+            first = self.cache.places(tokens.shape[1]) == self.cache.lengths[:, None]
+            tokens = torch.where(first, self.cache.kept["last"], tokens)
         z = self.model(tokens, self.cache, self.masks, self.mask, states, logits=logits)
         return z if self.apart == 1 or z is None else z[0].unflatten(0, (self.apart, -1))
 
@@ -155,24 +157,27 @@ def fetch(steps, caches, ahead=1):
 
 @torch.inference_mode()
 def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=None, on_token=None, lookup=0,
-             compile=False, opener=open_decore, **settings):
+             compile=None, opener=open_decore, **settings):
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a list), as one batch.
 
     eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy) sees each token as
     it comes and ends the b-th text by returning True. lookup: check up to that many tokens copied from the text in each
-    pass, and compile: record the step as a CUDA graph; both give the same tokens sooner (see runtime/fast.py).
+    pass; compile: "graph" records the step as a CUDA graph, "kernels" has torch.compile fuse it before, "no" does
+    neither, None is "graph" on a GPU. The tokens are the same, sooner (see runtime/fast.py).
     opener and settings: heads, alpha, alpha_cap, scale_alpha, mask, mask_prompt, amateur, amateur_heads, as in
     `open_decore`; an opener of baselines.py has its own."""
-    prompts, eos_ids, room, longest = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings)
+    prompts, eos_ids, room, longest = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings,
+                                                            compile)
     step, caches = opener(model, prompts, room, method, **settings)
     out, last = [Generation() for _ in prompts], torch.tensor([p[-1:] for p in prompts], device=model.device)
     most = [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]
-    if compile:
-        from runtime.fast import record
-        step = record(step, caches, last)
+    compile = compile or ("graph" if model.device.type == "cuda" else "no")
+    if compile != "no":
+        from runtime.fast import recorded
+        step, caches = recorded(step, caches, last, lookup, model, (opener, method, settings), compile)
     if lookup:
         from runtime.fast import look_up
-        rounds = look_up(step, caches, prompts, out, max_new_tokens, lookup)
+        rounds = look_up(step, caches, prompts, out, max_new_tokens, lookup, pad=compile != "no")
     else:
         rounds = fetch(decode(step, last, room), caches, AHEAD.get(model.device.type, 1))
     collect(rounds, out, eos_ids, most, on_token)

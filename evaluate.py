@@ -87,7 +87,7 @@ def run(task, items, demos, model, tokenizer, contrast, settings, path, ranks, l
                     raise error or torch.OutOfMemoryError("another rank is out of memory")
                 else:
                     most //= 2
-                    make_room(model.device)
+                    make_room(model)
             return [asked[e.index] | result | mark for e, result in zip(batch, found, strict=True)]
 
         with tqdm(total=len(items), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
@@ -107,9 +107,10 @@ def run(task, items, demos, model, tokenizer, contrast, settings, path, ranks, l
     return lines
 
 
-def make_room(device):
+def make_room(model):
+    vars(model).pop("graphs", None)
     gc.collect()
-    {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(device.type, lambda: None)()
+    {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(model.device.type, lambda: None)()
 
 
 def encode(task, items, demos, tokenizer, layout, day, template_args=None):

@@ -25,7 +25,8 @@ from runtime.parallel import Shard, check_split, rank_device
 MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: what the published runs did
 NEVER = 2**30                   # the place of a key that no query may see: padding
 CHUNK = 2048                    # prompt tokens per prefill pass
-ROOM = 64                       # new tokens for which `Cache.reach` makes room at a time
+ROOM = 64                       # keys by which a cache grows
+PART = 1024                     # keys that one product sums over; of more, a GPU's processors share the work
 
 
 class Attention(nn.Module):
@@ -277,19 +278,21 @@ class Cache:
     The keys of the prompt come first, then slot 0 of every row, slot 1 of every row, and so on, so that what is in use
     is a beginning of the buffer. Layers below the fork have one row. Every key has an owner, the row that sees it (−1:
     all rows), and a place, its position in the text. Padding has the place NEVER; a slot not yet written has a place
-    ahead of every query. `slots` [B] counts the new tokens of each sequence; it is a tensor, as all that changes."""
+    ahead of every query. `slots` [B] counts the new tokens of each sequence; it is a tensor, as all that changes.
+    P and the slots are rounded up: prompts of about the same length have caches of one shape. `kept`: what else a step
+    reads that depends on the prompts, by name."""
 
     def __init__(self, lengths, capacity, rows, kv_heads, width, dtype):
         self.lengths, self.capacity, self.rows = lengths, capacity, rows            # rows: of the keys of each layer
-        self.P, self.span, device = int(lengths.max()), capacity, lengths.device
-        self.kv = [torch.zeros(2, len(lengths), kv_heads, self.P + capacity * n, width, dtype=dtype, device=device)
+        self.P, self.room, device = rounded(int(lengths.max())), rounded(capacity, ROOM), lengths.device
+        self.kv = [torch.zeros(2, len(lengths), kv_heads, self.P + self.room * n, width, dtype=dtype, device=device)
                    for n in rows]
-        self.slots = torch.zeros_like(lengths)
-        prompt, new = torch.arange(self.P, device=device), torch.arange(capacity, device=device)
+        self.slots, self.span, self.kept = torch.zeros_like(lengths), self.room, {}
+        prompt, new = torch.arange(self.P, device=device), torch.arange(self.room, device=device)
         self.prompt_places = prompt.where(prompt < lengths[:, None], NEVER)
         self.owner, self.place = {}, {}
         for n in set(rows):
-            self.own(n, torch.arange(n, device=device).repeat(capacity), new.repeat_interleave(n))
+            self.own(n, torch.arange(n, device=device).repeat(self.room), new.repeat_interleave(n))
 
     def own(self, n, owner, place):
         """Set owner and place of the S·n keys of new tokens; places count from each prompt's end."""
@@ -305,7 +308,7 @@ class Cache:
         assert set(self.rows) == {1} and sum(lengths) <= self.capacity
         owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         place = torch.cat([torch.arange(n) for n in lengths])
-        rest = self.capacity - sum(lengths)
+        rest = self.room - sum(lengths)
         self.own(1, *(F.pad(x, (0, rest), value=NEVER).to(self.slots.device) for x in (owner, place)))
         self.slots.zero_()
 
@@ -314,14 +317,27 @@ class Cache:
         self.slots -= counts
 
     def reach(self, n):
-        """Attend to the first n slots, rounded up. The rest of the buffer must not be in use; it is not read."""
-        self.span = min(self.capacity, -(-n // ROOM) * ROOM)
+        """On a CPU, attend to the first n slots, rounded up: the rest of the buffer must not be in use. On a GPU a step
+        has fixed shapes, and attends to the whole buffer."""
+        if self.slots.device.type == "cpu":
+            self.span = min(self.room, rounded(n, ROOM))
 
     def sequence(self, b):
         """The b-th sequence alone, on the same memory, to prefill."""
         alone = copy.copy(self)
         alone.kv = [kv[:, b:b + 1] for kv in self.kv]
         return alone
+
+    def tensors(self):
+        """All that a step reads or writes."""
+        return [*self.kv, self.lengths, self.slots, self.prompt_places, *self.owner.values(), *self.place.values(),
+                *self.kept.values()]
+
+
+def rounded(n, to=None):
+    """n rounded up to a multiple of `to`; None: of ROOM, or of more where that adds a sixteenth at most."""
+    to = to or max(ROOM, 2 ** (n.bit_length() - 5))
+    return -(-n // to) * to
 
 
 class Reading:
@@ -400,8 +416,21 @@ def attend(q, k, v, bias, watched=False):
     bias = bias.expand(-1, G, -1, -1).flatten(0, 1) if B > 1 else bias[0]
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.shape[-1] ** -0.5)
     weights = scores.softmax(-1)                                                    # float32 inside
-    y = torch.bmm(weights.to(v.dtype), v.flatten(0, 1)).unflatten(0, (B, G))
+    y = weighted_sum(weights.to(v.dtype), v.flatten(0, 1)).unflatten(0, (B, G))
     return y, weights.unflatten(0, (B, G)) if watched else None
+
+
+def weighted_sum(weights, v):
+    """The product of [BG, N, C] and [BG, C, K]. A long C in parts, each a product of its own: N is small, and a product
+    has no more work at once than its result has tiles."""
+    C, parts = weights.shape[-1], 1
+    while C % (8 * parts) or C // parts > PART:
+        parts += 1
+    if parts == 1:
+        return torch.bmm(weights, v)
+    y = torch.bmm(weights.unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1),
+                  v.unflatten(1, (parts, -1)).flatten(0, 1))
+    return y.unflatten(0, (-1, parts)).sum(1, dtype=torch.float32).to(v.dtype)
 
 
 def attend_causal(q, k, v, window):

@@ -67,7 +67,7 @@ def ours(model, prompts, new, method, settings, text=None, ahead=0):
     def prepare():
         for cache in caches:
             cache.slots.zero_()
-        return lambda: generate(model, given, max_new_tokens=new, eos_ids=(), lookup=ahead,
+        return lambda: generate(model, given, max_new_tokens=new, eos_ids=(), lookup=ahead, compile="no",
                                 opener=lambda *_: (step, caches))[0].ids
 
     return prepare, new * len(prompts), (read_weights(model) + cached(caches)) / len(prompts)

@@ -169,7 +169,7 @@ def measure_decode(run, model, method, P, B, how):
             if how == "eager":
                 return step
             compiled = torch.compile(step, fullgraph=True, dynamic=False, **run.compiler) if how == "compiled" else step
-            return record(compiled, caches, last, run.recorder)
+            return record(compiled, caches, last, recorder=run.recorder)
         with warnings.catch_warnings():
             warnings.simplefilter("error")                      # a graph that is not trusted is an error here
             made, preparing = timed(run, prepare)
@@ -177,7 +177,8 @@ def measure_decode(run, model, method, P, B, how):
         def decode():
             for cache in caches:
                 cache.slots.zero_()
-            return generate(model, last.tolist(), max_new_tokens=run.new, eos_ids=(), opener=lambda *_: (made, caches))
+            return generate(model, last.tolist(), max_new_tokens=run.new, eos_ids=(), compile="no",
+                            opener=lambda *_: (made, caches))
         decode()                                                                        # warms up
         return timed(run, decode)[1], preparing, cached(caches)
 
@@ -321,8 +322,9 @@ def one_rank(run):
         step, caches = open_decore(talking, [prompt], 16, **how)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            step = record(step, caches, last, run.recorder)
-        found = generate(talking, prompt, max_new_tokens=16, eos_ids=(), opener=lambda *_: (step, caches)).ids
+            step = record(step, caches, last, recorder=run.recorder)
+        found = generate(talking, prompt, max_new_tokens=16, eos_ids=(), compile="no",
+                         opener=lambda *_: (step, caches)).ids
         return dict(same_tokens=found == wanted, backend=dist.get_backend())
     finally:
         dist.destroy_process_group()

@@ -88,7 +88,7 @@ def measure(model, cases, new, k, rounds, heads, eos_ids=()):
                 caches[0].slots.zero_()
                 made, passes = force(step, caches[0], text)
                 start = time.perf_counter()
-                out = generate(model, prompt, max_new_tokens=new, eos_ids=eos_ids, lookup=ahead,
+                out = generate(model, prompt, max_new_tokens=new, eos_ids=eos_ids, lookup=ahead, compile="no",
                                opener=lambda *_, made=made, caches=caches: (made, caches))
                 seconds = time.perf_counter() - start
                 assert text is None or out.ids == text

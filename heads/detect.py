@@ -29,6 +29,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import groupby, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -37,10 +38,12 @@ from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prom
 from heads.needles import shortest as shortest_prompt
 from runtime import cli, runs
 from runtime.checkpoint import checkpoint_folder, fingerprint
+from runtime.fast import recorded
 
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
 SUCCESS = 0.5                   # ROUGE-1 recall above which an answer is right
+RECORDED = "cuda"               # the device whose steps are recorded, see runtime/fast.py
 STOPS = ("<0x0A>", 144)         # what ended a published run's answer: a new line as a token of its own, or this id
 
 
@@ -78,6 +81,11 @@ def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), publishe
     return head_scores(attended, ids, prompt_ids, needle, published), ids
 
 
+class Looked(NamedTuple):
+    scores: torch.Tensor                # logits, [B, 1, V]
+    top: torch.Tensor                   # the key that each head attends to most, [L, B, H]
+
+
 @torch.inference_mode()
 def answer(model, prompts, needles, max_new_tokens, eos_ids=(), published=False, trunk=None):
     """Greedy answers to a batch of prompts: for each its ids and the most-attended positions [S, L, H].
@@ -88,18 +96,25 @@ def answer(model, prompts, needles, max_new_tokens, eos_ids=(), published=False,
     tokens = torch.tensor([ids[-1:] for ids in prompts], device=model.device)       # [B, 1]
     answers, ended, top = [[] for _ in prompts], [False] * len(prompts), []
 
-    while not all(ended):
+    def step(tokens):
         weights = []
-        tokens = model(tokens, cache, weights=weights)[0].argmax(-1)
-        top += [layer[:, 0, 0].argmax(-1) for layer in weights]                     # [B, 1, 1, H, C] → [B, H]
+        scores = model(tokens, cache, weights=weights)[0]
+        return Looked(scores, torch.stack([layer[:, 0, 0].argmax(-1) for layer in weights]))
+
+    if model.device.type == RECORDED:
+        step, (cache,) = recorded(step, [cache], tokens, 0, model, (answer,))
+    while not all(ended):
+        found = step(tokens)
+        tokens = found.scores.argmax(-1)
+        top.append(found.top.clone())                           # a recorded step writes over it
         for b, token in enumerate(tokens[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(token)
                 complete = wanted[b] <= Counter(answers[b]) and not published
                 ended[b] = complete or token in eos_ids or len(answers[b]) == max_new_tokens
-    top = model.shard.all_gather(torch.stack(top)).unflatten(0, (-1, model.config.n_layers)).cpu()     # [S, L, B, H]
+    top = model.shard.all_gather(torch.stack(top)).cpu()                            # [S, L, B, H]
     cached = torch.tensor([[len(ids) - 1] for ids in prompts])                      # [B, 1]
-    new = top - cached.max()                                    # the keys of new tokens follow the padded prompts
+    new = top - cache.P                                         # the keys of new tokens follow the padded prompts
     top = torch.where(new < 0, top, new + cached)
     return [(ids, top[:len(ids), :, b]) for b, ids in enumerate(answers)]
 

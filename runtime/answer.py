@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from model import Transformer
 from runtime import cli
+from runtime.checks import COMPILE
 from tokenizer import Tokenizer
 
 EXAMPLE = cli.MINIATURE / "example.txt"                 # a passage that contradicts what the miniature remembers
@@ -50,7 +51,7 @@ def main(description, generate, methods, default, everything=False, opener=None)
     setup = Setup(model, tokenizer, prompts, headings, example, amateur)
     if args.num_heads is None:
         args.num_heads = cli.default_heads(model)
-    more = speed(args, model.device) if opener else {}
+    more = dict(lookup=args.lookup or 0, compile=args.compile) if opener else {}
     wanted = None if everything and args.compare else chosen[-1]
     how = attempt(chosen, wanted, lambda method: settings(method, setup, args) | more)
     if opener and args.sources:
@@ -87,8 +88,8 @@ def arguments(description, methods, default, everything, opener):
     if opener:
         p.add_argument("--lookup", type=cli.number(int, 0, 2**31 - 1), metavar="K",
                        help="check K copied tokens a pass: the same text, sooner (default: 0, off)")
-        p.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                       help="a decoding step as a CUDA graph (default: on a GPU, for 32 tokens or more)")
+        p.add_argument("--compile", choices=COMPILE, help="on a GPU: graph, a decoding step as a CUDA graph (the "
+                       "default there); kernels, fused by torch.compile before, which takes minutes; no, neither")
         p.add_argument("--html", metavar="FILE", help="also as a page: entropy as shade, α on hover")
         p.add_argument("--sources", action="store_true", help="with --json or --html: where in the prompt the heads "
                        "that are masked look, when they are not, at each new token")
@@ -150,14 +151,6 @@ def settings(method, setup, args):
     if not asked:
         raise ValueError(NO_CONTEXT)
     return how | dict(ids_without_context=encode(asked, setup.tokenizer, args))
-
-
-def speed(args, device):
-    """How to decode sooner: with copied tokens, and with the step as a CUDA graph where that pays."""
-    if args.compile and device.type != "cuda":
-        raise ValueError(f"--compile records a CUDA graph and the model is on {device}: leave it out")
-    graph = device.type == "cuda" and args.max_new_tokens >= 32 if args.compile is None else args.compile
-    return dict(lookup=args.lookup or 0, compile=graph)
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts

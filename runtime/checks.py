@@ -7,12 +7,19 @@ from functools import cache
 HUGE = 1e9                          # what no α comes near, and what floats can still be multiplied with
 
 
-def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
+COMPILE = ("no", "graph", "kernels")
+
+
+def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings, compile=None):
     """→ prompts as lists of ints, end ids as a set, new tokens to make room for, and the longest text in tokens.
 
     A cache is never made for more than the models read."""
     whole(max_new_tokens, "max_new_tokens", 1)
     whole(lookup, "lookup", 0)
+    if compile not in (None, *COMPILE):
+        raise ValueError(f"compile {compile!r} is unknown; known: {', '.join(COMPILE)}")
+    if compile in COMPILE[1:] and model.device.type != "cuda":
+        raise ValueError(f"compile {compile!r} records a CUDA graph and the model is on {model.device}; leave it out")
     check_settings(settings)
     prompts = check_prompts(model, ids)
     amateur = settings.get("amateur")

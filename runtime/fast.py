@@ -1,6 +1,9 @@
 """The same tokens sooner: prompt lookup, and a decoding step recorded as a CUDA graph."""
 
+import math
 import warnings
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -49,19 +52,20 @@ class Text:
             self.wait = min(2**(2 * self.misses - 1) - 1, LONGEST_WAIT)
 
 
-def look_up(step, caches, prompts, out, most, k):
+def look_up(step, caches, prompts, out, most, k, pad=False):
     """As `decore.fetch`, up to k + 1 tokens a pass: yields for each text its new (token, score, α, H), on the host.
 
     caches: those that `step` writes to, with k slots to spare. out: the texts' Generations, whose `stop` the caller
-    sets. most: new tokens of a text."""
+    sets. most: new tokens of a text. pad: passes have 1 or k + 1 tokens, as they are recorded."""
     texts, used, device = [Text(prompt) for prompt in prompts], 0, caches[0].slots.device
     while True:
         proposals = [[] if g.stop else text.propose(min(k, most - len(g.ids) - 1))
                      for g, text in zip(out, texts, strict=True)]
         width = 1 + max(map(len, proposals))
+        width = k + 1 if pad and width > 1 else width
         tokens = [text.ids[-1:] + p + [0] * (width - 1 - len(p)) for text, p in zip(texts, proposals, strict=True)]
-        for cache in caches:
-            cache.reach(used + width)
+        for one in caches:
+            one.reach(used + width)
         scores, _, _, alpha, entropy = step(torch.tensor(tokens, device=device))
         best, token = scores.max(-1)
         found, new = torch.stack([token.float(), best, alpha, entropy], -1).tolist(), []                # [B][T][4]
@@ -72,8 +76,8 @@ def look_up(step, caches, prompts, out, most, k):
             new.append(here[:n + 1])
         yield new
         kept = [0 if g.stop else len(tokens) for g, tokens in zip(out, new, strict=True)]       # an ended text stays
-        for cache in caches:
-            cache.take_back(width - torch.tensor(kept, device=cache.slots.device).repeat(len(cache.slots) // len(kept)))
+        for one in caches:
+            one.take_back(width - torch.tensor(kept, device=one.slots.device).repeat(len(one.slots) // len(kept)))
         used += max(kept)
 
 
@@ -84,58 +88,141 @@ def agreeing(proposal, chosen):
 
 # --------------------------------------------------------------------------------------------------------- CUDA graphs
 # Some twenty kernels a layer are started for every token; on a GPU that takes the host longer than the GPU needs to
-# read the weights. A graph starts them all at once, with fixed shapes at fixed places: hence one buffer for the tokens,
-# a cache that is attended to whole, and results that the next call writes over.
+# read the weights. A graph starts them all at once, with fixed shapes at fixed places: hence caches that are attended
+# to whole, and results that the next call writes over. Its places are also why a graph serves later prompts: whatever a
+# step reads that depends on the prompts is in its caches, so the next prompts' caches are copied over those.
+
+SHARE = 16                      # the caches of the graphs that are kept have one part in so many of a GPU's memory
+
+
+@cache
+def place_of_graphs(device):
+    """The stream on which graphs are recorded, which cannot be the default one, and the memory that they share."""
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
 def cuda_graph(run):
     """Record run() → (its result, a function that computes that result again in place).
 
     It has run before, on the stream where it is recorded: the allocator and NCCL ask for that."""
-    stream = torch.cuda.Stream()
+    stream, pool = place_of_graphs(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         result = run()
     torch.cuda.current_stream().wait_stream(stream)
     return result, graph.replay
 
 
-def record(step, caches, last, recorder=cuda_graph):
-    """`step` for one token per sequence, recorded. Passes of another shape run as they did.
+def recorded(step, caches, last, lookup, model, about, how="graph", recorder=cuda_graph):
+    """`step` recorded, and the caches that it writes to: a graph made for other prompts, if one of this kind is kept.
 
-    caches: all that `step` writes to. last [B, 1]: the next tokens, with which the record is tried: where recording
+    lookup: passes of lookup + 1 tokens are recorded too. about: what `step` was made of, beside the prompts. how:
+    "kernels" has torch.compile fuse the step before it is recorded."""
+    kept, tensors = vars(model).setdefault("graphs", {}), tensors_of(caches)
+    key = (how, lookup, *map(comparable, (model, *about)), *((x.shape, x.dtype) for x in tensors))
+    if key in kept:
+        kept[key] = graph, memory = kept.pop(key)                       # the last to be used is the last to go
+        for old, new in zip(tensors_of(memory), tensors, strict=True):
+            old.copy_(new)
+        return graph, memory
+    step = fuse(step, caches, last) if how == "kernels" else step
+    graph = record(step, caches, last, (1, lookup + 1), recorder)
+    kept[key] = graph, caches
+    while sum(x.nbytes for _, memory in kept.values() for x in tensors_of(memory)) > room_to_keep(model.device):
+        del kept[next(iter(kept))]
+    return graph, caches
+
+
+def tensors_of(caches):
+    return [x for one in caches for x in one.tensors()]
+
+
+def comparable(x):
+    """Something to tell settings apart by. What belongs to the prompts is left out: it is in the caches."""
+    if isinstance(x, torch.nn.Module):
+        return x, *(weight.data_ptr() for weight in x.parameters())     # weights that have moved need another graph
+    if isinstance(x, dict):
+        return tuple((name, comparable(x[name])) for name in sorted(x) if name != "ids_without_context")
+    return x if callable(x) else repr(x.tolist() if hasattr(x, "tolist") else x)
+
+
+def room_to_keep(device):
+    """Bytes."""
+    return torch.cuda.mem_get_info(device)[1] // SHARE if device.type == "cuda" else math.inf
+
+
+def record(step, caches, last, widths=(1,), recorder=cuda_graph):
+    """`step`, recorded for passes of each width in tokens. Passes of another shape run as they did.
+
+    caches: all that `step` writes to. last [B, 1]: the next tokens, with which a record is tried: where recording
     fails, or a replay does not give what the eager step gives, a warning and `step` itself. The tensors of a Step are
     those of the next one too: use them before."""
-    before = [cache.slots.clone() for cache in caches]
+    replays = {}
+    for width in sorted(set(widths)):
+        tokens = last.repeat(1, width)
+        wanted = trial(step, caches, tokens)
+        try:
+            with taken_back(caches):
+                result, replay = recorder(lambda tokens=tokens: step(tokens))
+            found = trial(lambda _, result=result, replay=replay: replay() or result, caches, tokens)
+            problem = None if alike(found, wanted, 1e-3) else "it differs"
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        if problem:
+            warnings.warn(f"the step is not recorded as a CUDA graph ({problem}); decoding goes on without",
+                          stacklevel=2)
+            return step
+        replays[tokens.shape] = tokens, result, replay
 
-    def rewind():
-        for cache, slots in zip(caches, before, strict=True):
-            cache.slots.copy_(slots)
-
-    wanted, tokens = step(last).scores.clone(), last.clone()
-    after = [cache.slots.clone() for cache in caches]
-    try:
-        rewind()
-        result, replay = recorder(lambda: step(tokens))
-        rewind()
-        replay()
-        moved = all(torch.equal(cache.slots, slots) for cache, slots in zip(caches, after, strict=True))
-        problem = None if moved and torch.allclose(result.scores, wanted, rtol=1e-3, atol=1e-2) else "it differs"
-    except RuntimeError as error:
-        problem = str(error).splitlines()[0]
-    rewind()
-    if problem:
-        warnings.warn(f"the step is not recorded as a CUDA graph ({problem}); decoding goes on without", stacklevel=2)
-        return step
-
-    def recorded(new):
-        if new.shape != tokens.shape:
+    def again(new):
+        if new.shape not in replays:
             return step(new)
+        tokens, result, replay = replays[new.shape]
         tokens.copy_(new)
         replay()
         return result
 
-    return recorded
+    return again
+
+
+def fuse(step, caches, last):
+    """`step` compiled, or `step` and a warning, as in `record`."""
+    try:
+        compiled = torch.compile(step, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+        # Compiled kernels round otherwise, which sixteen bits show.
+        problem = None if alike(*(trial(one, caches, last) for one in (compiled, step)), 0.05) else "it differs"
+    except Exception as error:                                          # a compiler has many
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if problem:
+        warnings.warn(f"torch.compile does not give the step ({problem}); decoding goes on without", stacklevel=2)
+    return step if problem else compiled
+
+
+@contextmanager
+def taken_back(caches):
+    """What happens inside does not move the caches on."""
+    before = [one.slots.clone() for one in caches]
+    try:
+        yield
+    finally:
+        for one, slots in zip(caches, before, strict=True):
+            one.slots.copy_(slots)
+
+
+def trial(step, caches, tokens):
+    """The scores of a step that is taken back, and where it left the caches."""
+    with taken_back(caches):
+        return step(tokens).scores.clone(), [one.slots.clone() for one in caches]
+
+
+def alike(found, wanted, tolerance):
+    """Whether two trials moved the caches as far, and gave scores that differ by a fraction of their spread at most;
+    those that are −∞ in one of them, as below a cut, do not count."""
+    (a, moved), (b, expected) = found, wanted
+    finite = a.isfinite() & b.isfinite()
+    a, b = a[finite], b[finite]
+    return (all(map(torch.equal, moved, expected)) and len(a) > 0
+            and bool((a - b).norm() <= tolerance * (b - b.mean()).norm()))

@@ -109,7 +109,7 @@ def test_what_is_read_for_a_token_is_the_weights_and_the_cache():
     assert measure.read_weights(model) == pytest.approx(2 * (8.03e9 - 128_256 * 4096), rel=0.01)       # no embedding
     tied = random_model(SHAPES["tiny"])
     assert measure.read_weights(tied) == measure.weights(tied)
-    assert measure.cached([tied.cache(torch.tensor([10]), 6)]) == 4 * 2 * 2 * 16 * 16 * 4       # [2, 1, 2, 16, 16] each
+    assert measure.cached([tied.cache(torch.tensor([64]), 64)]) == 4 * 2 * 2 * 128 * 16 * 4    # [2, 1, 2, 128, 16] each
 
 
 def test_a_packed_head_is_counted_beside_the_embedding(monkeypatch):

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from decore import METHODS, Generation, Rows, Step, collect, decode, fetch, generate, open_decore
+import baselines
+from decore import METHODS, Generation, Rows, collect, decode, fetch, generate, open_decore
+from heads import detect
 from model import MASKS, Transformer
-from runtime.fast import look_up, record
+from runtime import fast
+from runtime.fast import look_up, record, recorded
 from tests.checkpoints import random_ids, write_checkpoint
 from tests.kernels import bare
 
@@ -24,9 +27,13 @@ def model(request, tmp_path_factory):
 LAST = torch.tensor([p[-1:] for p in PROMPTS])
 
 
+def clones(step):
+    return type(step)(*(x.clone() for x in step))
+
+
 def dry_run(run):
     """As a CUDA graph: recorded once, then the same shapes computed into the same tensors."""
-    result = Step(*(x.clone() for x in run()))
+    result = clones(run())
 
     def replay():
         for kept, new in zip(result, run(), strict=True):
@@ -45,7 +52,7 @@ def texts(rounds, n):
 def test_a_recorded_step_decodes_the_same(model, method):
     plain = generate(model, PROMPTS, method, heads=HEADS, max_new_tokens=12)
     step, caches = open_decore(model, PROMPTS, 12, method, HEADS)
-    recorded = record(step, caches, LAST, dry_run)
+    recorded = record(step, caches, LAST, recorder=dry_run)
     assert recorded is not step
     assert texts(lambda _: fetch(decode(recorded, LAST, 12), caches), 12) == [g.ids for g in plain]
     assert caches[0].slots.tolist() == [12] * 3
@@ -54,27 +61,36 @@ def test_a_recorded_step_decodes_the_same(model, method):
 def test_a_recorded_step_leaves_longer_passes_to_the_plain_one(model):
     plain = generate(model, PROMPTS, heads=HEADS, max_new_tokens=20)
     step, caches = open_decore(model, PROMPTS, 24, heads=HEADS)
-    recorded = record(step, caches, LAST, dry_run)
+    recorded = record(step, caches, LAST, recorder=dry_run)
     assert texts(lambda out: look_up(recorded, caches, PROMPTS, out, 20, 4), 20) == [g.ids for g in plain]
 
 
 def test_a_recorded_step_writes_where_it_was_recorded(model):
     step, caches = open_decore(model, PROMPTS, 4, heads=HEADS)
-    recorded = record(step, caches, LAST, dry_run)
+    recorded = record(step, caches, LAST, recorder=dry_run)
     places = {id(t) for t in recorded(torch.tensor([[3], [4], [5]]))}
     assert places == {id(t) for t in recorded(torch.tensor([[6], [7], [8]]))}
 
 
 def lying(run):
-    """A recorder whose replay leaves everything as it was."""
-    result = Step(*(x.clone() + 1 for x in run()))
-    return result, lambda: None
+    """A recorder that moves the caches on, and gives the scores of another model."""
+    result = clones(run())
+    wrong = result.scores.flip(-1)
+
+    def replay():
+        run()
+        result.scores.copy_(wrong)
+    return result, replay
 
 
 def forgetful(run):
     """A recorder whose replay gives the right scores and does not move the caches on."""
-    result = Step(*(x.clone() for x in run()))
-    return result, lambda: None
+    return clones(run()), lambda: None
+
+
+def short_sighted(run):
+    """A recorder that lies about passes of several tokens alone."""
+    return (dry_run if run().scores.shape[1] == 1 else lying)(run)
 
 
 def failing(run):
@@ -86,7 +102,7 @@ def test_a_record_that_does_not_show_itself_is_not_used(model, recorder, why):
     plain = generate(model, PROMPTS, heads=HEADS, max_new_tokens=6)
     step, caches = open_decore(model, PROMPTS, 6, heads=HEADS)
     with pytest.warns(UserWarning, match=f"not recorded as a CUDA graph .*{why}.*; decoding goes on without"):
-        assert record(step, caches, LAST, recorder) is step
+        assert record(step, caches, LAST, recorder=recorder) is step
     assert texts(lambda _: fetch(decode(step, LAST, 6), caches), 6) == [g.ids for g in plain]
 
 
@@ -117,14 +133,165 @@ def test_a_step_never_looks_at_the_host(model, monkeypatch, method, mask):
     assert out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size) and out.scores.device.type == "meta"
 
 
-def test_compiling_needs_a_gpu(monkeypatch, tmp_path, capsys):
+def test_a_record_of_lookup_is_tried_too(model):
+    step, caches = open_decore(model, PROMPTS, 12, heads=HEADS)
+    with pytest.warns(UserWarning, match="differs"):
+        assert record(step, caches, LAST, (1, 4), short_sighted) is step
+    assert caches[0].slots.tolist() == [0] * 3
+
+
+def test_recorded_lookup_has_passes_of_two_widths(model):
+    plain = generate(model, PROMPTS, heads=HEADS, max_new_tokens=40)
+    step, caches = open_decore(model, PROMPTS, 44, heads=HEADS)
+    widths = set()
+    made = record(step, caches, LAST, (1, 5), dry_run)
+
+    def seen(tokens):
+        widths.add(tokens.shape[1])
+        return made(tokens)
+    assert texts(lambda out: look_up(seen, caches, PROMPTS, out, 40, 4, pad=True), 40) == [g.ids for g in plain]
+    assert widths == {1, 5}
+
+
+# ------------------------------------------------------------------------------------------- graphs for later prompts
+
+LATER = [random_ids(n, seed=40 + n) for n in (12, 3, 5)]
+CASES = [("greedy", {}), *((m, dict(heads=HEADS)) for m in METHODS[1:]),
+         ("decore-entropy", dict(heads=HEADS, mask="query")), ("decore-entropy", dict(heads=HEADS, mask_prompt=True)),
+         ("dola-low", {}), ("dola-high", dict(repetition_penalty=1.3)), ("ad", dict(info_layer=2)), ("cad", {}),
+         ("cd", {}), ("lite", {})]
+
+
+class Counted:
+    """A recorder that plays along and counts."""
+
+    def __init__(self, recorder=dry_run):
+        self.recorder, self.times = recorder, 0
+
+    def __call__(self, run):
+        self.times += 1
+        return self.recorder(run)
+
+
+def recording(method, recorder, lookup=0):
+    """The method's opener, whose step is recorded, as `generate` does on a GPU."""
+    def opened(model, prompts, room, method, **settings):
+        opener, last = baselines.opener_of(method), torch.tensor([p[-1:] for p in prompts])
+        return recorded(*opener(model, prompts, room, method, **settings), last, lookup, model,
+                        (opener, method, settings), recorder=recorder)
+    return opened
+
+
+@pytest.mark.parametrize("method, how", CASES)
+def test_later_prompts_of_that_shape_are_decoded_by_the_same_graph(model, tmp_path, method, how):
+    if method in ("cd", "lite"):
+        how = dict(amateur=Transformer.load(write_checkpoint(tmp_path, "llama3", seed=5, num_hidden_layers=1)))
+        how, method = (how, "cd") if method == "cd" else (how | dict(amateur_heads=[(0, 1)]), "decore-entropy")
+    recorder = Counted()
+    for prompts in (PROMPTS, LATER, PROMPTS, [p[::-1] for p in LATER]):
+        more = dict(ids_without_context=[p[-2:] for p in prompts]) if method == "cad" else {}
+        plain = baselines.generate(model, prompts, method, max_new_tokens=9, **how, **more)
+        again = generate(model, prompts, method, 9, opener=recording(method, recorder), **how, **more)
+        assert again == plain
+    assert recorder.times == 1 and len(model.graphs) >= 1
+
+
+def test_what_another_step_is_made_of_needs_a_graph_of_its_own(model):
+    model.graphs = {}
+    recorder = Counted()
+
+    def decode_by(method="decore-static", n=4, prompts=LATER, **how):
+        generate(model, prompts, method, n, opener=recording(method, recorder), **{"heads": HEADS} | how)
+        return recorder.times
+    assert [decode_by() for _ in range(2)] == [1, 1]
+    assert decode_by(alpha=0.6) == 2
+    assert decode_by(heads=HEADS[:2]) == 3
+    assert decode_by("decore-entropy") == 4
+    assert decode_by(prompts=LATER[:2]) == 5
+    assert decode_by(prompts=[random_ids(80)] * 3) == 6
+    assert decode_by() == 6
+    weight = model.norm.weight
+    weight.data = weight.data.clone() * 2                       # the old place holds the old numbers
+    assert decode_by() == 7
+
+
+def test_graphs_that_take_too_much_memory_are_dropped_the_oldest_first(model, monkeypatch):
+    model.graphs = {}
+    recorder, one = Counted(), 0
+    for n in (4, 70, 140):
+        generate(model, LATER, max_new_tokens=n, heads=HEADS, opener=recording("decore-entropy", recorder))
+        one = one or sum(x.nbytes for x in fast.tensors_of(next(iter(model.graphs.values()))[1]))
+    assert len(model.graphs) == 3
+    monkeypatch.setattr(fast, "room_to_keep", lambda _: one)
+    generate(model, LATER, max_new_tokens=4, heads=HEADS[:1], opener=recording("decore-entropy", recorder))
+    assert len(model.graphs) == 1 and next(iter(model.graphs))[5] == (("heads", repr(HEADS[:1])),)
+    monkeypatch.setattr(fast, "room_to_keep", lambda _: 0)
+    out = generate(model, LATER, max_new_tokens=4, heads=HEADS, opener=recording("decore-entropy", recorder))
+    assert model.graphs == {} and out == generate(model, LATER, max_new_tokens=4, heads=HEADS)
+
+
+def test_what_is_not_copied_would_be_seen(model, monkeypatch):
+    """That later prompts are decoded right rests on `Cache.tensors`."""
+    model.graphs = {}
+    plain = baselines.generate(model, LATER, "ad", info_layer=2, max_new_tokens=9)
+    generate(model, PROMPTS, "ad", 9, opener=recording("ad", dry_run), info_layer=2)
+    monkeypatch.setattr("model.Cache.tensors", lambda cache: [*cache.kv, cache.lengths, cache.slots])
+    model.graphs = {(*key[:6], *((x.shape, x.dtype) for x in fast.tensors_of(memory))): (graph, memory)
+                    for key, (graph, memory) in model.graphs.items()}
+    assert generate(model, LATER, "ad", 9, opener=recording("ad", dry_run), info_layer=2) != plain
+
+
+def test_detection_by_a_recorded_step_is_the_same(model, monkeypatch):
+    prompts, needles = [random_ids(n, seed=n) for n in (30, 41)], [(3, 9), (20, 30)]
+    plain = detect.answer(model, prompts, needles, 12)
+    step = detect.recorded
+    monkeypatch.setattr(detect, "recorded", lambda *a: step(*a, recorder=recorder))
+    monkeypatch.setattr(detect, "RECORDED", "cpu")
+    recorder = Counted()
+    for _ in range(2):
+        for (ids, top), (wanted, expected) in zip(detect.answer(model, prompts, needles, 12), plain, strict=True):
+            assert ids == wanted and torch.equal(top, expected)
+    assert recorder.times == 1
+
+
+@pytest.mark.parametrize("compiled, why", [
+    (lambda step: lambda tokens: (lambda out: out._replace(scores=out.scores.flip(-1)))(step(tokens)), "differs"),
+    (lambda step: 1 / 0, "ZeroDivisionError"), (lambda step: lambda tokens: 1 / 0, "ZeroDivisionError")])
+def test_a_compiled_step_that_does_not_show_itself_is_not_used(model, monkeypatch, compiled, why):
+    step, caches = open_decore(model, PROMPTS, 6, heads=HEADS)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step))
+    with pytest.warns(UserWarning, match=f"torch.compile does not give the step .*{why}"):
+        assert fast.fuse(step, caches, LAST) is step
+    assert caches[0].slots.tolist() == [0] * 3
+
+
+def test_a_compiled_step_is_recorded(model, monkeypatch):
+    plain = generate(model, PROMPTS, heads=HEADS, max_new_tokens=6)
+    asked = []
+
+    def compile(step, **how):
+        asked.append(how)
+        return lambda tokens: step(tokens)
+    monkeypatch.setattr(torch, "compile", compile)
+    step, caches = open_decore(model, PROMPTS, 6, heads=HEADS)
+    made, caches = recorded(step, caches, LAST, 0, model, (), "kernels", dry_run)
+    assert texts(lambda _: fetch(decode(made, LAST, 6), caches), 6) == [g.ids for g in plain]
+    assert asked == [dict(fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")]
+
+
+@pytest.mark.parametrize("how", ["graph", "kernels"])
+def test_compiling_needs_a_gpu(model, monkeypatch, tmp_path, capsys, how):
     import sys
 
     from decore import main
     from runtime import cli
     from tests.checkpoints import write_tokenizer
+    with pytest.raises(ValueError, match=f"compile '{how}' records a CUDA graph and the model is on cpu"):
+        generate(model, PROMPTS, "greedy", compile=how)
+    with pytest.raises(ValueError, match="compile True is unknown; known: no, graph, kernels"):
+        generate(model, PROMPTS, "greedy", compile=True)
     write_tokenizer(write_checkpoint(tmp_path, "llama3", vocab_size=259))
     monkeypatch.setattr(sys, "argv", ["decore.py", "--model", str(tmp_path), "--device", "cpu", "--method", "greedy",
-                                      "--prompt", "x", "--compile"])
+                                      "--prompt", "x", "--compile", how])
     assert cli.run(main) == 2
-    assert "--compile records a CUDA graph and the model is on cpu" in capsys.readouterr().err
+    assert f"compile {how!r} records a CUDA graph and the model is on cpu" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import transformers
 
 import model as model_file
 from decore import make_head_mask
-from model import Transformer
+from model import Transformer, weighted_sum
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, TINY, random_ids, random_weights, write_checkpoint
 from tests.golden.make import PROMPTS
 from tests.golden.make import __file__ as golden_file
@@ -231,12 +231,20 @@ def test_each_sequence_may_take_back_its_own_number_of_tokens(model):
 
 
 def test_the_prompt_is_stored_once_and_the_suffix_per_row(llama):
-    prompt, new = random_ids(2000, seed=1), 16
+    prompt, new = random_ids(2048, seed=1), 64
     config = llama.config
     cache = read(llama, [prompt], new, two_rows(llama))
     per_token = 2 * config.n_kv_heads * config.head_dim * 4                         # bytes of a layer's key and value
     rows = [1, 1, 2]                            # HEADS begin in layer 1: its input, and all below, has one row
-    assert [kv.numel() * kv.element_size() for kv in cache.kv] == [(2000 + new * n) * per_token for n in rows]
+    assert [kv.numel() * kv.element_size() for kv in cache.kv] == [(2048 + new * n) * per_token for n in rows]
+
+
+def test_prompts_of_similar_length_have_caches_of_one_shape(llama):
+    def keys(length, new):
+        return llama.cache(torch.tensor([3, length]), new, two_rows(llama)).kv[-1].shape[3]
+    assert keys(65, 1) == keys(128, 64) == 128 + 2 * 64
+    assert all(n <= keys(n, 0) <= n * 17 / 16 for n in range(1024, 20_000, 37))
+    assert len({keys(n, 0) for n in range(1024, 16_385)}) == 1 + 4 * 16
 
 
 def test_the_stream_has_one_row_up_to_the_first_masked_layer(llama):
@@ -246,10 +254,10 @@ def test_the_stream_has_one_row_up_to_the_first_masked_layer(llama):
 
 
 def test_no_buffer_grows_from_token_to_token(llama):
-    cache = read(llama, [random_ids(10)], 6, two_rows(llama))
+    cache = read(llama, [random_ids(10)], 64, two_rows(llama))
     places = set()
-    for token in range(6):
-        llama(torch.tensor([[token + 3]]), cache, two_rows(llama))
+    for token in range(64):
+        llama(torch.tensor([[token % 30 + 3]]), cache, two_rows(llama))
         places.add(tuple(kv.data_ptr() for kv in cache.kv))
     assert len(places) == 1
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -400,3 +408,14 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path):
     shard.unlink()
     with pytest.raises(FileNotFoundError, match="00002-of-00002.safetensors is missing"):
         Transformer.load(tmp_path)
+
+
+@pytest.mark.parametrize("C, parts", [(64, 1), (1024, 1), (1088, 2), (4160, 5), (8256, 12), (1984, 2)])
+def test_a_long_sum_is_made_of_parts(C, parts, monkeypatch):
+    weights, v, sizes, bmm = torch.rand(4, 3, C).softmax(-1), torch.randn(4, C, 8), [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape) or bmm(a, b))
+    found = weighted_sum(weights, v)
+    assert sizes == [(4 * parts, 3, C // parts)]
+    torch.testing.assert_close(found, torch.einsum("bnc,bck->bnk", weights, v), atol=1e-6, rtol=1e-5)
+    half = weighted_sum(weights.bfloat16(), v.bfloat16())
+    assert half.dtype == torch.bfloat16 and (half.float() - found).abs().max() < 0.02 * found.abs().max()
