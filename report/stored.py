@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from report import significance
-from runtime.runs import prompt_key, read_run
+from runtime.runs import json_lines, prompt_key, read_run, write
 from tasks import TASKS, judges, metrics
 
 METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe static", "decore-entropy": "DeCoRe entropy",
@@ -84,14 +84,13 @@ def values_of(path, task, lines):
     """The metric values of each row. Kept beside the run where they took long: some need a model."""
     store = path.with_suffix(".scores.json")
     digest = hashlib.sha256(json.dumps([task.version, lines]).encode()).hexdigest()
-    if store.exists():
-        kept = json.loads(store.read_text(encoding="utf-8"))
-        if kept.get("lines_sha256") == digest:
+    for _, kept in json_lines(store) if store.exists() else ():
+        if isinstance(kept, dict) and kept.get("lines_sha256") == digest:
             return kept["values"]
     left_out, start = [], time.perf_counter()
     values = metrics.score(task, lines, left_out=left_out)
     if not left_out and time.perf_counter() - start > LONG:
-        store.write_text(json.dumps({"lines_sha256": digest, "values": values}), encoding="utf-8")
+        write(store, [{"lines_sha256": digest, "values": values}])
     return values
 
 

@@ -64,9 +64,10 @@ class Shard:
     def call(self, collective, *args):
         try:
             collective(*args, group=self.group)
-        except RuntimeError as error:
-            raise ConnectionError(f"rank {self.rank} of {self.size} lost the others, one of them ended: "
-                                  f"{str(error).splitlines()[0]}") from None
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:                   # its text is of the network's library: files, lines, addresses
+            raise ConnectionError(f"rank {self.rank} of {self.size} lost the others, one of them ended") from error
 
 
 def rank_device(device):

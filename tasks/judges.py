@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from runtime.runs import append
+from runtime.runs import append, json_lines, locked, write
 from tasks.metrics import clean, judged
 
 KINDS = {"truth": "Q: {question}\nA: {answer}\nTrue:", "info": "Q: {question}\nA: {answer}\nHelpful:"}
@@ -44,7 +44,8 @@ def judge(lines, path, task, args):
         models = dict(zip(KINDS, args.judge_models.split(","), strict=False))
         if len(models) != 2:
             raise ValueError(f"--judge-models {args.judge_models!r}: give two names with a comma, truth first")
-        known = ask_judges(lines, store, models, args.judge_url)
+        with locked(store):
+            known = ask_judges(lines, store, models, args.judge_url)
     found = []
     for number, row in enumerate(lines):
         key = key_of(row, number)
@@ -57,12 +58,13 @@ def key_of(row, number):
 
 
 def read_store(path, models=None):
+    """(kind, key) → probability of " yes". models: kind → the judge that is asked now; another one's are an error."""
     known = {}
-    for text in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            one = json.loads(text)
-        except ValueError:
-            continue                        # the rest of a line that a kill cut off
+    for number, one in json_lines(path):
+        texts = all(isinstance(one.get(name), str) for name in ("judge", "model", "key"))
+        number_given = type(one.get("yes")) in (int, float) and 0 <= one["yes"] <= 1
+        if not (texts and number_given and one["judge"] in KINDS):
+            raise ValueError(f"{path}, line {number}: no verdict of a judge; remove the line, and it is asked again")
         if models and models[one["judge"]] != one["model"]:
             raise ValueError(f"{path} was judged by {one['model']}, not by {models[one['judge']]}; "
                              "remove it to judge anew")
@@ -72,6 +74,8 @@ def read_store(path, models=None):
 
 def ask_judges(lines, store, models, url):
     known = read_store(store, models) if store.exists() else {}
+    if known:                               # a last line that a kill cut off goes
+        write(store, [{"judge": kind, "model": models[kind], "key": key, "yes": p} for (kind, key), p in known.items()])
     for kind, model in models.items():
         keys = [key_of(row, number) for number, row in enumerate(lines)]
         waiting = [(key, row) for key, row in zip(keys, lines, strict=True) if (kind, key) not in known]
@@ -102,6 +106,7 @@ def local(name):
     except (ValueError, OSError) as error:
         raise ValueError(f"the judge {name} cannot be loaded: {error}. One that is kept as pickles is converted by "
                          f"python -m tasks.convert_judge {name} FOLDER; then give --judge-models") from error
+    cli.choose_threads(model)
 
     @torch.inference_mode()
     def ask(texts):

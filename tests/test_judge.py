@@ -13,6 +13,7 @@ import torch
 import evaluate
 from model import Transformer
 from runtime import cli
+from runtime.runs import locked
 from tasks import convert_judge, judges
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
@@ -78,6 +79,45 @@ def test_an_endpoint_judges_and_its_verdicts_are_kept(call, server, tmp_path):
     assert call(path)[1] == [out] == call(path, "--judge-url", server, "--judge-models", "t,i")[1]
     assert len(Judge.asked) == 6
     assert "was judged by t, not by other" in call(path, "--judge-url", server, "--judge-models", "other,i")[2]
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """A run of two answers, one of them judged, and the file of verdicts."""
+    path, store = tmp_path / "r.jsonl", tmp_path / "r.judged.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "question": "Q?", "prediction": "Yes."}) + "\n" for i in range(2)))
+    store.write_text("".join(json.dumps({"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4}) + "\n"
+                             for kind in ("truth", "info")))
+    return path, store
+
+
+def test_a_judging_that_was_cut_off_goes_on(call, server, judged):
+    path, store = judged
+    whole = store.read_text()
+    store.write_text(whole + '{"judge": "tru')
+    status, [out], _ = call(path, "--judge-url", server, "--judge-models", "t,i")
+    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.asked) == 2
+    assert store.read_text().startswith(whole) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
+
+
+@pytest.mark.parametrize("line", [
+    "{}", '{"judge": "taste", "model": "t", "key": "1: Yes", "yes": 0.4}',
+    '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": "0.4"}',
+    '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}', '{"judge": "truth", "key": "1: Yes", "yes": 0.4}'])
+def test_verdicts_that_were_edited_are_named_by_line(call, server, judged, line):
+    path, store = judged
+    store.write_text(store.read_text() + line + "\n")
+    for how in ((), ("--judge-url", server, "--judge-models", "t,i")):
+        status, _, err = call(path, *how)
+        assert status == 2 and f"{store}, line 3: no verdict of a judge" in err
+    assert Judge.asked == []
+
+
+def test_two_processes_do_not_judge_one_run(call, server, judged):
+    path, store = judged
+    with locked(store):
+        status, _, err = call(path, "--judge-url", server, "--judge-models", "t,i")
+    assert status == 2 and f"{store} is being written by another process" in err and Judge.asked == []
 
 
 def test_an_endpoint_that_refuses_is_said_at_once(call, server, tmp_path):
