@@ -177,7 +177,7 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
         step, caches = recorded(step, caches, last, lookup, model, (opener, method, settings), compile)
     if lookup:
         from runtime.fast import look_up
-        rounds = look_up(step, caches, prompts, out, max_new_tokens, lookup, pad=compile != "no")
+        rounds = look_up(step, caches, prompts, out, max_new_tokens, lookup)
     else:
         rounds = fetch(decode(step, last, room), caches, AHEAD.get(model.device.type, 1))
     collect(rounds, out, eos_ids, most, on_token)

@@ -38,6 +38,7 @@ from benchmarks.shapes import SHAPES, find_shape, random_model, shallower, sprea
 from decore import contrast, entropy, generate
 from runtime import cli
 from runtime.checkpoint import DTYPES
+from runtime.fast import record
 from runtime.pack import pack
 
 CONTESTANTS = ("greedy", "decore-entropy", "transformers", "two-pass")
@@ -61,6 +62,8 @@ SAME_TOKENS = (("greedy", "transformers"), ("decore-entropy", "two-pass"))
 def ours(model, prompts, new, method, settings, text=None, ahead=0):
     """text: what is decoded whatever the scores, see lookup.py; ahead: tokens that lookup proposes."""
     step, caches = baselines.opener_of(method)(model, prompts, new + ahead, method, **settings)
+    if model.device.type == "cuda":
+        step = record(step, caches, torch.tensor([p[-1:] for p in prompts], device=model.device), (1, ahead + 1))
     step = step if text is None else lookup.force(step, caches[0], text)[0]
     given = prompts if ahead else [p[-1:] for p in prompts]             # what has been read need not be checked again
 

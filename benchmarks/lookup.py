@@ -64,6 +64,7 @@ def force(step, cache, text):
             out.scores.scatter_(-1, text[at][..., None], 1e9)
         return out
 
+    forced.widths = getattr(step, "widths", ())
     return forced, passes
 
 
@@ -79,7 +80,7 @@ def measure(model, cases, new, k, rounds, heads, eos_ids=()):
             masked = heads if method != "greedy" else None
             step, caches = open_decore(model, [prompt], new + k, method, masked)
             if model.device.type == "cuda":
-                step = record(step, caches, torch.tensor([prompt[-1:]], device=model.device))
+                step = record(step, caches, torch.tensor([prompt[-1:]], device=model.device), (1, k + 1))
             opened[method] = step, caches
         for i in range(1 + rounds):
             for name in names[i % 4:] + names[:i % 4]:                                  # nobody always goes last

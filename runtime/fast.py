@@ -52,17 +52,17 @@ class Text:
             self.wait = min(2**(2 * self.misses - 1) - 1, LONGEST_WAIT)
 
 
-def look_up(step, caches, prompts, out, most, k, pad=False):
+def look_up(step, caches, prompts, out, most, k):
     """As `decore.fetch`, up to k + 1 tokens a pass: yields for each text its new (token, score, α, H), on the host.
 
     caches: those that `step` writes to, with k slots to spare. out: the texts' Generations, whose `stop` the caller
-    sets. most: new tokens of a text. pad: passes have 1 or k + 1 tokens, as they are recorded."""
+    sets. most: new tokens of a text. Proposals are filled up to a width that is recorded, see `record`."""
     texts, used, device = [Text(prompt) for prompt in prompts], 0, caches[0].slots.device
     while True:
         proposals = [[] if g.stop else text.propose(min(k, most - len(g.ids) - 1))
                      for g, text in zip(out, texts, strict=True)]
         width = 1 + max(map(len, proposals))
-        width = k + 1 if pad and width > 1 else width
+        width = min((w for w in getattr(step, "widths", ()) if w >= width), default=width)
         tokens = [text.ids[-1:] + p + [0] * (width - 1 - len(p)) for text, p in zip(texts, proposals, strict=True)]
         for one in caches:
             one.reach(used + width)
@@ -96,23 +96,25 @@ SHARE = 16                      # the caches of the graphs that are kept have on
 
 
 @cache
-def place_of_graphs(device):
-    """The stream on which graphs are recorded, which cannot be the default one, and the memory that they share."""
-    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+def memory_of_graphs(device):
+    """The memory that graphs share, and a stream to record them on where the current one is the default one."""
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
 
 def cuda_graph(run):
     """Record run() → (its result, a function that computes that result again in place).
 
-    It has run before, on the stream where it is recorded: the allocator and NCCL ask for that."""
-    stream, pool = place_of_graphs(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
+    It is recorded on the current stream, where it runs once before: the allocator and NCCL ask for that. The default
+    stream cannot be recorded."""
+    current, (pool, own) = torch.cuda.current_stream(), memory_of_graphs(torch.cuda.current_device())
+    stream = own if current == torch.cuda.default_stream() else current
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         result = run()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     return result, graph.replay
 
 
@@ -155,7 +157,7 @@ def room_to_keep(device):
 
 
 def record(step, caches, last, widths=(1,), recorder=cuda_graph):
-    """`step`, recorded for passes of each width in tokens. Passes of another shape run as they did.
+    """`step`, recorded for passes of each width in tokens, its `widths`. Passes of another shape run as they did.
 
     caches: all that `step` writes to. last [B, 1]: the next tokens, with which a record is tried: where recording
     fails, or a replay does not give what the eager step gives, a warning and `step` itself. The tensors of a Step are
@@ -185,6 +187,7 @@ def record(step, caches, last, widths=(1,), recorder=cuda_graph):
         replay()
         return result
 
+    again.widths = sorted(set(widths))
     return again
 
 
