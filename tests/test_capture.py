@@ -216,19 +216,20 @@ def test_what_another_step_is_made_of_needs_a_graph_of_its_own(model):
     assert decode_by() == 7
 
 
-def test_graphs_that_take_too_much_memory_are_dropped_the_oldest_first(model, monkeypatch):
-    model.graphs = {}
-    recorder, one = Counted(), 0
-    for n in (4, 70, 140):
-        generate(model, LATER, max_new_tokens=n, heads=HEADS, opener=recording("decore-entropy", recorder))
-        one = one or sum(x.nbytes for x in fast.tensors_of(next(iter(model.graphs.values()))[1]))
-    assert len(model.graphs) == 3
-    monkeypatch.setattr(fast, "room_to_keep", lambda _: one)
-    generate(model, LATER, max_new_tokens=4, heads=HEADS[:1], opener=recording("decore-entropy", recorder))
-    assert len(model.graphs) == 1 and next(iter(model.graphs))[5] == (("heads", repr(HEADS[:1])),)
-    monkeypatch.setattr(fast, "room_to_keep", lambda _: 0)
-    out = generate(model, LATER, max_new_tokens=4, heads=HEADS, opener=recording("decore-entropy", recorder))
-    assert model.graphs == {} and out == generate(model, LATER, max_new_tokens=4, heads=HEADS)
+def test_graphs_that_take_too_much_memory_are_dropped_the_one_used_longest_ago_first(model, monkeypatch):
+    model.graphs, recorder = {}, Counted()
+
+    def used(alpha):
+        out = generate(model, LATER, "decore-static", 4, heads=HEADS, alpha=alpha,
+                       opener=recording("decore-static", recorder))
+        assert out == generate(model, LATER, "decore-static", 4, heads=HEADS, alpha=alpha)
+        return [dict(key[5])["alpha"] for key in model.graphs]
+    assert [used(1.0), used(2.0), used(1.0)] == [["1.0"], ["1.0", "2.0"], ["2.0", "1.0"]]
+    one = sum(x.nbytes for x in fast.tensors_of(next(iter(model.graphs.values()))[1]))
+    monkeypatch.setattr(fast, "room_to_keep", lambda _: 2 * one)
+    assert used(3.0) == ["1.0", "3.0"] and recorder.times == 3
+    monkeypatch.setattr(fast, "room_to_keep", lambda _: one - 1)
+    assert used(3.0) == ["1.0", "3.0"] and used(4.0) == []
 
 
 def test_what_is_not_copied_would_be_seen(model, monkeypatch):
