@@ -424,7 +424,7 @@ def weighted_sum(weights, v):
     """The product of [BG, N, C] and [BG, C, K]. A long C in parts, each a product of its own: N is small, and a product
     has no more work at once than its result has tiles."""
     C, parts = weights.shape[-1], 1
-    while C % (8 * parts) or C // parts > PART:
+    while parts < C and (C % (8 * parts) or C // parts > PART):
         parts += 1
     if parts == 1:
         return torch.bmm(weights, v)

@@ -410,7 +410,7 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path):
         Transformer.load(tmp_path)
 
 
-@pytest.mark.parametrize("C, parts", [(64, 1), (1024, 1), (1088, 2), (4160, 5), (8256, 12), (1984, 2)])
+@pytest.mark.parametrize("C, parts", [(64, 1), (1024, 1), (7, 7), (1088, 2), (4160, 5), (8256, 12), (1984, 2)])
 def test_a_long_sum_is_made_of_parts(C, parts, monkeypatch):
     weights, v, sizes, bmm = torch.rand(4, 3, C).softmax(-1), torch.randn(4, C, 8), [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape) or bmm(a, b))
