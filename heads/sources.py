@@ -29,7 +29,7 @@ def attended(model, prompt, ids):
     for some in tokens.split(AT_ONCE, 1):
         weights = []
         model(some, cache, weights=weights, logits=False)
-        # The prompt's last token was read as the first of the new ones, whose keys follow those of the prompt.
-        top = torch.stack([layer[0, 0, :, :, :len(prompt)].argmax(-1) for layer in weights])            # [L, T, H]
-        found.append(model.shard.all_gather(top).transpose(0, 1))
+        # The prompt's last token was read as the first of the new ones, whose keys follow those of the padded prompt.
+        top = torch.stack([layer[0, 0, :, :, :cache.P + 1].argmax(-1) for layer in weights])            # [L, T, H]
+        found.append(model.shard.all_gather(top.clamp(max=len(prompt) - 1)).transpose(0, 1))
     return torch.cat(found).cpu()
