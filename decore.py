@@ -167,7 +167,7 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
     opener and settings: heads, alpha, alpha_cap, scale_alpha, mask, mask_prompt, amateur, amateur_heads, as in
     `open_decore`; an opener of baselines.py has its own."""
     prompts, eos_ids, room, longest = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings,
-                                                            compile)
+                                                       compile)
     step, caches = opener(model, prompts, room, method, **settings)
     out, last = [Generation() for _ in prompts], torch.tensor([p[-1:] for p in prompts], device=model.device)
     most = [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]

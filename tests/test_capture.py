@@ -83,6 +83,16 @@ def lying(run):
     return result, replay
 
 
+def nearly(run):
+    """A recorder whose replay has one score of one token wrong, by a little."""
+    result, replay = dry_run(run)
+
+    def wrong():
+        replay()
+        result.scores[0, 0, 5] += 0.1
+    return result, wrong
+
+
 def forgetful(run):
     """A recorder whose replay gives the right scores and does not move the caches on."""
     return clones(run()), lambda: None
@@ -97,7 +107,8 @@ def failing(run):
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-@pytest.mark.parametrize("recorder, why", [(lying, "differs"), (forgetful, "differs"), (failing, "not permitted")])
+@pytest.mark.parametrize("recorder, why", [(lying, "differs"), (nearly, "differs"),
+                                           (forgetful, "differs"), (failing, "not permitted")])
 def test_a_record_that_does_not_show_itself_is_not_used(model, recorder, why):
     plain = generate(model, PROMPTS, heads=HEADS, max_new_tokens=6)
     step, caches = open_decore(model, PROMPTS, 6, heads=HEADS)

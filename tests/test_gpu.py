@@ -68,8 +68,9 @@ def test_later_prompts_are_decoded_by_the_graph_of_the_first(folder, tmp_path):
     batches = [[random_ids(n, seed=n + i) for n in (9, 2, 20)] for i in range(3)]
     cases = [("greedy", {}), ("decore-entropy", dict(heads=HEADS)), ("decore-static", dict(heads=HEADS, mask="query")),
              ("decore-entropy", dict(heads=HEADS, mask_prompt=True)), ("cd", dict(amateur=amateur)), ("cad", {}),
-             ("decore-entropy", dict(amateur=amateur, amateur_heads=[(0, 1)])), ("dola-low", {}), ("dola-high", {}),
-             ("dola-low", dict(repetition_penalty=1.3)), ("ad", dict(info_layer=2))]
+             ("decore-entropy", dict(amateur=amateur, amateur_heads=[(0, 1)])), ("dola-high", {}),
+             ("dola-low", dict(dola_layers="halves")), ("dola-high", dict(repetition_penalty=1.3)),
+             ("ad", dict(info_layer=2))]
     for number, (method, settings) in enumerate(cases):
         for prompts in batches:
             how = settings | (dict(ids_without_context=[p[-2:] for p in prompts]) if method == "cad" else {})
