@@ -131,7 +131,7 @@ def recorded(step, caches, last, lookup, model, about, how="graph", recorder=cud
             old.copy_(new)
         return graph, memory
     step = fuse(step, caches, last) if how == "kernels" else step
-    graph = record(step, caches, last, (1, lookup + 1), recorder)
+    graph = record(step, caches, last, (1, lookup + 1), recorder, model.shard)
     kept[key] = graph, caches
     while sum(x.nbytes for _, memory in kept.values() for x in tensors_of(memory)) > room_to_keep(model.device):
         del kept[next(iter(kept))]
@@ -156,23 +156,26 @@ def room_to_keep(device):
     return torch.cuda.mem_get_info(device)[1] // SHARE if device.type == "cuda" else math.inf
 
 
-def record(step, caches, last, widths=(1,), recorder=cuda_graph):
+def record(step, caches, last, widths=(1,), recorder=cuda_graph, shard=None):
     """`step`, recorded for passes of each width in tokens, its `widths`. Passes of another shape run as they did.
 
     caches: all that `step` writes to. last [B, 1]: the next tokens, with which a record is tried: where recording
-    fails, or a replay does not give what the eager step gives, a warning and `step` itself. The tensors of a Step are
-    those of the next one too: use them before."""
+    fails, or a replay does not give what the eager step gives, a warning and `step` itself. shard: the ranks that
+    share the step; where it fails on one, none uses it. The tensors of a Step are those of the next one too: use them
+    before."""
     replays = {}
     for width in sorted(set(widths)):
         tokens = last.repeat(1, width)
-        wanted = trial(step, caches, tokens)
+        wanted, problem = trial(step, caches, tokens), None
         try:
             with taken_back(caches):
                 result, replay = recorder(lambda tokens=tokens: step(tokens))
-            found = trial(lambda _, result=result, replay=replay: replay() or result, caches, tokens)
-            problem = None if alike(found, wanted) else "it differs"
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
+        problem = anywhere(problem, shard, last.device)
+        if not problem:
+            found = trial(lambda _, result=result, replay=replay: replay() or result, caches, tokens)
+            problem = anywhere(None if alike(found, wanted) else "a replay differs", shard, last.device)
         if problem:
             warnings.warn(f"the step is not recorded as a CUDA graph ({problem}); decoding goes on without",
                           stacklevel=2)
@@ -189,6 +192,14 @@ def record(step, caches, last, widths=(1,), recorder=cuda_graph):
 
     again.widths = sorted(set(widths))
     return again
+
+
+def anywhere(problem, shard, device):
+    """The problem of this rank, or that another one has one: a step with collectives is replayed by all or none."""
+    if shard is None or shard.size == 1:
+        return problem
+    ranks = shard.all_reduce(torch.tensor(float(problem is not None), device=device))
+    return problem or ("another rank cannot use its own" if ranks else None)
 
 
 def fuse(step, caches, last):

@@ -1,12 +1,19 @@
-"""Weights in the order in which a CPU reads them fastest: oneDNN reorders every large matrix once, after loading."""
+"""Products that read the weights of a CPU's large matrices fast: after loading, oneDNN reorders every matrix once.
 
+In bfloat16 on processors with AMX a product of our own takes the plain matrix, if it has been built (`amx.py`)."""
+
+import hashlib
 import warnings
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix does
+FEW = 48                        # vectors up to which the product of amx.cpp is the fastest
+SOURCE = Path(__file__).with_name("amx.cpp")
 
 
 class Packed(nn.Module):
@@ -22,12 +29,46 @@ class Packed(nn.Module):
         return y if stream is None else stream + y
 
 
+class Tiled(nn.Module):
+    """A linear layer of a plain bfloat16 weight: few vectors by amx.cpp, many by torch."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x, stream=None):
+        few = x.numel() <= FEW * x.shape[-1]
+        y = (torch.ops.decore.linear if few else F.linear)(x, self.weight, self.bias)
+        return y if stream is None else stream + y
+
+
+def library():
+    """Where the build of amx.cpp for this torch is, if there is one."""
+    mark = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
+    return SOURCE.parent / "build" / f"amx_{mark}.so"
+
+
+@cache
+def amx():
+    """Whether amx.cpp is built and this processor can run it."""
+    path = library()
+    try:
+        if path.exists():
+            torch.ops.load_library(path)
+        return path.exists() and torch.ops.decore.ready()
+    except OSError as error:
+        warnings.warn(f"{path} is not used ({error}); build it again: python -m runtime.amx", stacklevel=2)
+        return False
+
+
 @torch.no_grad()
 def pack(model):
-    """Replace the large linear layers of a model on a CPU by packed ones, one after the other; the plain weights go.
+    """Replace the large linear layers of a model on a CPU by faster ones, one after the other.
 
-    A tied head is packed beside the embedding, whose rows are looked up: that matrix is in memory twice. Layers stay
-    plain where torch has no such operator, where oneDNN lacks the dtype on this processor, or where results differ."""
+    Where they are packed the plain weights go, but for a tied head: it is packed beside the embedding, whose rows are
+    looked up, so that matrix is in memory twice. Layers stay plain where torch has no such operator, where oneDNN lacks
+    the dtype on this processor, or where results differ."""
     plain = type(model.embed)
     for parent in [m for m in model.modules() if not isinstance(m, plain)]:
         for name in list(parent._modules):
@@ -36,17 +77,18 @@ def pack(model):
 
 
 def packed(layer):
-    """The same layer with its weight packed, or None where that is of no use."""
+    """The same layer with a faster product, or None where there is none or it is of no use."""
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     if weight.nbytes <= SMALL:
         return None
+    tiles = weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and amx()
     try:
-        new = Packed(weight, bias)
-        same = all(agree(new, weight, bias, n) for n in (1, 2))         # one vector and several are different kernels
+        new = (Tiled if tiles else Packed)(weight, bias)
+        same = all(agree(new, weight, bias, n) for n in ((1, 2, 17, 33) if tiles else (1, 2)))    # kernels of their own
     except (AttributeError, RuntimeError):                              # no such operator, or not for this dtype
         return None
     if not same:
-        warnings.warn("oneDNN's product of a packed matrix differs from the plain one; the plain one is used",
+        warnings.warn(f"{'amx.cpp' if tiles else 'oneDNN'}'s product differs from the plain one, which is used",
                       stacklevel=2)
         return None
     return new

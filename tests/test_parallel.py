@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +17,13 @@ import pytest
 import torch
 
 from baselines import generate
-from decore import METHODS, make_head_mask, score
+from decore import METHODS, decode, make_head_mask, open_decore, score
 from model import MASKS, Transformer
 from runtime import cli
+from runtime.fast import record
 from runtime.parallel import Shard, check_split, rank_device
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
+from tests.test_capture import dry_run, lying
 
 ROOT = Path(__file__).parent.parent
 MODELS = {family: (family, {}) for family in FAMILIES} | {
@@ -68,8 +72,31 @@ def disagreement(folder):
     return [line for said in everyone for line in said]
 
 
+def halting(run):
+    """A recorder that fails after the step has run once."""
+    run()
+    raise RuntimeError("out of graphs")
+
+
+def recordings(folder):
+    """Of each rank, why it goes on without its record and the tokens, by what becomes of the last rank's record."""
+    model, last, out = Transformer.load(folder / "llama3"), torch.tensor([p[-1:] for p in PROMPTS]), {}
+    for name, recorder in {"right": dry_run, "failing": halting, "lying": lying}.items():
+        step, caches = open_decore(model, PROMPTS, 4, heads=HEADS)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made = record(step, caches, last, (1, 3), recorder if model.shard.rank == model.shard.size - 1 else dry_run,
+                          model.shard)
+        assert (made is step) == bool(said)
+        mine = [str(w.message) for w in said], torch.cat([token for token, _ in decode(made, last, 4)], 1).tolist()
+        out[name] = [None] * model.shard.size
+        torch.distributed.all_gather_object(out[name], mine)
+    return out
+
+
 def worker(folder):
-    out = {name: results(folder / name) for name in MODELS} | {"disagreement": disagreement(folder)}
+    out = {name: results(folder / name) for name in MODELS}
+    out |= {"disagreement": disagreement(folder), "recordings": recordings(folder)}
     if Shard.from_environment().rank == 0:
         (folder / f"{Shard.from_environment().size}.json").write_text(json.dumps(out))
     torch.distributed.destroy_process_group()
@@ -144,6 +171,18 @@ def test_ranks_that_load_another_model_than_rank_0_say_so(ranks):
     first, *others = ranks["disagreement"]
     assert first == ""
     assert others and all("another config.json or other weights than rank 0" in said for said in others)
+
+
+def test_all_ranks_use_their_record_of_a_step_or_none(ranks, one_rank):
+    expected = one_rank["llama3"]["decore-entropy, output, False"][0]
+    for name, why in (("right", None), ("failing", "out of graphs"), ("lying", "a replay differs")):
+        said, ids = zip(*ranks["recordings"][name], strict=True)
+        assert all(one == expected for one in ids)
+        reasons = [re.findall(r"\((.*)\)", " ".join(lines)) for lines in said]
+        if why is None:
+            assert not any(reasons)
+        else:
+            assert reasons == [["another rank cannot use its own"]] * (len(said) - 1) + [[why]]
 
 
 def test_the_command_line_prints_once_and_the_same_with_two_ranks(folder):
