@@ -39,7 +39,7 @@ from decore import contrast, entropy, generate
 from runtime import cli
 from runtime.checkpoint import DTYPES
 from runtime.fast import record
-from runtime.pack import pack
+from runtime.pack import amx, pack
 
 CONTESTANTS = ("greedy", "decore-entropy", "transformers", "two-pass")
 METHODS = (*baselines.METHODS, "decore-lite")           # decore-lite: decore-entropy with an amateur
@@ -297,7 +297,8 @@ def main():
     wait = torch.cuda.synchronize if torch.device(args.device).type == "cuda" else lambda: None
     runs = contestants(model, prompt, args.new, args.methods, heads, twin, args.llama, (args.shape, args.dtype))
     found = measure(runs, args.rounds, bandwidth(args.device), wait, args.realtime)
-    result = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new, heads=heads,
+    result = dict(shape=args.shape, dtype=args.dtype, amx=args.dtype == "bfloat16" and args.device == "cpu" and amx(),
+                  prompt=args.prompt, new=args.new, heads=heads,
                   **summary(*found, runs, args.new), peak_memory_gib=peak_memory(args.device),
                   **origin(args.device) | dict(load=started["load"]))
     print(json.dumps(result) if args.json else table(result))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from runtime.pack import Packed
+
 
 def size(tensors):
     """Bytes."""
@@ -20,12 +22,18 @@ def size(tensors):
 
 def weights(model):
     """Bytes of a model in memory."""
-    return size([*model.parameters(), *(x for name, x in model.named_buffers() if name != "frequencies")])
+    other = {"frequencies"} | ({"lm_head.weight"} if one_matrix(model) else set())
+    return size([*model.parameters(), *(x for name, x in model.named_buffers() if name not in other)])
 
 
 def read_weights(model):
     """Bytes of weights that a pass reads: all, but of an embedding that is not the head only a row."""
-    return weights(model) - (0 if model.lm_head is model.embed else size(model.embed.parameters()))
+    return weights(model) - (0 if one_matrix(model) else size(model.embed.parameters()))
+
+
+def one_matrix(model):
+    """Whether the head is the embedding: tied, and not packed beside it."""
+    return model.config.tied_embeddings and not isinstance(model.lm_head, Packed)
 
 
 def cached(caches):

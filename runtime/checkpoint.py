@@ -366,8 +366,10 @@ def named_tensors(model, of=lambda parameter: parameter):
 def load_weights(model, folder, device):
     """Fill the model's parameters from the folder's safetensors files; strict both ways."""
     where, table = weight_files(folder), stored(model.config, model.shard)
-    names = {name for pieces in table.values() for name, _, _ in pieces}
     tied = {"lm_head.weight"} if model.config.tied_embeddings else set()
+    if tied & set(where) and "model.embed_tokens.weight" not in where:          # the one matrix under its other name
+        table["embed.weight"] = [("lm_head.weight", *table["embed.weight"][0][1:])]
+    names = {name for pieces in table.values() for name, _, _ in pieces}
     missing = sorted(names - set(where))
     unused = sorted(n for n in set(where) - names - tied if not n.endswith(NOT_WEIGHTS))
     if missing or unused:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.measure import read_weights, weights
 from benchmarks.shapes import SHAPES, random_model
 from model import Linear
 from runtime import amx as builder
@@ -101,6 +102,7 @@ def test_a_model_in_bfloat16_uses_it_and_takes_no_more_memory(built):
     pack(model)
     assert {type(m) for m in model.modules() if hasattr(m, "bias")} == {Linear, Tiled}          # Linear: the embedding
     assert model.lm_head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert weights(model) == weights(twin) == read_weights(model)
     for n in (1, 9, FEW, FEW + 1, 100):
         ids = torch.arange(n)[None]
         off = [(m(ids) - exact(ids)).abs().max().item() for m in (model, twin)]

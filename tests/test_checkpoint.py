@@ -197,6 +197,18 @@ def test_a_stored_head_is_used_instead_of_the_tied_embedding_where_it_differs(sa
     assert model.config.tied_embeddings == same
 
 
+def test_a_tied_matrix_may_be_stored_as_the_head(tmp_path):
+    """Of a tensor with two names safetensors' `save_model` keeps that one."""
+    weights = random_weights(FAMILIES["llama3.2"])
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    folder = write_checkpoint(tmp_path, "llama3.2", weights=weights)
+    ids = torch.tensor([random_ids(20)])
+    model = Transformer.load(folder)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-5, rtol=0)
+    assert model.lm_head is model.embed and model.config.tied_embeddings
+
+
 def two_shards(folder, change):
     write_checkpoint(folder, "llama3", shards=2)
     index = folder / "model.safetensors.index.json"
