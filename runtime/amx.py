@@ -6,6 +6,10 @@ For Intel's Xeons with AMX (fourth generation and later), where torch's products
 the memory's speed or less. It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute;
 another version of torch needs another build. Removing the folder runtime/build undoes it."""
 
+if __name__ == "__main__":
+    from runtime import start
+    start()
+
 import shutil
 import sys
 import tempfile
