@@ -2,8 +2,8 @@
 
     python -m runtime.amx
 
-For Intel's Xeons with AMX (fourth generation and later), where torch's products read bfloat16 weights at two thirds of
-the memory's speed or less. It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute;
+For Intel's Xeons with AMX (fourth generation and later), where torch's products read bfloat16 weights at about two
+thirds of the memory's speed. It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute;
 another version of torch needs another build. Removing the folder runtime/build undoes it."""
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from runtime.parallel import Shard
+
 # -------------------------------------------------------------------------------------------------------- prompt lookup
 # Answers that are faithful to a passage copy from it. So propose what followed the last few tokens when they were last
 # seen, in the prompt or in the text so far; check the proposal in one pass, which reads the weights once for all of it;
@@ -163,19 +165,18 @@ def record(step, caches, last, widths=(1,), recorder=cuda_graph, shard=None):
     fails, or a replay does not give what the eager step gives, a warning and `step` itself. shard: the ranks that
     share the step; where it fails on one, none uses it. The tensors of a Step are those of the next one too: use them
     before."""
-    replays = {}
+    replays, shard = {}, shard or Shard()
     for width in sorted(set(widths)):
         tokens = last.repeat(1, width)
-        wanted, problem = trial(step, caches, tokens), None
-        try:
-            with taken_back(caches):
-                result, replay = recorder(lambda tokens=tokens: step(tokens))
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+        wanted = trial(step, caches, tokens)
+        with taken_back(caches):
+            made, problem = attempt(recorder, lambda tokens=tokens: step(tokens))
         problem = anywhere(problem, shard, last.device)
         if not problem:
-            found = trial(lambda _, result=result, replay=replay: replay() or result, caches, tokens)
-            problem = anywhere(None if alike(found, wanted) else "a replay differs", shard, last.device)
+            result, replay = made
+            found, problem = attempt(trial, lambda _, result=result, replay=replay: replay() or result, caches, tokens)
+            differs = not problem and not alike(found, wanted)
+            problem = anywhere("a replay differs" if differs else problem, shard, last.device)
         if problem:
             warnings.warn(f"the step is not recorded as a CUDA graph ({problem}); decoding goes on without",
                           stacklevel=2)
@@ -194,10 +195,16 @@ def record(step, caches, last, widths=(1,), recorder=cuda_graph, shard=None):
     return again
 
 
+def attempt(do, *args):
+    """→ what do(*args) returns and None, or None and why it failed."""
+    try:
+        return do(*args), None
+    except RuntimeError as error:
+        return None, str(error).partition("\n")[0] or type(error).__name__
+
+
 def anywhere(problem, shard, device):
     """The problem of this rank, or that another one has one: a step with collectives is replayed by all or none."""
-    if shard is None or shard.size == 1:
-        return problem
     ranks = shard.all_reduce(torch.tensor(float(problem is not None), device=device))
     return problem or ("another rank cannot use its own" if ranks else None)
 

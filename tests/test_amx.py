@@ -112,8 +112,16 @@ def test_a_model_in_bfloat16_uses_it_and_takes_no_more_memory(built):
 def test_what_does_not_fit_is_packed(built):
     assert isinstance(packed(plain()), Tiled)
     assert isinstance(packed(plain(dtype=torch.float32)), Packed)
-    for layer in (packed(plain(n_in=48)), packed(plain(n_out=8))):
-        assert layer is None or isinstance(layer, Packed)
+    assert isinstance(packed(plain(n_in=48)), Packed)
+    assert packed(plain(n_out=8)) is None
+
+
+def test_many_vectors_are_left_to_torch(built, monkeypatch):
+    layer, seen = packed(plain()), []
+    monkeypatch.setattr(torch.ops, "decore", SimpleNamespace(linear=lambda x, *_: seen.append(len(x)) or built(x, *_)))
+    for n in (1, FEW, FEW + 1):
+        layer(torch.ones(n, 64, dtype=BFLOAT16))
+    assert seen == [1, FEW]
 
 
 def wrong(change):

@@ -107,8 +107,13 @@ def failing(run):
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-@pytest.mark.parametrize("recorder, why", [(lying, "differs"), (nearly, "differs"),
-                                           (forgetful, "differs"), (failing, "not permitted")])
+def breaking(run):
+    """A recorder whose replay fails."""
+    return clones(run()), lambda: failing(run)
+
+
+@pytest.mark.parametrize("recorder, why", [(lying, "differs"), (nearly, "differs"), (forgetful, "differs"),
+                                           (failing, "not permitted"), (breaking, "not permitted")])
 def test_a_record_that_does_not_show_itself_is_not_used(model, recorder, why):
     plain = generate(model, PROMPTS, heads=HEADS, max_new_tokens=6)
     step, caches = open_decore(model, PROMPTS, 6, heads=HEADS)
