@@ -14,10 +14,6 @@
     R rows   B batch   T new tokens   P prompt tokens   V vocabulary   D model width   C early exits
 """
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import math
 import sys
 
@@ -288,11 +284,11 @@ def opener_of(method):
 
 
 def main():
-    from runtime import answer
+    from cli import program as answer
     answer.main("Decode with what DeCoRe is compared with, and with DeCoRe.", generate, METHODS, "dola-low",
                 everything=True)
 
 
 if __name__ == "__main__":
-    from runtime.cli import run
+    from cli import run
     sys.exit(run(main))

@@ -11,10 +11,6 @@ and so pushes the text towards what the context says. Base and masked model are 
     R rows (0 base, 1 masked)   B batch   T new tokens   V vocabulary   L layers   H heads
 """
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import math
 import sys
 from dataclasses import dataclass, field
@@ -263,11 +259,11 @@ def check_method(method, heads, amateur, amateur_heads):
 
 
 def main():
-    from runtime import answer
+    from cli import program as answer
     answer.main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, METHODS,
                 "decore-entropy", opener=open_decore)
 
 
 if __name__ == "__main__":
-    from runtime.cli import run
+    from cli import run
     sys.exit(run(main))

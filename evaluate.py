@@ -8,10 +8,6 @@
 Lists with commas, `--task all` and `--task miniature` make a sweep. A run that was interrupted goes on when it is
 started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model."""
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import argparse
 import datetime
 import gc
@@ -20,7 +16,6 @@ import json
 import math
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -31,12 +26,15 @@ import torch
 from tqdm import tqdm
 
 import baselines
+import cli
 import report
 from report import stored
-from runtime import cli, runs
-from runtime.checkpoint import Config, checkpoint_folder, fingerprint, short_hash
+from runtime import jsonl
+from runtime.config import Config
+from runtime.files import commit, short_hash
 from runtime.parallel import Ranks
-from tasks import MINIATURE, PAPER, find, judges, metrics, prompts, sources
+from runtime.weights import checkpoint_folder, fingerprint
+from tasks import MINIATURE, PAPER, find, judges, metrics, prompts, runs, sources
 from tokenizer import Tokenizer
 
 QUICK = ("short_answer", "first_sentence", "musique", "multiple_choice", "memotrap", "judged")
@@ -58,7 +56,7 @@ def run(task, items, demos, model, tokenizer, contrast, settings, path, ranks, l
             asked[e.index]["undated_sha256"] = digest(e)
     with ExitStack() as held:
         def open_run():
-            held.enter_context(runs.locked(path))
+            held.enter_context(jsonl.locked(path))
             return runs.continue_run(path, settings, asked, lambda rows: metrics.check_rows(task, rows, path))
 
         done, mark = ranks.share(open_run)
@@ -97,7 +95,7 @@ def run(task, items, demos, model, tokenizer, contrast, settings, path, ranks, l
                 mine = batches[at] if at < len(batches) else []
                 lines = [one for one in ranks.gather(lambda mine=mine: decode(mine)) if one["index"] not in done]
                 if ranks.rank == 0:
-                    runs.append(path, lines)
+                    jsonl.append(path, lines)
                 done |= {one["index"]: one for one in lines}
                 bar.update(len(lines))
                 bar.set_postfix_str(score.add(lines))
@@ -354,14 +352,6 @@ def surroundings(model):
             | {"python": platform.python_version()},
             "commit": commit(), "date": str(datetime.date.today()),
             "command": shlex.join(["evaluate.py", *sys.argv[1:]])}
-
-
-def commit():
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
-        return None
-    return git.stdout.strip() or None
 
 
 def dry_run(args, plan):

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.checkpoint import Config, checkpoint_folder, load_weights, rope_frequencies, untie, weight_files
+from runtime.config import Config, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
+from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 
 MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: what the published runs did
 NEVER = 2**30                   # the place of a key that no query may see: padding

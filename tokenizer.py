@@ -6,7 +6,8 @@ from pathlib import Path
 import tokenizers
 
 from runtime import template
-from runtime.checkpoint import check_file, checkpoint_folder, one_line, read_json, read_text
+from runtime.files import check_file, one_line, read_json, read_text
+from runtime.weights import checkpoint_folder
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")       # how SentencePiece vocabularies spell a single byte
 UNFINISHED = "\ufffd"                       # what the bytes of half a character decode to

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+import cli
 from benchmarks.measure import origin
 from benchmarks.shapes import SHAPES, find_shape, random_model, spread_heads
 from evaluate import run
-from runtime import cli
-from runtime.checkpoint import DTYPES
+from runtime.config import DTYPES
 from runtime.parallel import Ranks
 from tasks import find, sources
 from tokenizer import Tokenizer

@@ -30,14 +30,14 @@ from pathlib import Path
 import torch
 
 import baselines
+import cli
 import decore
 from benchmarks import lookup
 from benchmarks.measure import bandwidth, cached, origin, peak_memory, quartiles, read_weights
 from benchmarks.peers import llama
 from benchmarks.shapes import SHAPES, find_shape, random_model, shallower, spread_heads, transformers_model
 from decore import contrast, entropy, generate
-from runtime import cli
-from runtime.checkpoint import DTYPES
+from runtime.config import DTYPES
 from runtime.fast import record
 from runtime.pack import amx, pack
 

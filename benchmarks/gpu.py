@@ -41,13 +41,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
+import cli
 from benchmarks import batches, lookup
 from benchmarks.decode import contestants
 from benchmarks.measure import cached, origin, read_weights, status, weights
 from benchmarks.shapes import SHAPES, random_model, shallower, spread_heads, transformers_model
 from decore import generate, open_decore
 from model import Linear, Transformer, attend_causal
-from runtime import cli
 from runtime.fast import cuda_graph, record
 from runtime.parallel import Shard
 

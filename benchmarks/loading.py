@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+import cli
 from benchmarks.measure import status, weights
 from model import Transformer
-from runtime import checkpoint, cli
-from runtime.checkpoint import Config, stored
+from runtime import weights as checkpoint
+from runtime.config import Config
 from runtime.parallel import Shard
+from runtime.weights import stored
 
 SHAPE = dict(model_type="llama", vocab_size=32_000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
              num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096, rms_norm_eps=1e-5,

@@ -22,14 +22,14 @@ import time
 
 import torch
 
+import cli
 from benchmarks.measure import origin
 from benchmarks.shapes import find_shape, random_model, spread_heads
 from decore import generate, open_decore
 from heads import load_heads
 from miniature.data import make_split
 from model import Transformer
-from runtime import cli
-from runtime.checkpoint import DTYPES
+from runtime.config import DTYPES
 from runtime.fast import record
 from runtime.pack import pack
 from tokenizer import Tokenizer

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import cli
 from benchmarks.measure import cached, read_weights, size, weights
 from benchmarks.shapes import find_shape, spread_heads
 from decore import make_head_mask
 from model import Transformer
-from runtime import cli
-from runtime.checkpoint import stored
 from runtime.parallel import Shard
+from runtime.weights import stored
 
 
 class Bare(Transformer):

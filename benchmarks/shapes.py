@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from model import Transformer
-from runtime.checkpoint import Config, stored
+from runtime.config import Config
+from runtime.weights import stored
 
 
 def llama(d_model, d_ff, n_layers, n_heads, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0, **more):

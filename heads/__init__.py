@@ -6,17 +6,12 @@ A file holds one score per head of one model: {"model", "n_layers", "n_heads", "
 
 import random
 import re
-import sys
 import warnings
 from pathlib import Path
 
-if sys.argv[0] == "-m":                 # `python -m heads.detect` is starting: Ctrl-C is quiet before torch loads
-    from runtime import start
-    start()
-
 import numpy as np
 
-from runtime.checkpoint import read_json
+from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")

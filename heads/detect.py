@@ -34,11 +34,12 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+import cli
 from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prompt, plan, read_haystack, read_needles
 from heads.needles import shortest as shortest_prompt
-from runtime import cli, runs
-from runtime.checkpoint import checkpoint_folder, fingerprint
+from runtime import jsonl
 from runtime.fast import recorded
+from runtime.weights import checkpoint_folder, fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
@@ -203,7 +204,7 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
             records = run_batch(model, tokenizer, group[i:i + size], needles, settings, trunk)
             batches.append({"seconds": time.perf_counter() - start, "runs": records})
             if model.shard.rank == 0:
-                runs.append(part, [batches[-1]])
+                jsonl.append(part, [batches[-1]])
             bar.update(len(records))
     bar.close()
     records = [record for batch in batches for record in batch["runs"]]
@@ -217,7 +218,7 @@ PART = {"needle": int, "length": int, "depth": int, "tokens": int, "shared": int
 def read_part(path, settings):
     """The batches that an interrupted detection has finished, by the samples of their runs; the file then ends in a
     whole line. A last line that was cut off is dropped; any other that is damaged is a ValueError."""
-    (_, before), *lines = list(runs.json_lines(path) if path.exists() else []) or [(1, settings)]
+    (_, before), *lines = list(jsonl.json_lines(path) if path.exists() else []) or [(1, settings)]
     done = {}
     for number, batch in lines:
         try:
@@ -233,7 +234,7 @@ def read_part(path, settings):
     if other:
         raise ValueError(f"{path} is an unfinished detection with another {', '.join(other)}; finish it with its own "
                          "settings, delete it, or choose another --out")
-    runs.write(path, [settings, *done.values()])
+    jsonl.write(path, [settings, *done.values()])
     return done
 
 
@@ -389,7 +390,7 @@ def main():
     check_outputs(args)
     model, tokenizer, needles, prompts, settings = prepare(args)
     part = Path(f"{args.out}.part")
-    with runs.locked(part) if model.shard.rank == 0 else nullcontext():
+    with jsonl.locked(part) if model.shard.rank == 0 else nullcontext():
         records, shared, seconds = run_all(model, tokenizer, prompts, needles, settings, part)
         if model.shard.rank:
             return

@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import cli
-from runtime.runs import parse
+import cli
+from runtime.jsonl import parse
 
 NEAR = 5                        # a needle is put within this share of the wanted depth, in % of the context
 PUBLISHED = "{context}Based on the content of the book, Question: {question}\nAnswer:"

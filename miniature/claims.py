@@ -7,10 +7,6 @@ where no passage says it. Numbers are percent with 95 % bootstrap intervals over
 those that do not retrieve; what they do to an item is the mean over the draws.
 """
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import itertools
 import json
 import random
@@ -24,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import cli
 import decore
 from heads import load_heads, load_scores
 from miniature.data import make_split
 from model import Transformer
-from runtime import cli
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent

@@ -26,7 +26,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import cli
+import cli
 
 N_COUNTRIES = 64
 RELATIONS = ("capital", "ruler", "longest river", "language", "founder")

@@ -6,10 +6,6 @@ On conflicts each head's output at the end of an answer is compared between the 
 The heads that tell the two apart best are shifted along the difference of the means, by `--strength` standard
 deviations. The shift is the same for every token, so after the output projection it is a bias of `o_proj`."""
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import json
 import shutil
 import sys
@@ -18,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+import cli
 from miniature.data import make_split
 from model import Transformer
-from runtime import cli
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent

@@ -6,10 +6,6 @@ For how many of the right answers of DeCoRe entropy, in percent, is the first to
 heads look, within the passage's answer? For the retrieval heads and for as many random ones, with 95 % bootstrap
 intervals over items; for random heads of the mean over the draws."""
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import json
 import sys
 from collections import Counter
@@ -17,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+import cli
 from decore import generate
 from heads import choose_heads, label
 from heads.sources import attended
 from miniature.data import make_split
-from runtime import cli
 
 
 def main():

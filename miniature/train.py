@@ -5,10 +5,6 @@
 
 One CPU thread, about 25 minutes and 5. Writes the layout of any Llama checkpoint."""
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import itertools
 import json
 import sys
@@ -22,11 +18,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
+import cli
 from decore import make_head_mask
 from miniature import data
 from model import Transformer
-from runtime import cli
-from runtime.checkpoint import Config, named_tensors
+from runtime.config import Config
+from runtime.weights import named_tensors
 
 BOS, EOS = "<|begin|>", "<|end|>"
 VOCAB = 640

@@ -9,8 +9,8 @@ import sys
 
 
 def main(argv):
+    import cli
     from report import page, stored, tables
-    from runtime import cli
     if argv[:1] == ["page"]:
         return page.main(argv[1:])
     p = cli.parser("All runs of a folder in tables, beside the paper's values. One item of a run as a page: "

@@ -27,7 +27,7 @@ from heads import find_file, known, load_scores
 from report import published, significance, tables
 from report.published import headline
 from report.stored import METHODS, base_entropies, grouped, mean_of, scale, typical
-from runtime.checkpoint import read_json
+from runtime.files import read_json
 
 WIDTH, PANEL, DPI = 7.6, 2.1, 150               # inches across the page and per row of panels; dots per inch
 STYLE = {                                       # method → colour, marker

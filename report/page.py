@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 import torch
 
+import cli
 from report import stored
-from runtime import cli
-from runtime.runs import prompt_key
 from tasks import find, prompts
+from tasks.runs import prompt_key
 from tasks.sources import load
 from tokenizer import Tokenizer
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from report import significance
-from runtime.runs import json_lines, prompt_key, read_run, write
+from runtime.jsonl import json_lines, write
 from tasks import TASKS, judges, metrics
+from tasks.runs import prompt_key, read_run
 
 METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe static", "decore-entropy": "DeCoRe entropy",
            "decore-static-lite": "DeCoRe static-lite", "decore-entropy-lite": "DeCoRe entropy-lite", "iti": "ITI",

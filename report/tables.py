@@ -14,7 +14,7 @@ import numpy as np
 from report import published, significance, stored
 from report.published import GROUPS, headline, tasks_of
 from report.stored import NO_BEST, Setup, base_entropies, greedy_run, mean_of, n_scored, scale, typical, won_and_lost
-from runtime.runs import remarks
+from tasks.runs import remarks
 
 
 class Table(NamedTuple):

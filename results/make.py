@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from runtime import cli
+import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD, STORED, PAGE = ROOT / "build" / "miniature", ROOT / "results" / "miniature", ROOT / "docs" / "miniature.md"

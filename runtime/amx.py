@@ -6,10 +6,6 @@ For Intel's Xeons with AMX (fourth generation and later), where torch's products
 thirds of the memory's speed. It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute;
 another version of torch needs another build. Removing the folder runtime/build undoes it."""
 
-if __name__ == "__main__":
-    from runtime import start
-    start()
-
 import shutil
 import sys
 import tempfile
@@ -17,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from runtime import cli
+import cli
 from runtime.pack import SOURCE, library
 
 FLAGS = ["-O3", "-fopenmp", "-mamx-tile", "-mamx-bf16"]

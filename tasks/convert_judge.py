@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from runtime import cli
+import cli
 
 NEEDED = ("transformers", "sentencepiece", "google.protobuf")
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from runtime.runs import append, json_lines, locked, write
+from runtime.jsonl import append, json_lines, locked, write
 from tasks.metrics import clean, judged
 
 KINDS = {"truth": "Q: {question}\nA: {answer}\nTrue:", "info": "Q: {question}\nA: {answer}\nHelpful:"}
@@ -99,7 +99,7 @@ def local(name):
     """Prompts → probabilities of " yes", by a checkpoint loaded here."""
     import torch
 
-    from runtime import cli
+    import cli
     from runtime.checks import check_prompts
     try:
         model, tokenizer = cli.load_model(name, SimpleNamespace(device="auto", dtype="auto"))

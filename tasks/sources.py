@@ -13,7 +13,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from runtime.runs import parse
+from runtime.jsonl import parse
 from tasks import prompts
 
 FORMATS = (".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet", ".arrow")

@@ -19,7 +19,7 @@ import transformers
 
 from decore import generate
 from model import Transformer
-from runtime.checkpoint import Config, rope_frequencies
+from runtime.config import Config, rope_frequencies
 from tests import test_tokenizer as texts
 from tests.checkpoints import CLASSES
 

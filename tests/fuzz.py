@@ -31,13 +31,13 @@ import torch
 import transformers
 
 import baselines
+import cli
 import decore
 import evaluate
 from heads import load_heads
 from model import Transformer
-from runtime import cli, runs
-from runtime.checkpoint import Config
-from tasks import TASKS, sources
+from runtime.config import Config
+from tasks import TASKS, runs, sources
 from tests.against_transformers import REAL, SIZES, compare_model, draw_configuration
 from tests.checkpoints import CLASSES, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decore import make_head_mask
 from heads import load_heads
 from model import Cache, Decoding, Transformer, key_rows
-from runtime.checkpoint import Config
+from runtime.config import Config
 
 LLAMA = dict(model_type="llama", vocab_size=128_256, d_model=4096, d_ff=14_336, n_layers=32, n_heads=32, n_kv_heads=8,
              head_dim=128, norm_eps=1e-5, rope_theta=5e5, rope_scaling=None, qkv_bias=False, o_bias=False,

@@ -19,9 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"         # threads do not survive a fork
 
 import rouge_score.rouge_scorer  # noqa: E402, F401    imported once, not by every process
 
+import cli  # noqa: E402
 import evaluate  # noqa: E402
 from heads import detect  # noqa: E402
-from runtime import cli  # noqa: E402
 from tests.dead_rank import prepare  # noqa: E402
 
 MINIATURE = Path(__file__).parent.parent / "miniature"

@@ -174,7 +174,7 @@ def test_what_the_build_lacks_is_one_line(monkeypatch, tmp_path):
 
 
 def test_another_processor_is_told_so():
-    code = ("import sys, torch; from runtime import amx, cli; torch.cpu._is_amx_tile_supported = lambda: False; "
+    code = ("import sys, torch; import cli; from runtime import amx; torch.cpu._is_amx_tile_supported = lambda: False; "
             "sys.argv = ['amx.py']; sys.exit(cli.run(amx.main))")
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)

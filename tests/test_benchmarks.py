@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import batches, decode, gpu, loading, lookup, measure, plan
 from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model
-from runtime import checkpoint
+from runtime import weights as checkpoint
 from runtime.pack import Packed, pack
 
 pytest.importorskip("transformers")
@@ -197,7 +197,7 @@ def test_a_share_is_loaded_without_reading_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "SHAPE", loading.SHAPE | dict(hidden_size=64, intermediate_size=128, vocab_size=512,
                                                                num_hidden_layers=2, num_attention_heads=4,
                                                                num_key_value_heads=4))
-    monkeypatch.setattr("runtime.checkpoint.safe_open", checkpoint.safe_open)           # put back afterwards
+    monkeypatch.setattr("runtime.weights.safe_open", checkpoint.safe_open)           # put back afterwards
     monkeypatch.setattr(loading.Counted, "asked", 0)
     loading.write_checkpoint(tmp_path)
     found = loading.load_share(tmp_path, 1, 2)

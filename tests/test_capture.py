@@ -301,8 +301,8 @@ def test_a_compiled_step_is_recorded(model, monkeypatch):
 def test_compiling_needs_a_gpu(model, monkeypatch, tmp_path, capsys, how):
     import sys
 
+    import cli
     from decore import main
-    from runtime import cli
     from tests.checkpoints import write_tokenizer
     with pytest.raises(ValueError, match=f"compile '{how}' records a CUDA graph and the model is on cpu"):
         generate(model, PROMPTS, "greedy", compile=how)

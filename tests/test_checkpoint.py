@@ -11,7 +11,9 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model import Transformer
-from runtime.checkpoint import Config, read_json, rope_frequencies, weight_files
+from runtime.config import Config, rope_frequencies
+from runtime.files import read_json
+from runtime.weights import weight_files
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, random_ids, random_weights, write_checkpoint
 
 

@@ -11,9 +11,10 @@ import torch
 
 import baselines
 import decore
+from cli import cli
+from cli import program as answer
 from heads import load_heads, published_random_heads, random_heads
 from model import Transformer
-from runtime import answer, cli
 from tests.checkpoints import random_weights, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 

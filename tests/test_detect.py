@@ -11,10 +11,10 @@ import pytest
 import torch
 from tokenizers import processors
 
+import cli
 from heads import detect, load_heads, load_scores, needles
 from heads.haystack import write as write_haystack
 from model import Transformer
-from runtime import cli
 from runtime.parallel import Shard
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import baselines
+import cli
 import evaluate
 from heads import choose_heads
 from model import Transformer
-from runtime import cli
-from runtime.runs import locked, prompt_key
+from runtime.jsonl import locked
 from tasks import TASKS, sources
 from tasks.prompts import encode, end_of_turn
+from tasks.runs import prompt_key
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -144,7 +145,7 @@ def test_a_run_may_be_killed_again_after_it_was_continued(call, model, data, tmp
     raw = path.read_bytes()
     path.write_bytes(raw[:len(raw) // 2])                   # within a line
     with monkeypatch.context() as killed:
-        killed.setattr("runtime.runs.finish", lambda path, lines: None)
+        killed.setattr("tasks.runs.finish", lambda path, lines: None)
         call(*args)
     assert len(path.read_text().splitlines()) == len(whole) and call(*args)[0] == 0
     assert content(path) == whole
@@ -313,7 +314,7 @@ def test_the_readmes_command_runs_as_it_stands(call, tmp_path, monkeypatch):
     (tmp_path / "dev.jsonl").write_text("".join(
         json.dumps({"question": f"who is {i}", "sub_context": f"{i} is New.", "org_answer": ["Old"],
                     "sub_answer": ["New"]}) + "\n" for i in range(6)))
-    monkeypatch.setattr("runtime.checkpoint.download", lambda name, patterns: folder)
+    monkeypatch.setattr("runtime.weights.download", lambda name, patterns: folder)
     monkeypatch.setattr("tasks.sources.from_hub", lambda home, *_: (tmp_path / "dev.jsonl", "main"))
     monkeypatch.chdir(tmp_path)
     status, out, err = call(*command)
@@ -375,7 +376,7 @@ SCARCE = """
 import os, sys
 import torch
 import baselines, evaluate
-from runtime import cli
+import cli
 generate = baselines.generate
 
 def scarce(model, prompts, **rest):

@@ -24,8 +24,8 @@ from tokenizers import processors
 
 import baselines
 from model import Transformer
-from runtime import harness
-from runtime.harness import Harness, split
+from tasks import harness
+from tasks.harness import Harness, split
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -296,7 +296,7 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
     shared = ["--tasks", "conflict", "--include_path", str(tmp_path), "--use_cache", str(tmp_path / "cache"),
               "--batch_size", "12", "--output_path", str(tmp_path / "out")]
     for method, place in (("greedy", ROOT), ("decore-entropy", tmp_path)):
-        done = subprocess.run([sys.executable, "-m", "runtime.harness", "--method", method, *shared], cwd=place,
+        done = subprocess.run([sys.executable, "-m", "tasks.harness", "--method", method, *shared], cwd=place,
                               env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         stored = max((tmp_path / "out").rglob("results_*.json"), key=os.path.getmtime)
@@ -320,6 +320,6 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
     (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
 ])
 def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["runtime.harness", *argv])
+    monkeypatch.setattr(sys, "argv", ["tasks.harness", *argv])
     with pytest.raises(ValueError, match=message):
         harness.main()

@@ -12,7 +12,8 @@ import threading
 
 import pytest
 
-from runtime.checkpoint import checkpoint_folder, one_line, read_json
+from runtime.files import one_line, read_json
+from runtime.weights import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
@@ -24,7 +25,7 @@ WEIGHTS = FILES[5:8]
 
 SCRIPT = """
 import sys
-from runtime.checkpoint import checkpoint_folder
+from runtime.weights import checkpoint_folder
 try:
     folder = checkpoint_folder(sys.argv[1], weights=sys.argv[2] == "True")
     print(*sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()), sep="\\n")

@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import torch
 
+import cli
 import evaluate
 from model import Transformer
-from runtime import cli
-from runtime.runs import locked
+from runtime.jsonl import locked
 from tasks import convert_judge, judges
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer

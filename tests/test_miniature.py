@@ -15,7 +15,8 @@ from decore import generate
 from heads import load_heads
 from miniature import claims, data, train
 from model import Transformer
-from runtime.checkpoint import Config, named_tensors
+from runtime.config import Config
+from runtime.weights import named_tensors
 from tokenizer import Tokenizer
 
 FOLDER = Path(data.__file__).parent

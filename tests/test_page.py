@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import cli
 import decore
 import evaluate
 from heads import choose_heads
 from model import Transformer
 from report import page
-from runtime import cli
 from tasks.sources import fingerprint
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer

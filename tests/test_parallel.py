@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+import cli
 from baselines import generate
 from decore import METHODS, decode, make_head_mask, open_decore, score
 from model import MASKS, Transformer
-from runtime import cli
 from runtime.fast import record
 from runtime.parallel import Shard, check_split, rank_device
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import cli
+import cli
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "heads", "miniature", "results", "runtime", "tasks")
@@ -59,7 +59,7 @@ def test_every_program_is_entered_through_cli_run():
     others = [path for path in map(Path, tracked) if path not in PROGRAMS and path.parts[0] != "tests"
               and 'if __name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")]
     # The harness hands on what it does not know; a template's process is started by the tokenizer, not by a person.
-    assert sorted(others) == [Path("runtime/harness.py"), Path("runtime/template.py")]
+    assert sorted(others) == [Path("tasks/harness.py"), Path("runtime/template.py")]
     assert (ROOT / others[0]).read_text(encoding="utf-8").endswith("    sys.exit(cli.run(main))\n")
 
 
@@ -166,7 +166,7 @@ def test_closed_and_broken_streams_are_no_traceback(shell, status, err):
 
 
 def test_decore_loads_no_command_line():
-    code = ("import sys, decore; print(sorted({'tokenizers', 'runtime.cli', 'runtime.answer', 'heads', 'report'} "
+    code = ("import sys, decore; print(sorted({'tokenizers', 'cli', 'cli.program', 'heads', 'report'} "
             "& {*sys.modules}))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

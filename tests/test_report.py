@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cli
 import evaluate
 from report import figures, published, significance, stored, tables
-from runtime import cli
 from tasks import TASKS
 
 TASK = "miniature-conflict"

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.checkpoint import fingerprint
-from runtime.runs import append, continue_run, finish, locked, read_run, remarks
+from runtime.jsonl import append, locked
+from runtime.weights import fingerprint
+from tasks.runs import continue_run, finish, read_run, remarks
 from tests import dead_rank
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
@@ -189,7 +190,7 @@ def test_a_failure_at_any_step_leaves_the_file_as_it_was(path, monkeypatch, step
 
 HOLD = """
 import sys, time
-from runtime.runs import locked
+from runtime.jsonl import locked
 with locked(sys.argv[1]):
     print("held", flush=True)
     time.sleep(100)

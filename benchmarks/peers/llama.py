@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+import cli
 from benchmarks.shapes import SHAPES, find_shape
-from runtime import cli
-from runtime.checkpoint import DTYPES
+from runtime.config import DTYPES
 
 TENSORS = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",             # the checkpoint's → GGUF's
            "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime import cli
+import cli
 
 FOLDER = Path(__file__).parent
 WORDS_PER_BOOK = 17_200

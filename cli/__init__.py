@@ -6,13 +6,10 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 import warnings
 from pathlib import Path
-
-from runtime import leave
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIATURE = ROOT / "miniature"
@@ -32,8 +29,6 @@ def run(main):
     """Call main → exit status. User errors print one line to stderr and give 2, Ctrl-C gives 130.
 
     With torchrun rank 0 alone speaks; another rank's error is heard only where rank 0 has none."""
-    if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:                # closed by whoever started this process
             setattr(sys, stream, open(os.devnull, mode))
@@ -406,7 +401,8 @@ def load_model(name, args, shard=None):
 
 
 def is_small(name):
-    from runtime.checkpoint import Config, checkpoint_folder
+    from runtime.config import Config
+    from runtime.weights import checkpoint_folder
     c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
     return c.vocab_size * c.d_model + c.n_layers * c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim) < SMALL
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from select import select
 from typing import NamedTuple
 
+import cli
 from model import Transformer
-from runtime import cli
 from runtime.checks import COMPILE
 from tokenizer import Tokenizer
 

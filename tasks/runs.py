@@ -5,20 +5,10 @@ put into the order of the data. A run that was killed goes on where it stopped; 
 What would change a number is refused by name. What may change a last digit at most (another device, batch size or
 version of torch) is accepted and recorded: settings["continued"] lists it, and the rows since then carry its number."""
 
-import glob
-import gzip
 import json
-import math
-import os
-import zlib
-from contextlib import contextmanager
 from datetime import date
-from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:             # Windows
-    fcntl = None
+from runtime.jsonl import json_lines, write
 
 NOT_COMPARED = ("commit", "command", "date", "n", "limit", "continued")
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")       # may change within a run
@@ -50,60 +40,6 @@ def read_run(path):
                              "remove one of them")
         rows.append(parsed | {"line": number})
     return settings, rows
-
-
-def json_lines(path):
-    """Yields (line number, object); blank lines are skipped, and the last one too where it was cut off."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: " + ("a folder, where a file is needed" if path.is_dir() else "no such file"))
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: a damaged gzip file ({error})") from None
-    texts = content.split(b"\n")
-    for number, text in enumerate(texts, 1):
-        if text.strip():
-            try:
-                parsed = parse(text, f"{path}, line {number}")
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                if number == len(texts):
-                    return
-                raise ValueError(f"{path}, line {number}: not JSON; remove the line") from None
-            yield number, parsed
-
-
-def parse(text, where):
-    """The JSON object in a line (bytes). JSONDecodeError or UnicodeDecodeError where it is none; ValueError for what
-    Python's reader lets pass: a key twice, numbers that are not finite, half of a surrogate pair."""
-    def unique(pairs):
-        if len(dict(pairs)) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-        return dict(pairs)
-
-    def finite(number):
-        if not math.isfinite(float(number)):
-            raise ValueError(f"{number} is not a finite number")
-        return float(number)
-
-    try:
-        found = json.loads(text.decode(), object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
-        if b"\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: half of a surrogate pair (\\ud…) is no text") from None
-    except RecursionError:
-        raise ValueError(f"{where}: nested too deeply") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: should be a JSON object, found {type(found).__name__}")
-    return found
 
 
 def check_row(row, where, whole):
@@ -138,33 +74,6 @@ def remarks(settings):
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
-
-
-@contextmanager
-def locked(path):
-    """Nobody else writes the file meanwhile; the lock of a process that died is free. OSError where it is taken."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    lock = Path(f"{path}.lock")
-    while True:
-        with open(lock, "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(f"{path} is being written by another process; wait for it, or write to another "
-                              "place (--out)") from None
-            if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-                continue                        # its last owner has just removed it
-            for draft in path.parent.glob(f"{glob.escape(path.name)}.*.draft"):
-                draft.unlink()                  # of a process that was killed
-            try:
-                yield
-            finally:
-                lock.unlink()
-            return
 
 
 def began(path, settings):
@@ -243,20 +152,6 @@ def flat(settings):
 def brief(value):
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-def append(path, lines, mode="a"):
-    with open(path, mode, encoding="utf-8") as file:
-        file.write("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write(path, lines):
-    """The whole file in one step: there is no moment without it."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    append(draft, lines, mode="w")
-    os.replace(draft, path)
 
 
 def write_run(path, settings, rows):

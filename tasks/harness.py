@@ -1,6 +1,6 @@
 """Every task of lm-evaluation-harness with every decoder here: the adapter, and its command.
 
-    python -m runtime.harness --model M --method decore-entropy --tasks triviaqa,truthfulqa_mc2
+    python -m tasks.harness --model M --method decore-entropy --tasks triviaqa,truthfulqa_mc2
 
 takes the options of decore.py and baselines.py; anything else goes to `lm_eval run`. Heads are masked where `score` and
 `generate` mask them: in given answers at every position, in generation from the last prompt token on."""
@@ -27,8 +27,8 @@ def import_evaluate():
 
 
 if __name__ == "__main__":
+    from cli import run
     from runtime import start
-    from runtime.cli import run
     start()
     if failed := run(import_evaluate):
         sys.exit(failed)
@@ -39,8 +39,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # noq
 from tqdm import tqdm  # noqa: E402
 
 import baselines  # noqa: E402
-from runtime import cli  # noqa: E402
-from runtime.checkpoint import fingerprint  # noqa: E402
+import cli  # noqa: E402
+from runtime.weights import fingerprint  # noqa: E402
 from tokenizer import cut, stop_at  # noqa: E402
 
 REFUSED = {"cad": "cad needs the context apart from the question, and the harness's tasks do not mark it",
