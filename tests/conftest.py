@@ -23,7 +23,10 @@ def call(monkeypatch, capsys):
     def run(main, *arguments):
         program = main.__module__.replace(".", "/") + ".py"
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
-        status = cli.run(main)
+        try:
+            status = cli.run(main)
+        except SystemExit as end:               # after --help
+            status = end.code or 0
         return status, *capsys.readouterr()
     return run
 
