@@ -208,7 +208,7 @@ def alpha_figure(setups, tasks):
 # Entropies
 
 def entropy_figure(setups, tasks):
-    """Base entropy per token of each method, and tests whether it is below greedy's, and DeCoRe's below ITI's and DoLa's."""
+    """Base entropy per token of each method. Tests: is it below greedy's, and DeCoRe's below ITI's and DoLa's?"""
     methods = typical(setups)
     panels = {task: {setup: values for setup in methods if task in setups[setup]
                      and len(values := base_entropies(setups[setup][task][0])) > 2} for task in tasks}
@@ -230,14 +230,14 @@ def entropy_figure(setups, tasks):
                         transform=ax.get_yaxis_transform())
             for rival in rivals if setup.method == "decore-entropy" else ():
                 if test := significance.t_test(values, rivals[rival], "less"):
-                    label += f"\nDeCoRe entropy below {rival}: {tables.p_text(test.pvalue)}"
+                    label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
         ax.set_yticks(range(len(methods)), [str(setup) for setup in reversed(methods)], fontsize=TINY)
         ax.set_xlim(0, most * 1.4)
         ax.set_title(published.TASKS[task][0], fontsize=SMALL, loc="left")
         ax.set_xlabel(label, fontsize=TINY)
     finish(figure, axes, runs_of(setups, panels, lambda setup: setup in methods),
-           "line: mean; box: quartiles; p: Welch's t-test, one-sided, entropy below greedy's; drawn up to the 99.5th "
-           "percentile")
+           "line: mean; box: quartiles; p: Welch's t-test, one-sided, entropy below greedy's; below the panels: DeCoRe "
+           "entropy's below the others'; drawn up to the 99.5th percentile")
     return figure, "base entropy per token of each method"
 
 

@@ -53,9 +53,9 @@ def head_curves(files):
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for i, path in enumerate(files):
         ranked = sorted(load_scores(path).values(), reverse=True)
+        marked = [rank - 1 for rank in (1, 10, 100, 1000) if rank <= len(ranked)]
         ax.plot(range(1, len(ranked) + 1), ranked, ("-", "--")[i % 2], color=CYCLE[i % len(CYCLE)], linewidth=1.4,
-                marker=MARKERS[i % len(MARKERS)], markevery=[rank - 1 for rank in (1, 10, 100, 1000) if rank <= len(ranked)],
-                markersize=4, label=path.stem)
+                marker=MARKERS[i % len(MARKERS)], markevery=marked, markersize=4, label=path.stem)
     ax.axhline(ABOVE, color="#999999", linestyle=":", linewidth=1)
     ax.set_xlabel("rank of the head", fontsize=SMALL)
     ax.set_ylabel("retrieval score", fontsize=SMALL)

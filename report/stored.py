@@ -1,8 +1,8 @@
 """Reads stored runs and sorts them into setups.
 
 A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random heads share one setup.
-The *conditions* of a run are what its task was run with, whatever the method: runs under other conditions than the
-paper's are reported apart. Greedy decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
+The *conditions* of a run are the task's settings, whatever the method: runs under other conditions than the paper's
+are reported apart. Greedy decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
 
 import json
 import time
