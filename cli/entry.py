@@ -60,9 +60,9 @@ def explain(error):
 
 def out_of_memory(error):
     """Whether the error says that a device, or the host, is out of memory."""
-    messages = ("out of memory", "DefaultCPUAllocator")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in messages))
+    texts = ("out of memory", "DefaultCPUAllocator")
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
 
 
 def flush_or_discard(stream):

@@ -420,8 +420,8 @@ def test_ranks_that_share_a_model_agree_on_smaller_batches(call, model, data, tm
     ("truthfulqa-mc", ["--method", "greedy", "--no-renormalise"], "--no-renormalise has no effect on greedy"),
     ("truthfulqa-gen", ["--judge-models", "a,b"], "--judge-models has no effect without --judge or --judge-url"),
     ("memotrap", ["--batch-size", "4"], "--batch-size has no effect on memotrap"),
-    ("nq-closed", ["--alpha", "1,inf", "--method", "greedy"], "'inf' is no finite number"),
-    ("nq-closed", ["--limit", "-1"], "'-1' is no whole number from 1"),
+    ("nq-closed", ["--alpha", "1,inf", "--method", "greedy"], "'inf' is not a finite number"),
+    ("nq-closed", ["--limit", "-1"], "'-1' is not a whole number from 1"),
 ])
 def test_an_option_without_effect_is_refused_before_anything_is_loaded(call, data, monkeypatch, task, options, message):
     monkeypatch.setattr(cli, "load_model", lambda *a: pytest.fail("a model was loaded"))
