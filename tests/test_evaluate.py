@@ -410,7 +410,7 @@ def test_ranks_that_share_a_model_agree_on_smaller_batches(call, model, data, tm
     ("nq-closed", ["--method", "greedy,ad", "--mask", "query"], "--mask has no effect on greedy, ad; it is"),
     ("nq-closed", ["--method", "decore-entropy", "--alpha", "1,2"], "--alpha has no effect on decore-entropy"),
     ("nq-closed", ["--amateur", "x", "--random-heads", "uniform"], "--random-heads has no effect on decore-e"),
-    ("nq-closed", ["--amateur", "x", "--heads", "y"], "--heads has no effect on decore-entropy-lite; the"),
+    ("nq-closed", ["--amateur", "x", "--heads", "y"], "--heads has no effect on decore-entropy-lite; it"),
     ("nq-closed", ["--method", "masked,greedy", "--num-heads", "0,2"], "--num-heads 0 masks nothing"),
     ("nq-closed", ["--no-renormalise"], "--no-renormalise has no effect on nq-closed"),
     ("nq-closed", ["--judge"], "--judge has no effect on nq-closed"),
