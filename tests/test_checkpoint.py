@@ -252,11 +252,11 @@ def test_a_folder_or_a_dead_link_in_the_place_of_a_file_is_named(name, tmp_path)
     path = tmp_path / "m" / name
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=f"{name} is a link to .*nowhere, which is not there"):
+    with pytest.raises(FileNotFoundError, match=f"{name} is a broken link"):
         Transformer.load(tmp_path / "m")
     path.unlink()
     path.mkdir()
-    with pytest.raises(OSError, match=f"{name} is a folder where a file should be"):
+    with pytest.raises(OSError, match=f"{name} is a folder; it must be a file"):
         Transformer.load(tmp_path / "m")
 
 
