@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 
 from model import Cache
-from runtime.checks import check_answers, check_generation, check_heads, is_batch
+from runtime.checks import check_answers, check_generation, check_heads, check_method, is_batch
+from runtime.graph import on_host, recorded
+from runtime.lookup import look_up
 from tokenizer import special_ids
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
@@ -48,35 +50,37 @@ class Step(NamedTuple):
 class Session:
     """Some prompts in a model's cache, and the R rows of one pass that continue them.
 
-    masked: the heads to mask, for each row. The prompts are read unmasked, or with `mask_prompt` (one row only) masked.
-    The last token of each prompt is not read with the prompt but by the first call, so masking starts with it.
-    state: further tensors that a step reads and that depend on the prompts."""
+    masked: the heads to mask, for each row. The prompts are prefilled unmasked; `mask_prompt` masks them too, which
+    takes a single row. The last prompt token is not prefilled: the first call reads it, and masking starts with it."""
 
     def __init__(self, model, prompts, capacity, masked=((),), mask="output", mask_prompt=False, on_layer=None):
-        self.model, self.mask, self.head_mask, self.state = model, mask, make_head_mask(masked, model), []
+        self.model, self.mask, self.extra = model, mask, []
+        self.head_mask = make_head_mask(masked, model).to(model.device, model.dtype) if any(masked) else None
         self.cache = Cache(model, [len(p) - 1 for p in prompts], capacity, len(masked))
         self.last = torch.tensor([p[-1:] for p in prompts], device=model.device)
         ids = pad([p[:-1] for p in prompts]).to(model.device)
         model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
 
+    def __call__(self, tokens=None):
+        """Append tokens [B, T] to the texts → log p of what follows each of them, [R, B, T, V].
+
+        The first call puts the prompts' last tokens in front of them, and may come without any."""
+        return self.logits(tokens).log_softmax(-1)
+
+    def logits(self, tokens=None):
+        return self.model(self.with_last(tokens), self.cache, self.head_mask, self.mask)
+
+    def with_last(self, tokens):
+        parts, self.last = [x.to(self.model.device) for x in (self.last, tokens) if x is not None], None
+        return torch.cat(parts, 1)
+
     def repeat(self, n):
         """Continue each prompt in n ways."""
         self.last, self.cache = self.last.repeat_interleave(n, 0), self.cache.repeat(n)
 
-    def logits(self, tokens=None):
-        """Append tokens [B, T] to the texts → the logits of what follows each of them, [R, B, T, V].
-
-        The first call appends the prompts' last tokens first: T is then one more; with None it appends only those."""
-        return self.model(self.next(tokens), self.cache, self.head_mask, self.mask)
-
-    def next(self, tokens):
-        parts = [x.to(self.model.device) for x in (self.last, tokens) if x is not None]
-        self.last = None
-        return torch.cat(parts, 1)
-
-    def __call__(self, tokens=None):
-        """As `logits`, but log-probabilities."""
-        return self.logits(tokens).log_softmax(-1)
+    def tensors(self):
+        """All that a step reads or writes and that depends on the prompts; `extra` holds what a method adds."""
+        return [*self.cache.kv, self.cache.lengths, self.cache.slots, *self.extra]
 
 
 def open_decore(model, prompts, capacity, method="decore-entropy", heads=None, alpha=0.5, alpha_cap=None,
@@ -90,7 +94,7 @@ def open_decore(model, prompts, capacity, method="decore-entropy", heads=None, a
     decore-static. alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query" (the
     published runs). mask_prompt: mask at every position, not only from the last prompt token on. amateur: a smaller
     model of the same vocabulary, with amateur_heads masked, in place of the masked row (DeCoRe entropy-lite)."""
-    check_method(method, heads, amateur, amateur_heads)
+    check_method(method, METHODS, heads, amateur, amateur_heads)
 
     def session(*masked, of=model):
         return Session(of, prompts, capacity, masked, mask, mask_prompt and any(masked))
@@ -150,18 +154,16 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
     pass. graph: whether to record a step as a CUDA graph; None: yes on a GPU. Both affect speed, not tokens.
     settings: heads, alpha, alpha_cap, scale_alpha, mask, mask_prompt, amateur, amateur_heads, as in `open_decore`; the
     openers of baselines.py have their own."""
-    prompts, eos_ids, room, longest = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings)
+    eos_ids = special_ids(model.folder)[1] if eos_ids is None else eos_ids
+    prompts, eos_ids, room, longest, settings = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings)
     step, sessions = opener(model, prompts, room + lookup, method, **settings)
-    if model.device.type == "cuda" if graph is None else graph:
-        from runtime.graph import recorded
+    if graph or graph is None and model.device.type == "cuda":
         step = recorded(step, sessions, (opener, method, settings))
-    out = [Generation() for _ in prompts]
+    out, most = [Generation() for _ in prompts], [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]
     if lookup:
-        from runtime.lookup import look_up
         steps = look_up(step, sessions, prompts, out, max_new_tokens, lookup)
     else:
         steps = on_host(decode(step, room))
-    most = [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]
     for new in steps:
         for b, g in enumerate(out):
             for token, score, alpha, h in new[b]:
@@ -181,27 +183,6 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
     return out if is_batch(ids) else out[0]
 
 
-def on_host(steps):
-    """The results of `decode` on the host → for each step [B][1] of (token, score, α, H).
-
-    A GPU computes a step while the host reads the one before, so when the texts end, one step was for nothing."""
-    copied, before = None, None
-    for token, result in steps:
-        score = result.scores.gather(-1, token[..., None])[..., 0]
-        new = torch.stack([token.float(), score, result.alpha, result.entropy], -1)                     # [B, 1, 4]
-        if not new.is_cuda:
-            yield new.tolist()
-            continue
-        pinned = torch.empty_like(new, device="cpu", pin_memory=True).copy_(new, non_blocking=True)
-        if before is not None:
-            copied.synchronize()
-            yield before.tolist()
-        copied, before = torch.cuda.current_stream().record_event(), pinned
-    if before is not None:
-        copied.synchronize()
-        yield before.tolist()
-
-
 @torch.inference_mode()
 def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=True, return_greedy=False,
           opener=open_decore, likely=None, **settings):
@@ -212,7 +193,7 @@ def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=Tr
     that they are log-probabilities again. return_greedy: pairs of the sum and whether greedy decoding would give the
     answer; likely(step): which tokens it may choose. settings: as in `generate`."""
     bos = special_ids(model.folder)[0]
-    prompt, answers = check_answers(model, prompt_ids, answer_ids, bos, settings)
+    prompt, answers, settings = check_answers(model, prompt_ids, answer_ids, bos, settings)
     if opener is open_decore:
         settings = settings | dict(mask_prompt=True)
     step, sessions = opener(model, [prompt], max(map(len, answers)), method, **settings)
@@ -221,11 +202,11 @@ def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=Tr
     target = pad(answers).to(model.device)                                                              # [A, T]
     values, best, size = [], [], max(1, AT_ONCE // len(answers))
     for start in range(0, target.shape[1], size):
-        result, wanted = step(target[:, max(0, start - 1):start + size - 1]), target[:, start:start + size]
-        scores = result.scores.log_softmax(-1) if renormalise else result.scores
-        values.append(scores.gather(-1, wanted[..., None])[..., 0])
-        choice = result.scores.where(likely(result), -math.inf) if likely else result.scores
-        best.append(choice.argmax(-1) == wanted)
+        result = step(target[:, :-1][:, max(0, start - 1):start + size - 1])            # one token behind the target
+        scores, part = result.scores, target[:, start:start + size]
+        best.append((scores.where(likely(result), -math.inf) if likely else scores).argmax(-1) == part)
+        scores = scores.log_softmax(-1) if renormalise else scores
+        values.append(scores.gather(-1, part[..., None])[..., 0])
     out = []
     for answer, row, right in zip(answers, torch.cat(values, 1).tolist(), torch.cat(best, 1).tolist(), strict=True):
         total = math.fsum(row[:len(answer)])
@@ -248,16 +229,6 @@ def pad(rows):
     """Lists of ints → [B, T], padded on the right with 0."""
     longest = max(map(len, rows))
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.long)
-
-
-def check_method(method, heads, amateur, amateur_heads):
-    """Raise ValueError for a method that is unknown or lacks what it needs."""
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; known: {', '.join(METHODS)}")
-    if amateur is not None and not (method.startswith("decore") and heads is None and amateur_heads is not None):
-        raise ValueError("an amateur needs a decore method and its own amateur_heads ([] for none), and excludes heads")
-    if amateur is None and heads is None and method != "greedy":
-        raise ValueError(f"{method} needs heads to mask")
 
 
 def main():
