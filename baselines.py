@@ -288,10 +288,10 @@ def check_name(method):
 
 
 def main():
-    from cli import program
-
-    program.main("Decode with the paper's other methods, and with DeCoRe.", generate, METHODS, "dola-low",
-                 everything=True)
+    from cli.program import main
+    from heads import choose_heads
+    main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
+         choose_heads)
 
 
 if __name__ == "__main__":

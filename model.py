@@ -18,7 +18,7 @@ from torch import nn
 from runtime.attention import attention, causal_attention
 from runtime.config import DTYPES, Config, rope_frequencies
 from runtime.pack import pack
-from runtime.parallel import Shard, check_split, rank_device
+from runtime.parallel import Shard, check_split, first_on_node, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 
 MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: the published runs
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         weights disagree."""
         device, dtype = rank_device(device), DTYPES.get(dtype, dtype)
         shard = shard or Shard.from_environment(device.type)
-        folder = checkpoint_folder(name)
+        folder = first_on_node(lambda: checkpoint_folder(name))
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
         model = cls(config, shard, "meta", dtype or config.dtype)
         model.name, model.folder = Path(folder).resolve().name if Path(name).exists() else str(name), folder

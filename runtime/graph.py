@@ -10,8 +10,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from runtime import parallel
+
 KEPT = 4                        # states with graphs per model, the least recently used goes first
 GRAPHS = WeakKeyDictionary()    # model → {key: State}; neither key nor State refers to the model, so it can be freed
+parallel.before_leaving.append(GRAPHS.clear)
 
 
 def on_host(steps):
@@ -73,8 +76,8 @@ def recorded(step, sessions, settings):
     the eager step. settings: the opener, the method and its settings, checked."""
     model, caches = sessions[0].model, [session.cache for session in sessions]
     tensors = [x for session in sessions for x in session.tensors()]
-    states, key = GRAPHS.setdefault(model, {}), (hashable(settings), *((x.shape, x.dtype) for x in tensors),
-                                                 *(weights for session in sessions for weights in places(session.model)))
+    states = GRAPHS.setdefault(model, {})
+    key = (hashable(settings), *((x.shape, x.dtype) for x in tensors), *(addresses(s.model) for s in sessions))
     state = states.pop(key, None) or State(tensors, [s.model for s in sessions if s.model is not model])
     states[key] = state
     while len(states) > KEPT:
@@ -135,5 +138,6 @@ def hashable(x):
     return tuple(map(hashable, x)) if isinstance(x, list | tuple) else x
 
 
-def places(model):
+def addresses(model):
+    """Where the weights are: a model whose weights have moved needs another graph."""
     return model.frequencies.data_ptr(), *(weight.data_ptr() for weight in model.parameters())
