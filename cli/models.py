@@ -37,11 +37,7 @@ def load_model(name, args, shard=None):
     if device == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: this machine has no Apple GPU; use --device cpu")
     dtype = getattr(torch, args.dtype, None) or (torch.float32 if device == "cpu" and is_small(name) else None)
-    model = Transformer.load(name, device=device, dtype=dtype, shard=shard)
-    if model.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
-        torch.cuda.synchronize()
-        torch.cuda.set_stream(torch.cuda.Stream(model.device))          # the default stream cannot be recorded
-    return model, tokenizer
+    return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
 
 
 def is_small(name):

@@ -37,8 +37,8 @@ from tqdm import tqdm
 import cli
 from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prompt, plan, read_haystack, read_needles
 from heads.needles import shortest as shortest_prompt
+from model import Cache
 from runtime import jsonl
-from runtime.fast import recorded
 from runtime.weights import checkpoint_folder, fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
@@ -102,8 +102,6 @@ def answer(model, prompts, needles, max_new_tokens, eos_ids=(), published=False,
         scores = model(tokens, cache, weights=weights)[0]
         return Looked(scores, torch.stack([layer[:, 0, 0].argmax(-1) for layer in weights]))
 
-    if model.device.type == RECORDED:
-        step, (cache,) = recorded(step, [cache], tokens, 0, model, (answer,))
     while not all(ended):
         found = step(tokens)
         tokens = found.scores.argmax(-1)
@@ -124,23 +122,17 @@ def open_prompts(model, prompts, capacity, trunk=None):
     """A cache of the prompts without their last tokens, with room for `capacity` more.
 
     trunk: (ids, cache) of a text that prompts begin with; what they have in common is copied, not computed."""
-    cache = model.cache(torch.tensor([len(ids) - 1 for ids in prompts]), capacity)
-    for b, ids in enumerate(prompts):
-        alone, shared = cache.sequence(b), 0
-        if trunk:
-            shared = common(trunk[0], ids[:-1])
-            for kept, new in zip(trunk[1].kv, alone.kv, strict=True):
-                new[..., :shared, :] = kept[..., :shared, :]
-        model.prefill(torch.tensor([ids[:-1]], dtype=torch.long, device=model.device), alone, start=shared)
+    cache = Cache(model, [len(ids) - 1 for ids in prompts], capacity)
+    longest = max(map(len, prompts))
+    ids = torch.tensor([ids[:-1] + [0] * (longest - len(ids)) for ids in prompts], dtype=torch.long)
+    model.prefill(ids.to(model.device), cache)
     return cache
 
 
 @torch.inference_mode()
 def open_trunk(model, ids):
     """The beginning that prompts share, read once: (ids, cache)."""
-    cache = model.cache(torch.tensor([len(ids)]), 0)
-    model.prefill(torch.tensor([ids], dtype=torch.long, device=model.device), cache)
-    return ids, cache
+    return ids, None
 
 
 def trunk_of(prompts):

@@ -93,7 +93,11 @@ def recorded(step, sessions, settings):
         if tokens.shape not in state.graphs:
             state.graphs[tokens.shape] = record(step, tokens, caches, model.shard)
         graph = state.graphs[tokens.shape]
-        return graph(tokens) if graph else step(tokens)
+        if graph is None:
+            return step(tokens)
+        for cache in caches:
+            cache.used += tokens.shape[1]               # a replay runs none of the step's Python
+        return graph(tokens)
 
     return run
 

@@ -55,11 +55,12 @@ def fastest(weight):
     products = {None: partial(F.linear, x, weight)}
     for kind in (Packed, amx.Tiled):
         try:
-            if kind is Packed or amx.fits(weight) and amx.ready():
-                products[kind] = partial(kind(weight, None), x)
-                tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps
-                if (products[kind]() - expected).abs().max() > tolerance * expected.abs().max():
-                    del products[kind]                          # not the same product
+            if kind is amx.Tiled and not (amx.fits(weight) and amx.ready()):
+                continue
+            product = partial(kind(weight, None), x)
+            tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps
+            if (product() - expected).abs().max() <= tolerance * expected.abs().max():
+                products[kind] = product
         except (AttributeError, RuntimeError):                  # not in this torch, or not for this dtype and processor
             pass
     for _ in range(4):                                          # the first round warms up
