@@ -224,7 +224,7 @@ def top_of(title, settings, line, data, demos):
                 raise ValueError(f"--{name}: another file than the run's, {theirs}")
         item = items[line["index"]]
         if settings["layout"] == "plain":
-            lines.append(("prompt", prompts.text(task, item, shown)))
+            lines.append(("prompt", prompts.plain_text(task, item, shown)))
         else:
             turns = prompts.messages(task, item, shown, settings["layout"])
             lines += [(turn["role"], turn["content"]) for turn in turns]

@@ -15,7 +15,7 @@ import evaluate
 from heads import choose_heads
 from model import Transformer
 from report import page
-from tasks.sources import fingerprint
+from tasks.sources import file_record
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -188,7 +188,7 @@ def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path):
     demos.write_text(json.dumps({"question": "Where?", "answer": "here"}) + "\n")
     other.write_text(demos.read_text() * 2)
     settings = {"task": "triviaqa", "version": 1, "model": "/nowhere", "method": "greedy", "n": 3, "layout": "chat"} | {
-        name: record for name, record in zip(("data", "demos"), ([fingerprint(data)], fingerprint(demos)), strict=True)}
+        name: record for name, record in zip(("data", "demos"), ([file_record(data)], file_record(demos)), strict=True)}
     line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "ids": [1], "alphas": [0],
             "entropies": [0], "stop": "eos"}
     run = tmp_path / "run.jsonl"
