@@ -1,4 +1,4 @@
-"""Small jobs with files: reading JSON and text, JSON lines, locks, hashes, and messages about them."""
+"""Reads JSON and text, hashes, and shortens messages."""
 
 import hashlib
 import json
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def read_json(path):
-    """The object in a JSON file; ValueError, FileNotFoundError or OSError with its path."""
+    """The object in a JSON file; ValueError or OSError with its path."""
     text = read_text(path)
     try:
-        value = json.loads(text, object_pairs_hook=once)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object is needed")
+        raise ValueError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value
 
 
-def once(pairs):
-    """The entries of a JSON object, none of them twice with different values."""
+def unique_keys(pairs):
+    """The entries of a JSON object as a dict. ValueError if a key has two different values."""
     entries = dict(pairs)
     for key, value in pairs:
         if entries[key] is not value and entries[key] != value:
@@ -28,37 +28,53 @@ def once(pairs):
 
 
 def read_text(path):
+    """The text of a UTF-8 file; ValueError or OSError with its path."""
     try:
         return check_file(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: its byte {error.start} is {error.object[error.start]:#04x}") from None
+        raise ValueError(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
 
 
 def check_file(path):
-    """The path, if a file is there to be read; else FileNotFoundError or OSError."""
+    """The path of an existing file; else FileNotFoundError or OSError."""
     path = Path(path)
     if path.is_dir():
-        raise OSError(f"{path} is a folder where a file should be")
-    if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which is not there; fetch the file again")
+        raise OSError(f"{path} is a folder; it must be a file")
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; check the name, and that its folder is complete")
+        kind = "a broken link" if path.is_symlink() else "missing"
+        raise FileNotFoundError(f"{path} is {kind}; check the name, and that the folder is complete")
     return path
 
 
-def one_line(error, most=300):
-    """An error's message without its line breaks, cut where it stops being news."""
+def check_text(text, name="the text"):
+    """The text itself, if it is a str that can be encoded; else ValueError."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a str, not {one_line(repr(text), 60)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {text[error.start]!r} at character {error.start + 1}") from None
+    return text
+
+
+def one_line(error, limit=300):
+    """An error's message without line breaks, truncated to `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[:most] + "…"
+    return text if len(text) <= limit else text[:limit] + "…"
 
 
-def brief(names, most=4):
-    shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-    return shown or "nothing"
+def brief(names, limit=4):
+    """The first names of a list, and how many more there are."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest or "nothing"
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def short_hash(content):
-    return hashlib.sha256(content).hexdigest()[:16]
+    return sha256(content)[:16]
 
 
 def commit():

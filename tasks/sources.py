@@ -1,7 +1,6 @@
 """Loads the items and the demonstrations of a task from a file, a folder or the data set's public home."""
 
 import csv
-import hashlib
 import json
 import logging
 import pkgutil
@@ -10,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import check_file, one_line, short_hash
+from runtime.files import check_file, one_line, sha256, short_hash
 from runtime.jsonl import json_lines
 from tasks import prompts
 
@@ -76,7 +75,7 @@ def matching_files(folder, task, patterns):
 
 def file_record(path):
     """A file's name and the hash of its content, for a run's settings."""
-    return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    return {"file": Path(path).name, "sha256": sha256(Path(path).read_bytes())}
 
 
 def from_hub(home, option="--data"):

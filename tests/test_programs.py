@@ -58,8 +58,8 @@ def test_every_program_is_entered_through_cli_run():
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     others = [path for path in map(Path, tracked) if path not in PROGRAMS and path.parts[0] != "tests"
               and 'if __name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")]
-    # The harness hands on what it does not know; a template's process is started by the tokenizer, not by a person.
-    assert sorted(others) == [Path("tasks/harness.py"), Path("runtime/template.py")]
+    # The harness hands on what it does not know.
+    assert others == [Path("tasks/harness.py")]
     assert (ROOT / others[0]).read_text(encoding="utf-8").endswith("    sys.exit(cli.run(main))\n")
 
 

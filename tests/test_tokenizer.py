@@ -1,22 +1,19 @@
-"""Chat templates against transformers, and a stream whose pieces are exactly the decoded whole.
+"""Chat templates against transformers; streamed text equals decoded text.
 
-The tokenizers are made here, in the two manners that checkpoints use: byte-level (Llama 3, Qwen) and SentencePiece-like
-with byte fallback (Llama 2, Mistral)."""
+The tokenizers are of the two kinds that checkpoints use: byte-level (Llama 3, Qwen) and SentencePiece with byte
+fallback (Llama 2, Mistral)."""
 
 import datetime
 import json
-import os
 import random
 import re
 import shlex
-import types
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Core
 
-import runtime.template
-from tokenizer import Stream, Tokenizer
+from tokenizer import Stream, Tokenizer, special_ids
 
 WORDS = "the capital of France is Paris and the river runs through it . Größe naïve 中文 Ελλάδα 🙂 don't 1234 <b>&amp;"
 TEXTS = ["", "The capital of France is Paris.", "two  spaces\n\n\ttab ", "Größe, naïve, 中文字, Ελλάδα",
@@ -64,7 +61,7 @@ def core(request):
 
 
 def save(folder, core, bos=True, generation=None, config=None, jinja=None, **tokenizer_config):
-    """A folder with a tokenizer and nothing else; returns it loaded."""
+    """Writes a folder with only a tokenizer and loads it."""
     if bos:
         core.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", core.token_to_id("<s>"))])
@@ -79,7 +76,7 @@ def save(folder, core, bos=True, generation=None, config=None, jinja=None, **tok
     return Tokenizer.load(folder)
 
 
-# Templates in the manner of the families, each with what is peculiar to it.
+# Templates with the constructs of each family.
 TEMPLATES = {
     "llama-2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
 {% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
@@ -108,37 +105,6 @@ TEMPLATES = {
     {{- '<|start|>assistant\\n\\n' }}
 {%- endif %}
 """,
-    "mistral": """{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set turns = messages[1:] %}
-{%- else %}
-    {%- set turns = messages %}
-{%- endif %}
-{%- set user_messages = turns | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace(index=0) %}
-{%- for message in turns %}
-    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-        {{- raise_exception("After the optional system message, roles must alternate") }}
-    {%- endif %}
-    {%- set ns.index = ns.index + 1 %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in turns %}
-    {%- if message["role"] == "user" %}
-        {%- if system_message is defined and loop.last %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- else %}
-        {{- " " + message["content"] | trim + eos_token }}
-    {%- endif %}
-{%- endfor %}
-""",
-    "qwen2": """{% for message in messages %}\
-{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|start|>system\\nYou are kind<|end|>\\n' }}{% endif %}\
-{{'<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>' + '\\n'}}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}""",
     "qwen3": """{%- if tools %}{{- '# Tools' }}{%- endif %}
 {%- set ns = namespace(multi_step_tool=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
@@ -181,7 +147,7 @@ TEMPLATES = {
     {% else %}
         {%- generation -%}  {{ loop.index }} {{ message.content }}  {%- endgeneration -%}
     {% endif %}
-{% endfor %}{% generation %}{% set kept = 1 %}{{ kept }}{% endgeneration %}{{ kept is defined }}
+{% endfor %}{% generation %}{% set inner = 1 %}{{ inner }}{% endgeneration %}{{ inner is defined }}
 """,
     "json": "{{ messages | tojson }}{{ eos_token }}{{ documents is none }}{{ unknown }}\n",
 }
@@ -213,20 +179,18 @@ def test_a_chat_begins_with_one_bos(tmp_path):
     assert tokenizer.encode_chat(CONVERSATIONS[0]).count(tokenizer.bos_id) == 1
 
 
-def test_plain_text_has_the_bos_of_the_tokenizer_and_never_two(core, tmp_path):
+def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
+    tokenizer = save(tmp_path, core, bos=False)
+    assert tokenizer.bos_id not in tokenizer.encode("the river")
     tokenizer = save(tmp_path, core)
     ids = tokenizer.encode("the river")
     assert ids[0] == tokenizer.bos_id == core.token_to_id("<s>") and ids.count(tokenizer.bos_id) == 1
     assert tokenizer.encode("<s>the river").count(tokenizer.bos_id) == 1
     assert tokenizer.encode("") == [tokenizer.bos_id]
+    assert tokenizer.encode("the river", bos=False) == ids[1:]
 
 
-def test_without_a_post_processor_there_is_no_bos(core, tmp_path):
-    tokenizer = save(tmp_path, core, bos=False)
-    assert tokenizer.bos_id not in tokenizer.encode("the river")
-
-
-def test_truncation_and_padding_of_a_training_run_are_forgotten(tmp_path):
+def test_truncation_and_padding_of_a_training_run_are_ignored(tmp_path):
     core = byte_level()
     core.enable_truncation(4)
     core.enable_padding(length=64)
@@ -240,7 +204,7 @@ def test_plain_text_survives_the_round_trip(core, text, tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_streamed_pieces_are_the_decoded_whole_for_random_ids(core, seed, tmp_path):
     tokenizer = save(tmp_path, core)
     draw = random.Random(seed)
@@ -260,7 +224,7 @@ def test_no_piece_ends_in_half_a_character(core, text, tmp_path):
     pieces = [stream.push(i) for i in ids]
     assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
     if text == WORDS:
-        assert sum(map(bool, pieces)) > len(ids) / 4        # it does stream, rather than wait for the end
+        assert sum(map(bool, pieces)) > len(ids) / 4        # it streams before the end
 
 
 def test_an_unfinished_character_appears_at_the_end_only(tmp_path):
@@ -272,7 +236,7 @@ def test_an_unfinished_character_appears_at_the_end_only(tmp_path):
     assert stream.push(face[0]) == "" and stream.end() == "\ufffd"
 
 
-def test_a_push_decodes_a_window_and_not_the_text(core, tmp_path, monkeypatch):
+def test_a_push_decodes_only_the_last_tokens(core, tmp_path, monkeypatch):
     tokenizer = save(tmp_path, core)
     longest = []
     decode = tokenizer.decode
@@ -306,12 +270,18 @@ def test_special_tokens_and_unknown_ids_decode_to_nothing(core, tmp_path):
 ])
 def test_eos_ids_of_the_generation_config_go_before_the_tokenizers_with_the_configs(
         generation, token, config, eos, tmp_path):
-    assert save(tmp_path, byte_level(), generation=generation, config=config, eos_token=token).eos_ids == eos
+    tokenizer = save(tmp_path, byte_level(), generation=generation, config=config, eos_token=token)
+    assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos)
+
+
+def test_special_ids_without_a_tokenizer_are_those_of_the_configuration(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert special_ids(tmp_path) == (None, (3, 4)) and special_ids(None) == (None, ())
 
 
 @pytest.mark.parametrize("stated", ["2", [1, None], {"a": 1}, -1, True])
-def test_eos_ids_that_are_no_ids_are_refused(stated, tmp_path):
-    with pytest.raises(ValueError, match="eos_token_id must be an id or a list of ids"):
+def test_malformed_eos_ids_are_refused(stated, tmp_path):
+    with pytest.raises(ValueError, match="eos_token_id is .*; it must be an id or a list of ids"):
         save(tmp_path, byte_level(), generation={"eos_token_id": stated})
 
 
@@ -336,8 +306,8 @@ def test_a_base_model_has_no_chat(tmp_path):
         tokenizer.encode_chat(CONVERSATIONS[0])
 
 
-@pytest.mark.parametrize("template, said", [
-    (TEMPLATES["mistral"], "roles must alternate"),
+@pytest.mark.parametrize("template, words", [
+    (TEMPLATES["llama-2"], "roles must alternate"),
     ("{{ raise_exception('no\nlines') }}", "no lines"),
     ("{% if %}", "Expected an expression"),
     ("{{ messages[5]['content'] }}", "no element 5"),
@@ -345,27 +315,16 @@ def test_a_base_model_has_no_chat(tmp_path):
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
     ("{% generation %}", "endgeneration"),
-    ("{{ 'x' * 2000000 }}", "it makes a text of 2000000 characters"),
-    ("{{ '%999999999d' % 1 }}", "more than 512 MB"),
-    ("{{ 'x' * 2000000000 }}", "more than 512 MB"),
 ])
-def test_a_template_that_fails_or_breaks_out_is_one_line(template, said, tmp_path):
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(template, words, tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=template)
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(ValueError, match="the chat template refuses these messages: .*" + re.escape(said)) as error:
+    with pytest.raises(ValueError, match="the chat template rejects these messages: .*" + re.escape(words)) as error:
         tokenizer.encode_chat(messages)
     assert "\n" not in str(error.value) and tokenizer.encode("plain text still works")
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="tokenizer.json is missing; check the name"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(FileNotFoundError, match="has tokenizer.model and no tokenizer_config.json"):
-        Tokenizer.load(tmp_path)
-
-
-def test_the_advice_for_a_folder_with_only_a_sentence_piece_model_works_as_printed(tmp_path):
+def test_the_printed_conversion_of_a_sentence_piece_model_works(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     pytest.importorskip("google.protobuf")
     sentencepiece.SentencePieceTrainer.train(
@@ -373,56 +332,26 @@ def test_the_advice_for_a_folder_with_only_a_sentence_piece_model_works_as_print
         model_type="bpe", byte_fallback=True, normalization_rule_name="identity", minloglevel=2)
     settings = dict(tokenizer_class="LlamaTokenizer", add_bos_token=True, bos_token="<s>", eos_token="</s>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(FileNotFoundError, match="tokenizer.json is missing; make it of tokenizer.model") as error:
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json; in a folder") as error:
         Tokenizer.load(tmp_path)
     python, option, program = shlex.split(str(error.value).partition(" && ")[2])
     assert (python, option) == ("python", "-c") and "\n" not in str(error.value)
-    exec(program)                               # as python -c does, but for importing transformers once more
+    exec(program)                               # as python -c does, without a second import of transformers
     tokenizer = Tokenizer.load(tmp_path)
     theirs = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
     assert tokenizer.bos_id == 1 and tokenizer.eos_ids == (2,)
-    for text in TEXTS[1:4:2]:                   # sentencepiece itself takes spaces away where there are several
+    for text in TEXTS[1:4:2]:                   # sentencepiece itself merges repeated spaces
         assert tokenizer.encode(text) == [1, *theirs.encode(text)] and tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", ["{", "[]", '{"model": {"type": "Nothing"}}'])
+@pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_file_is_named(name, content, tmp_path):
     save(tmp_path, byte_level())
-    if name != "tokenizer.json" and "model" in content:
-        return          # an entry more does no harm there
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(name)) as error:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("template", [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% set ns = namespace(n=7) %}{% for i in range(99999) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-    "{% set ns = namespace(a=['']) %}{% for i in range(99) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a }}",
-])
-def test_a_template_without_end_is_ended_and_the_next_one_is_rendered(template, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.template, "SECONDS", 1)
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
-    with pytest.raises(ValueError, match="refuses these messages: it takes more than"):
-        tokenizer.encode_chat(CONVERSATIONS[0])
-    assert save(tmp_path, byte_level(), chat_template="Paris").render(CONVERSATIONS[0]) == "Paris"
-
-
-def test_an_interrupted_rendering_leaves_no_answer_for_the_next(tmp_path, monkeypatch):
-    tokenizer = save(tmp_path, byte_level(), chat_template="{{ messages[0]['content'] }}")
-    tokenizer.render([{"role": "user", "content": "one"}])
-    pipe = runtime.template.start(os.getpid()).stdout
-    monkeypatch.setattr(runtime.template.start(os.getpid()), "stdout", types.SimpleNamespace(readline=interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.render([{"role": "user", "content": "two"}])
-    assert tokenizer.render([{"role": "user", "content": "three"}]) == "three"
-    pipe.close()
-
-
-def interrupt():
-    raise KeyboardInterrupt
 
 
 def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
@@ -438,7 +367,7 @@ def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_
             tokenizer.render(CONVERSATIONS[0], template_args={key: 1})
 
 
-def test_a_date_given_is_the_one_that_templates_print(tmp_path):
+def test_templates_print_the_date_of_the_tokenizer_or_today(tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
     tokenizer.today = datetime.date(2024, 7, 26)
     assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0])
@@ -447,7 +376,7 @@ def test_a_date_given_is_the_one_that_templates_print(tmp_path):
 
 
 def test_special_tokens_that_are_normalized_decode_to_nothing(tmp_path):
-    """As first-generation Llama tokenizers have them; tokenizers 0.23 itself keeps them."""
+    """First-generation Llama tokenizers have them. tokenizers 0.23 itself does not skip them."""
     core = sentence_piece()
     core.add_special_tokens([AddedToken(token, normalized=True, special=True) for token in ("<s>", "</s>")])
     tokenizer = save(tmp_path, core)
@@ -457,52 +386,34 @@ def test_special_tokens_that_are_normalized_decode_to_nothing(tmp_path):
     assert "".join(map(stream.push, [*ids, *tokenizer.eos_ids])) + stream.end() == "the river"
 
 
-def test_a_text_without_bos_for_answers(core, tmp_path):
-    tokenizer = save(tmp_path, core)
-    assert tokenizer.encode("the river", bos=False) == tokenizer.encode("the river")[1:]
-    assert tokenizer.encode("<s>the river", bos=False).count(tokenizer.bos_id) == 1         # it is written there
-
-
-def test_a_special_token_that_the_tokenizer_lacks_is_named(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer.json does not have '<eot>', .* eos_token"):
-        save(tmp_path, byte_level(), eos_token="<eot>")
+def test_a_special_token_missing_from_tokenizer_json_is_named_if_the_template_writes_it(tmp_path):
     tokenizer = save(tmp_path, byte_level(), bos_token="<bos>", chat_template="{{ bos_token }}hello")
-    with pytest.raises(ValueError, match="writes bos_token '<bos>', a token that tokenizer.json does not have"):
+    with pytest.raises(ValueError, match="writes bos_token '<bos>', which is not in tokenizer.json"):
         tokenizer.encode_chat(CONVERSATIONS[0])
     tokenizer = save(tmp_path, byte_level(), pad_token="<pad>", chat_template="{{ messages[0].content }}")
     assert tokenizer.render([{"role": "user", "content": "a <pad>"}]) == "a <pad>"
 
 
-def test_older_files_say_the_special_tokens_beside(tmp_path):
+def test_older_checkpoints_have_special_tokens_in_a_separate_file(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "<|end|>"}')
     tokenizer = save(tmp_path, byte_level(), bos_token=None, eos_token="</s>")
     assert tokenizer.special == {"bos_token": "<s>", "eos_token": "<|end|>"}
     assert save(tmp_path, byte_level(), added_tokens_decoder={}).special["eos_token"] == "</s>"
 
 
-@pytest.mark.parametrize("text, said", [("a\ud800b", "lone surrogate.* at its character 1"), (b"a", "a text is needed"),
-                                        (["a"], "a text is needed"), (None, "a text is needed")])
-def test_what_is_no_text_is_named_with_its_place(text, said, tmp_path):
+@pytest.mark.parametrize("text, words", [("a\ud800b", "not UTF-8 text.* at character 2"), (b"a", "must be a str"),
+                                         (["a"], "must be a str"), (None, "must be a str")])
+def test_texts_that_cannot_be_encoded_are_refused(text, words, tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template="{{ messages[0]['content'] }}")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=words):
         tokenizer.encode(text)
     if isinstance(text, str):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=words):
             tokenizer.encode_chat([{"role": "user", "content": text}])
-
-
-def test_a_tokenizer_says_what_it_is(tmp_path):
-    tokenizer = save(tmp_path, byte_level())
-    assert repr(tokenizer) == f"Tokenizer('{tmp_path}': {len(tokenizer)} tokens, no chat template, texts end at (1,))"
 
 
 def test_a_chat_template_that_is_not_utf_8_is_named_with_its_place(tmp_path):
     save(tmp_path, byte_level())
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8: its byte 2 is 0xff"):
+    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8: byte 2 is 0xff"):
         Tokenizer.load(tmp_path)
-
-
-def test_vocabularies_can_be_compared(tmp_path):
-    tokenizer = save(tmp_path, byte_level())
-    assert tokenizer.vocabulary() == tokenizer.core.get_vocab() and len(tokenizer) == len(tokenizer.vocabulary())
