@@ -171,7 +171,7 @@ MINIATURE = tuple(
          files=(f"miniature-{split}.jsonl",), home=f"the lines that python -m miniature.data --split {split} prints",
          made_by=("miniature.data:make_split", split), without_context="field", layout="plain", n=n,
          running="exact_match")
-    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 512, 320, 1024),
+    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 1024, 320, 1024),
                         strict=True))
 
 PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,
@@ -184,16 +184,3 @@ def find(name):
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]
-
-
-def departures(settings):
-    """The settings of a run that are not the paper's for its task, as "name value" texts.
-
-    Reads max_new_tokens and layout. The paper uses chat layouts only, the instruction in every turn for Mistral."""
-    task = TASKS[settings["task"]]
-    if task not in PAPER:
-        return []
-    layout = "mistral" if "mistral" in str(settings["model"]).lower() else "chat"
-    paper = {"max_new_tokens": None if task.choice else task.max_new_tokens, "layout": layout}
-    return [f"{name.replace('_', ' ')} {settings[name]}" for name, value in paper.items()
-            if settings.get(name) not in (None, value)]

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tasks import PAPER, TASKS, Home, Task, departures, find, prompts, sources
+from tasks import PAPER, TASKS, Home, Task, find, prompts, sources
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -412,16 +412,6 @@ def test_data_without_a_public_home_are_asked_for_with_their_address():
 def test_an_unknown_task_lists_the_known_ones():
     with pytest.raises(ValueError, match="unknown task 'nqswap'; known tasks: xsum, memotrap"):
         find("nqswap")
-
-
-def test_a_run_with_other_settings_than_the_papers_names_them():
-    paper = {"task": "nq-swap", "model": "meta-llama/Meta-Llama-3-8B-Instruct", "layout": "chat", "max_new_tokens": 12}
-    other = paper | {"max_new_tokens": 20, "layout": "plain"}
-    assert departures(paper) == [] and departures(other) == ["max new tokens 20", "layout plain"]
-    mistral = paper | {"model": "Mistral-7B-Instruct-v0.3"}
-    assert departures(mistral) == ["layout chat"] and departures(mistral | {"layout": "mistral"}) == []
-    assert departures(paper | {"task": "memotrap", "max_new_tokens": None}) == []
-    assert departures(other | {"task": "miniature-open"}) == []
 
 
 def test_the_table_holds_the_papers_sizes():
