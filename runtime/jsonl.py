@@ -1,5 +1,6 @@
 """Files of JSON lines: reading, appending, replacing in one step, and a lock so that one process writes at a time."""
 
+import codecs
 import glob
 import gzip
 import json
@@ -15,8 +16,10 @@ except ImportError:             # Windows
     fcntl = None
 
 
-def json_lines(path):
-    """Yields (line number, object); blank lines are skipped, and the last one too where it was cut off."""
+def json_lines(path, complete=False):
+    """Yields (line number, object); blank lines are skipped.
+
+    A last line that was cut off is skipped too; complete=True: it is an error."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: " + ("a folder, where a file is needed" if path.is_dir() else "no such file"))
@@ -26,13 +29,13 @@ def json_lines(path):
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file ({error})") from None
-    texts = content.split(b"\n")
+    texts = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     for number, text in enumerate(texts, 1):
         if text.strip():
             try:
                 parsed = parse(text, f"{path}, line {number}")
             except (json.JSONDecodeError, UnicodeDecodeError):
-                if number == len(texts):
+                if number == len(texts) and not complete:
                     return
                 raise ValueError(f"{path}, line {number}: not JSON; remove the line") from None
             yield number, parsed
