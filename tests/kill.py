@@ -6,6 +6,7 @@ Equal to the byte but for the seconds, with no lock and no draft beside it. The 
 need no new import of torch."""
 
 import argparse
+import json
 import os
 import random
 import re
@@ -22,9 +23,18 @@ import rouge_score.rouge_scorer  # noqa: E402, F401    imported once, not by eve
 import cli  # noqa: E402
 import evaluate  # noqa: E402
 from heads import detect  # noqa: E402
-from tests.dead_rank import prepare  # noqa: E402
+from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer  # noqa: E402
 
 MINIATURE = Path(__file__).parent.parent / "miniature"
+
+
+def prepare(folder):
+    """Write a tiny model, its heads and 2,000 questions."""
+    write_tokenizer(write_checkpoint(folder / "model", vocab_size=259, max_position_embeddings=2048))
+    write_heads(folder / "heads.json")
+    rows = [{"question": f"{'very ' * (i % 7)}long {i}", "answers": ["a"]} for i in range(2000)]
+    (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "demos.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
 
 
 def programs(folder):

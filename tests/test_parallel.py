@@ -1,29 +1,29 @@
 """Several ranks give one rank's tokens and logits. torchrun starts this file once per number of ranks, with gloo."""
 
+import gc
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import cli
 from baselines import generate
-from decore import METHODS, decode, make_head_mask, open_decore, score
+from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
-from runtime.fast import record
-from runtime.parallel import Shard, check_split, rank_device
+from runtime import parallel
+from runtime.parallel import Ranks, Shard, check_split, first_on_node, rank_device
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
-from tests.test_capture import dry_run, lying
 
 ROOT = Path(__file__).parent.parent
 MODELS = {family: (family, {}) for family in FAMILIES} | {
@@ -33,87 +33,88 @@ MODELS = {family: (family, {}) for family in FAMILIES} | {
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (7, 1, 20)]           # the last one exceeds the window of 8
 ATOL = 1e-5                                                     # sums in another order, in float32
-RUNS = {f"{method}, {mask}, {strict}": dict(method=method, heads=HEADS, mask=mask, mask_prompt=strict)
-        for method in METHODS for mask in MASKS for strict in (False, True)
-        if method == "decore-entropy" or not strict and (mask == "output" or method == "decore-static")}
-RUNS |= {"decore-entropy, lookup": dict(method="decore-entropy", heads=HEADS, lookup=5),
+RUNS = {f"{method}, {mask}": dict(method=method, heads=HEADS, mask=mask)
+        for method in METHODS for mask in MASKS if mask == "output" or method.startswith("decore")}
+RUNS |= {"masked prompt": dict(method="decore-entropy", heads=HEADS, mask_prompt=True),
+         "lookup": dict(method="decore-entropy", heads=HEADS, lookup=5),
          "entropy-lite": dict(method="decore-entropy", amateur_heads=HEADS[:2]),
-         "entropy-lite, query": dict(method="decore-entropy", amateur_heads=HEADS[:2], mask="query"),
-         "cd": dict(method="cd")}
-RUNS |= {"cad": dict(method="cad", ids_without_context=[p[-2:] for p in PROMPTS]),
-         "dola-high": dict(method="dola-high"), "ad": dict(method="ad", info_layer=2)}
+         "cd": dict(method="cd"),
+         "cad": dict(method="cad", ids_without_context=[p[-2:] for p in PROMPTS]),
+         "dola-high": dict(method="dola-high"),
+         "ad": dict(method="ad", info_layer=2)}
 
 
 def results(folder):
-    """Everything that must not depend on the number of ranks, of the model in `folder`."""
+    """Everything about the model in `folder` that must not depend on the number of ranks."""
     model = Transformer.load(folder)
     out = {"logits": model(torch.tensor([PROMPTS[2]])).tolist(),
            "rows": model(torch.tensor([PROMPTS[2]]), head_mask=make_head_mask([[], HEADS], model)).tolist(),
            "score": score(model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS)}
     amateur = Transformer.load(folder.with_name(folder.name + "-amateur"))
-    for name, how in RUNS.items():
-        other = dict(amateur=amateur) if name == "cd" or "amateur_heads" in how else {}
-        prompts = [2 * p for p in PROMPTS] if "lookup" in how else PROMPTS     # what is there twice is proposed again
-        batch = generate(model, prompts, max_new_tokens=4, **how, **other)
+    for name, settings in RUNS.items():
+        more = dict(amateur=amateur) if name in ("cd", "entropy-lite") else {}
+        prompts = [2 * p for p in PROMPTS] if name == "lookup" else PROMPTS         # repeated text is proposed again
+        batch = generate(model, prompts, max_new_tokens=4, **settings, **more)
         out[name] = [g.ids for g in batch], [g.alphas for g in batch]
     return out
 
 
-def disagreement(folder):
-    """What each rank says when rank 0 loads one checkpoint and the others another."""
+def collectives(folder):
+    """One rank's results of everything that ranks do together."""
     shard = Shard.from_environment()
     try:
         Transformer.load(folder / ("llama2" if shard.rank else "llama3"))
-        said = [""]
+        disagreement = ""
     except ValueError as error:
-        said = [str(error)]
-    everyone = [None] * shard.size
-    torch.distributed.all_gather_object(everyone, said)
-    return [line for said in everyone for line in said]
+        disagreement = str(error)
+    x = torch.full((2, 1), shard.rank, dtype=torch.bfloat16)
+    gathered = shard.all_gather(x)
+    os.environ["LOCAL_RANK"] = str(shard.rank % 2)              # as on machines with two ranks each
+    ranks, log = Ranks(tp=2), folder / f"{shard.size}.log"
 
+    def download():
+        time.sleep(0.5 * (shard.rank == 0))
+        with log.open("a") as file:
+            file.write(f"{shard.rank}\n")
+        return shard.rank
 
-def halting(run):
-    """A recorder that fails after the step has run once."""
-    run()
-    raise RuntimeError("out of graphs")
-
-
-def recordings(folder):
-    """Of each rank, why it goes on without its record and the tokens, by what becomes of the last rank's record."""
-    model, last, out = Transformer.load(folder / "llama3"), torch.tensor([p[-1:] for p in PROMPTS]), {}
-    for name, recorder in {"right": dry_run, "failing": halting, "lying": lying}.items():
-        step, caches = open_decore(model, PROMPTS, 4, heads=HEADS)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            made = record(step, caches, last, (1, 3), recorder if model.shard.rank == model.shard.size - 1 else dry_run,
-                          model.shard)
-        assert (made is step) == bool(said)
-        mine = [str(w.message) for w in said], torch.cat([token for token, _ in decode(made, last, 4)], 1).tolist()
-        out[name] = [None] * model.shard.size
-        torch.distributed.all_gather_object(out[name], mine)
-    return out
+    return dict(disagreement=disagreement, gathered=gathered.tolist(), dtype=str(gathered.dtype),
+                downloaded=first_on_node(download), first=ranks.shard().broadcast(shard.rank),
+                shared=ranks.share(lambda: f"of rank {shard.rank}"), lists=ranks.gather(lambda: [shard.rank]),
+                timeout=dist.distributed_c10d._get_default_store().timeout.total_seconds())
 
 
 def worker(folder):
     out = {name: results(folder / name) for name in MODELS}
-    out |= {"disagreement": disagreement(folder), "recordings": recordings(folder)}
-    if Shard.from_environment().rank == 0:
-        (folder / f"{Shard.from_environment().size}.json").write_text(json.dumps(out))
-    torch.distributed.destroy_process_group()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, collectives(folder))
+    if dist.get_rank() == 0:
+        (folder / f"{len(everyone)}.json").write_text(json.dumps(out | {"collectives": everyone}))
 
 
-def decode_until_rank_1_dies(folder):
-    def step_sees(b, token, entropy):
+def fail(folder, error):
+    """Rank 1 fails while the other rank waits for it inside the model, as in evaluate.py."""
+    def on_token(b, token, entropy):
         if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+            error()
 
-    generate(Transformer.load(folder / "llama3"), PROMPTS[0], method="greedy", max_new_tokens=400, on_token=step_sees)
+    ranks = Ranks(tp=2)
+    model = Transformer.load(folder / "llama3", shard=ranks.shard())
+    ranks.gather(lambda: [generate(model, PROMPTS[0], method="greedy", max_new_tokens=40, on_token=on_token).ids])
+
+
+def run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+PROGRAMS = {"worker": worker,
+            "die": lambda folder: fail(folder, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+            "memory": lambda folder: fail(folder, run_out_of_memory)}
 
 
 def run(*command, stdin=None):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, input=stdin, capture_output=True,
-                          text=True, timeout=300)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, input=stdin,
+                          capture_output=True, text=True, timeout=240)
 
 
 def torchrun(n, *command, stdin=None):
@@ -140,49 +141,52 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(folder):
-    return {name: results(folder / name) for name in MODELS}
+    with torch.inference_mode():
+        return {name: results(folder / name) for name in MODELS}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, folder):
-    n = request.param
-    done = torchrun(n, "-m", "tests.test_parallel", "worker", str(folder))
+    done = torchrun(request.param, "-m", "tests.test_parallel", "worker", str(folder))
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / f"{n}.json").read_text())
+    return json.loads((folder / f"{request.param}.json").read_text())
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_several_ranks_compute_the_logits_and_scores_of_one(ranks, one_rank, name):
-    for what in ("logits", "rows"):
-        np.testing.assert_allclose(ranks[name][what], one_rank[name][what], atol=ATOL, rtol=0)
+def test_several_ranks_give_the_logits_scores_and_tokens_of_one(ranks, one_rank, name):
+    for key in ("logits", "rows"):
+        np.testing.assert_allclose(ranks[name][key], one_rank[name][key], atol=ATOL, rtol=0)
     # A score is a sum over tokens of (1 + α) base − α masked, with an α of about 4.
     np.testing.assert_allclose(ranks[name]["score"], one_rank[name]["score"], atol=10 * ATOL, rtol=0)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_several_ranks_choose_the_tokens_of_one(ranks, one_rank, name):
-    for run in RUNS:
-        ids, alphas = one_rank[name][run]
-        assert ranks[name][run][0] == ids, run
-        np.testing.assert_allclose(ranks[name][run][1], alphas, atol=ATOL, rtol=0, err_msg=run)
+    for key in RUNS:
+        ids, alphas = one_rank[name][key]
+        assert ranks[name][key][0] == ids, key
+        np.testing.assert_allclose(ranks[name][key][1], alphas, atol=ATOL, rtol=0, err_msg=key)
 
 
 def test_ranks_that_load_another_model_than_rank_0_say_so(ranks):
-    first, *others = ranks["disagreement"]
+    first, *others = [one["disagreement"] for one in ranks["collectives"]]
     assert first == ""
-    assert others and all("another config.json or other weights than rank 0" in said for said in others)
+    assert others and all("another config.json or other weights than rank 0" in message for message in others)
 
 
-def test_all_ranks_use_their_record_of_a_step_or_none(ranks, one_rank):
-    expected = one_rank["llama3"]["decore-entropy, output, False"][0]
-    for name, why in (("right", None), ("failing", "out of graphs"), ("lying", "a replay differs")):
-        said, ids = zip(*ranks["recordings"][name], strict=True)
-        assert all(one == expected for one in ids)
-        reasons = [re.findall(r"\((.*)\)", " ".join(lines)) for lines in said]
-        if why is None:
-            assert not any(reasons)
-        else:
-            assert reasons == [["another rank cannot use its own"]] * (len(said) - 1) + [[why]]
+def test_collectives_keep_the_dtype_and_the_order_of_the_ranks(ranks):
+    n = len(ranks["collectives"])
+    for rank, one in enumerate(ranks["collectives"]):
+        assert one["dtype"] == "torch.bfloat16" and one["gathered"] == 2 * [list(range(n))]
+        assert one["first"] == rank // 2 * 2                    # of two ranks that share a model, the first
+        assert one["shared"] == "of rank 0" and one["lists"] == list(range(0, n, 2))
+
+
+def test_the_first_rank_of_each_machine_downloads_and_the_others_wait_for_all_of_them(ranks, folder):
+    n = len(ranks["collectives"])
+    order = [int(line) for line in (folder / f"{n}.log").read_text().split()]
+    assert sorted(order) == list(range(n)) and {rank % 2 for rank in order[:n // 2]} == {0}
+    assert [one["downloaded"] for one in ranks["collectives"]] == list(range(n))
+
+
+def test_ranks_that_have_met_wait_for_each_other_as_long_as_in_a_collective(ranks):
+    assert {one["timeout"] for one in ranks["collectives"]} == {parallel.COLLECTIVE.total_seconds()}
 
 
 def test_the_command_line_prints_once_and_the_same_with_two_ranks(folder):
@@ -191,84 +195,105 @@ def test_the_command_line_prints_once_and_the_same_with_two_ranks(folder):
     alone, both = run(*command, stdin="and another"), torchrun(2, *command, stdin="and another")
     assert both.returncode == alone.returncode == 0, both.stderr
     assert both.stderr.count("tokens/s") == 1
-    printed = [[json.loads(line) for line in out.stdout.splitlines()] for out in (alone, both)]
-    assert len(printed[0]) == len(printed[1]) == 2
-    for a, b in zip(*printed, strict=True):
-        assert {k: v for k, v in a.items() if k not in ("alphas", "entropies")} == \
-               {k: v for k, v in b.items() if k not in ("alphas", "entropies")}
-        np.testing.assert_allclose(b["alphas"], a["alphas"], atol=ATOL, rtol=0)
+    expected, printed = [[json.loads(line) for line in out.stdout.splitlines()] for out in (alone, both)]
+    assert len(expected) == 2 and [one["ids"] for one in printed] == [one["ids"] for one in expected]
 
 
 def test_a_mistake_on_all_ranks_is_one_line(folder):
     done = torchrun(3, "decore.py", "--model", str(folder / "speaker"), "--prompt", "x", "--method", "greedy",
                     "--device", "cpu")
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("decore.py: ")]
-    assert said == ["decore.py: error: 3 ranks cannot share 4 query heads; use a number of ranks that divides them"]
+    assert [line for line in done.stderr.splitlines() if line.startswith("decore.py: ")] == [
+        "decore.py: error: 3 ranks cannot share 4 query heads; use a number of ranks that divides them"]
     assert 'decore.py", line' not in done.stderr            # torchrun prints a traceback of its own; not ours
 
 
-def test_when_a_rank_dies_the_others_end_soon_and_say_why(folder):
-    port, ranks = free_port(), []
-    for rank in range(2):                       # without torchrun, which would end the other one by itself
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",
-                                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(subprocess.Popen([sys.executable, "-m", "tests.test_parallel", "die", str(folder)], cwd=ROOT,
-                                      env=environment, stderr=subprocess.PIPE, text=True))
-    assert ranks[1].wait(300) == -signal.SIGKILL               # two processes start: on a busy machine that takes time
-    ranks[1].stderr.close()
-    died = time.monotonic()
-    _, said = ranks[0].communicate(timeout=60)
-    assert time.monotonic() - died < 30
-    assert ranks[0].returncode == 2
-    assert "error: rank 0 of 2 lost the others, one of them ended" in said
+@pytest.mark.parametrize("program, message", [("die", "Signal 9"), ("memory", "rank 1: error: out of memory")])
+def test_when_a_rank_fails_all_end_in_time(folder, program, message):
+    start = time.monotonic()
+    done = torchrun(2, "-m", "tests.test_parallel", program, str(folder))
+    assert done.returncode != 0 and message in done.stderr
+    assert time.monotonic() - start < 120                   # importing torch on a busy machine takes most of it
 
 
-@pytest.mark.parametrize("changes, size, what", [
-    (dict(num_attention_heads=6, head_dim=8), 4, "6 query heads"),
-    (dict(intermediate_size=50), 4, "50 feed-forward width"),
-    (dict(num_attention_heads=12, num_key_value_heads=6, head_dim=8), 4, "6 key/value heads"),
-])
-def test_a_model_that_does_not_divide_is_refused_by_what_does_not(tmp_path, changes, size, what):
-    folder = write_checkpoint(tmp_path, "llama3", **changes)
-    with pytest.raises(ValueError, match=f"{size} ranks cannot share {what}"):
-        Transformer.load(folder, shard=Shard(1, size))
+def test_an_error_of_the_network_is_one_line_that_keeps_the_reason(monkeypatch):
+    def all_reduce(x, group):
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\nDuplicate GPU detected")
+
+    shard = Shard(1, 2)
+    with pytest.raises(ConnectionError, match="^rank 1 of 2: all_reduce failed;.* Last error: Duplicate GPU detected"):
+        shard.call(all_reduce, torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="^NCCL error"):      # what records the graph decides
+        shard.call(all_reduce, torch.ones(1))
 
 
-@pytest.mark.parametrize("present", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_half_of_torchruns_variables_are_refused(monkeypatch, present):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+def test_graphs_are_gone_before_the_ranks_part(monkeypatch):
+    class Graph:
+        pass
+
+    graphs, alive = [Graph()], []
+    graphs[0].model = SimpleNamespace(graphs=graphs[0])         # a cycle: only the garbage collector frees it
+    gone = weakref.ref(graphs[0])
+    monkeypatch.setattr(parallel, "before_leaving", [graphs.clear])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(gone() is not None))
+    gc.disable()
+    try:
+        parallel.leave()
+    finally:
+        gc.enable()
+    assert alive == [False]
+
+
+def set_environment(monkeypatch, **values):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in present.items():
-        monkeypatch.setenv(name, value)
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_rank_that_stays_alone_says_so(monkeypatch):
+    set_environment(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    monkeypatch.setattr(parallel, "TO_MEET", parallel.timedelta(seconds=1))
+    with pytest.raises(ConnectionError, match="^the ranks did not meet at 127.0.0.1:.* start them together"):
+        Shard.from_environment()
+
+
+@pytest.mark.parametrize("present", [{"RANK": 1}, {"WORLD_SIZE": 2}])
+def test_half_of_torchruns_variables_are_refused(monkeypatch, present):
+    set_environment(monkeypatch, **present)
     with pytest.raises(ValueError, match="start with torchrun"):
         Shard.from_environment()
 
 
-def test_one_rank_needs_no_process_group(monkeypatch):
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
-        monkeypatch.setenv(name, value)
-    assert Shard.from_environment().size == 1
-    assert not torch.distributed.is_initialized()
-
-
 def test_every_rank_has_a_gpu_of_its_own_or_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     current = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(torch.device("cuda", device) if
-                                                                               isinstance(device, int) else device))
-    assert rank_device("cuda:1") == torch.device("cuda:1")      # without torchrun, as given, and the current one
-    assert current == [torch.device("cuda:1")]
-    assert rank_device("cuda") == torch.device("cuda") and len(current) == 1
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert rank_device("cuda") == torch.device("cuda:1") == current.pop()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert rank_device("cuda:1") == current.pop() == torch.device("cuda:1")
+    set_environment(monkeypatch, WORLD_SIZE=4, LOCAL_RANK=1)
+    assert rank_device("cuda") == current.pop() == torch.device("cuda:1")
     assert rank_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="is one GPU and several ranks ask for it"):
+    with pytest.raises(ValueError, match="cuda:1 is one GPU for several ranks"):
         rank_device("cuda:1")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match="local rank 2 has no GPU, there are 2 here"):
+    with pytest.raises(ValueError, match="local rank 2 needs a GPU and there are 2"):
         rank_device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)      # as with one visible GPU for each process
+    assert rank_device("cuda") == current.pop() == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("changes, size, reason", [
+    (dict(num_attention_heads=6, head_dim=8), 4, "6 query heads"),
+    (dict(intermediate_size=50), 4, "50 feed-forward width"),
+    (dict(num_attention_heads=12, num_key_value_heads=6, head_dim=8), 4, "6 key/value heads"),
+])
+def test_a_model_that_does_not_divide_is_refused_with_the_reason(tmp_path, changes, size, reason):
+    folder = write_checkpoint(tmp_path, "llama3", **changes)
+    with pytest.raises(ValueError, match=f"{size} ranks cannot share {reason}"):
+        Transformer.load(folder, shard=Shard(1, size))
 
 
 @pytest.mark.parametrize("n, size", [(1, 4), (2, 4), (4, 4), (8, 4), (8, 2)])
@@ -276,17 +301,16 @@ def test_every_query_head_finds_its_key_head_on_its_rank(n, size):
     H = 16
     for rank in range(size):
         shard = Shard(rank, size)
-        mine, held = range(H)[shard.part(H)], range(n)[shard.part(n, copies=True)]
-        for i, head in enumerate(mine):
-            assert held[i // (len(mine) // len(held))] == head // (H // n)
+        queries, keys = range(H)[shard.part(H)], range(n)[shard.part(n, copies=True)]
+        for i, head in enumerate(queries):
+            assert keys[i // (len(queries) // len(keys))] == head // (H // n)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_the_70b_shape_divides_among_as_many_ranks_as_people_have(size):
-    check_split(SimpleNamespace(n_heads=64, n_kv_heads=8, d_ff=28_672), size)
+def test_the_70b_shape_divides_among_as_many_ranks_as_people_have():
+    for size in (1, 2, 4, 8, 16):
+        check_split(SimpleNamespace(n_heads=64, n_kv_heads=8, d_ff=28_672), size)
 
 
 if __name__ == "__main__":
-    what, at = sys.argv[1], Path(sys.argv[2])
     with torch.inference_mode():
-        sys.exit(worker(at) if what == "worker" else cli.run(lambda: decode_until_rank_1_dies(at)))
+        sys.exit(cli.run(lambda: PROGRAMS[sys.argv[1]](Path(sys.argv[2]))))

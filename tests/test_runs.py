@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from runtime.jsonl import append, locked
 from runtime.weights import fingerprint
 from tasks.runs import continue_run, finish, read_run, remarks
-from tests import dead_rank
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -271,16 +269,10 @@ def test_a_large_tensor_is_sampled_from_its_first_byte_to_its_last(tmp_path, at)
     assert fingerprint(tmp_path)["weights"] != before
 
 
-# Killed, and ranks that die; tests/kill.py and tests/dead_rank.py do more of it on demand
+# Killed; tests/kill.py does more of it on demand
 
 def test_programs_that_are_killed_at_random_moments_end_like_uninterrupted_ones():
     done = subprocess.run([sys.executable, "-m", "tests.kill", "--times", "3", "--seed", "7"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" 0 of them wrong") == 2
-
-
-def test_a_dead_rank_of_evaluate_ends_the_others_with_one_line_and_status_2(tmp_path):
-    dead_rank.prepare(tmp_path)
-    said, good = dead_rank.one_death(tmp_path, random.Random(1), size=2, tp=1)
-    assert good, said
