@@ -27,7 +27,7 @@ from model import Transformer
 from runtime import weights as checkpoint
 from runtime.config import Config
 from runtime.parallel import Shard
-from runtime.weights import stored
+from runtime.weights import weight_table
 
 SHAPE = dict(model_type="llama", vocab_size=32_000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
              num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096, rms_norm_eps=1e-5,
@@ -39,7 +39,7 @@ MB = 1e6
 def write_checkpoint(folder):
     """One file at a time, so that this needs little memory."""
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    table = stored(Config.from_checkpoint(folder), Shard())
+    table = weight_table(Config.from_checkpoint(folder), Shard())
     shapes = {name: shape for pieces in table.values() for name, shape, _ in pieces}
     files = [f"model-{i + 1:05d}-of-{FILES:05d}.safetensors" for i in range(FILES)]
     where = {name: files[i * FILES // len(shapes)] for i, name in enumerate(shapes)}
@@ -95,7 +95,7 @@ def load_share(folder, rank, size):
     before, fetched, start = status("VmRSS"), read_bytes(), time.perf_counter()
     model = Transformer.load(folder, shard=Shard(rank, size))
     seconds = time.perf_counter() - start
-    whole = {p for p, pieces in stored(model.config, model.shard).items() if not any(cut for *_, cut in pieces)}
+    whole = {p for p, pieces in weight_table(model.config, model.shard).items() if not any(cut for *_, cut in pieces)}
     return dict(rank=rank, ranks=size, share=weights(model), seconds=round(seconds, 2),
                 replicated=sum(p.nbytes for name, p in model.named_parameters() if name in whole),
                 peak=status("VmHWM") - before, asked=Counted.asked, device=read_bytes() - fetched)

@@ -258,7 +258,7 @@ def test_mistakes_end_in_one_line_and_status_2(call, base, chat, tmp_path):
         (["--model", tmp_path / "empty", *ask], "tokenizer.json"),
         (["--model", no_tokenizer, *ask], "tokenizer.json"),
         ([*pickle, *ask], "pickle"),
-        ([*index, *ask], "points outside its folder"),
+        ([*index, *ask], "of its own folder"),
         ([*bad_weights, *ask], "not finite"),
         ([*small, "--prompt", "a prompt of more than eight tokens"], "reads 8"),
         ([*base, "--prompt", ""], "empty"),
