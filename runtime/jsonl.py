@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from runtime.files import check_file, once, one_line
+from runtime.files import check_file, one_line, unique_keys
 
 
 def json_lines(path):
@@ -40,7 +40,7 @@ def json_lines(path):
 def parse(line, where):
     """Parse one line, as bytes. Raises ValueError, with `where`, for anything but a JSON object in UTF-8."""
     try:
-        value = json.loads(line.decode(), object_pairs_hook=once, parse_constant=reject_constant)
+        value = json.loads(line.decode(), object_pairs_hook=unique_keys, parse_constant=reject_constant)
         json.dumps(value, ensure_ascii=False).encode()                  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON in UTF-8 ({one_line(error)})") from None

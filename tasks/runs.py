@@ -56,24 +56,26 @@ def remarks(settings):
                       for part in settings.get("continued", [])]
 
 
-def open_run(path, settings, prompts):
+def open_run(path, settings, items, check=lambda rows: None):
     """Start a run, or continue it. Returns its rows by index. A last row that was cut off is removed from the file.
 
-    prompts: index → hash of the prompt. Raises ValueError if the file is not a run, or was made with other settings or
-    prompts."""
+    items: index → the fields that do not depend on the answer. check: raises ValueError for rows without an answer.
+    Raises ValueError if the file is not a run, or was made with other settings or items."""
     stored, rows = read_run(path) if path.exists() else ({}, [])
     if stored is None:
         raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py; "
                          "choose another --out")
     if rows:
         check_settings(path, stored, settings)
+        check(rows)
         for row in rows:
-            if row.get("prompt_sha256") != prompts.get(row["index"]):
-                raise ValueError(f"{path}, line {row['line']}: item {row['index']} has another prompt now; "
+            item = items.get(row["index"])
+            if item is None or any(row.get(name) != item[name] for name in item):
+                raise ValueError(f"{path}, line {row['line']}: item {row['index']} is not that of the data; "
                                  "choose another --out or remove the file")
         changes = {name: settings[name] for name in SURROUNDINGS if settings[name] != stored.get(name)}
         settings = stored | {"n": settings["n"], "limit": settings["limit"]}
-        if changes and len(rows) < len(prompts):
+        if changes and len(rows) < len(items):
             settings["continued"] = [changes]
     save(path, settings, rows)
     return {row["index"]: row for row in rows}
