@@ -173,7 +173,7 @@ MINIATURE = tuple(
     Task(f"miniature-{split}", items.miniature, (metrics.first_sentence, metrics.memory),
          files=(f"miniature-{split}.jsonl",), home=f"the lines that python -m miniature.data --split {split} prints",
          without_context="field", layout="plain", n=n, running="exact_match")
-    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 512, 320, 1024),
+    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 1024, 320, 1024),
                         strict=True))
 
 PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,

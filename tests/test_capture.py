@@ -8,7 +8,6 @@ from torch.overrides import TorchFunctionMode
 
 import baselines
 from decore import METHODS, Generation, Rows, collect, decode, fetch, generate, open_decore
-from heads import detect
 from model import MASKS, Transformer
 from runtime import fast
 from runtime.fast import look_up, record, recorded
@@ -257,19 +256,6 @@ def test_what_is_not_copied_would_be_seen(model, monkeypatch):
     model.graphs = {(*key[:6], *((x.shape, x.dtype) for x in fast.tensors_of(memory))): (graph, memory)
                     for key, (graph, memory) in model.graphs.items()}
     assert generate(model, LATER, "ad", 9, opener=recording("ad", dry_run), info_layer=2) != plain
-
-
-def test_detection_by_a_recorded_step_is_the_same(model, monkeypatch):
-    prompts, needles = [random_ids(n, seed=n) for n in (30, 41)], [(3, 9), (20, 30)]
-    plain = detect.answer(model, prompts, needles, 12)
-    step = detect.recorded
-    monkeypatch.setattr(detect, "recorded", lambda *a: step(*a, recorder=recorder))
-    monkeypatch.setattr(detect, "RECORDED", "cpu")
-    recorder = Counted()
-    for _ in range(2):
-        for (ids, top), (wanted, expected) in zip(detect.answer(model, prompts, needles, 12), plain, strict=True):
-            assert ids == wanted and torch.equal(top, expected)
-    assert recorder.times == 1
 
 
 @pytest.mark.parametrize("compiled, why", [

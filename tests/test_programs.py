@@ -15,7 +15,7 @@ import torch
 import cli
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("benchmarks", "heads", "miniature", "results", "runtime", "tasks")
+FOLDERS = ("benchmarks", "heads", "miniature", "runtime", "tasks")
 WAY_IN = re.compile(r'\nif __name__ == "__main__":\n'
                     r'(    from runtime\.cli import run\n)?    sys\.exit\((cli\.)?run\(main\)\)\n\Z')
 PROGRAMS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *(path for folder in FOLDERS
