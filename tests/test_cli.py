@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import baselines
-import decore
 import cli
+import decore
 from cli import screen as answer
 from heads import load_heads, published_random_heads, random_heads
 from model import Transformer
