@@ -221,6 +221,8 @@ def evaluate(argv):
     cli.check_options(args, methods, seeded=any(bench.demo_seed is not None for bench in plan))
     if args.dry_run:
         return dry_run(args, plan)
+    for task in tasks:
+        metrics.check_available(task)
     ranks = Ranks(args.tp, args.device)
     model, tokenizer, amateur = cli.load_models(args, ranks.shard())
     weights = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])

@@ -1,5 +1,6 @@
 """Files of JSON lines: read, append, replace in one step, and lock."""
 
+import codecs
 import gzip
 import json
 import os
@@ -12,11 +13,11 @@ from filelock import FileLock, Timeout
 from runtime.files import check_file, one_line, unique_keys
 
 
-def json_lines(path):
+def json_lines(path, complete=False):
     """Yields (line number, object) for each line that is not blank.
 
-    The file may be compressed (.gz). A last line without a newline that cannot be parsed is skipped, because a killed
-    process leaves such a line. Raises ValueError, with the line, for any other line that cannot be parsed."""
+    The file may be compressed (.gz). Raises ValueError, with the line, for a line that cannot be parsed. If it is the
+    last one and has no newline, as a killed process leaves it, it is skipped instead, unless `complete`."""
     path = check_file(path)
     content = path.read_bytes()
     if path.suffix == ".gz":
@@ -24,14 +25,14 @@ def json_lines(path):
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file ({error})") from None
-    lines = content.split(b"\n")
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             value = parse(line, f"{path}, line {number}")
         except ValueError:
-            if number == len(lines):
+            if number == len(lines) and not complete:
                 return
             raise
         yield number, value

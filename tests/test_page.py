@@ -15,7 +15,7 @@ import evaluate
 from cli import page
 from heads import choose_heads
 from model import Transformer
-from tasks.sources import fingerprint
+from tasks.sources import file_record
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -203,7 +203,7 @@ def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path):
     demo = {"question": "Where?", "answer": "here"}
     demos, other = write_lines(tmp_path / "demos.jsonl", demo), write_lines(tmp_path / "other.jsonl", demo, demo)
     settings = {"task": "triviaqa", "version": 1, "model": "/nowhere", "method": "greedy", "n": 3, "layout": "chat",
-                "data": [fingerprint(data)], "demos": fingerprint(demos)}
+                "data": [file_record(data)], "demos": file_record(demos)}
     line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "ids": [1], "alphas": [0],
             "entropies": [0], "stop": "eos"}
     run = write_lines(tmp_path / "run.jsonl", {"settings": settings}, line)
