@@ -199,7 +199,7 @@ def heading(prompt, tokenizer):
 
 def answer(title, method, settings, setup, args, generate, find_sources):
     """Decode the prompts by one method. Print the texts as they grow, or JSON, and add them to the page."""
-    screen = Screen(setup.tokenizer, [text + title for text in setup.before], args.stop, silent=args.json)
+    screen = Screen(setup.tokenizer, [text + title for text in setup.before], args.stop, quiet=args.json)
     start = time.perf_counter()
     out = generate(setup.model, setup.prompts, max_new_tokens=args.max_new_tokens, eos_ids=setup.tokenizer.eos_ids,
                    on_token=screen.token, **settings)
