@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 from scipy.stats import gaussian_kde
 
 from report import published, significance, tables
-from report.stored import base_entropies, grouped, mean_of, scale, typical, usual_options
+from report.stored import base_entropies, grouped, mean_of, scale, typical
 
 WIDTH, PANEL, DPI = 7.6, 2.1, 150               # inches across the page and per row of panels; dots per inch
 STYLE = {                                       # method → colour, marker
@@ -37,19 +37,15 @@ def draw_all(runs, folder):
         for mask, (group, about) in itertools.product(masks, published.GROUPS.items()):
             setups = {setup: by_task for setup, by_task in every.items() if setup.mask in (None, mask)}
             tasks = [task for task in published.tasks_of(setups) if task in about]
-            for name, draw in FIGURES.items() if tasks else ():
+            for kind, draw in FIGURES.items() if tasks else ():
                 if picture := draw(setups, tasks):
-                    parts = dict.fromkeys((name, title, group, *["query"] * (mask == "query")))
-                    parts = [part if part in (name, title) else part.lower() for part in parts]
-                    path = folder / ("-".join(dict.fromkeys(parts)).replace(",", "").replace(" ", "-") + ".png")
-                    pictures.append(save(*picture, path, title + ", query mask" * (mask == "query")))
+                    figure, caption = picture
+                    parts = dict.fromkeys([kind, title, group.lower(), *["query"] * (mask == "query")])
+                    path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
+                    caption = f"{title}{', query mask' * (mask == 'query')}: {caption}"
+                    figure.savefig(path, dpi=DPI, metadata={"Description": caption})
+                    pictures.append((path, caption))
     return pictures
-
-
-def save(figure, caption, path, subject):
-    caption = f"{subject}: {caption}"
-    figure.savefig(path, dpi=DPI, metadata={"Description": caption})
-    return path, caption
 
 
 def grid(panels, columns=3, height=PANEL, **options):
@@ -67,24 +63,23 @@ def grid(panels, columns=3, height=PANEL, **options):
     return figure, axes[:panels]
 
 
-def finish(figure, axes, runs, *notes):
+def finish(figure, runs, *notes):
     """Adds the legend of all labelled lines, and at the foot from which runs the figure was made."""
     def every(name, end=None):
-        values = sorted({str(run.settings.get(name) or "unknown").split("/")[-1][:end] for run in runs})
-        return ", ".join(values[:3]) + f" and {len(values) - 3} more" * (len(values) > 3)
+        values = sorted({str(run.settings.get(name) or "none").split("/")[-1][:end] for run in runs})
+        return f"{name} {', '.join(values[:3])}" + f" and {len(values) - 3} more" * (len(values) > 3)
 
-    handles = {label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    handles = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, fontsize=SMALL,
-                      frameon=False)
-    counts = {}
+        figure.legend(handles.values(), handles, loc="outside upper center", fontsize=SMALL, frameon=False,
+                      ncols=2 if max(map(len, handles)) > 36 else 3)
+    counts = {run.task: [] for run in runs}
     for run in runs:
-        counts.setdefault(run.task, set()).add(len(run.lines))
+        counts[run.task].append(len(run.lines))
     n = ", ".join(f"{task} {tables.span(numbers)}" for task, numbers in counts.items())
-    seeds = sorted({run.settings["seed"] for run in runs if run.setup.random})
-    random = f"seeds of random heads: {', '.join(map(str, seeds))}" if seeds else "no random heads"
-    foot(figure, every("model"), f"n: {n}", random, every("dtype"), f"run on {every('date')}",
-         f"commit {every('commit', 8)}", *notes)
+    seeds = ", ".join(map(str, sorted({run.settings["seed"] for run in runs if run.setup.random})))
+    foot(figure, every("model"), f"n: {n}", f"seeds of random heads: {seeds or 'none'}", every("mask"), every("dtype"),
+         every("date"), every("commit", 8), *notes)
 
 
 def foot(figure, *notes):
@@ -96,14 +91,19 @@ def runs_of(setups, tasks, keep):
     return [run for setup, by_task in setups.items() if keep(setup) for task in tasks for run in by_task.get(task, [])]
 
 
+def name_of(setup):
+    return str(setup._replace(mask=None))       # which is the same in a whole figure
+
+
 # Scores against N and against α
 
 def heads_figure(setups, tasks):
     """Score against N: retrieval heads, and random heads with the range of their draws."""
     alpha = next((setup.alpha for setup in typical(setups) if setup.method == "decore-static"), None)
+    options = {"", *(setup.options for setup in typical(setups))}
 
     def is_shown(line):
-        return line.alpha in (None, alpha) and line.options in usual_options(setups)
+        return line.alpha in (None, alpha) and line.options in options
 
     panels = {}
     for task in tasks:
@@ -120,7 +120,8 @@ def heads_figure(setups, tasks):
             draw_line(ax, line, points)
             draw_paper(ax, setups, task, "num_heads", line)
             if (r := tables.correlation(line.method, points, start)) is not None:
-                label += f"\nr {line}: {r:+.2f}".replace("-", "−")
+                name = name_of(line).replace("random heads as published", "published draws")
+                label += f"\nr {name.replace('random heads', 'random draws')}: {r:+.2f}".replace("-", "−")
         numbers = sorted({n for points in lines.values() for n in points})
         if len(numbers) > 2 and len({b / a for a, b in itertools.pairwise(numbers) if a}) == 1:
             ax.set_xscale("log", base=2)                            # doubling numbers at equal distances
@@ -128,7 +129,7 @@ def heads_figure(setups, tasks):
             ax.xaxis.set_major_formatter(ScalarFormatter())
             ax.xaxis.set_minor_formatter(NullFormatter())
         finish_panel(ax, task, start, label)
-    finish(figure, axes, runs_of(setups, panels, lambda setup: setup.method == "greedy" or setup.n and is_shown(setup)),
+    finish(figure, runs_of(setups, panels, lambda setup: setup.method == "greedy" or setup.n and is_shown(setup)),
            "band and dots: range and single draws of random heads",
            "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
     return figure, ("score against the number of masked heads, retrieval heads (solid) and random heads (dashed, with "
@@ -145,13 +146,12 @@ def draw_line(ax, line, points):
         for n in numbers:
             ax.plot([n] * len(points[n]), points[n], ".", color=colour, markersize=2, alpha=0.6)
     ax.plot(numbers, [np.mean(points[n]) for n in numbers], DASHES[line.random], color=colour, marker=marker,
-            markersize=4, linewidth=1.3, markerfacecolor="white" if line.random else colour, label=str(line))
+            markersize=4, linewidth=1.3, markerfacecolor="white" if line.random else colour, label=name_of(line))
 
 
 def draw_paper(ax, setups, task, column, line):
     """The paper's own points of a method, in grey. column: "num_heads" or "alpha"."""
-    points = published.points(column, tables.model_of(setups), task, published.method_of(line),
-                              published.headline(task)[0])
+    points = published.points(column, tables.model_of(setups), task, published.method_of(line))
     if points:
         ax.plot(*zip(*points, strict=True), DASHES[line.random], color="#999999", marker=STYLE[line.method][1],
                 markersize=3, linewidth=0.8, markerfacecolor="white", label="the paper's values")
@@ -162,7 +162,7 @@ def finish_panel(ax, task, start, label):
     if start is not None:
         ax.axhline(start, color="black", linestyle=":", linewidth=1, label="greedy")
     ax.set_title(name, fontsize=SMALL, loc="left")
-    ax.set_xlabel(label, fontsize=TINY)
+    ax.set_xlabel(label, fontsize=TINY, loc="left")
     ax.set_ylabel(labels[metric] or "%", fontsize=TINY)
     if scale(metric) == 100:
         ax.set_ylim(-4, 104)                    # the whole range, so that a small change looks small
@@ -172,19 +172,18 @@ def finish_panel(ax, task, start, label):
 
 def alpha_figure(setups, tasks):
     """Score against α of DeCoRe static, one line per N."""
-    def is_shown(setup):
-        return setup.method == "decore-static" and not setup.random and setup.options in usual_options(setups)
-
+    options = {"", *(setup.options for setup in typical(setups))}
+    shown = [setup for setup in setups
+             if setup.method == "decore-static" and not setup.random and setup.options in options]
     panels = {}
     for task in tasks:
-        lines, metric = {}, published.headline(task)[0]
-        for setup, by_task in setups.items():
-            if is_shown(setup) and task in by_task and (mean := mean_of(by_task[task][0], metric)) is not None:
-                lines.setdefault(setup, {})[setup.alpha] = mean
-        lines = {n: {setup.alpha: mean for setup, points in lines.items() if setup.n == n for mean in points.values()}
-                 for n in sorted({setup.n for setup in lines})}
+        metric, lines = published.headline(task)[0], {}
+        for setup in shown:
+            for run in setups[setup].get(task, []):
+                if run.means.get(metric) is not None:
+                    lines.setdefault(setup.n, {})[setup.alpha] = mean_of(run, metric)
         if any(len(points) > 2 for points in lines.values()):
-            panels[task] = lines, tables.curves(setups, task, metric)[1]
+            panels[task] = dict(sorted(lines.items())), tables.curves(setups, task, metric)[1]
     if not panels:
         return None
     entropy = next((setup for setup in typical(setups) if setup.method == "decore-entropy"), None)
@@ -198,10 +197,10 @@ def alpha_figure(setups, tasks):
                     marker=MARKERS[i % len(MARKERS)], markersize=3.5, linewidth=1.2, label=f"DeCoRe static, N = {n}")
         if entropy and task in setups[entropy]:
             ax.axhline(mean_of(setups[entropy][task][0], published.headline(task)[0]), linestyle="-.", linewidth=1,
-                       color=STYLE["decore-entropy"][0], label=str(entropy))
-        draw_paper(ax, setups, task, "alpha", next(filter(is_shown, setups)))
+                       color=STYLE["decore-entropy"][0], label=name_of(entropy))
+        draw_paper(ax, setups, task, "alpha", shown[0])
         finish_panel(ax, task, start, "α")
-    finish(figure, axes, runs_of(setups, panels, lambda s: s.method == "greedy" or is_shown(s) or s == entropy))
+    finish(figure, runs_of(setups, panels, lambda setup: setup.method == "greedy" or setup in (*shown, entropy)))
     return figure, "score against α of DeCoRe static"
 
 
@@ -231,11 +230,11 @@ def entropy_figure(setups, tasks):
             for rival in rivals if setup.method == "decore-entropy" else ():
                 if test := significance.t_test(values, rivals[rival], "less"):
                     label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
-        ax.set_yticks(range(len(methods)), [str(setup) for setup in reversed(methods)], fontsize=TINY)
+        ax.set_yticks(range(len(methods)), [name_of(setup) for setup in reversed(methods)], fontsize=TINY)
         ax.set_xlim(0, most * 1.4)
         ax.set_title(published.TASKS[task][0], fontsize=SMALL, loc="left")
         ax.set_xlabel(label, fontsize=TINY)
-    finish(figure, axes, runs_of(setups, panels, lambda setup: setup in methods),
+    finish(figure, runs_of(setups, panels, lambda setup: setup in methods),
            "line: mean; box: quartiles; p: Welch's t-test, one-sided, entropy below greedy's; below the panels: DeCoRe "
            "entropy's below the others'; drawn up to the 99.5th percentile")
     return figure, "base entropy per token of each method"
@@ -269,11 +268,11 @@ def correctness_figure(setups, tasks):
             if setup in pairs:
                 draw_densities(above, *pairs[setup])
                 draw_regression(below, *pairs[setup])
-                above.set_title(f"{published.TASKS[task][0]}\n{setup}", fontsize=SMALL - 1, loc="left")
+                above.set_title(f"{published.TASKS[task][0]}\n{name_of(setup)}", fontsize=SMALL - 1, loc="left")
             else:
                 above.set_axis_off()
                 below.set_axis_off()
-    finish(figure, axes, runs_of(setups, panels, lambda setup: setup in methods),
+    finish(figure, runs_of(setups, panels, lambda setup: setup in methods),
            "R²: McFadden's pseudo-R², no penalty")
     return figure, "base entropy of correct and incorrect answers, with a logistic regression"
 
@@ -284,8 +283,8 @@ SIDES = (("correct", "#0072B2", "-"), ("incorrect", "#D55E00", "--"))
 def draw_densities(ax, entropies, right):
     bins = np.linspace(0, max(entropies.max(), 1e-6), 25)
     for (name, colour, dash), values in zip(SIDES, (entropies[right], entropies[~right]), strict=True):
-        ax.hist(values, bins, density=True, histtype="stepfilled", color=colour, alpha=0.2)
-        ax.hist(values, bins, density=True, histtype="step", color=colour, linestyle=dash, linewidth=1.2)
+        ax.hist(values, bins, density=True, histtype="stepfilled", facecolor=f"{colour}33", edgecolor=colour,
+                linestyle=dash, linewidth=1.2)
         ax.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
     ax.set_xlim(0, bins[-1])
     ax.set_ylabel("density", fontsize=TINY)

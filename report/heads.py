@@ -5,10 +5,13 @@
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 import cli
 from heads import find_file, load_scores
 from report import published, tables
+from report.figures import CYCLE, DPI, MARKERS, SMALL, TINY, foot, grid
 from runtime.files import read_json
 
 RANKS = (1, *range(10, 101, 10))
@@ -39,15 +42,12 @@ def main(argv):
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in (("head-curves", head_curves), ("head-maps", head_maps)):
-            draw(files).savefig(folder / f"{name}.png", dpi=150)
+            draw(files).savefig(folder / f"{name}.png", dpi=DPI)
             print(folder / f"{name}.png")
 
 
 def head_curves(files):
     """Sorted retrieval scores of several models, as a figure."""
-    from matplotlib.ticker import StrMethodFormatter
-
-    from report.figures import CYCLE, MARKERS, SMALL, TINY, foot, grid
     figure, [ax] = grid(1, height=3.0)
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -66,10 +66,6 @@ def head_curves(files):
 
 def head_maps(files):
     """Retrieval score of every head of several models by layer and head, as a figure."""
-    from matplotlib.colors import PowerNorm
-    from matplotlib.ticker import MaxNLocator
-
-    from report.figures import SMALL, TINY, foot, grid
     figure, axes = grid(len(files), 3, 2.3)
     every = [load_scores(path) for path in files]
     most = max(1, *(max(scores.values()) for scores in every))          # by the published rule a score may exceed 1

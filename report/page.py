@@ -80,7 +80,7 @@ def prompt_part(settings, line, data, demos):
                 raise ValueError(f"--{name} is another file than the run's, {theirs}")
         item = items[line["index"]]
         if settings["layout"] == "plain":
-            texts.append(("prompt", prompts.text(task, item, shown)))
+            texts.append(("prompt", prompts.plain_text(task, item, shown)))
         else:
             turns = prompts.messages(task, item, shown, settings["layout"])
             texts += [(turn["role"], turn["content"]) for turn in turns]

@@ -71,35 +71,32 @@ def method_of(setup):
     return RANDOM.get(setup.method, f"{setup.method}-random") if setup.random else setup.method
 
 
+@cache
+def rows(name, task, model, method):
+    key = task, model.lower(), method
+    return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
+
+
 def cell(run, metric):
     """The paper's row for this run and metric, or None.
 
     `at` in the row says at which N it was measured, if that is not the run's: tables over N have a cell for most N, the
     main tables do not state theirs."""
     setup = run.setup
-    key = run.task, run.model.lower(), method_of(setup), metric
-    rows = [row for row in table("paper")
-            if (row["task"], row["model"].lower(), row["method"], row["metric"]) == key
+    fits = [row for row in rows("paper", run.task, run.model, method_of(setup)) if row["metric"] == metric
             and row["num_heads"] in ("", str(setup.n)) and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
-    row = max(rows, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
-    return row and row | {"at": other_n(run, metric) if row["num_heads"] == "" else ""}
+    row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
+    if row is None or row["num_heads"] or setup.n is None:
+        return row and row | {"at": ""}
+    inferred = [n for row in rows("paper_n", run.task, run.model, setup.method) if metric != "entropy"
+                for n in row["num_heads"].split()]
+    return row | {"at": "" if str(setup.n) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
 
 
-def other_n(run, metric):
-    """ " at N = 90" for a cell of a main table whose N is not the run's, " at N = ?" if it is not known."""
-    if run.setup.n is None:
-        return ""
-    key = run.task, run.model.lower(), run.setup.method
-    numbers = next((row["num_heads"].split() for row in table("paper_n") if metric != "entropy"
-                    and (row["task"], row["model"].lower(), row["method"]) == key), [])
-    return "" if str(run.setup.n) in numbers else f" at N = {' or '.join(numbers) or '?'}"
-
-
-def points(column, model, task, method, metric):
-    """[(N or α, value)] of the paper's tables over the column "num_heads" or "alpha"."""
-    key = task, model.lower(), method, metric
-    return sorted((float(row[column]), float(row["value"])) for row in table("paper") if row[column] and key == (
-        row["task"], row["model"].lower(), row["method"], row["metric"].removesuffix("_published")))
+def points(column, model, task, method):
+    """[(N or α, value)] of the paper's tables over the column "num_heads" or "alpha", by the metric of the figures."""
+    return sorted((float(row[column]), float(row["value"])) for row in rows("paper", task, model, method)
+                  if row[column] and row["metric"].removesuffix("_published") == headline(task)[0])
 
 
 def tests(model, tasks):

@@ -72,14 +72,10 @@ class Run(NamedTuple):
         return self.model + f", {self.conditions}" * bool(self.conditions)
 
 
-def last_part(name):
-    return str(name).rstrip("/").split("/")[-1]
-
-
 def setup_of(settings, iti=ITI):
     """(model, Setup) of a run's settings."""
-    model, method = last_part(settings["model"]), settings["method"]
-    amateur = last_part(settings["amateur"]) if settings.get("amateur") else None
+    model, method = Path(settings["model"]).name, settings["method"]
+    amateur = Path(settings["amateur"]).name if settings.get("amateur") else None
     if amateur and method in ("decore-static", "decore-entropy"):       # the name in older runs
         method += "-lite"
     if method == "greedy" and model in iti:
@@ -218,18 +214,10 @@ def typical(setups):
         usual = [setup for setup in usual if not setup.options] or usual
         usual = [setup for setup in usual if setup.alpha == PAPER_ALPHA] or usual
         if usual:
-            chosen.append(max(usual, key=lambda setup: (count(setups, setup.n), -(setup.n or 0), len(setups[setup]))))
+            runs = {setup.n: sum(len(by_task) for other, by_task in setups.items()
+                                 if other.n == setup.n and not other.random) for setup in usual}
+            chosen.append(max(usual, key=lambda setup: (runs[setup.n], -(setup.n or 0), len(setups[setup]))))
     return chosen
-
-
-def usual_options(setups):
-    """The options that figures show: none, or those of the typical setups."""
-    return {"", *(setup.options for setup in typical(setups))}
-
-
-def count(setups, n):
-    """How many runs mask the n best heads."""
-    return sum(len(by_task) for setup, by_task in setups.items() if setup.n == n and not setup.random)
 
 
 # Numbers of one run

@@ -139,11 +139,9 @@ def score_notes(text, runs):
         "(inferred: its values are multiples of 1/(3n)).": " draws)" in text,
         "won/lost: examples that greedy has wrong and this setup right, and the reverse; exact McNemar p, two-sided, "
         "not corrected for the number of comparisons.": ", p " in text,
-        "paper: its value, and our value minus it, by the metric as published. The published runs mask queries.":
-            compared,
-        "at N = …: the paper's cell was measured at another N than the run; at N = ?: at one that it does not state "
-        "(tasks/paper_n.csv).": " at N = " in text,
-        "† the paper's cell is misprinted or unclear; tasks/paper.csv says how.": "†" in text,
+        "paper: its value, and our value minus it, by the metric as published. The published runs mask queries. At N: "
+        "measured at another N than the run; N = ?: not stated (tasks/paper_n.csv). †: misprinted or unclear "
+        "(tasks/paper.csv).": compared,
         f"The paper's runs are in bfloat16, these (also) in {dtypes}.": compared and dtypes,
         f"Demonstrations other than the paper's: {demos}.": demos,
         f"Only the first examples: {limited}.": limited,

@@ -207,7 +207,7 @@ def test_each_inferred_n_gives_the_main_tables_value_in_the_tables_over_n():
 
 @pytest.mark.parametrize("method, r", [("masked", "-0.93"), ("decore-random", "0.89")])
 def test_the_papers_correlations_come_out_with_its_metric(method, r):
-    points = published.points("num_heads", "Meta-Llama-3-8B-Instruct", "xsum", method, published.headline("xsum")[0])
+    points = published.points("num_heads", "Meta-Llama-3-8B-Instruct", "xsum", method)
     start = next(float(row["value"]) for row in published.table("paper") if row["metric"] == "factkb"
                  and (row["task"], row["model"], row["method"]) == ("xsum", "Meta-Llama-3-8B-Instruct", "greedy"))
     assert f"{tables.correlation(method, {n: [value] for n, value in points}, start):.2f}" == r
@@ -336,26 +336,33 @@ def test_figures_are_not_blank_and_say_which_runs_they_show(call, sweep, tmp_pat
         assert (pixels.min(-1) < 250).mean() > 0.02 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
         assert f"/{kind}-miniature.png)" in out
         foot = " ".join(draw(setups_in(sweep), [TASK])[0].get_supxlabel().split())
-        assert "miniature-conflict 40" in foot and "commit 01234567" in foot and "run on 2024-12-31" in foot
+        assert "miniature-conflict 40" in foot and "commit 01234567" in foot and "date 2024-12-31" in foot
         assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
 
 
-def test_figures_name_tasks_as_the_paper_does_and_ticks_do_not_overlap(tmp_path):
+def test_figures_name_tasks_as_the_paper_does_and_labels_do_not_overlap(tmp_path):
     for n in (1, 2, 3, 4, 10, 20, 100):
-        write_run(tmp_path, "decore-static", n, 0.5, task="miniature-open", right=n % 7)
+        for method in ("masked", "decore-entropy"):
+            write_run(tmp_path, method, n, random="published", right=n % 7)
     setups = setups_in(tmp_path)
     for by_task in setups.values():
-        [run] = by_task.values()
-        by_task |= {task: [run[0]._replace(settings=run[0].settings | {"task": task}, means={metric: 0.5})]
+        [[run]] = by_task.values()
+        by_task |= {task: [run._replace(settings=run.settings | {"task": task}, means={metric: run.setup.n / 100})]
                     for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match"))}
-    figure, _ = figures.heads_figure(setups, ["xsum", "nq-swap", "miniature-open"])
+    figure, _ = figures.heads_figure(setups, ["xsum", "nq-swap", TASK])
     figure.canvas.draw()
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "open book"]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "conflict"]
     assert figure.axes[1].get_ylim() == (-4, 104)                       # all of a range in per cent
+    labels = [ax.xaxis.label.get_window_extent() for ax in figure.axes]
+    assert "r DeCoRe entropy, published draws: " in figure.axes[0].get_xlabel()
     for ax in figure.axes:
-        boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
-        shown = [box for box in boxes if ax.bbox.x0 - 1 <= (box.x0 + box.x1) / 2 <= ax.bbox.x1 + 1]
-        assert len(shown) > 2 and all(a.x1 < b.x0 for a, b in zip(shown, shown[1:], strict=False))
+        ticks = [tick.get_window_extent() for tick in ax.get_xticklabels()]
+        labels_within = [box for box in ticks if ax.bbox.x0 <= (box.x0 + box.x1) / 2 <= ax.bbox.x1 + 1]
+        assert len(labels_within) > 2
+        assert all(a.x1 < b.x0 for a, b in zip(labels_within, labels_within[1:], strict=False))
+    assert all(a.x1 < b.x0 for a, b in zip(labels, labels[1:], strict=False))
+    for box in (*labels, figure.legends[0].get_window_extent()):
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
 def test_nothing_to_draw_is_no_figure(tmp_path):
