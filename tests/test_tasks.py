@@ -389,10 +389,10 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
 
     for name in ("validation-1.parquet", "validation-2.parquet"):
         (tmp_path / name).write_bytes(b"")
-    refuse("several files fit triviaqa, name one", "triviaqa", tmp_path)
+    demos = lines(tmp_path / "d.jsonl", QA | {"context": "c"}, QA)
+    refuse("several files fit triviaqa, name one", "triviaqa", tmp_path, demos)
     refuse("memotrap needs --data; its data are the four csv files of github.com", "memotrap")
     refuse("unknown task 'nqswap'; known tasks: xsum, memotrap", "nqswap")
-    demos = lines(tmp_path / "d.jsonl", QA | {"context": "c"}, QA)
     refuse("d.jsonl, line 2: field 'context' is missing", "nq-swap", write_data("nq-swap", tmp_path), demos)
     refuse("xsum takes no demonstrations", "xsum", write_data("xsum", tmp_path), demos)
 
