@@ -38,11 +38,7 @@ def load_model(name, args, shard=None):
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     if args.dtype == "auto" and device == "cpu" and count_parameters(name) < SMALL:
         dtype = torch.float32
-    model = Transformer.load(name, device=device, dtype=dtype, shard=shard)
-    if model.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
-        torch.cuda.synchronize()
-        torch.cuda.set_stream(torch.cuda.Stream(model.device))          # the default stream cannot be recorded
-    return model, tokenizer
+    return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
 
 
 def count_parameters(name):

@@ -29,6 +29,7 @@ from tqdm import tqdm
 import cli
 from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prompt, plan, read_haystack, read_needles
 from heads.needles import shortest as shortest_prompt
+from model import Cache
 from runtime import jsonl
 from runtime.files import short_hash
 from runtime.weights import fingerprint
@@ -75,7 +76,7 @@ def head_scores(attended, generated, prompt_ids, needle, published=False):
 def answer(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
     """Greedy answers to a batch of prompts: for each its ids and the most attended positions [S, L, H]."""
     lengths = torch.tensor([len(ids) - 1 for ids in prompts])
-    cache = model.cache(lengths, max_new_tokens)
+    cache = Cache(model, lengths.tolist(), max_new_tokens)
     ids = pad_sequence([torch.tensor(ids[:-1], dtype=torch.long) for ids in prompts], batch_first=True)
     model.prefill(ids.to(model.device), cache)
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]

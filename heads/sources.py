@@ -4,6 +4,8 @@ from collections import Counter
 
 import torch
 
+from model import Cache
+
 AT_ONCE = 8             # tokens whose attention weights are in memory together
 
 
@@ -23,12 +25,12 @@ def find_sources(model, prompt, ids, heads):
 @torch.inference_mode()
 def attended(model, prompt, ids):
     """The position in the prompt that each head attends to most as it generates each of the ids, [T, L, H]."""
-    cache = model.cache(torch.tensor([len(prompt) - 1]), len(ids))
+    cache = Cache(model, [len(prompt) - 1], len(ids))
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long, device=model.device), cache)
     tokens, positions = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device), []
     for part in tokens.split(AT_ONCE, 1):
         weights = []
-        model(part, cache, weights=weights, logits=False)
+        model(part, cache, weights=weights)
         # The prompt's last token has the first slot, whose key is number P, after those of the padded prompt.
         top = torch.stack([layer[0, 0, :, :, :cache.P + 1].argmax(-1) for layer in weights])            # [L, T, H]
         positions.append(model.shard.all_gather(top.clamp(max=len(prompt) - 1)).transpose(0, 1))
