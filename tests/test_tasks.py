@@ -52,7 +52,7 @@ def write_data(name, folder):
         return lines(folder / "x.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"})
     if name == "memotrap":
         rows = [["Say \"no\": one two", "[' three.', ' four.']", "1"], ["Q?\nAnswer:", '[" A", " B"]', "0"]]
-        table(folder / "1-proverb-ending.csv", ["prompt", "classes", "answer_index"], rows[0])
+        table(folder / "1-proverb-ending.csv", ["prompt", "classes", "answer_index"], rows[0], encoding="utf-8-sig")
         table(folder / "4-history-of-science-qa.csv", ["prompt", "classes", "answer_index"], rows[1])
         return folder
     if name == "ifeval":
@@ -70,7 +70,7 @@ def write_data(name, folder):
         return folder / "dev.parquet"
     if name.startswith("truthfulqa"):
         row = ["Adversarial", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "url"]
-        return table(folder / "t.csv", TRUTHFUL, row, encoding="utf-8-sig")
+        return table(folder / "t.csv", TRUTHFUL, row)
     if name == "triviaqa":
         row = {"question": "Which?", "question_id": "tc_1", "answer": {"aliases": ["A", "B"], "value": "V",
                                                                      "normalized_aliases": ["n"]}}
@@ -256,8 +256,8 @@ def training(tmp_path, monkeypatch):
 def test_demonstrations_are_drawn_from_the_training_split_by_the_seed(training):
     rows = [{"question": f"q{i}", "answer": [f"a{i}", "other"]} for i in range(50)]
     first, again, other = (training("nq-closed", rows, seed) for seed in (1, 1, 2))
-    assert first == again != other
     demos, record = first
+    assert first == again and demos != other[0]
     assert len(demos) == 8 and all(demo["answer"] == f"a{demo['question'][1:]}" for demo in demos)
     assert (record["source"], record["paper"], record["revision"], record["seed"], record["file"]) == (
         "train", False, "c0ffee", 1, "train.jsonl")
