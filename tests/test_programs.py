@@ -112,6 +112,7 @@ MISTAKES = [
     ("decore", BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
     ("decore", BASE + " --sources", "--sources has no effect without --json or --html"),
     ("decore", BASE + " --alpha nan", "--alpha: 'nan' is not a finite number"),
+    ("decore", BASE + " --alpha inf", "--alpha: 'inf' is not a finite number"),
     ("decore", BASE + " --alpha-cap -1", "--alpha-cap: '-1' is not a finite number from 0"),
     ("decore", BASE + " --lookup -1", "--lookup: '-1' is not a whole number from 0"),
     ("decore", BASE + " --lookup 99999", "lookup 99999 is more than"),
