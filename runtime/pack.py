@@ -37,7 +37,7 @@ def pack(model):
     that matrix is in memory twice."""
     plain = type(model.embed)
     layers = [(parent, name, layer) for parent in list(model.modules()) if not isinstance(parent, plain)
-              for name, layer in parent.named_children()
+              for name, layer in parent._modules.items()
               if isinstance(layer, plain) and layer.weight.nbytes > SMALL and (parent, name) != (model, "embed")]
     if not layers:
         return
