@@ -23,6 +23,7 @@ from tasks import MINIATURE
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "miniature.md"
 PICTURES = ("heads-miniature", "alpha-miniature", "entropy-miniature", "head-maps")
+HEADS = ("Meta-Llama-3-8B-Instruct", "Mistral-7B-Instruct-v0.3", "Qwen2-7B-Instruct", "miniature", "miniature-amateur")
 PROCESSES = 2                           # at once, of one thread each
 
 DRAWS = "--random-heads uniform --seed 0,1,2,3,4,5,6,7,8,9"
@@ -86,6 +87,7 @@ def write_page(page, claims_table, folder, iti):
     """Replace the page's tables and pictures by those of a folder of runs."""
     plots, pictures = folder / "plots", page.with_suffix("")
     report = run("evaluate.py", "report", folder, "--plots", plots, "--markdown", "--iti", f"{iti.name}=miniature")
+    run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
     methods = next(part for part in report.split("### ") if part.startswith("Miniature")).partition("\n")[2]
     text = replace_block(page.read_text(encoding="utf-8"), "claims", claims_table)
     page.write_text(replace_block(text, "methods", methods), encoding="utf-8")

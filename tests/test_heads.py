@@ -108,9 +108,10 @@ def write(path, scores, **more):
 
 
 def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file(tmp_path):
-    path = write(tmp_path / "m.json", {"1-1": [0.2, 0.4], "0-1": [1, 0], "1-0": [0, 0], "0-0": [0.5, 0.5]})
-    assert load_heads(path, 2, 2) == [(0, 1), (0, 0), (1, 1), (1, 0)]
-    assert load_scores(path) == {(1, 1): float(np.mean([0.2, 0.4])), (0, 1): 0.5, (1, 0): 0.0, (0, 0): 0.5}
+    path = write(tmp_path / "m.json", {"1-1": [0.2, 0.4], "0-1": [1, 0], "1-0": [0, 0], "0-0": [0.5, 0.5],
+                                       "0-2": [0.1, 0.1], "1-2": [0.1, 0.1]})
+    assert load_heads(path, 2, 3) == [(0, 1), (0, 0), (1, 1), (0, 2), (1, 2), (1, 0)]
+    assert load_scores(path)[1, 1] == float(np.mean([0.2, 0.4])) and load_scores(path)[0, 1] == 0.5
 
 
 GOOD = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}
