@@ -284,9 +284,10 @@ def opener_of(method):
 
 
 def main():
-    from cli import program as answer
-    answer.main("Decode with what DeCoRe is compared with, and with DeCoRe.", generate, METHODS, "dola-low",
-                everything=True)
+    from cli.program import main
+    from heads import choose_heads
+    main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
+         choose_heads)
 
 
 if __name__ == "__main__":

@@ -259,9 +259,11 @@ def check_method(method, heads, amateur, amateur_heads):
 
 
 def main():
-    from cli import program as answer
-    answer.main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, METHODS,
-                "decore-entropy", opener=open_decore)
+    from cli.program import main
+    from heads import choose_heads
+    from heads.sources import find_sources
+    main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, METHODS,
+         "decore-entropy", choose_heads, find_sources, open_decore)
 
 
 if __name__ == "__main__":

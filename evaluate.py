@@ -28,6 +28,7 @@ from tqdm import tqdm
 import baselines
 import cli
 import report
+from heads import choose_heads
 from report import stored
 from runtime import jsonl
 from runtime.config import Config
@@ -215,7 +216,7 @@ def main():
 
 def evaluate(argv):
     args = arguments().parse_args(argv)
-    tasks, methods = chosen_tasks(args.task), cli.variants(args.method, args.amateur)
+    tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     check_options(args, tasks, methods)
     cli.check_options(args, methods, seeded=True)
     args.data, args.demos = (None if value is None else Path(value) for value in (args.data, args.demos))
@@ -235,8 +236,8 @@ def evaluate(argv):
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
     for (task, items, records, demos, demo_record), layout in zip(plan, layouts, strict=True):
         for method, n, alpha, seed in combinations(args, methods, model):
-            how = cli.contrast(method, argparse.Namespace(**vars(args) | dict(num_heads=n, alpha=alpha, seed=seed)),
-                               model, amateur)
+            options = argparse.Namespace(**vars(args) | dict(num_heads=n, alpha=alpha, seed=seed))
+            how = cli.method_settings(method, options, model, amateur, choose_heads)
             about = described(method, how, n, args.random_heads)
             settings = {
                 "task": task.name, "version": task.version, "layout": layout, "n": len(items), "limit": args.limit,
@@ -262,7 +263,7 @@ def arguments():
     cli.add_model_arguments(p)
     p.add_argument("--task", required=True, metavar="T[,T…]",
                    help=f"{', '.join(task.name for task in PAPER)}; all: these; miniature: the miniature's splits")
-    p.add_argument("--method", default=["decore-entropy"], type=cli.listed(cli.method(baselines.METHODS)),
+    p.add_argument("--method", default=["decore-entropy"], type=cli.comma_list(cli.method_name(baselines.METHODS)),
                    metavar="M[,M…]", help=f"{', '.join(baselines.METHODS)} (default: decore-entropy)")
     cli.add_method_arguments(p, baselines.METHODS, several=True, leave_out=("without_context", "without_context_ids"))
     p.add_argument("--no-renormalise", action="store_true",
@@ -310,7 +311,7 @@ def combinations(args, methods, model):
         def swept(name, values, method=method):
             return values if method in cli.OPTIONS[name][0] else [None]
         yield from itertools.product(
-            [method], swept("num_heads", args.num_heads or [cli.default_heads(model)]),
+            [method], swept("num_heads", args.num_heads or [cli.default_num_heads(model)]),
             swept("alpha", args.alpha or [cli.DEFAULTS["alpha"]]),
             swept("random_heads", args.seed or [cli.SEED]) if args.random_heads else [None])
 

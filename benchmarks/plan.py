@@ -19,7 +19,7 @@ from benchmarks.shapes import find_shape, spread_heads
 from decore import make_head_mask
 from model import Transformer
 from runtime.parallel import Shard
-from runtime.weights import stored
+from runtime.weights import weight_table
 
 
 class Bare(Transformer):
@@ -51,7 +51,7 @@ def share(config, ranks, prompt, new):
     model(torch.zeros(1, 1, dtype=torch.long, device="meta"), cache, bare(masks))
     if ranks > 1:
         dist.destroy_process_group()
-    whole = [name for name, pieces in stored(config, model.shard).items() if not any(cut for *_, cut in pieces)]
+    whole = [name for name, pieces in weight_table(config, model.shard).items() if not any(cut for *_, cut in pieces)]
     return dict(weights=weights(model), replicated=size(map(model.get_parameter, whole)), prompt=of_prompt,
                 suffix=kept - of_prompt, calls=len(calls) if ranks > 1 else 0, largest=max(calls),
                 read=read_weights(model) + kept)

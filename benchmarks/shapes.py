@@ -5,7 +5,7 @@ import torch
 from model import Transformer
 from runtime.config import Config
 from runtime.pack import pack
-from runtime.weights import stored
+from runtime.weights import named_tensors
 
 
 def llama(d_model, d_ff, n_layers, n_heads, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0, **more):
@@ -67,9 +67,7 @@ def transformers_model(model):
         bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
-    weights = {name: values for parameter, pieces in stored(c, model.shard).items() for (name, _, _), values in zip(
-        pieces, model.get_parameter(parameter).split([shape[0] for _, shape, _ in pieces]), strict=True)}
-    twin.load_state_dict(weights, strict=not c.tied_embeddings, assign=True)
+    twin.load_state_dict(named_tensors(model), strict=not c.tied_embeddings, assign=True)
     twin.tie_weights()
     twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)    # buffers that the state leaves out
     twin.generation_config.eos_token_id = None

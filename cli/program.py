@@ -1,71 +1,66 @@
-"""The command lines of decore.py and baselines.py: prompts in, answers out, as text while it grows or as JSON."""
+"""The program behind decore.py and baselines.py: prompts in, answers out, as text while it grows or as JSON."""
 
-import argparse
 import json
 import os
 import stat
 import sys
 import time
-import warnings
-from functools import partial
 from pathlib import Path
 from select import select
 from typing import NamedTuple
 
 import cli
+from cli.options import nonempty, token_ids
+from cli.page import Page
+from cli.screen import Screen
 from model import Transformer
-from runtime.checks import COMPILE
+from runtime.files import read_text
 from tokenizer import Tokenizer
 
 EXAMPLE = cli.MINIATURE / "example.txt"                 # a passage that contradicts what the miniature remembers
-AMBER = (230, 229, 222, 221, 215, 214, 208)             # backgrounds of the 256-colour palette, by rising entropy
-STRONGEST = 2.0                                         # nats of the strongest shade
 HEADING = 60                                            # characters of a prompt that are shown above its answer
-NO_CONTEXT = "cad needs each prompt without its context too (--without-context)"
 
 
 class Setup(NamedTuple):
     model: Transformer
     tokenizer: Tokenizer
+    amateur: Transformer | None
     prompts: list                                       # token ids
-    headings: list                                      # how each prompt begins
-    example: bool                                       # the built-in passage is the prompt
-    amateur: Transformer | None                         # the smaller model to contrast with
+    headings: list                                      # the beginning of each prompt, one line
+    example: bool                                       # whether the prompt is the built-in example
 
 
-def main(description, generate, methods, default, everything=False, opener=None):
-    """Decode what the command line asks, by one of the methods or by several under each other.
+def main(description, generate, methods, default, choose_heads, find_sources=None, opener=None):
+    """Decodes the prompts of the command line by one method, or by several for comparison.
 
-    everything: --compare shows every method that applies, else greedy, masked and the one asked for.
-    opener: decore.py's, with the options that it alone has: lookup, compile, a page."""
-    args = arguments(description, methods, default, everything, opener).parse_args()
-    first = os.environ.get("RANK", "0") == "0"          # the rank that has the standard input
-    if opener and args.sources and not (args.json or args.html):
+    generate, methods, opener: those of decore.py or baselines.py. choose_heads, find_sources: those of `heads`. Without
+    find_sources and opener the program has no pages, sources and lookup, and --compare shows every method."""
+    everything = opener is None
+    args = arguments(description, methods, default, everything).parse_args()
+    if not everything and args.sources and not (args.json or args.html):
         raise ValueError("--sources has no effect without --json or --html")
-    asked, example = read_prompts(args) if first else ([], False)
-    chosen = choose(args, methods, default, everything, example) if first else []
+    inputs = (([], False), [])
+    if os.environ.get("RANK", "0") == "0":              # only this rank can read standard input
+        prompts, example = read_prompts(args)
+        inputs = (prompts, example), choose_methods(args, methods, default, everything, example)
     model, tokenizer, amateur = cli.load_models(args)
-    prompts = encode(asked, tokenizer, args) if first else None
-    asked, example, chosen, prompts = model.shard.broadcast((asked, example, chosen, prompts))
-    headings = [heading(one, tokenizer) for one in asked]
-    setup = Setup(model, tokenizer, prompts, headings, example, amateur)
+    (prompts, example), chosen = model.shard.broadcast(inputs)
+    headings = [heading(prompt, tokenizer) for prompt in prompts]
+    setup = Setup(model, tokenizer, amateur, encode(prompts, tokenizer, args), headings, example)
     if args.num_heads is None:
-        args.num_heads = cli.default_heads(model)
-    more = dict(lookup=args.lookup or 0, compile=args.compile) if opener else {}
-    wanted = None if everything and args.compare else chosen[-1]
-    how = attempt(chosen, wanted, lambda method: settings(method, setup, args) | more)
-    if opener and args.sources:
-        generate = with_sources(generate)
-    if opener and args.html:
-        from report.page import Page
-        generate = Page(args.html, setup, generate, opener).generate
+        args.num_heads = cli.default_num_heads(model)
+    needed = None if everything and args.compare else chosen[-1]
+    settings = attempt(chosen, needed, lambda method: method_settings(method, setup, args, choose_heads))
+    page = Page(args.html, model, tokenizer, opener) if not everything and args.html else None
+    find_sources = find_sources if not everything and args.sources else None
     if example and not args.json:
-        print(tokenizer.decode(prompts[0]), end="\n\n", flush=True)
+        print(tokenizer.decode(setup.prompts[0]), end="\n\n", flush=True)
     width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
-    attempt(how, wanted, lambda method: answer(method, how[method], setup, args, generate, width))
+    attempt(settings, needed,
+            lambda method: answer(method, settings[method], setup, args, generate, width, find_sources, page))
 
 
-def arguments(description, methods, default, everything, opener):
+def arguments(description, methods, default, everything):
     p = cli.parser(description)
     cli.add_model_arguments(p)
     several = dict(action="append", default=[])
@@ -74,83 +69,74 @@ def arguments(description, methods, default, everything, opener):
     p.add_argument("--prompt-file", metavar="F", **several, help="a file that is one prompt; - is standard input")
     p.add_argument("--messages", metavar="F", **several,
                    help='a chat of several turns: a JSON list of {"role": …, "content": …}')
-    p.add_argument("--prompt-ids", metavar="1,2,3", type=cli.token_ids, **several, help="token ids, taken as they are")
+    p.add_argument("--prompt-ids", metavar="1,2,3", type=token_ids, **several, help="token ids, used as they are")
     p.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     p.add_argument("--raw", action="store_true", help="plain text, no chat template")
-    p.add_argument("--max-new-tokens", type=cli.positive, default=64, metavar="N", help="where an answer ends at last")
-    p.add_argument("--stop", type=not_empty, metavar="TEXT", **several, help="an answer ends before this text")
+    p.add_argument("--max-new-tokens", type=cli.positive, default=64, metavar="N", help="maximum number of new tokens")
+    p.add_argument("--stop", type=nonempty, metavar="TEXT", **several, help="an answer ends before this text")
     p.add_argument("--json", action="store_true", help="one JSON object per prompt")
-    p.add_argument("--method", type=cli.method(methods), metavar="M",
+    p.add_argument("--no-graph", action="store_true", help="on a GPU: do not record the decoding step as a CUDA graph")
+    p.add_argument("--method", type=cli.method_name(methods), metavar="M",
                    help=f"{', '.join(methods)} (default: {default})")
     cli.add_method_arguments(p, methods)
-    p.add_argument("--compare", action="store_true", help="every method that applies to the prompt, under each other"
-                   if everything else "greedy, masked and the method under each other")
-    if opener:
-        p.add_argument("--lookup", type=cli.number(int, 0, 2**31 - 1), metavar="K",
-                       help="check K copied tokens a pass: the same text, sooner (default: 0, off)")
-        p.add_argument("--compile", choices=COMPILE, help="on a GPU: graph, a decoding step as a CUDA graph (the "
-                       "default there); kernels, fused by torch.compile before, which takes minutes; no, neither")
-        p.add_argument("--html", metavar="FILE", help="also as a page: entropy as shade, α on hover")
-        p.add_argument("--sources", action="store_true", help="with --json or --html: where in the prompt the heads "
-                       "that are masked look, when they are not, at each new token")
+    p.add_argument("--compare", action="store_true", help="every method that applies to the prompt" if everything else
+                   "greedy, masked and the method")
+    if not everything:
+        p.add_argument("--lookup", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="K",
+                       help="check K copied tokens per pass; affects speed, not tokens (default: 0, off)")
+        p.add_argument("--html", metavar="FILE", help="also write a page: entropy as shade, numbers on hover")
+        p.add_argument("--sources", action="store_true", help="with --json or --html: the places in the prompt that "
+                       "the retrieval heads attend to at each new token")
     return p
 
 
-def not_empty(text):
-    if not text:
-        raise argparse.ArgumentTypeError("an empty text would end every answer before it begins")
-    return text
-
-
-def choose(args, methods, default, everything, example):
-    """The methods to decode by, the one asked for last. ValueError where an option has no effect on any of them."""
+def choose_methods(args, methods, default, everything, example):
+    """The methods to decode by, that of --method last. ValueError for an option that none of them uses."""
     if args.compare and everything and args.method:
         raise ValueError("--method has no effect with --compare, which shows every method")
     method = args.method or default
-    chosen = cli.variants([method], args.amateur)
-    if args.compare:
+    chosen = cli.full_names([method], args.amateur)
+    if args.compare:        # with an amateur, a method is shown both without and with it
         plain = methods if everything else ("greedy", "masked", method)
-        # With an amateur both are shown: DeCoRe as it is, and the one that contrasts with the amateur.
-        chosen = [one for name in plain for one in (name, *cli.variants([name], args.amateur))]
+        chosen = [name for one in plain for name in (one, *cli.full_names([one], args.amateur))]
     elif example:
         chosen = ["greedy", *chosen]
-    chosen = [one for i, one in enumerate(chosen) if one not in chosen[i + 1:]]
+    chosen = [name for i, name in enumerate(chosen) if name not in chosen[i + 1:]]
     cli.check_options(args, chosen)
-    if chosen == ["cd"] and not args.amateur:
-        raise ValueError("cd needs an amateur: a smaller model of the same vocabulary (--amateur)")
-    if chosen == ["cad"] and not (args.without_context or args.without_context_ids):
-        raise ValueError(NO_CONTEXT)
     return chosen
 
 
-def attempt(methods, wanted, work):
-    """{method: work(method)}. A method to which the prompt or the options do not apply is left out, but for `wanted`
-    and where none is left."""
-    done, reason = {}, None
+def attempt(methods, needed, work):
+    """{method: work(method)}, without the methods that fail. ValueError if `needed` or all of them fail."""
+    results, reason = {}, None
     for method in methods:
         try:
-            done[method] = work(method)
+            results[method] = work(method)
         except ValueError as error:
-            if method == wanted or len(methods) == 1:
+            if method == needed or len(methods) == 1:
                 raise
             reason = error
             print(f"{method} is left out: {reason}", file=sys.stderr)
-    if not done:
+    if not results:
         raise reason
-    return done
+    return results
 
 
-def settings(method, setup, args):
+def method_settings(method, setup, args, choose_heads):
     """The arguments of `generate` for a method."""
-    how = cli.contrast(method, args, setup.model, setup.amateur)
-    if method != "cad":
-        return how
-    asked = (args.without_context or []) + (args.without_context_ids or [])
-    if setup.example and not asked:                     # its last line, without the passage
-        asked = [cli.read_text(EXAMPLE).rstrip("\n").rpartition("\n")[2]]
-    if not asked:
-        raise ValueError(NO_CONTEXT)
-    return how | dict(ids_without_context=encode(asked, setup.tokenizer, args))
+    settings = cli.method_settings(method, args, setup.model, setup.amateur, choose_heads)
+    if args.no_graph:
+        settings["graph"] = False
+    if getattr(args, "lookup", 0):
+        settings["lookup"] = args.lookup
+    if method == "cad":
+        without = (args.without_context or []) + (args.without_context_ids or [])
+        if setup.example and not without:               # its last line, without the passage
+            without = [read_text(EXAMPLE).rstrip("\n").rpartition("\n")[2]]
+        if not without:
+            raise ValueError("cad needs each prompt without its context too (--without-context)")
+        settings["ids_without_context"] = encode(without, setup.tokenizer, args)
+    return settings
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -158,193 +144,111 @@ def settings(method, setup, args):
 
 def read_prompts(args):
     """(texts, chats as lists of messages, and lists of ids; whether they are the built-in example)."""
-    asked = args.prompt + [cli.read_text(path) for path in args.prompt_file]
-    chats = [read_messages(path) for path in args.messages]
-    ids = args.prompt_ids
-    if not asked and not chats and not ids:
-        asked = [text for text in [piped()] if text.strip()]
-    for option, given in (("--system", args.system is not None), ("--raw", args.raw)):
-        if given and not asked and (chats or ids):
-            raise ValueError(f"{option} has no effect on {'--messages' if chats else '--prompt-ids'}")
-    if not all(text.strip() for text in asked):
-        raise ValueError("the prompt is empty")
-    example = not (asked or chats or ids)
+    texts = args.prompt + [read_stdin() if path == "-" else read_text(path) for path in args.prompt_file]
+    chats, ids = [read_messages(path) for path in args.messages], args.prompt_ids
+    if not texts and not chats and not ids:
+        texts = [text for text in [piped()] if text.strip()]
+    if not texts and (chats or ids) and (args.raw or args.system is not None):
+        raise ValueError(f"{'--raw' if args.raw else '--system'} has no effect on --messages and --prompt-ids")
+    example = not (texts or chats or ids)
     if example:
         if Path(args.model).resolve() != cli.MINIATURE:
             raise ValueError("nothing to answer: give --prompt, --prompt-file, --messages or --prompt-ids")
-        asked = [cli.read_text(EXAMPLE).rstrip("\n")]
-    return asked + chats + ids, example
+        texts = [read_text(EXAMPLE).rstrip("\n")]
+    if not all(text.strip() for text in texts):
+        raise ValueError("the prompt is empty")
+    return texts + chats + ids, example
+
+
+def read_stdin():
+    return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
 
 
 def piped():
-    """What is piped into standard input. A terminal or /dev/null gives nothing."""
+    """The text piped into standard input; nothing from a terminal or /dev/null."""
     try:
         if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):
             return ""
-    except (OSError, ValueError):                       # no file at all
+    except OSError:                                     # not a file, as in a notebook
         return ""
     if not select([sys.stdin], [], [], 2)[0]:
         print("reading the prompt from standard input …", file=sys.stderr)
-    return cli.read_text("-").removesuffix("\n")
+    return read_stdin().removesuffix("\n")
 
 
 def read_messages(path):
     try:
-        messages = json.loads(cli.read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error.msg} in line {error.lineno}") from None
-    form = 'a list of {"role": "user", "content": "…"}'
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{path} should hold {form}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{path}, message {number}: role or content is missing or no text; the file holds {form}")
-        cli.check_text(message["role"] + message["content"], f"{path}, message {number}")
+        messages = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not (isinstance(messages, list) and messages and all(
+            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in messages)):
+        raise ValueError(f'{path} must hold a list of {{"role": "user", "content": "…"}}')
     return messages
 
 
-def encode(asked, tokenizer, args):
-    """Texts and chats through the chat template where there is one; ids as they are."""
+def encode(prompts, tokenizer, args):
+    """Token ids. Texts and chats go through the chat template, if there is one; ids stay as they are."""
     chat = tokenizer.has_chat_template and not args.raw
     if args.system is not None and not chat:
         raise ValueError("--system needs a chat template: " + ("drop --raw" if args.raw else f"{args.model} has none"))
-    if args.template_args and (not chat or not any(isinstance(one, str) or isinstance(one[0], dict) for one in asked)):
+    templated = any(isinstance(prompt, str) and chat or is_chat(prompt) for prompt in prompts)
+    if args.template_args and not templated:
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
-    warn_of_special_tokens(asked, tokenizer)
-    render, prompts = partial(tokenizer.encode_chat, template_args=args.template_args), []
-    for one in asked:
-        if isinstance(one, str) and not one.strip():
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str) and not prompt.strip():
             raise ValueError("the prompt is empty")
-        if isinstance(one, str) and not chat:
-            prompts.append(tokenizer.encode(one))
-        elif isinstance(one, str):
-            system = [{"role": "system", "content": args.system}] if args.system is not None else []
-            prompts.append(render([*system, {"role": "user", "content": one}]))
+        if isinstance(prompt, str) and chat:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            prompt = [*system, {"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            encoded.append(tokenizer.encode(prompt))
+        elif is_chat(prompt):
+            encoded.append(tokenizer.encode_chat(prompt, template_args=args.template_args))
         else:
-            prompts.append(render(one) if isinstance(one[0], dict) else one)
-    return prompts
+            encoded.append(prompt)
+    return encoded
 
 
-def warn_of_special_tokens(asked, tokenizer):
-    texts = [text for one in asked for text in ([one] if isinstance(one, str) else [turn["content"] for turn in one
-                                                                                   if isinstance(turn, dict)])]
-    special = [token.content for token in tokenizer.core.get_added_tokens_decoder().values() if token.special]
-    spelled = next((token for token in special if any(token in text for text in texts)), None)
-    if spelled:
-        warnings.warn(f"the prompt spells {spelled}, and the model reads it as that special token, not as text",
-                      stacklevel=2)
+def is_chat(prompt):
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 
-def heading(one, tokenizer):
-    """How a prompt begins, in one line."""
-    if isinstance(one, list):
-        one = one[-1]["content"] if isinstance(one[0], dict) else tokenizer.decode(one)
-    text = " ".join(one.split())
+def heading(prompt, tokenizer):
+    """The beginning of a prompt, in one line."""
+    if not isinstance(prompt, str):
+        prompt = prompt[-1]["content"] if is_chat(prompt) else tokenizer.decode(prompt)
+    text = " ".join(prompt.split())
     return text if len(text) <= HEADING else text[:HEADING].rstrip() + " …"
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-def answer(method, how, setup, args, generate, width):
-    """Decode the prompts by one method; print the texts as they come, or JSON. width: columns of the method's name."""
-    headings = [f"[{i}] {text}\n" for i, text in enumerate(setup.headings, 1)]
-    title = f"{method:>{width}}  " if width else ""
-    begin = [h + title for h in headings] if len(headings) > 1 else [title]
-    screen = Screen(setup.tokenizer, begin, args.stop, silent=args.json)
+def answer(method, settings, setup, args, generate, width, find_sources, page):
+    """Decodes the prompts by one method and prints the texts as they grow, or JSON. width: columns for its name."""
+    before = [f"{method:>{width}}  " if width else ""] * len(setup.prompts)
+    if len(before) > 1:
+        before = [f"[{i}] {text}\n{name}" for i, (text, name) in enumerate(zip(setup.headings, before, strict=True), 1)]
+    screen = Screen(setup.tokenizer, before, args.stop, silent=args.json)
     start = time.perf_counter()
     out = generate(setup.model, setup.prompts, max_new_tokens=args.max_new_tokens, eos_ids=setup.tokenizer.eos_ids,
-                   on_token=screen.token, **how)
+                   on_token=screen.token, **settings)
     seconds = time.perf_counter() - start
     screen.end()
-    for prompt, g in zip(setup.prompts, out, strict=True) if args.json else ():
-        print(json.dumps(as_json(method, how, setup, prompt, g, args.stop), ensure_ascii=False), flush=True)
+    heads, sources = settings.get("amateur_heads", settings.get("heads", [])), [None] * len(out)
+    if find_sources and heads:
+        sources = [find_sources(settings.get("amateur") or setup.model, prompt, g.ids, heads)
+                   for prompt, g in zip(setup.prompts, out, strict=True)]
+    for prompt, g, text, places in zip(setup.prompts, out, screen.texts, sources, strict=True) if args.json else ():
+        line = dict(prompt_ids=prompt, ids=g.ids, text=text, alphas=g.alphas, entropies=g.entropies, stop=g.stop,
+                    method=method, heads=[f"{layer}-{head}" for layer, head in heads], model=setup.model.name)
+        line |= {} if places is None else dict(sources=places)
+        line |= dict(amateur=settings["amateur"].name) if "amateur" in settings else {}
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+    if page:
+        page.add(method, setup.prompts, out, settings, sources)
     n = sum(len(g.ids) for g in out)
     print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
-
-
-def with_sources(generate):
-    """`generate`, whose results have `sources` where heads are masked, in the amateur where those are its heads."""
-    from heads.sources import find_sources
-
-    def generate_and_look(model, prompts, method, **how):
-        out, heads = generate(model, prompts, method, **how), how.get("amateur_heads") or how.get("heads")
-        for prompt, g in zip(prompts, out, strict=True) if heads else ():
-            g.sources = find_sources(how.get("amateur") or model, prompt, g.ids, heads)
-        return out
-
-    return generate_and_look
-
-
-def as_json(method, how, setup, prompt, g, stop=()):
-    heads = how.get("amateur_heads", how.get("heads", []))
-    text = setup.tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids)
-    text = text[:min((text.index(string) for string in stop if string in text), default=len(text))]
-    found = dict(prompt_ids=prompt, ids=g.ids, text=text, alphas=g.alphas,
-                 entropies=g.entropies, stop=g.stop, method=method, heads=[f"{layer}-{head}" for layer, head in heads],
-                 model=setup.model.name)
-    found |= dict(sources=g.sources) if hasattr(g, "sources") else {}
-    return found | dict(amateur=how["amateur"].name) if "amateur" in how else found
-
-
-class Screen:
-    """Shows the texts of a batch in order: the first unfinished one as it grows, the others when it is their turn."""
-
-    def __init__(self, tokenizer, begin, stop=(), silent=False):
-        """begin: what to print before each text. stop: strings before which a text ends. silent: nothing is printed."""
-        self.eos_ids, self.stop, self.silent = tokenizer.eos_ids, stop, silent
-        self.streams = [tokenizer.stream() for _ in begin]
-        self.waiting = [[text] for text in begin]
-        self.held = [[] for _ in begin]                 # pieces at the end that may become a stop string
-        self.current, self.gap = 0, "\n\n" if len(begin) > 1 else "\n"
-        self.shaded = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-    def token(self, b, token, entropy):
-        """Show a token, as soon as its turn comes → whether it completes a stop string."""
-        piece = "" if token in self.eos_ids else self.streams[b].push(token)
-        self.held[b].append((piece, entropy))
-        n, ended = certain("".join(text for text, _ in self.held[b]), self.stop)
-        self.release(b, n)
-        if ended:
-            self.held[b], self.streams[b] = [], None
-        if b == self.current:
-            self.flush()
-        return ended
-
-    def release(self, b, n):
-        """The first n characters of what is held may be shown."""
-        rest = []
-        for piece, entropy in self.held[b]:
-            self.waiting[b].append(self.shade(piece[:n], entropy))
-            rest += [(piece[n:], entropy)] if piece[n:] else []
-            n = max(n - len(piece), 0)
-        self.held[b] = rest
-
-    def flush(self):
-        if not self.silent:
-            print("".join(self.waiting[self.current]), end="", flush=True)
-        self.waiting[self.current].clear()
-
-    def shade(self, text, entropy):
-        if not self.shaded or entropy < 0.02:
-            return text
-        level = min(int(entropy / STRONGEST * len(AMBER)), len(AMBER) - 1)
-        return "\n".join(f"\x1b[30;48;5;{AMBER[level]}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
-
-    def end(self):
-        for b, stream in enumerate(self.streams):
-            self.current = b
-            rest = stream.end() if stream else ""
-            self.release(b, sum(len(piece) for piece, _ in self.held[b]))
-            self.waiting[b].append(rest + self.gap)
-            self.flush()
-
-
-def certain(text, stop):
-    """How many characters of a text are before every stop string that it holds or may be about to hold, and whether it
-    holds one."""
-    found = [text.index(string) for string in stop if string in text]
-    if found:
-        return min(found), True
-    begun = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
-    return len(text) - max(begun, default=0), False

@@ -341,7 +341,7 @@ def prepare(args):
         raise ValueError("--template must hold {context}, once, and {question}")
     needles, texts = read_needles(args.needles), read_haystack(args.haystack)
     model, tokenizer = cli.load_model(args.model, args)
-    cli.choose_threads(model)
+    cli.limit_threads(model)
     chat = None
     if tokenizer.has_chat_template and not args.raw and not args.published:
         chat = cli.benchmark_template_args(tokenizer, args.template_args) or {}

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import cli
+from runtime.files import read_text
 from runtime.jsonl import parse
 
 NEAR = 5                        # a needle is put within this share of the wanted depth, in % of the context
@@ -56,7 +56,7 @@ SENTENCE_END = re.compile(r"""(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)(?<!
 def read_needles(path):
     """Needles of a JSON Lines file: needle, question and real_needle, which is a part of the needle (in any case)."""
     needles = []
-    for n, line in enumerate(cli.read_text(path).split("\n"), 1):
+    for n, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -76,7 +76,7 @@ def read_needles(path):
 def read_haystack(path):
     """The texts of a folder, by name, or of one file."""
     files = sorted(Path(path).glob("*.txt")) if Path(path).is_dir() else [Path(path)]
-    texts = [cli.read_text(file).strip() for file in files]
+    texts = [read_text(file).strip() for file in files]
     if not any(texts):
         raise ValueError(f"--haystack {path}: no text there; give a text file or a folder of .txt files")
     return texts

@@ -29,7 +29,7 @@ def main():
     p.add_argument("--out", metavar="FILE", help="write the numbers here as JSON")
     args = p.parse_args()
     model, tokenizer = cli.load_model(args.model, args)
-    cli.choose_threads(model)
+    cli.limit_threads(model)
     best = choose_heads(model, "miniature", args.num_heads)
     sets = [best] + [choose_heads(model, "miniature", args.num_heads, draw="uniform", seed=seed)
                      for seed in range(args.draws)]

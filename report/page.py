@@ -1,163 +1,19 @@
-"""Texts as a page to look at, token by token: live ones, and any item of a stored run.
+"""An item of stored runs as a page, token by token.
 
-    python decore.py --prompt "…" --compare --html FILE
-    python evaluate.py report page RUN.jsonl --item K [--against OTHER.jsonl …] [--html FILE]
-
-Tokens are shaded amber by base entropy, the entropy of the base model's next token. Pointing at one shows its numbers
-and, where they are known, what the masked model liked best and the passage tokens that it was copied from; pointing at
-a passage token shows what came of it. One file, no script, no server."""
+    python evaluate.py report page RUN.jsonl --item K [--against OTHER.jsonl …] [--html FILE]"""
 
 import html
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 import cli
+from cli.page import answer_html, document, pieces
 from report import stored
 from tasks import find, prompts
 from tasks.runs import prompt_key
 from tasks.sources import load
 from tokenizer import Tokenizer
-
-STRONGEST = 2.0                         # nats of the strongest shade
-STYLE = """
-body { max-width: 46rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.7 Georgia, serif;
-  color: #222; background: #fff }
-h1 { font-size: 1rem; margin: 2rem 0 .3rem } p { white-space: pre-wrap; margin: .3rem 0; overflow-wrap: anywhere }
-.prompt { color: #666 } .note { font-size: .8rem; color: #666 } table { border-spacing: 1rem .2rem }
-.t, .s { position: relative; border-radius: 2px; cursor: default }
-.t:focus, .s:focus { outline: 1px solid #b36b00 }
-.t:hover::after, .t:focus::after { content: attr(data-note); position: absolute; left: 0; top: 1.6em;
-  z-index: 1; white-space: pre;
-  background: #222; color: #fff; font: 12px/1.5 monospace; padding: .3rem .5rem; border-radius: 3px }
-.differs { border-bottom: 2px dotted #0072B2 }
-"""
-LIT = "background: #0072B2 !important; color: #fff"
-ABOUT = (f"The darker the amber, the higher the base entropy (of masked, the masked model's); the strongest shade is "
-         f"{STRONGEST:g} nats. Point at a token for its numbers.")
-DOTTED = " Dotted line: the masked model liked another token best."
-BLUE = " Blue: where the retrieval heads looked when they wrote the token, and what was written from there."
-
-
-class Page:
-    """`decore.generate`, which also writes all that it has decoded to a file, after every method.
-
-    generate, opener: those of decore.py."""
-
-    def __init__(self, path, setup, generate, opener):
-        self.decode, self.opener = generate, opener
-        self.path = Path(os.devnull if setup.model.shard.rank else path)
-        self.tokenizer, self.name, self.parts = setup.tokenizer, setup.model.name, []
-        self.path.write_text("", encoding="utf-8")              # a bad place is known before decoding
-
-    def generate(self, model, prompts, method, **options):
-        out = self.decode(model, prompts, method, **options)
-        for prompt, g in zip(prompts, out, strict=True):
-            contrasted = method.startswith("decore")
-            liked = favourites(self.opener, model, prompt, g.ids, method, options) if contrasted else None
-            title = method if options.get("amateur") is None else f"{method}-lite"
-            self.parts.append(section(self.tokenizer, title, g, f"g{len(self.parts)}", liked, prompt))
-        self.path.write_text(document(self.name, self.parts), encoding="utf-8")
-        return out
-
-
-@torch.inference_mode()
-def favourites(opener, model, prompt, ids, method, options):
-    """What the masked model, or the amateur, would have written at each place of a text → [(token, probability)]."""
-    not_contrast = ("max_new_tokens", "eos_ids", "on_token", "lookup", "compile")
-    contrast = {name: value for name, value in options.items() if name not in not_contrast}
-    step, _ = opener(model, [prompt], len(ids), method, **contrast)
-    log_p, token = step(torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)).other[0].max(-1)
-    return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
-
-
-# HTML
-
-def document(name, parts, top=""):
-    name, body = html.escape(name), "\n".join(parts)
-    about = ABOUT + DOTTED * ("masked favourite" in body) + BLUE * (':has(' in body)
-    return (f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>DeCoRe: {name}</title>\n'
-            f'<style>{STYLE}</style>\n{top}{body}\n<p class="note">{name}. {about}</p>\n</html>\n')
-
-
-def section(tokenizer, title, g, here, liked=None, prompt=None, sources=None):
-    """One text.
-
-    g: its ids, alphas, entropies and stop. here: a name for it within the page. liked: per token the masked model's
-    favourite and its probability. prompt: ids of the prompt, shown in front. sources: per token [(position in the
-    prompt, share of the heads that looked there)]."""
-    sources = sources or getattr(g, "sources", None)
-    ids = g.ids[:-1] if g.stop == "eos" else g.ids
-    written = pieces(tokenizer, ids)
-    before = "" if prompt is None else html.escape(tokenizer.decode(prompt))
-    links = ""
-    if sources and prompt is not None:
-        read = pieces(tokenizer, prompt)
-        before = "".join(f'<span class="s" id="{here}s{i}" tabindex="0">{html.escape(text)}</span>'
-                         for i, (text, _) in enumerate(read))
-        links = light(here, written, read, sources)
-    spans = [span(text, positions, tokenizer, g, f"{here}t{i}", liked, sources and prompt and (prompt, sources))
-             for i, (text, positions) in enumerate(written)]
-    entropy = sum(g.entropies) / max(len(g.entropies), 1)
-    text = f'<span class="prompt">{before}</span>{"".join(spans)}'
-    return (f'<h1>{html.escape(title)}</h1>\n{links}<p id="{here}">{text}</p>\n'
-            f'<p class="note">{len(g.ids)} tokens, mean base entropy {entropy:.3f} nats, stop: {g.stop}</p>')
-
-
-def pieces(tokenizer, ids):
-    """[(text, positions)]: the bytes of one letter may come in several tokens, and special tokens have no text."""
-    stream, found, waiting = tokenizer.stream(), [], []
-    for i, token in enumerate(ids):
-        waiting.append(i)
-        piece = stream.push(token)
-        if piece:
-            found.append((piece, waiting))
-            waiting = []
-    rest = stream.end()
-    return found + [(rest, waiting or [len(ids) - 1])] * bool(rest)
-
-
-def light(here, written, read, sources):
-    """Style rules: pointing at a written piece lights up the pieces it was copied from, and the reverse."""
-    place = {position: i for i, (_, positions) in enumerate(read) for position in positions}
-    came = {}                           # piece of the prompt → pieces written from it
-    rules = []
-    for t, (_, positions) in enumerate(written):
-        origins = sorted({place[where] for p in positions for where, _ in sources[p] if where in place})
-        rules += [rule(here, f"t{t}", [f"s{s}" for s in origins])] * bool(origins)
-        for s in origins:
-            came.setdefault(s, []).append(f"t{t}")
-    rules += [rule(here, f"s{s}", written_here) for s, written_here in sorted(came.items())]
-    return "<style>" + "\n".join(rules) + "</style>\n"
-
-
-def rule(here, pointed, lit):
-    return (f"#{here}:has(#{here}{pointed}:is(:hover, :focus)) :is(" + ", ".join(f"#{here}{one}" for one in lit)
-            + f") {{ {LIT} }}")
-
-
-def span(text, positions, tokenizer, g, name, liked=None, origin=None):
-    """The text of one token, or of the few that share it, with shade and note."""
-    notes, differs = [], False
-    for i in positions:
-        note = f"base entropy {g.entropies[i]:.3f} nats" + f"\nα {g.alphas[i]:.3f}" * bool(liked or g.alphas[i])
-        if liked:
-            token, p = liked[i]
-            differs |= token != g.ids[i]
-            note += f"\nmasked favourite {tokenizer.decode([token])!r} ({p:.0%})"
-        if origin:
-            prompt, sources = origin
-            note += "".join(f"\nfrom {tokenizer.decode([prompt[where]])!r} at {where} ({share:.0%} of the heads)"
-                            for where, share in sources[i])
-        notes.append(note)
-    shade = min(max(g.entropies[i] for i in positions) / STRONGEST, 1)
-    note = html.escape("\n".join(notes)).replace("\n", "&#10;")
-    return (f'<span class="t{" differs" * differs}" id="{name}" tabindex="0" '
-            f'style="background: rgba(255, 176, 0, {shade:.2f})" data-note="{note}">{html.escape(text)}</span>')
-
 
 # An item of stored runs
 
@@ -185,7 +41,8 @@ def main(argv):
         parts.append(stored_section(tokenizers[name], settings, other, f"g{number}", line))
     path = Path(args.html or f"{str(args.run).split('.jsonl')[0]}.item{args.item}.html")
     title = f"{first['task']}, item {args.item}"
-    path.write_text(document(title, parts, top_of(title, first, line, args.data, args.demos)), encoding="utf-8")
+    top = top_of(first, line, args.data, args.demos)
+    path.write_text(document(title, [top, *parts]), encoding="utf-8")
     print(path)
 
 
@@ -212,7 +69,7 @@ def tokenizer_of(name):
         return None
 
 
-def top_of(title, settings, line, data, demos):
+def top_of(settings, line, data, demos):
     """Prompt and references as HTML. The prompt is rebuilt from the data where they are given, or made by a script."""
     task, lines = find(settings["task"]), []
     if data is not None or task.name.startswith("miniature-"):
@@ -232,8 +89,7 @@ def top_of(title, settings, line, data, demos):
         lines.append(("question", line.get("question") or line.get("prompt") or "not stored"))
         lines.append(("note", "the whole prompt needs --data"))
     lines += [(name, "; ".join(map(str, line[name]))) for name in ("references", "memory") if line.get(name)]
-    told = "\n".join(f'<p class="prompt"><b>{name}</b> {html.escape(str(text))}</p>' for name, text in lines)
-    return f"<h1>{html.escape(title)}</h1>\n{told}\n"
+    return "\n".join(f'<p class="prompt"><b>{name}</b> {html.escape(str(text))}</p>' for name, text in lines)
 
 
 def checksums(records):
@@ -251,12 +107,12 @@ def stored_section(tokenizer, settings, line, here, first):
         rows = sorted(zip(scores, line["candidates"], range(len(scores)), strict=True), reverse=True)
         cells = "".join(f"<tr><td>{score:.2f}</td><td>{'true' if i < len(line['scores_true']) else 'false'}</td>"
                         f"<td>{html.escape(text)}</td></tr>" for score, text, i in rows)
-        return f'<h1>{html.escape(title)}</h1>\n<table>{cells}</table>\n<p class="note">log-probability in nats</p>'
+        return f'<h2>{html.escape(title)}</h2>\n<table>{cells}</table>\n<p class="note">log-probability in nats</p>'
     g = SimpleNamespace(ids=line["ids"], alphas=line["alphas"], entropies=line["entropies"], stop=line["stop"])
     told = tokenizer and "".join(text for text, _ in pieces(tokenizer, g.ids[:-1] if g.stop == "eos" else g.ids))
     if told is not None and told.strip() != line["prediction"].strip():
         raise ValueError(f"the tokenizer reads {told!r} where the run has {line['prediction']!r}: give --model with "
                          "the run's own")
     if told is None:
-        return f'<h1>{html.escape(title)}</h1>\n<p>{html.escape(line["prediction"])}</p>'
-    return section(tokenizer, title, g, here)
+        return f'<h2>{html.escape(title)}</h2>\n<p>{html.escape(line["prediction"])}</p>'
+    return answer_html(tokenizer, title, g, here)

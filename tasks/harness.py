@@ -40,6 +40,7 @@ from tqdm import tqdm  # noqa: E402
 
 import baselines  # noqa: E402
 import cli  # noqa: E402
+from heads import choose_heads  # noqa: E402
 from runtime.weights import fingerprint  # noqa: E402
 from tokenizer import cut, stop_at  # noqa: E402
 
@@ -76,7 +77,7 @@ class Harness(TemplateLM):
         """What the harness stores with its results: models by their names, heads as "layer-head"."""
         found = self.how | self.how_to_score | dict(model=self.model, dtype=str(self.model.dtype),
                                                     template_args=self.template_args)
-        found["method"], = cli.variants([self.how["method"]], self.how.get("amateur"))
+        found["method"], = cli.full_names([self.how["method"]], self.how.get("amateur"))
         return {name: [f"{layer}-{head}" for layer, head in value] if name in ("heads", "amateur_heads")
                 else getattr(value, "name", value) for name, value in found.items()}
 
@@ -225,7 +226,7 @@ def main():
     p = cli.parser("Run tasks of lm-evaluation-harness with DeCoRe or a baseline. What is not listed here goes to "
                    "`lm_eval run`: --tasks, --num_fewshot, --apply_chat_template, --limit, --output_path …")
     cli.add_model_arguments(p)
-    p.add_argument("--method", type=cli.method(baselines.METHODS), default="decore-entropy", metavar="M",
+    p.add_argument("--method", type=cli.method_name(baselines.METHODS), default="decore-entropy", metavar="M",
                    help=", ".join(METHODS))
     cli.add_method_arguments(p, METHODS)
     p.add_argument("--no-renormalise", dest="renormalise", action="store_false",
@@ -235,17 +236,17 @@ def main():
     args, rest = p.parse_known_args()
     if args.method in REFUSED:
         raise ValueError(REFUSED[args.method])
-    method, = cli.variants([args.method], args.amateur)
+    method, = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     run, harness = read_rest(rest if args.seed is None else [*rest, f"--seed={args.seed}"])
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
     model, tokenizer, amateur = cli.load_models(args)
     if args.num_heads is None:
-        args.num_heads = cli.default_heads(model)
+        args.num_heads = cli.default_num_heads(model)
     run.model = Harness(model, tokenizer, batch_size=args.batch_size, renormalise=args.renormalise,
                         template_args=cli.benchmark_template_args(tokenizer, args.template_args),
-                        **cli.contrast(method, args, model, amateur))
+                        **cli.method_settings(method, args, model, amateur, choose_heads))
     facts = run.model.get_model_info()
     run.model_args, run.batch_size = facts | dict(pretrained=args.model), args.batch_size
     if run.use_cache:                       # whose keys are the texts alone

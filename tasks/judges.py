@@ -106,7 +106,7 @@ def local(name):
     except (ValueError, OSError) as error:
         raise ValueError(f"the judge {name} cannot be loaded: {error}. One that is kept as pickles is converted by "
                          f"python -m tasks.convert_judge {name} FOLDER; then give --judge-models") from error
-    cli.choose_threads(model)
+    cli.limit_threads(model)
 
     @torch.inference_mode()
     def ask(texts):

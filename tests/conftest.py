@@ -1,5 +1,63 @@
-"""One thread: the models of the tests are tiny, and threads wait for each other longer than they compute."""
+"""What several test files use: a call of a program, a tiny chat model, data of the benchmarks, one thread."""
 
+import json
 import os
+import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")           # before torch is loaded, and for the programs that tests start
+import pytest
+import torch
+
+import cli
+from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
+
+TEMPLATE = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}")
+
+torch.set_num_threads(1)                        # threads of tiny models wait for each other longer than they compute
+os.environ["OMP_NUM_THREADS"] = "1"             # for the programs that tests start
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a program in this process: call(main, *arguments) → (status, standard output, standard error)."""
+    def run(main, *arguments):
+        program = main.__module__.replace(".", "/") + ".py"
+        monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+        status = cli.run(main)
+        return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """The folder of a tiny chat model of 3 layers and 4 heads, with the head scores heads.json."""
+    folder = tmp_path_factory.mktemp("chat")
+    write_tokenizer(write_checkpoint(folder, vocab_size=259, eos_token_id=257, max_position_embeddings=2048), TEMPLATE)
+    write_heads(folder / "heads.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Task → its arguments --task, --data and --demos: files of a few rows."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def lines(name, rows):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(folder / name)
+
+    qa = lines("qa.jsonl", [{"question": f"how {'very ' * (7 * i % 5)}long {i}", "answers": [f"a{i}"]}
+                            for i in range(7)])
+    swap = lines("swap.jsonl", [{"question": f"who is {i}", "sub_context": f"{i} is New. " * (i % 3 + 1),
+                                 "org_answer": ["Old"], "sub_answer": ["New"]} for i in range(5)])
+    demos = lines("demos.jsonl", [{"question": "q", "answer": "a", "context": "c"}] * 2)
+    (folder / "2-b.csv").write_text("prompt,classes,answer_index\n"
+                                    "Say: one,\"[' two', ' three']\",1\nSo,\"[' x', ' yy']\",0\n")
+    (folder / "t.csv").write_text("Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
+                                  "A,C,Why?,Because,Because; So,No; Never; Not,u\nA,C,Who?,I,I,You,u\n",
+                                  encoding="utf-8-sig")
+    return {"nq-closed": ["--task", "nq-closed", "--data", qa, "--demos", demos],
+            "nq-swap": ["--task", "nq-swap", "--data", swap, "--demos", demos],
+            "memotrap": ["--task", "memotrap", "--data", str(folder / "2-b.csv")],
+            "truthfulqa-mc": ["--task", "truthfulqa-mc", "--data", str(folder / "t.csv"), "--demos", demos],
+            "truthfulqa-gen": ["--task", "truthfulqa-gen", "--data", str(folder / "t.csv"), "--demos", demos]}

@@ -1,4 +1,4 @@
-"""What config.json says of a model, read as transformers reads it; what cannot be computed is refused by name."""
+"""Configurations and weights are read as transformers reads them; unsupported ones are refused by field."""
 
 import json
 import shlex
@@ -11,14 +11,14 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model import Transformer
-from runtime.config import Config, rope_frequencies
-from runtime.files import read_json
+from runtime.config import Config, find_dtype, rope_frequencies
+from runtime.files import one_line, read_json
 from runtime.weights import weight_files
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, random_ids, random_weights, write_checkpoint
 
 
 def configuration(folder, family, **changes):
-    """A folder with nothing but that family's config.json; what is changed to `...` is left out."""
+    """Writes only the family's config.json. Fields that are `...` are left out."""
     config = {k: v for k, v in (FAMILIES[family] | changes).items() if v is not ...}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -29,73 +29,55 @@ def load_theirs(folder, **more):
     return getattr(transformers, CLASSES[model_type]).from_pretrained(folder, **more).eval()
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(model_type="gpt2"), "model_type 'gpt2' is not supported; known: llama, mistral, qwen2, qwen3"),
-    (dict(model_type="llava", text_config=dict(model_type="llama")), "the llama model inside it is"),
-    (dict(model_type="qwen2_vl", text_config=dict(model_type="qwen2_vl_text")), "'qwen2_vl' is not supported; known"),
-    (dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), "rope type 'dynamic' .*known: default, linear, llama3"),
-    (dict(rope_scaling=dict(rope_type="longrope", factor=4.0)), "rope type 'longrope'"),
-    (dict(rope_scaling=dict(rope_type=["linear"])), r"rope type \['linear'\]"),
-    (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "rope_parameters .*differs from layer to"),
-    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: no 'low_freq_factor'"),
-    (dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than high_freq_factor 4"),
-    (dict(rope_scaling=dict(BANDS, factor="8")), 'rope_scaling: factor is "8" where a number from'),
-    (dict(rope_scaling=dict(type="linear")), "rope_scaling: no 'factor'"),
-    (dict(rope_scaling=dict(type="yarn", factor=4, truncate=None)), "truncate is null where true or false is needed"),
-    (dict(rope_scaling=dict(type="yarn", factor=4, beta_fast=1, beta_slow=32)), "beta_slow 32 must be less than"),
-    (dict(rope_scaling="linear"), 'rope_scaling is "linear" where an object is needed'),
-    (dict(rope_theta=0), "rope_theta is 0 where a number from 1e-30 to 1e"),
-    (dict(rope_theta="10000"), 'rope_theta is "10000" where a number'),
-    (dict(rope_theta=float("inf")), "rope_theta is Infinity where a number"),
-    (dict(rope_theta=None), "rope_theta is null"),
-    (dict(hidden_act="gelu"), "hidden_act 'gelu'"),
-    (dict(quantization_config=dict(quant_method="awq")), "quantization 'awq'"),
-    (dict(quantization_config=["awq"]), r"quantization \['awq'\]"),
-    (dict(mlp_bias=True), "mlp_bias True"),
-    (dict(is_causal=False), "is_causal False is not supported; known: true"),
-    (dict(attention_bias=1), "attention_bias is 1 where true or false is needed"),
-    (dict(tie_word_embeddings="false"), 'tie_word_embeddings is "false" where true or false'),
-    (dict(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn'"),
-    (dict(rms_norm_eps=None), "rms_norm_eps is null where a number"),
-    (dict(rms_norm_eps=0), "rms_norm_eps is 0 where"),
-    (dict(rms_norm_eps=float("nan")), "rms_norm_eps is NaN where"),
-    (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
-    (dict(num_hidden_layers=True), "num_hidden_layers is true where a whole number from 1 to"),
-    (dict(num_hidden_layers=3.0), "num_hidden_layers is 3.0 where a whole number"),
-    (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000 where"),
-    (dict(max_position_embeddings=0), "max_position_embeddings is 0 where a whole number from 1 to"),
-    (dict(vocab_size=-1), "vocab_size is -1 where"),
-    (dict(num_attention_heads=6, num_key_value_heads=4), "4 key/value heads .* cannot serve 6 heads"),
-    (dict(num_key_value_heads=8), "num_key_value_heads is 8 where a whole number from 1 to 4"),
-    (dict(head_dim=7), "a head is 7 wide"),
-    (dict(hidden_size=4), "a head is 1 wide"),
+@pytest.mark.parametrize("family, change, words", [
+    ("llama3", dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or "mistral" or "qwen2" or "qwen3"'),
+    ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'rope_type is "dynamic"; it must be "def'),
+    ("llama3", dict(rope_scaling=dict(rope_type=["linear"])), r'rope_scaling: rope_type is \["linear"\]'),
+    ("llama3", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: low_freq_factor is missing"),
+    ("llama3", dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than"),
+    ("llama3", dict(rope_scaling=dict(BANDS, factor="8")), 'factor is "8"; it must be a number from'),
+    ("llama3", dict(rope_scaling=dict(type="yarn", factor=4, truncate=None)), "truncate is null; it must be true or"),
+    ("llama3", dict(rope_scaling="linear"), 'rope_scaling is "linear"; it must be an object'),
+    ("llama3", dict(rope_theta=float("inf")), "rope_theta is Infinity; it must be a number"),
+    ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
+    ("llama3", dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
+    ("llama3", dict(quantization_config=dict(quant_method="awq")), 'quantization_config is .*"awq".*; it must be null'),
+    ("llama3", dict(mlp_bias=True), "mlp_bias is true; it must be false"),
+    ("llama3", dict(is_causal=False), "is_causal is false; it must be true"),
+    ("llama3", dict(attention_bias=1), "attention_bias is 1; it must be true or false"),
+    ("llama3", dict(torch_dtype="float8_e4m3fn"), 'dtype is "float8_e4m3fn"; it must be "float32" or'),
+    ("llama3", dict(rms_norm_eps=float("nan")), "rms_norm_eps is NaN; it must be a number"),
+    ("llama3", dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole number from 1 to 10000"),
+    ("llama3", dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; it must"),
+    ("llama3", dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1 to"),
+    ("llama3", dict(num_attention_heads=6, num_key_value_heads=4), "6 heads of width 5 with 4 key/value heads"),
+    ("llama3", dict(head_dim=7), "heads of width 7"),
+    ("llama3", dict(hidden_size=4), "heads of width 1"),
+    ("mistral", dict(sliding_window=0), "sliding_window is 0; it must be a whole number from 1"),
+    ("qwen2", dict(use_sliding_window=True, layer_types=["full_attention"]), "must be 3 times full_attention or"),
+    ("qwen2", dict(use_sliding_window=True, layer_types=["full_attention"] * 2 + ["chunked"]), "must be 3 times full"),
+    ("qwen2", dict(layer_types=["sliding_attention"] * 3), "must be 3 times full_attention, because no sliding window"),
 ])
-def test_what_the_model_cannot_compute_is_refused_by_name(change, words, tmp_path):
+def test_unsupported_and_malformed_configurations_are_refused_by_field(family, change, words, tmp_path):
     with pytest.raises(ValueError, match=words) as error:
-        Config.from_checkpoint(configuration(tmp_path, "llama3", **change))
+        Config.from_checkpoint(configuration(tmp_path, family, **change))
     assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(model_type="mistral", attention_bias=True), "attention_bias of mistral True"),
-    (dict(model_type="mistral", sliding_window=0), "sliding_window is 0 where a whole number from 1"),
-    (dict(use_sliding_window=True, sliding_window=2.5), "sliding_window is 2.5 where"),
-    (dict(use_sliding_window=True, layer_types=["full_attention"]), "for each of 3 layers"),
-    (dict(use_sliding_window=True, layer_types=["full_attention"] * 2 + ["chunked"]), "must name full_attention or"),
-    (dict(layer_types=["sliding_attention"] * 3), "must name full_attention for .*no window is in use"),
-])
-def test_windows_that_transformers_would_not_apply_are_refused(change, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        Config.from_checkpoint(configuration(tmp_path, "qwen2", **change))
+@pytest.mark.parametrize("name", ["bfloat16", torch.bfloat16, "torch.bfloat16"])
+def test_dtypes_have_names(name):
+    assert find_dtype(name) is torch.bfloat16
+    with pytest.raises(ValueError, match="dtype int8 is not supported; it must be float32 or"):
+        find_dtype(torch.int8)
 
 
-def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):
-    silent = dict(head_dim=..., num_key_value_heads=..., rope_theta=..., hidden_act=..., tie_word_embeddings=...,
+def test_absent_fields_have_the_values_of_transformers(tmp_path):
+    absent = dict(head_dim=..., num_key_value_heads=..., rope_theta=..., hidden_act=..., tie_word_embeddings=...,
                   sliding_window=..., use_sliding_window=..., max_window_layers=..., num_attention_heads=32,
                   num_hidden_layers=30, hidden_size=64)
     for family in ("llama2", "mistral", "qwen2-window", "qwen3"):
         for more in ({}, dict(use_sliding_window=True)):
-            folder = configuration(tmp_path, family, **(silent | more))
+            folder = configuration(tmp_path, family, **(absent | more))
             ours, theirs = Config.from_checkpoint(folder), transformers.AutoConfig.from_pretrained(folder)
             head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
             assert (ours.n_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
@@ -105,19 +87,20 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):
             assert ours.windows == tuple({"full": None, "sliding": 4096}[kind] for kind in kinds)
 
 
-@pytest.mark.parametrize("family, stated, qkv, o", [
+@pytest.mark.parametrize("family, attention_bias, qkv, o", [
     ("llama3", True, True, True), ("llama3", False, False, False), ("qwen3", True, True, True),
-    ("qwen2", False, True, False), ("qwen2", True, True, False), ("mistral", False, False, False),
+    ("qwen2", False, True, False), ("qwen2", True, True, False), ("mistral", True, False, False),
 ])
-def test_biases_are_where_transformers_has_them(family, stated, qkv, o, tmp_path):
-    folder = write_checkpoint(tmp_path, family, attention_bias=stated)
+def test_biases_are_where_transformers_has_them(family, attention_bias, qkv, o, tmp_path):
+    weights = random_weights(FAMILIES[family] | dict(attention_bias=attention_bias and family != "mistral"))
+    folder = write_checkpoint(tmp_path, family, weights=weights, attention_bias=attention_bias)
     config = Config.from_checkpoint(folder)
     assert (config.qkv_bias, config.o_bias) == (qkv, o)
     theirs = load_theirs(folder).model.layers[0].self_attn
     assert [p.bias is not None for p in (theirs.q_proj, theirs.v_proj, theirs.o_proj)] == [qkv, qkv, o]
 
 
-def test_both_generations_of_config_are_read_alike(tmp_path):
+def test_both_generations_of_configurations_are_read_alike(tmp_path):
     old = Config.from_checkpoint(write_checkpoint(tmp_path / "old", "llama3.1", rope_theta=7e5, torch_dtype="bfloat16"))
     config = {k: v for k, v in FAMILIES["llama3.1"].items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
     config |= dict(rope_parameters=dict(BANDS, rope_theta=7e5), dtype="bfloat16")
@@ -140,7 +123,7 @@ def test_qwens_window_needs_use_sliding_window(tmp_path):
 YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=128)
 ROPES = {
     "default": dict(), "theta": dict(rope_theta=500_000.0), "whole theta": dict(rope_theta=1_000_000),
-    "small theta": dict(rope_theta=0.5), "linear": dict(rope_scaling=dict(type="linear", factor=4)),
+    "linear": dict(rope_scaling=dict(type="linear", factor=4)),
     "bands": dict(rope_scaling=BANDS),
     "bands of Llama-3.1": dict(rope_theta=5e5, max_position_embeddings=131_072,
                                rope_scaling=BANDS | dict(original_max_position_embeddings=8192)),
@@ -157,7 +140,7 @@ ROPES = {
     "yarn with half of mscale": dict(rope_scaling=YARN | dict(mscale=0.7)),
     "yarn after a short context": dict(rope_scaling=YARN | dict(original_max_position_embeddings=1)),
     "both generations": dict(rope_scaling=dict(type="linear", factor=2), rope_parameters=dict(rope_theta=77.0)),
-    "a scaling that is none": dict(rope_scaling=dict(factor=2.0)),
+    "a scaling without type": dict(rope_scaling=dict(factor=2.0)),
 }
 
 
@@ -187,7 +170,7 @@ def test_logits_match_transformers_at_position_4000(family, name, tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_stored_head_is_used_instead_of_the_tied_embedding_where_it_differs(same, tmp_path):
+def test_a_stored_head_is_used_instead_of_the_tied_embedding_if_it_differs(same, tmp_path):
     weights = random_weights(FAMILIES["llama3.2"])
     embedding = weights["model.embed_tokens.weight"]
     weights["lm_head.weight"] = embedding.clone() if same else embedding.flip(0)
@@ -200,7 +183,7 @@ def test_a_stored_head_is_used_instead_of_the_tied_embedding_where_it_differs(sa
 
 
 def test_a_tied_matrix_may_be_stored_as_the_head(tmp_path):
-    """Of a tensor with two names safetensors' `save_model` keeps that one."""
+    """safetensors' `save_model` keeps only one of two names."""
     weights = random_weights(FAMILIES["llama3.2"])
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     folder = write_checkpoint(tmp_path, "llama3.2", weights=weights)
@@ -211,8 +194,7 @@ def test_a_tied_matrix_may_be_stored_as_the_head(tmp_path):
     assert model.lm_head is model.embed and model.config.tied_embeddings
 
 
-def two_shards(folder, change):
-    write_checkpoint(folder, "llama3", shards=2)
+def change_index(folder, change):
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     change(content)
@@ -220,34 +202,38 @@ def two_shards(folder, change):
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda c: c.pop("weight_map"), "index.json has no weight_map"),
-    (lambda c: c.update(weight_map={}), "index.json has no weight_map"),
-    (lambda c: c.update(weight_map=[1]), r"weight_map is \[1\] where an object is needed"),
-    (lambda c: c["weight_map"].update(x=3), "index.json names 3, which is no safetensors file"),
-    (lambda c: c["weight_map"].update(x="config.json"), "names 'config.json', which is no safetensors file"),
-    (lambda c: c["weight_map"].update(x="../model.safetensors"), "points outside its folder"),
-    (lambda c: c["weight_map"].update(x=c["weight_map"]["lm_head.weight"]), "disagree: not where it says x; not"),
-    (lambda c: c["weight_map"].pop("lm_head.weight"), "not where it says nothing; not in it lm_head.weight; in two"),
-    (lambda c: c["weight_map"].update({"lm_head.weight": c["weight_map"]["model.norm.weight"]}),
-     "disagree: not where it says lm_head.weight"),
+    (lambda c: c.pop("weight_map"), "not to None"),
+    (lambda c: c.update(weight_map={}), "not to None"),
+    (lambda c: c.update(weight_map=[1]), r"not to \[1\]"),
+    (lambda c: c["weight_map"].update(x=3), "not to 3"),
+    (lambda c: c["weight_map"].update(x="config.json"), "not to 'config.json'"),
+    (lambda c: c["weight_map"].update(x="../model.safetensors"), "not to '../model.safetensors'"),
+    (lambda c: c["weight_map"].update(x="other.safetensors"), "other.safetensors is missing"),
 ])
-def test_an_index_that_does_not_fit_its_files_is_refused(change, words, tmp_path):
-    two_shards(tmp_path, change)
-    with pytest.raises(ValueError, match=words) as error:
+def test_an_index_of_anything_but_the_safetensors_files_of_its_folder_is_refused(change, words, tmp_path):
+    write_checkpoint(tmp_path, "llama3", shards=2)
+    change_index(tmp_path, change)
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
         weight_files(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_of_an_index_only_the_names_of_the_files_are_used(tmp_path):
+    files = weight_files(write_checkpoint(tmp_path, "llama3", shards=2))
+    change_index(tmp_path, lambda c: c.update(weight_map={name: name for name in c["weight_map"].values()}))
+    assert weight_files(tmp_path) == files and len(files) == 30
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path):
     write_checkpoint(tmp_path, "llama3", shards=2)
     for file in tmp_path.glob("*.safetensors"):
         save_file(load_file(file) | {"model.norm.weight": torch.ones(32)}, file)
-    with pytest.raises(ValueError, match="in two files model.norm.weight; fetch them again"):
+    with pytest.raises(ValueError, match="both contain model.norm.weight; download them again"):
         weight_files(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-def test_a_folder_or_a_dead_link_in_the_place_of_a_file_is_named(name, tmp_path):
+def test_a_folder_or_a_broken_link_instead_of_a_file_is_named(name, tmp_path):
     write_checkpoint(tmp_path / "m", "llama3", shards=2 if "index" in name else 1)
     path = tmp_path / "m" / name
     path.unlink()
@@ -260,7 +246,7 @@ def test_a_folder_or_a_dead_link_in_the_place_of_a_file_is_named(name, tmp_path)
         Transformer.load(tmp_path / "m")
 
 
-def test_the_advice_for_a_pickle_works_as_printed(tmp_path):
+def test_the_printed_conversion_of_a_pickle_works(tmp_path):
     weights = random_weights(FAMILIES["llama3.2"])
     write_checkpoint(tmp_path, "llama3.2", dtype=torch.bfloat16, torch_dtype="bfloat16", weights=weights)
     expected = load_file(tmp_path / "model.safetensors")
@@ -270,13 +256,13 @@ def test_the_advice_for_a_pickle_works_as_printed(tmp_path):
         weight_files(tmp_path)
     python, option, program = shlex.split(str(error.value).partition(" && ")[2])
     assert (python, option) == ("python", "-c") and "\n" not in str(error.value)
-    exec(program)                               # as python -c does, but for importing transformers once more
-    found = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(found[name], expected[name]) for name in expected) and found.keys() == expected.keys()
+    exec(program)                               # as python -c does, without a second import of transformers
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[name], expected[name]) for name in expected) and stored.keys() == expected.keys()
     assert Transformer.load(tmp_path).config.rope_scaling["factor"] == 32.0
 
 
-def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
+def test_one_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
     write_checkpoint(tmp_path, "llama3", seed=1, shards=2)
     write_checkpoint(tmp_path, "llama3", seed=2)
     assert set(weight_files(tmp_path).values()) == {tmp_path / "model.safetensors"}
@@ -284,9 +270,21 @@ def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
     assert torch.equal(Transformer.load(tmp_path).norm.weight, theirs)
 
 
-def test_an_entry_given_twice_must_be_the_same(tmp_path):
+@pytest.mark.parametrize("content, words", [
+    (b"{", "not valid JSON"), (b"[" * 100_000, "not valid JSON"), (b"\xff", "not UTF-8: byte 0"),
+    (b"[1]", "must contain a JSON object"), (b'{"x": {"a": 1, "a": 3}}', '"a" appears twice, with different values'),
+])
+def test_anything_but_a_json_object_is_refused_with_its_path(content, words, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"a.json .*{words}") as error:
+        read_json(tmp_path / "a.json")
+    assert "\n" not in str(error.value)
+
+
+def test_a_repeated_key_with_equal_values_is_accepted(tmp_path):
     (tmp_path / "a.json").write_text('{"a": 1, "b": 2, "a": 1}')
     assert read_json(tmp_path / "a.json") == {"a": 1, "b": 2}
-    (tmp_path / "a.json").write_text('{"x": {"a": 1, "b": 2, "a": 3}}')
-    with pytest.raises(ValueError, match='a.json is not valid JSON: "a" appears twice, with different values'):
-        read_json(tmp_path / "a.json")
+
+
+def test_messages_are_truncated_to_one_line():
+    assert one_line("a\n  b") == "a b" and one_line(KeyError()) == "KeyError" and len(one_line("x" * 999)) == 301

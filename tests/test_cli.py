@@ -11,8 +11,8 @@ import torch
 
 import baselines
 import decore
-from cli import cli
-from cli import program as answer
+import cli
+from cli import screen as answer
 from heads import load_heads, published_random_heads, random_heads
 from model import Transformer
 from tests.checkpoints import random_weights, write_checkpoint, write_heads, write_tokenizer
@@ -258,7 +258,7 @@ def test_mistakes_end_in_one_line_and_status_2(call, base, chat, tmp_path):
         (["--model", tmp_path / "empty", *ask], "tokenizer.json"),
         (["--model", no_tokenizer, *ask], "tokenizer.json"),
         ([*pickle, *ask], "pickle"),
-        ([*index, *ask], "points outside its folder"),
+        ([*index, *ask], "of its own folder"),
         ([*bad_weights, *ask], "not finite"),
         ([*small, "--prompt", "a prompt of more than eight tokens"], "reads 8"),
         ([*base, "--prompt", ""], "empty"),
@@ -338,7 +338,7 @@ def on_a_terminal(arguments, **environment):
 
 
 @pytest.mark.parametrize("environment, tiny, threads", [
-    ({}, cli.TINY, [1]), ({}, 1000, []), ({"OMP_NUM_THREADS": "2"}, cli.TINY, []),
+    ({}, cli.models.TINY, [1]), ({}, 1000, []), ({"OMP_NUM_THREADS": "2"}, cli.models.TINY, []),
 ], ids=["tiny", "not tiny", "chosen"])
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(call, base, monkeypatch, environment, tiny, threads):
     chosen = []
@@ -346,7 +346,7 @@ def test_a_tiny_model_gets_one_thread_unless_the_user_chose(call, base, monkeypa
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(cli, "TINY", tiny)
+    monkeypatch.setattr(cli.models, "TINY", tiny)
     assert call(*base[:2], "--prompt", "x", "--method", "greedy", "--max-new-tokens", "1")[0] == 0
     assert chosen == threads
 
@@ -401,7 +401,7 @@ def test_text_that_is_piped_in_is_the_prompt(call, base, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("standard_input", ["/dev/null", "empty"])
 @pytest.mark.parametrize("spelling", ["miniature", "./miniature/", "heads/../miniature", str(cli.MINIATURE)])
 def test_without_a_prompt_the_miniature_shows_its_example(call, monkeypatch, tmp_path, standard_input, spelling):
-    monkeypatch.chdir(cli.ROOT)
+    monkeypatch.chdir(cli.MINIATURE.parent)
     (tmp_path / "empty").write_text("")
     monkeypatch.setattr("sys.stdin", open(tmp_path / standard_input))
     status, out, _ = call("--model", spelling)
@@ -409,7 +409,7 @@ def test_without_a_prompt_the_miniature_shows_its_example(call, monkeypatch, tmp
 
 
 def test_the_miniatures_amateur_is_known_by_its_place(call, monkeypatch):
-    monkeypatch.chdir(cli.ROOT)
+    monkeypatch.chdir(cli.MINIATURE.parent)
     status, out, _ = call("--amateur", "miniature/amateur", "--prompt", "Hi", "--max-new-tokens", 2, "--json")
     assert status == 0 and objects(out)[0]["method"] == "decore-entropy-lite" and len(objects(out)[0]["heads"]) == 4
 

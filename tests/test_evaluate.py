@@ -72,7 +72,7 @@ def call(monkeypatch, capsys):
     heads that `model` and SHORT hold are left out where no method masks any."""
     def run(*args):
         args = [*map(str, args)]
-        if "--method" in args and not set(args[args.index("--method") + 1].split(",")) & set(cli.HEADS):
+        if "--method" in args and not set(args[args.index("--method") + 1].split(",")) & set(cli.MASKING):
             args = [x for i, x in enumerate(args) if not {x, args[i - 1]} & {"--heads", "--num-heads"}]
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *args])
         status = cli.run(evaluate.main)

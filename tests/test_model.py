@@ -367,9 +367,9 @@ def break_weights(folder, change):
 @pytest.mark.parametrize("change, words", [
     (lambda w: w.pop("model.norm.weight"), "missing model.norm.weight, unused nothing"),
     (lambda w: w.update({"model.norm.bias": torch.ones(32)}), "missing nothing, unused model.norm.bias"),
-    (lambda w: w.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight has shape \[31\].*asks for \[32\]"),
-    (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("nan")), "lm_head.weight holds values .* not finite"),
-    (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("inf")), "lm_head.weight holds values .* not finite"),
+    (lambda w: w.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight is F32 \[31\]; .* BF16 \[32\]"),
+    (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("nan")), "lm_head.weight is not finite"),
+    (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("inf")), "lm_head.weight is not finite"),
 ])
 def test_weights_are_strict_both_ways(change, words, tmp_path):
     with pytest.raises(ValueError, match=words):
@@ -396,7 +396,7 @@ def test_a_pickle_is_refused_with_the_reason(tmp_path):
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path, target):
     write_checkpoint(tmp_path, "llama3", shards=2)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": target}}))
-    with pytest.raises(ValueError, match="points outside its folder"):
+    with pytest.raises(ValueError, match="of its own folder"):
         Transformer.load(tmp_path)
 
 

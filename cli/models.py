@@ -1,0 +1,98 @@
+"""Models as the command line names them, and the settings of a method for them."""
+
+import os
+from pathlib import Path
+
+from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
+
+SMALL = 1_000_000_000           # parameters up to which a CPU computes in float32 by default
+TINY = 20_000_000               # parameters up to which a CPU computes with one thread by default
+BUNDLED = {MINIATURE: "miniature", MINIATURE / "amateur": "miniature-amateur"}      # folder → name of its head file
+
+
+def load_models(args, shard=None):
+    """(model, tokenizer, amateur or None) named by --model and --amateur."""
+    model, tokenizer = load_model(args.model, args, shard)
+    limit_threads(model)
+    if not args.amateur:
+        return model, tokenizer, None
+    amateur, other = load_model(args.amateur, args, shard)
+    if other.vocabulary() != tokenizer.vocabulary():
+        raise ValueError(f"{args.model} and {args.amateur} have different vocabularies; contrasting needs one")
+    return model, tokenizer, amateur
+
+
+def load_model(name, args, shard=None):
+    """A model and its tokenizer, by --device and --dtype. shard: None joins the ranks of torchrun."""
+    import torch  # slow, and not every program loads a model
+
+    from model import Transformer
+    from tokenizer import Tokenizer
+    tokenizer = Tokenizer.load(name)
+    device, gpus = args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus:
+        raise ValueError(f"--device {device}: this machine has {gpus} CUDA devices, counted from 0; use --device cpu")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device mps: this machine has no Apple GPU; use --device cpu")
+    dtype = getattr(torch, args.dtype, None) or (torch.float32 if device == "cpu" and is_small(name) else None)
+    model = Transformer.load(name, device=device, dtype=dtype, shard=shard)
+    if model.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(torch.cuda.Stream(model.device))          # the default stream cannot be recorded
+    return model, tokenizer
+
+
+def is_small(name):
+    """Whether a checkpoint has fewer than a billion parameters, by its config.json."""
+    from runtime.config import Config
+    from runtime.weights import checkpoint_folder
+    c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
+    return c.vocab_size * c.d_model + c.n_layers * c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim) < SMALL
+
+
+def limit_threads(model):
+    """One thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set.
+
+    Threads of a tiny model spend more time on waiting for each other than on computing."""
+    import torch
+    tiny = sum(p.numel() for p in model.parameters()) < TINY
+    if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def default_num_heads(model):
+    return min(10, max(1, model.config.n_layers * model.config.n_heads // 8))
+
+
+def method_settings(method, args, model, amateur, choose_heads):
+    """The arguments of `baselines.generate` and `score` for a method, from the command line.
+
+    choose_heads: the function of `heads`."""
+    settings = dict(method=method.removesuffix("-lite"))
+    for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
+        value = getattr(args, name, None)
+        value = DEFAULTS.get(name) if value is None else value
+        if method in OPTIONS[name][0] and (value is not None or name in DEFAULTS):
+            settings[name] = value
+    if method in MASKING:
+        settings["heads"] = choose_heads(model, args.heads or bundled_name(args.model), args.num_heads,
+                                         draw=args.random_heads, seed=SEED if args.seed is None else args.seed)
+    if method in OPTIONS["amateur"][0]:
+        settings["amateur"] = amateur
+    if method in LITE:
+        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads or bundled_name(args.amateur),
+                                                 args.num_heads, "--amateur-heads")
+    return settings
+
+
+def bundled_name(name):
+    """The name of a bundled model, recognised by its path; None for other models."""
+    return BUNDLED.get(Path(name).resolve())
+
+
+def benchmark_template_args(tokenizer, template_args):
+    """Arguments of the chat template in benchmarks: no thinking, unless they say otherwise. None for no arguments."""
+    thinks = tokenizer.has_chat_template and tokenizer.template_reads("enable_thinking")
+    return ({"enable_thinking": False} if thinks else {}) | (template_args or {}) or None

@@ -1,0 +1,201 @@
+"""Options: types of arguments, and the table of which method uses which option."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        for text in args:
+            if text.startswith("--") and text.partition("=")[2] == "--":        # argparse would make it an empty list
+                self.error(f"argument {text.partition('=')[0]}: '--' is not a value")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):
+        raise ValueError(f"{message}; see --help")
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows every default, unless the option is a flag or its help names the default."""
+
+    def _get_help_string(self, action):
+        plain = "(default" in action.help or action.default in (None, False, True, [])
+        return action.help if plain else super()._get_help_string(action)
+
+
+def parser(description, **more):
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"-m {module.name}" if module and Path(sys.argv[0]).suffix == ".py" else sys.argv[0]
+    return Parser(description=description, allow_abbrev=False, formatter_class=Formatter, prog=f"python {program}",
+                  **more)
+
+
+# ------------------------------------------------------------------------------------------------------ argparse types
+
+
+def number(kind, low=-math.inf, high=math.inf):
+    """argparse type: a finite int or float in [low, high]."""
+    name = "whole number" if kind is int else "finite number"
+    bounds = f" from {low}" * (low > -math.inf) + f" to {high}" * (high < math.inf)
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or abs(value) == math.inf:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name}{bounds}")
+        return value
+    return parse
+
+
+positive = number(int, 1, 2**31 - 1)
+
+
+def comma_list(parse):
+    """argparse type: values with commas between them, each of them once."""
+    return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
+
+
+def method_name(known):
+    """argparse type: the name of a method."""
+    def parse(text):
+        if text in known:
+            return text
+        hint = "; baselines.py and evaluate.py know it" if text in BASELINES else ""
+        hint = f": it is {text.removesuffix('-lite')} with --amateur M2" if text in LITE else hint
+        raise argparse.ArgumentTypeError(f"method {text!r} is unknown{hint}; known: {', '.join(known)}")
+    return parse
+
+
+def device_name(text):
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; known: auto, cpu, cuda, cuda:1, …, mps")
+    return text
+
+
+def json_object(text):
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a JSON object such as '{{\"enable_thinking\": false}}'")
+    return value
+
+
+def token_ids(text):
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of token ids, such as 1,2,3")
+    return [int(i) for i in text.split(",")]
+
+
+def nonempty(text):
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text would end every answer before it begins")
+    return text
+
+
+# --------------------------------------------------------------------------------------------------- options of methods
+
+MASKING = ("masked", "decore-static", "decore-entropy")         # mask heads of the model itself
+LITE = ("decore-static-lite", "decore-entropy-lite")            # contrast with an amateur, whose heads are masked
+BASELINES = ("cd", "cad", "dola-low", "dola-high", "ad")
+CONTRASTING = (*MASKING[1:], *LITE)
+
+# Option → the methods that use it, and its arguments for argparse. None stands for an option that is not used.
+OPTIONS = {
+    "heads": (MASKING, dict(
+        metavar="FILE", help="head scores, or a model's name (default: by the model's name)")),
+    "num_heads": (MASKING + LITE, dict(
+        type=number(int, 0, 2**31 - 1), metavar="N",
+        help="retrieval heads to mask (default: 10; of a tiny model, an eighth of its heads)")),
+    "random_heads": (MASKING, dict(
+        nargs="?", const="uniform", choices=("uniform", "published"),
+        help="mask random heads instead of retrieval heads; published: with the paper's sampler")),
+    "seed": (MASKING, dict(type=number(int), metavar="S", help="of random heads (default: 1234)")),
+    "alpha": (("decore-static", "cd", "cad", "ad", "decore-static-lite"), dict(
+        type=number(float), metavar="A", help="a constant α (default: 0.5)")),
+    "alpha_cap": (CONTRASTING, dict(type=number(float, 0), metavar="X", help="α = min(α, X)")),
+    "scale_alpha": (("decore-entropy", "decore-entropy-lite"), dict(
+        action="store_true", default=None, help="α = H / ln V")),
+    "mask": (MASKING + LITE, dict(
+        choices=("output", "query"), help="output: the paper's equation; query: its runs (default: output)")),
+    "mask_prompt": (MASKING + LITE, dict(
+        action="store_true", default=None, help="mask heads at every position, those of the prompt included")),
+    "amateur": ((*LITE, "cd"), dict(
+        metavar="M2", help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite")),
+    "amateur_heads": (LITE, dict(metavar="FILE", help="its head scores (default: by its name)")),
+    "relative_top": (BASELINES, dict(
+        type=number(float, 0, 1), metavar="X", help="drop tokens less likely than X times the likeliest one; 0: none "
+        "(default: 0.1 for dola and ad, 0 for cd and cad)")),
+    "info_layer": (("ad",), dict(type=positive, metavar="L", help="the information layer (default: 24)")),
+    "dola_layers": (("dola-low", "dola-high"), dict(
+        choices=("transformers", "halves"),
+        help="transformers: of models with more than 40 layers the lowest or uppermost 20, else a half; halves: a half "
+        "of any depth (default: as published, transformers to generate, halves to score)")),
+    "repetition_penalty": (("dola-low", "dola-high"), dict(
+        type=number(float, 0), metavar="X", help="tokens already in the text count less; 1.05 in Qwen2's published "
+        "runs (default: 1)")),
+    "without_context": (("cad",), dict(action="append", metavar="TEXT", help="the prompt without its context")),
+    "without_context_ids": (("cad",), dict(
+        action="append", type=token_ids, metavar="1,2,3", help="the same as token ids")),
+}
+SWEPT = ("num_heads", "alpha", "seed")                          # lists with commas in evaluate.py
+DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
+SEED = 1234
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def add_model_arguments(p):
+    p.add_argument("--model", metavar="M", default=str(MINIATURE), help="folder or hub id (default: the miniature)")
+    p.add_argument("--device", type=device_name, default="auto", metavar="D",
+                   help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu)")
+    p.add_argument("--dtype", default="auto", choices=("auto", *DTYPES),
+                   help="auto: the checkpoint's; on a CPU float32 for models below a billion parameters")
+    p.add_argument("--template-args", type=json_object, metavar="JSON",
+                   help="arguments of the chat template, such as '{\"enable_thinking\": false}'")
+
+
+def add_method_arguments(p, methods, several=False, leave_out=()):
+    """Adds the options that the methods use. several: lists with commas, for sweeps."""
+    for name, (users, arguments) in OPTIONS.items():
+        if name in leave_out or not {method.removesuffix("-lite") for method in users} & set(methods):
+            continue
+        if several and name in SWEPT:
+            metavar = arguments["metavar"]
+            arguments = arguments | dict(type=comma_list(arguments["type"]), metavar=f"{metavar}[,{metavar}…]")
+        only = "" if set(users) >= set(MASKING) or set(users) >= set(LITE) else ", ".join(users) + ": "
+        p.add_argument(flag(name), **arguments | dict(help=only + arguments["help"]))
+
+
+def full_names(methods, amateur):
+    """The names under which methods are shown: with an amateur, decore-entropy is decore-entropy-lite."""
+    return [f"{method}-lite" if amateur and method in MASKING[1:] else method for method in methods]
+
+
+def check_options(args, methods, seeded=False):
+    """ValueError for an option that none of the methods uses. seeded: --seed has another effect too."""
+    for name, (users, _) in OPTIONS.items():
+        if getattr(args, name, None) is not None and not set(users) & set(methods):
+            raise ValueError(f"{flag(name)} has no effect on {', '.join(methods)}; "
+                             f"it is an option of {', '.join(users)}")
+    if args.seed is not None and not args.random_heads and not seeded:
+        raise ValueError("--seed has no effect without --random-heads")
+    if args.heads and args.random_heads == "published":
+        raise ValueError("--heads has no effect with --random-heads published, which draws from all heads")
+    numbers = args.num_heads if isinstance(args.num_heads, list) else [args.num_heads]
+    masking = [method for method in methods if method in MASKING]
+    if 0 in numbers and masking:
+        raise ValueError(f"--num-heads 0 masks nothing, so {masking[0]} would be greedy: use --method greedy")

@@ -1,0 +1,148 @@
+"""Decoded texts as an HTML page: one file, no script.
+
+Tokens are shaded by base entropy. Pointing at a token shows its numbers and lights the passage tokens that it was
+copied from, if they are known; pointing at a passage token lights what was copied from it. `page.html#g1t0` opens the
+page as if the first token of the second answer were pointed at."""
+
+import html
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+STRONGEST = 2.0                         # nats of the strongest shade
+STYLE = """
+body { max-width: 44rem; margin: 2.5rem auto; padding: 0 1.2rem; font: 17px/1.7 Georgia, serif; color: #1d1d1f;
+  background: #fff }
+h1 { font: 600 1.1rem/1.4 system-ui, sans-serif; margin: 0 0 1rem }
+h2 { font: 600 .85rem/1.4 system-ui, sans-serif; margin: 0 0 .2rem; color: #0072B2 }
+small, .note { font: .78rem/1.6 system-ui, sans-serif; color: #6e6e73 }
+p { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
+.prompt, .answer { padding: .9rem 1.1rem; margin: 0 0 .8rem; border-radius: 8px }
+.prompt { background: #f5f5f7 } .answer { border: 1px solid #d2d2d7 }
+.t, .s { position: relative; padding: .1em 0; border-radius: 3px; cursor: default }
+.t { background: rgb(255 176 0 / var(--shade)) } .differs { border-bottom: 2px dotted #0072B2 }
+.t:hover::after, .t:focus::after, .t:target::after { content: attr(data-note); position: absolute; left: 0; top: 1.8em;
+  z-index: 1; white-space: pre; background: #1d1d1f; color: #fff; font: 12px/1.5 ui-monospace, monospace;
+  padding: .4rem .6rem; border-radius: 6px }
+.t:focus, .s:focus { outline: 1px solid #0072B2 }
+.right { color: #007a5a } .wrong { color: #b3401a } td { padding: 0 1rem .2rem 0; vertical-align: top }
+.scale { display: inline-block; width: 5em; height: .8em; border-radius: 3px;
+  background: linear-gradient(90deg, rgb(255 176 0 / 0), rgb(255 176 0)) }
+"""
+POINTED = ":is(:hover, :focus, :target)"
+LIT = "background: #0072B2; color: #fff"
+AMBER = (f'<span class="scale"></span> base entropy (of masked: the masked model\'s), 0 to {STRONGEST:g} nats or more. '
+         "Point at a token for its numbers.")
+DOTTED = " Dotted line: the masked model prefers another token."
+BLUE = " Blue: where the retrieval heads looked when the token was written, and the reverse."
+
+
+class Page:
+    """A page that is written again after every method. opener: that of decore.py."""
+
+    def __init__(self, path, model, tokenizer, opener):
+        self.model, self.tokenizer, self.opener = model, tokenizer, opener
+        self.path = Path(os.devnull if model.shard.rank else path)
+        self.path.write_text("", encoding="utf-8")      # fails before decoding, not after
+        self.parts = defaultdict(list)                  # number of a prompt → HTML of the prompt and of its answers
+
+    def add(self, title, prompts, out, settings, sources):
+        """Adds one answer to each prompt. settings: those of `generate`. sources: per prompt, as in `answer_html`."""
+        for b, (prompt, g, places) in enumerate(zip(prompts, out, sources, strict=True)):
+            self.parts[b] = self.parts[b] or [prompt_html(self.tokenizer, prompt, f"p{b}")]
+            liked = None
+            if title.startswith("decore"):
+                liked = favourites(self.opener, self.model, prompt, g.ids, settings)
+            name = f"g{sum(map(len, self.parts.values())) - len(self.parts)}"
+            self.parts[b].append(answer_html(self.tokenizer, title, g, name, liked, (prompt, f"p{b}"), places))
+        content = document(self.model.name, [part for parts in self.parts.values() for part in parts])
+        self.path.write_text(content, encoding="utf-8")
+
+
+@torch.inference_mode()
+def favourites(opener, model, prompt, ids, settings):
+    """The likeliest token of the masked model, or of the amateur, at each position: [(token, probability)]."""
+    settings = {name: value for name, value in settings.items() if name not in ("lookup", "graph")}
+    step, _ = opener(model, [prompt], len(ids), **settings)
+    log_p, token = step(torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)).other[0].max(-1)
+    return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
+
+
+def document(title, parts):
+    """A whole page of HTML parts."""
+    title, body = html.escape(title), "\n".join(parts)
+    about = AMBER + DOTTED * ("masked favourite" in body) + BLUE * (LIT in body)
+    return (f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>DeCoRe: {title}</title>\n'
+            f'<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n<p class="note">{about}</p>\n</html>\n')
+
+
+def prompt_html(tokenizer, prompt, name):
+    """A prompt, each of its tokens with an id: name + "s" + number."""
+    spans = "".join(f'<span class="s" id="{name}s{i}" tabindex="0">{html.escape(text)}</span>'
+                    for i, (text, _) in enumerate(pieces(tokenizer, prompt)))
+    return f'<p class="prompt" id="{name}">{spans}</p>'
+
+
+def answer_html(tokenizer, title, g, name, favourites=None, prompt=None, sources=None, right=None):
+    """One decoded text.
+
+    g: has ids, alphas, entropies and stop. name: unique on the page. favourites: per token the masked model's (token,
+    probability). prompt, sources: (ids, name) of the prompt, and per token [(position in the prompt, share of the heads
+    that attend to it)]. right: whether the answer is right, if known."""
+    ids = g.ids[:-1] if g.stop == "eos" else g.ids
+    written, links = pieces(tokenizer, ids), ""
+    if sources:
+        links = links_html(name, written, prompt[1], pieces(tokenizer, prompt[0]), sources)
+    spans = "".join(f'<span class="t{" differs" * differs(g, positions, favourites)}" id="{name}t{i}" tabindex="0" '
+                    f'style="--shade: {min(max(g.entropies[p] for p in positions) / STRONGEST, 1):.2f}" data-note="'
+                    + "&#10;".join(html.escape(line) for p in positions
+                                   for line in note(tokenizer, g, p, favourites, prompt, sources))
+                    + f'">{html.escape(text)}</span>' for i, (text, positions) in enumerate(written))
+    verdict = "" if right is None else ' <span class="right">✓ right</span>' if right else \
+        ' <span class="wrong">✗ wrong</span>'
+    entropy = sum(g.entropies) / max(len(g.entropies), 1)
+    return (f'{links}<section class="answer" id="{name}"><h2>{html.escape(title)}{verdict}</h2>\n<p>{spans}</p>\n'
+            f'<small>{len(g.ids)} tokens, mean base entropy {entropy:.3f} nats, stop: {g.stop}</small></section>')
+
+
+def pieces(tokenizer, ids):
+    """[(text, positions of its ids)]: a character may span several tokens, and special tokens have no text."""
+    stream, out, unfinished = tokenizer.stream(), [], []
+    for i, token in enumerate(ids):
+        unfinished.append(i)
+        text = stream.push(token)
+        if text:
+            out.append((text, unfinished))
+            unfinished = []
+    rest = stream.end()
+    return out + [(rest, unfinished or [len(ids) - 1])] * bool(rest)
+
+
+def differs(g, positions, favourites):
+    return bool(favourites) and any(favourites[p][0] != g.ids[p] for p in positions)
+
+
+def note(tokenizer, g, i, favourites, prompt, sources):
+    """Lines about the i-th token of a text."""
+    yield f"base entropy {g.entropies[i]:.3f} nats"
+    if favourites or g.alphas[i]:
+        yield f"α {g.alphas[i]:.3f}"
+    if favourites:
+        token, p = favourites[i]
+        yield f"masked favourite {tokenizer.decode([token])!r} ({p:.0%})"
+    for position, share in sources[i] if sources else ():
+        yield f"from {tokenizer.decode([prompt[0][position]])!r} at {position} ({share:.0%} of the heads)"
+
+
+def links_html(name, written, prompt_name, read, sources):
+    """Style rules: pointing at a written piece lights the pieces it was copied from, and the reverse."""
+    piece_of = {position: i for i, (_, positions) in enumerate(read) for position in positions}
+    lit = defaultdict(list)                             # id of a piece → ids of the pieces that it lights
+    for t, (_, positions) in enumerate(written):
+        for s in sorted({piece_of[place] for p in positions for place, _ in sources[p] if place in piece_of}):
+            lit[f"#{name}t{t}"].append(f"#{prompt_name}s{s}")
+            lit[f"#{prompt_name}s{s}"].append(f"#{name}t{t}")
+    rules = (f":root:has({pointed}{POINTED}) :is({', '.join(others)}) {{ {LIT} }}" for pointed, others in lit.items())
+    return "<style>" + "\n".join(rules) + "</style>\n"
