@@ -32,7 +32,7 @@ from benchmarks import llama
 from benchmarks.measure import bandwidth, origin, quartiles, read_cache, read_weights
 from benchmarks.shapes import SHAPES, find_shape, random_model, spread_heads, transformers_model
 from decore import contrast, entropy
-from runtime.config import DTYPES
+from runtime.config import DTYPES, find_dtype
 from runtime.pack import pack
 
 METHODS = (*baselines.METHODS, "decore-lite")           # decore-lite: decore-entropy with an amateur
@@ -257,7 +257,7 @@ def main():
     if args.lookup and args.prompt <= 32:
         raise ValueError(f"--lookup needs a prompt to quote: give --prompt more than 32 tokens, not {args.prompt}")
     config, started = find_shape(args.shape), origin(args.device)               # the machine's load before the run
-    model = random_model(config, args.device, DTYPES[args.dtype])
+    model = random_model(config, args.device, find_dtype(args.dtype))
     twin = transformers_model(model) if {"transformers", "two-pass"} & set(args.methods) else None
     if model.device.type == "cpu":
         pack(model)
