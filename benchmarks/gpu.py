@@ -7,7 +7,7 @@
     products    all matrices of a pass and nothing else, for 1, 2, 8 and 16 vectors: no step can be faster
     decode      greedy and DeCoRe, with CUDA graphs and without
     peers       the same beside transformers: its generate(), and DeCoRe as a loop of two passes
-    prompts     reading prompts: tokens per second, and memory beyond weights and cache
+    prompts     reading prompts: tokens per second, and the memory it takes besides the cache
     batch       32 prompts at once
     lookup      a text that quotes its prompt, with lookup of 7 tokens
     loading     a checkpoint from disk to the device
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,14 +48,17 @@ ROOT = Path(__file__).parent.parent
 def run_tests(run):
     """`pytest -m gpu`; a dry run only collects the tests."""
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "tests/test_gpu.py"]
+    command += ["--collect-only", "-q"] if run.device == "cpu" else []
     try:
-        done = subprocess.run(command + ["--collect-only", "-q"] * (run.device == "cpu"), cwd=ROOT, capture_output=True,
-                              text=True, timeout=TESTS)
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TESTS)
     except subprocess.TimeoutExpired as error:
-        passed = (error.stdout or b"").decode().splitlines()
-        raise TimeoutError(f"{TESTS} s are over, after {passed}") from None
-    lines = done.stdout.strip().splitlines()
+        raise TimeoutError(f"{TESTS} s are over; the last lines: {lines_of(error.stdout)[-3:]}") from None
+    lines = lines_of(done.stdout)
     yield dict(status=done.returncode, summary=lines[-1:], failed=[line for line in lines if "FAILED" in line])
+
+
+def lines_of(output):
+    return (output or b"").decode().strip().splitlines()
 
 
 def products(run, model, read):
@@ -83,7 +87,7 @@ def in_turns(run, runs, P, read):
     for name in runs:
         yield dict(name=name, prompt=P, tokens_per_second=results["tokens_per_second"][name],
                    quartiles=results["quartiles"][name], over_greedy=results["over_greedy"].get(name),
-                   of_bandwidth=results["share_of_bandwidth"].get(name), same_tokens=results["same_tokens"])
+                   of_bandwidth=results["share_of_bandwidth"].get(name))
 
 
 def prompt_of(model, n):
@@ -109,12 +113,14 @@ def peers(run, model, read):
 
 def prompts(run, model, read):
     for P in run.prompts:
-        prompt = prompt_of(model, P)
+        prompt, row = prompt_of(model, P), dict(prompt=P)
+        before = torch.cuda.memory_allocated() if run.device == "cuda" else 0
         if run.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = timed(run.device, lambda prompt=prompt: generate(model, prompt, "greedy", 1, graph=False))
-        beyond = torch.cuda.max_memory_allocated() - weights(model) - read_cache(model, P) if run.device == "cuda" else 0
-        yield dict(prompt=P, tokens_per_second=P / seconds, gb_beyond_weights_and_cache=beyond / 1e9)
+        row["tokens_per_second"] = P / timed(run.device, lambda prompt=prompt: generate(model, prompt, "greedy", 1))
+        if run.device == "cuda":
+            row["gb_beyond_cache"] = (torch.cuda.max_memory_allocated() - before - read_cache(model, P)) / 1e9
+        yield row
 
 
 def options(run, model, read, **more):
@@ -138,7 +144,7 @@ def loading(run):
 def run_all(run, attempt):
     attempt("tests", run_tests, run)
     read = bandwidth(run.device, run.floats)
-    model = random_model(SHAPES[run.shape], run.device, run.dtype)
+    model = random_model(replace(SHAPES[run.shape], max_positions=2**20), run.device, run.dtype)
     attempt("products", products, run, model, read)
     attempt("decode", decode, run, model, read)
     attempt("peers", peers, run, model, read)
