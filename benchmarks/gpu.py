@@ -65,7 +65,8 @@ def products(run, model, read):
     """The fraction of the bandwidth at which n vectors pass through all matrices of the model."""
     layers = [m for m in model.modules() if type(m) is type(model.lm_head) and m is not model.embed] + [model.lm_head]
     for n in (1, 2, 8, 16):
-        x = {m.weight.shape[1]: torch.randn(1, n, m.weight.shape[1], device=run.device, dtype=run.dtype) for m in layers}
+        widths = {m.weight.shape[1] for m in layers}
+        x = {width: torch.randn(1, n, width, device=run.device, dtype=run.dtype) for width in widths}
 
         def work(x=x):
             for m in layers:
@@ -107,8 +108,8 @@ def decode(run, model, read):
 def peers(run, model, read):
     twin, names = transformers_model(model), ["greedy", "decore-entropy", "transformers", "two-pass"]
     for P in run.prompts[:2]:
-        yield from in_turns(run, contestants(model, prompt_of(model, P), run.new, names, spread_heads(model.config),
-                                             twin), P, read)
+        runs = contestants(model, prompt_of(model, P), run.new, names, spread_heads(model.config), twin)
+        yield from in_turns(run, runs, P, read)
 
 
 def prompts(run, model, read):
@@ -125,10 +126,8 @@ def prompts(run, model, read):
 
 def options(run, model, read, **more):
     """greedy and DeCoRe, and both with `more`: batch or lookup."""
-    P = run.prompts[0]
-    names = ["greedy", "decore-entropy"]
-    yield from in_turns(run, contestants(model, prompt_of(model, P), run.new, names, spread_heads(model.config), **more),
-                        P, read)
+    P, names, heads = run.prompts[0], ["greedy", "decore-entropy"], spread_heads(model.config)
+    yield from in_turns(run, contestants(model, prompt_of(model, P), run.new, names, heads, **more), P, read)
 
 
 def loading(run):

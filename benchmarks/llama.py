@@ -87,8 +87,8 @@ def timer(folder, shape, dtype, prompt, new):
     """A function → the seconds in which llama-bench decodes `new` tokens after a prompt."""
     program, weights = paths(folder, shape, dtype)
     if not (program.exists() and weights.exists()):
-        raise FileNotFoundError(f"{program} or {weights} is missing; python -m benchmarks.llama {folder} --shape {shape} "
-                                f"--dtypes {dtype} makes both")
+        raise FileNotFoundError(f"{program} or {weights} is missing; make both by python -m benchmarks.llama {folder} "
+                                f"--shape {shape} --dtypes {dtype}")
     command = (program, "-m", weights, "-p", 0, "-n", new, "-d", prompt, "-t", torch.get_num_threads(), "-r", 1,
                "-o", "json")
     return lambda: json.loads(run(*command))[0]["samples_ns"][0] / 1e9

@@ -39,7 +39,9 @@ class Kernels(TorchDispatchMode):
 
 
 def share(config, ranks, prompt, new, rows=2):
-    """Bytes of rank 0: weights, those that all ranks have, prompt cache, new tokens; all-reduces, and kernels a layer."""
+    """Bytes of rank 0: weights, those that all ranks have, cache of the prompt and of new tokens, read for a token.
+
+    Also the all-reduces of a step, the bytes of the largest, and the kernels of a step divided by the layers."""
     if ranks > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     model, calls = Transformer(config, Shard(0, ranks), "meta", torch.bfloat16), []
@@ -68,7 +70,8 @@ def main():
     p.add_argument("--ranks", type=cli.positive, nargs="+", default=[1, 2, 4, 8, 16])
     args = p.parse_args()
     config = find_shape(args.shape)
-    print("| ranks | weights | replicated | prompt cache | new tokens | all-reduces, largest | read a token | tokens/s |")
+    print("| ranks | weights | replicated | prompt cache | new tokens | all-reduces, largest | read per token "
+          "| tokens/s |")
     print("| --- " * 8 + "|")
     for ranks in args.ranks:
         s = share(config, ranks, args.prompt, args.new)

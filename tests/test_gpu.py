@@ -62,8 +62,8 @@ def test_later_prompts_are_decoded_by_the_graph_of_the_first(tmp_path):
     for number, (method, settings) in enumerate(cases, 1):
         for prompts in batches:
             more = dict(ids_without_context=[p[-2:] for p in prompts]) if method == "cad" else {}
-            plain, graph = (baselines.generate(model, prompts, method, max_new_tokens=20, graph=graph, **settings, **more)
-                            for graph in (False, True))
+            more |= settings | dict(max_new_tokens=20)
+            plain, graph = (baselines.generate(model, prompts, method, graph=graph, **more) for graph in (False, True))
             assert [g.ids for g in graph] == [g.ids for g in plain], (method, settings)
         assert len(GRAPHS[model]) == min(number, KEPT)
 
