@@ -8,18 +8,24 @@ reading and starts making things up. DeCoRe decodes from
 
 and so pushes the text towards what the context says. Base and masked model are two rows of one pass: see model.py.
 
-    R rows (0 base, 1 masked)   B batch   T new tokens   V vocabulary   L layers   H heads
+    R rows (0 base, 1 masked)   B prompts   T new tokens   A answers   V vocabulary   L layers   H heads
 """
 
 import math
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from runtime.checks import check_answers, check_generation, check_heads, is_batch
+from model import Cache
+from runtime.checks import check_answers, check_generation, check_heads, check_method, is_batch
+from runtime.graph import on_host, recorded
+from runtime.lookup import look_up
+from tokenizer import special_ids
+
+METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
+AT_ONCE = 512                           # tokens of given answers per pass
 
 
 def contrast(base, other, alpha):
@@ -33,96 +39,101 @@ def entropy(log_p):
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def choose_alpha(method, h, alpha=0.5, scale=1.0, cap=None):
-    """α of each position: from the entropy h [B, T] of the base row (Eq. 8), a constant, or 0 for no contrast."""
-    if method == "decore-entropy":
-        a = h / scale
-    else:
-        a = torch.full_like(h, alpha if method == "decore-static" else 0)
-    return a if cap is None else a.clamp(max=cap)
-
-
 class Step(NamedTuple):
     scores: torch.Tensor                # what is decoded from, [B, T, V] float32
-    base: torch.Tensor                  # log p_base, [B, T, V]; of the row decoded for `masked`
-    other: torch.Tensor                 # log p of what base is contrasted with, [B, T, V]; for greedy and masked, base
+    base: torch.Tensor                  # log p_base, [B, T, V]; for `masked`: of the masked row
+    other: torch.Tensor                 # log p of what base is contrasted with, [B, T, V]; without a contrast, base
     alpha: torch.Tensor                 # α as applied, [B, T]
     entropy: torch.Tensor               # H of the base row in nats, neither scaled nor capped, [B, T]
 
 
+class Session:
+    """Some prompts in a model's cache, and the R rows of one pass that continue them.
+
+    masked: the heads to mask, for each row. The prompts are prefilled unmasked; `mask_prompt` masks them too, which
+    takes a single row. The last prompt token is not prefilled: the first call reads it, and masking starts with it."""
+
+    def __init__(self, model, prompts, capacity, masked=((),), mask="output", mask_prompt=False, on_layer=None):
+        self.model, self.mask, self.extra = model, mask, []
+        self.head_mask = make_head_mask(masked, model).to(model.device, model.dtype) if any(masked) else None
+        self.cache = Cache(model, [len(p) - 1 for p in prompts], capacity, len(masked))
+        self.last = torch.tensor([p[-1:] for p in prompts], device=model.device)
+        ids = pad([p[:-1] for p in prompts]).to(model.device)
+        model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
+
+    def __call__(self, tokens=None):
+        """Append tokens [B, T] to the texts → log p of what follows each of them, [R, B, T, V].
+
+        The first call puts the prompts' last tokens in front of them, and may come without any."""
+        return self.logits(tokens).log_softmax(-1)
+
+    def logits(self, tokens=None):
+        return self.model(self.with_last(tokens), self.cache, self.head_mask, self.mask)
+
+    def with_last(self, tokens):
+        parts, self.last = [x.to(self.model.device) for x in (self.last, tokens) if x is not None], None
+        return torch.cat(parts, 1)
+
+    def repeat(self, n):
+        """Continue each prompt in n ways."""
+        self.last, self.cache = self.last.repeat_interleave(n, 0), self.cache.repeat(n)
+
+    def tensors(self):
+        """All that a step reads or writes and that depends on the prompts; `extra` holds what a method adds."""
+        return [*self.cache.kv, self.cache.lengths, self.cache.slots, *self.extra]
+
+
 def open_decore(model, prompts, capacity, method="decore-entropy", heads=None, alpha=0.5, alpha_cap=None,
                 scale_alpha=False, mask="output", mask_prompt=False, amateur=None, amateur_heads=None):
-    """Read the prompts once → `step`, and the caches it writes to.
+    """Prefill the prompts. Returns `step` and the sessions that it advances.
 
-    step(tokens [B, T]) appends tokens to the texts and returns the `Step` of what follows each of them.
+    step(tokens [B, T]) appends tokens to the texts and returns the `Step` of what follows each of them; the first call
+    appends the prompts' last tokens first, so that step() is how decoding begins.
 
-    capacity: new tokens per text. method: one of METHODS. heads: what to mask, (layer, head) pairs. alpha: α of
+    capacity: new tokens per text. method: one of METHODS. heads: (layer, head) pairs to mask. alpha: α of
     decore-static. alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query" (the
     published runs). mask_prompt: mask at every position, not only from the last prompt token on. amateur: a smaller
     model of the same vocabulary, with amateur_heads masked, in place of the masked row (DeCoRe entropy-lite)."""
-    check_method(method, heads, amateur, amateur_heads)
-    silent = {"greedy": [[]], "masked": [heads]}.get(method, [[]] if amateur else [[], heads])      # heads, per row
-    rows = Rows(model, prompts, capacity, silent, mask, mask_prompt)
-    small = Rows(amateur, prompts, capacity, [amateur_heads], mask, mask_prompt) if amateur else None
-    scale = math.log(model.config.vocab_size) if scale_alpha else 1
+    check_method(method, METHODS, heads, amateur, amateur_heads)
 
-    def step(tokens):
-        log_p = rows(tokens).log_softmax(-1)                                # [R, B, T, V]: one pass
+    def session(*masked, of=model):
+        return Session(of, prompts, capacity, masked, mask, mask_prompt and any(masked))
+
+    if method == "greedy":
+        sessions = [session([])]
+    elif method == "masked":
+        sessions = [session(heads)]
+    elif amateur:
+        sessions = [session([]), session(amateur_heads, of=amateur)]
+    elif mask_prompt:                                                       # prompts that differ: two passes
+        sessions = [session([]), session(heads)]
+    else:
+        sessions = [session([], heads)]                                     # two rows of one pass
+
+    def step(tokens=None):
+        log_p = torch.cat([one(tokens).to(model.device) for one in sessions])           # [R, B, T, V]
         base, other = log_p[0], log_p[-1]
-        if small:
-            other = small(tokens)[0].log_softmax(-1).to(base.device)
         h = entropy(base)
-        a = choose_alpha(method, h, alpha, scale, alpha_cap)                # Eq. 8
-        return Step(contrast(base, other, a), base, other, a, h)            # Eq. 7
+        if method == "decore-entropy":
+            a = h / math.log(model.config.vocab_size) if scale_alpha else h             # Eq. 8
+        else:
+            a = torch.full_like(h, alpha if method == "decore-static" else 0)
+        a = a if alpha_cap is None else a.clamp(max=alpha_cap)
+        return Step(contrast(base, other, a), base, other, a, h)                        # Eq. 7
 
-    return step, [r.cache for r in (rows, small) if r]
+    return step, sessions
 
 
-def decode(step, last, n):
-    """The loop: n greedy steps → (token [B, 1], Step) of each. last [B, 1]: the prompts' last tokens, not yet read."""
-    token = last
+def decode(step, n):
+    """The loop: n greedy steps → (token [B, 1], Step) of each."""
+    token = None                                        # the first step reads the prompts' last tokens
     for _ in range(n):
-        found = step(token)
-        token = found.scores.argmax(-1)
-        yield token, found
+        result = step(token)
+        token = result.scores.argmax(-1)
+        yield token, result
 
 
-# --------------------------------------------------------------------------------------------------- what it is made of
-
-
-METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
-AHEAD = {"cuda": 8}                     # how many tokens a device decodes before the host looks at them
-AT_ONCE = 512                           # tokens of given answers per pass
-
-
-class Rows:
-    """The rows of one pass over some prompts: called with tokens [B, T], it appends them and returns the logits of what
-    follows each, [R, B, T, V].
-
-    silent: for each row the heads to silence. The prompts are read once, unmasked, for all rows; with `mask_prompt`, or
-    with `others` (the second row's prompts), rows have prompts of their own: these are simply more prompts of one row.
-    The last token of a prompt waits: its step is the first that the mask touches. states: as in Transformer.prefill."""
-
-    def __init__(self, model, prompts, capacity, silent=((),), mask="output", mask_prompt=False, others=None,
-                 states=None):
-        head_mask, self.apart = make_head_mask(silent, model), len(silent) if mask_prompt else 2 if others else 1
-        if mask_prompt:
-            head_mask = head_mask.repeat_interleave(len(prompts), 0)[:, None]           # [R·B, 1, L, H]
-        prompts = [*prompts, *others] if others else prompts * self.apart
-        self.model, self.mask, self.masks = model, mask, model.layer_masks(head_mask)
-        self.cache = model.cache(torch.tensor([len(p) - 1 for p in prompts]), capacity, self.masks)
-        if others:
-            self.cache.kept["last"] = torch.tensor([p[-1:] for p in prompts], device=model.device)
-        ids = pad([p[:-1] for p in prompts]).to(model.device)
-        model.prefill(ids, self.cache, self.masks if mask_prompt else None, mask, states)
-
-    def __call__(self, tokens, states=None, logits=True):
-        tokens = tokens.to(self.model.device).repeat(self.apart, 1)
-        if "last" in self.cache.kept:   # every row begins with the last token of its own prompt
-            first = self.cache.places(tokens.shape[1]) == self.cache.lengths[:, None]
-            tokens = torch.where(first, self.cache.kept["last"], tokens)
-        z = self.model(tokens, self.cache, self.masks, self.mask, states, logits=logits)
-        return z if self.apart == 1 or z is None else z[0].unflatten(0, (self.apart, -1))
+# ------------------------------------------------------------------------------------------------------ generate, score
 
 
 @dataclass
@@ -130,61 +141,32 @@ class Generation:
     ids: list = field(default_factory=list)             # new tokens, the end token included
     alphas: list = field(default_factory=list)          # α as applied at each of them
     entropies: list = field(default_factory=list)       # H of the base row in nats, neither scaled nor capped
-    stop: str | None = None                             # "eos", "length", or "stop" where `on_token` ended it
-
-
-def fetch(steps, caches, ahead=1):
-    """What `decode` yields, on the host: per step [B][1] of (token, its score, α, H), `ahead` steps at a time.
-
-    A device runs ahead of the host, which waits for it only here."""
-    waiting = []
-    for cache in caches:
-        cache.reach(1)
-    for i, (token, found) in enumerate(steps):
-        score = found.scores.gather(-1, token[..., None])[..., 0]
-        waiting.append(torch.stack([token.float(), score, found.alpha, found.entropy], -1))             # [B, 1, 4]
-        if len(waiting) == ahead:
-            yield from torch.stack(waiting).tolist()
-            waiting = []
-        for cache in caches:
-            cache.reach(i + 2)
-    yield from torch.stack(waiting).tolist() if waiting else []
+    stop: str | None = None                             # "eos", "length", or "stop" if `on_token` ended the text
 
 
 @torch.inference_mode()
-def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=None, on_token=None, lookup=0,
-             compile=None, opener=open_decore, **settings):
+def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=None, on_token=None, lookup=0, graph=None,
+             opener=open_decore, **settings):
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a list), as one batch.
 
-    eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy) sees each token as
-    it comes and ends the b-th text by returning True. lookup: check up to that many tokens copied from the text in each
-    pass; compile: "graph" records the step as a CUDA graph, "kernels" has torch.compile fuse it before, "no" does
-    neither, None is "graph" on a GPU. The tokens are the same, sooner (see runtime/fast.py).
-    opener and settings: heads, alpha, alpha_cap, scale_alpha, mask, mask_prompt, amateur, amateur_heads, as in
-    `open_decore`; an opener of baselines.py has its own."""
-    prompts, eos_ids, room, longest = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings,
-                                                       compile)
-    step, caches = opener(model, prompts, room, method, **settings)
-    out, last = [Generation() for _ in prompts], torch.tensor([p[-1:] for p in prompts], device=model.device)
-    most = [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]
-    compile = compile or ("graph" if model.device.type == "cuda" else "no")
-    if compile != "no":
-        from runtime.fast import recorded
-        step, caches = recorded(step, caches, last, lookup, model, (opener, method, settings), compile)
+    eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy) is called for each
+    token and ends the b-th text by returning True. lookup: number of tokens to copy from the text and check in each
+    pass. graph: whether to record a step as a CUDA graph; None: yes on a GPU. Both affect speed, not tokens.
+    settings: heads, alpha, alpha_cap, scale_alpha, mask, mask_prompt, amateur, amateur_heads, as in `open_decore`; the
+    openers of baselines.py have their own."""
+    eos_ids = special_ids(model.folder)[1] if eos_ids is None else eos_ids
+    prompts, eos_ids, room, longest, settings = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings)
+    step, sessions = opener(model, prompts, room + lookup, method, **settings)
+    if graph or graph is None and model.device.type == "cuda":
+        step = recorded(step, sessions, (opener, method, settings))
+    out, most = [Generation() for _ in prompts], [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]
     if lookup:
-        from runtime.fast import look_up
-        rounds = look_up(step, caches, prompts, out, max_new_tokens, lookup)
+        steps = look_up(step, sessions, prompts, out, max_new_tokens, lookup)
     else:
-        rounds = fetch(decode(step, last, room), caches, AHEAD.get(model.device.type, 1))
-    collect(rounds, out, eos_ids, most, on_token)
-    return out if is_batch(ids) else out[0]
-
-
-def collect(rounds, out, eos_ids, most, on_token=None):
-    """Append what `fetch` yields to the Generations `out`, until all have ended. most: new tokens of each text."""
-    for found in rounds:
-        for b, (g, new) in enumerate(zip(out, found, strict=True)):
-            for token, score, alpha, h in new:
+        steps = on_host(decode(step, room))
+    for new in steps:
+        for b, g in enumerate(out):
+            for token, score, alpha, h in new[b]:
                 if g.stop:
                     break
                 if not (math.isfinite(score) and math.isfinite(h)):
@@ -193,48 +175,49 @@ def collect(rounds, out, eos_ids, most, on_token=None):
                 g.ids.append(int(token))
                 g.alphas.append(alpha)
                 g.entropies.append(h)
-                told = on_token(b, int(token), h) if on_token else None
-                g.stop = ("eos" if token in eos_ids else "stop" if told is True
+                ended = on_token(b, int(token), h) is True if on_token else False
+                g.stop = ("eos" if token in eos_ids else "stop" if ended
                           else "length" if len(g.ids) >= most[b] else None)
         if all(g.stop for g in out):
-            return
+            break
+    return out if is_batch(ids) else out[0]
 
 
 @torch.inference_mode()
 def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=True, return_greedy=False,
-          opener=None, likely=None, **settings):
+          opener=open_decore, likely=None, **settings):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several answers, a list.
 
-    The prompt is read once, and all answers in one sequence in which each sees the prompt and itself. Heads are masked
-    at every position, as in the published multiple-choice runs. renormalise: log-softmax over the contrasted scores
-    first, so that they are log-probabilities again. return_greedy: pairs instead, the sum and whether greedy decoding
-    would give the answer; likely(step) is which tokens it may choose. settings as in `generate`."""
-    prompt, answers = check_answers(model, prompt_ids, answer_ids, settings)
-    opener = opener or partial(open_decore, mask_prompt=True)
-    step, caches = opener(model, [prompt], sum(map(len, answers)), method, **settings)
-    for cache in caches:
-        cache.pack([len(answer) for answer in answers])
-    tokens = torch.tensor([[t for answer in answers for t in (prompt[-1], *answer[:-1])]], device=model.device)
-    target = torch.tensor([[t for answer in answers for t in answer]], device=model.device)
-    found = []
-    for at in range(0, target.shape[1], AT_ONCE):
-        now, wanted = step(tokens[:, at:at + AT_ONCE]), target[:, at:at + AT_ONCE]
-        scores = now.scores.log_softmax(-1) if renormalise else now.scores
-        chosen = scores.gather(-1, wanted[..., None])[..., 0]
-        best = now.scores.where(likely(now), -math.inf) if likely else now.scores
-        found += zip(chosen[0].tolist(), (best.argmax(-1) == wanted)[0].tolist(), strict=True)
+    The prompt is read once; its cache is repeated, and each answer is an entry of the batch. Heads are masked at every
+    position, as in the published multiple-choice runs. renormalise: log-softmax over the contrasted scores first, so
+    that they are log-probabilities again. return_greedy: pairs of the sum and whether greedy decoding would give the
+    answer; likely(step): which tokens it may choose. settings: as in `generate`."""
+    bos = special_ids(model.folder)[0]
+    prompt, answers, settings = check_answers(model, prompt_ids, answer_ids, bos, settings)
+    if opener is open_decore:
+        settings = settings | dict(mask_prompt=True)
+    step, sessions = opener(model, [prompt], max(map(len, answers)), method, **settings)
+    for session in sessions:
+        session.repeat(len(answers))
+    target = pad(answers).to(model.device)                                                              # [A, T]
+    values, best, size = [], [], max(1, AT_ONCE // len(answers))
+    for start in range(0, target.shape[1], size):
+        result = step(target[:, :-1][:, max(0, start - 1):start + size - 1])            # one token behind the target
+        scores, part = result.scores, target[:, start:start + size]
+        best.append((scores.where(likely(result), -math.inf) if likely else scores).argmax(-1) == part)
+        scores = scores.log_softmax(-1) if renormalise else scores
+        values.append(scores.gather(-1, part[..., None])[..., 0])
     out = []
-    for answer in answers:
-        values, best = zip(*found[:len(answer)], strict=True)
-        del found[:len(answer)]
-        if any(math.isnan(value) for value in values):
+    for answer, row, right in zip(answers, torch.cat(values, 1).tolist(), torch.cat(best, 1).tolist(), strict=True):
+        total = math.fsum(row[:len(answer)])
+        if math.isnan(total):
             raise ValueError(f"{model.name} gives logits that are not finite; try float32 or bfloat16")
-        out.append((math.fsum(values), all(best)) if return_greedy else math.fsum(values))
+        out.append((total, all(right[:len(answer)])) if return_greedy else total)
     return out if is_batch(answer_ids) else out[0]
 
 
 def make_head_mask(rows, model):
-    """One list of heads to silence per row, (layer, head) pairs or "layer-head" → [R, L, H] of 0 and 1."""
+    """One list of heads to mask per row, (layer, head) pairs or "layer-head" → [R, L, H] of 0 and 1."""
     head_mask = torch.ones(len(rows), model.config.n_layers, model.config.n_heads)
     for row, heads in enumerate(rows):
         for layer, head in check_heads(heads, model):
@@ -243,19 +226,9 @@ def make_head_mask(rows, model):
 
 
 def pad(rows):
-    """Lists of ints → [B, T], filled up on the right with 0."""
+    """Lists of ints → [B, T], padded on the right with 0."""
     longest = max(map(len, rows))
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.long)
-
-
-def check_method(method, heads, amateur, amateur_heads):
-    """Raise ValueError for a method that is unknown or lacks what it needs."""
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; known: {', '.join(METHODS)}")
-    if amateur is not None and not (method.startswith("decore") and heads is None and amateur_heads is not None):
-        raise ValueError("an amateur needs a decore method and its own amateur_heads ([] for none), and excludes heads")
-    if amateur is None and heads is None and method != "greedy":
-        raise ValueError(f"{method} needs heads to mask")
 
 
 def main():
@@ -268,4 +241,5 @@ def main():
 
 if __name__ == "__main__":
     from cli import run
+
     sys.exit(run(main))

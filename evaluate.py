@@ -1,12 +1,12 @@
-"""Run the paper's benchmarks: a task × a method × a model → one JSON line per example, and a table.
+"""Run the paper's benchmarks: a task × a method × a model → one JSON line per example, and a line of means.
 
     python evaluate.py --task nq-swap --method greedy,decore-entropy --model M --data FILE --demos FILE --out DIR
-    python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run      the prompts, without a model
-    python evaluate.py rescore --task nq-swap FILE.jsonl                      the metrics again, without a model
-    python evaluate.py report DIR                                             a folder's runs beside the paper
+    python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run      print the prompts, without a model
+    python evaluate.py rescore --task nq-swap FILE.jsonl                      compute the metrics again, without a model
+    python evaluate.py report DIR                                             a folder's runs beside the paper's numbers
 
-Lists with commas, `--task all` and `--task miniature` make a sweep. A run that was interrupted goes on when it is
-started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model."""
+Lists with commas, `--task all` and `--task miniature` make a sweep. A run that was interrupted continues when the
+command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model."""
 
 import argparse
 import datetime
@@ -21,6 +21,7 @@ import time
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -35,177 +36,170 @@ from runtime.config import Config
 from runtime.files import commit, short_hash
 from runtime.parallel import Ranks
 from runtime.weights import checkpoint_folder, fingerprint
-from tasks import MINIATURE, PAPER, find, judges, metrics, prompts, runs, sources
+from tasks import MINIATURE, PAPER, Task, find, judges, metrics, prompts, runs, sources
 from tokenizer import Tokenizer
 
 QUICK = ("short_answer", "first_sentence", "musique", "multiple_choice", "memotrap", "judged")
-PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: they are in the data
-NO_DAY = "1970-01-01"                   # in prompts that are compared whatever the day
-AUTO = {"cuda": 64}                     # where --batch-size auto begins, 16 elsewhere; out of memory, it is halved
+PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
+DAY = datetime.date(2024, 7, 26)        # "today" in chat templates, so that runs compare; Llama 3.1's own default
+AUTO = {"cuda": 64}                     # the largest batch of --batch-size auto; 16 on other devices
 
 
-def run(task, items, demos, model, tokenizer, contrast, settings, path, ranks, layout, batch_size="auto",
-        max_new_tokens=None, renormalise=True):
-    """Decode what is missing in the file → the lines of all items, on every rank."""
-    began = ranks.share(lambda: runs.began(path, settings))
-    template_args = settings.get("template_args")
-    encoded = encode(task, items, demos, tokenizer, layout, began, template_args)
-    check_lengths(task, encoded, model)
-    asked = {e.index: as_asked(items[e.index], e) for e in encoded}
-    if encode(task, items[:1], demos, tokenizer, layout, NO_DAY, template_args) != encoded[:1]:
-        for e in encode(task, items, demos, tokenizer, layout, NO_DAY, template_args):
-            asked[e.index]["undated_sha256"] = digest(e)
-    with ExitStack() as held:
-        def open_run():
-            held.enter_context(jsonl.locked(path))
-            return runs.continue_run(path, settings, asked, lambda rows: metrics.check_rows(task, rows, path))
+# ------------------------------------------------------------------------------------------------------------- one run
 
-        done, mark = ranks.share(open_run)
-        size = AUTO.get(model.device.type, 16) if batch_size == "auto" else batch_size
+
+class Benchmark(NamedTuple):
+    task: Task
+    items: list
+    data: list                          # a record per file
+    demos: list
+    demo_record: dict | None
+    layout: str | None = None
+    template_args: dict | None = None   # arguments of the chat template
+
+    @property
+    def demo_seed(self):
+        return (self.demo_record or {}).get("seed")
+
+
+def run(bench, settings, method_settings, path, model, tokenizer, ranks):
+    """Decode the items that the file lacks. Returns all rows in the data's order; None on other ranks than 0.
+
+    settings: the first line of the file. method_settings: arguments of baselines.generate and score."""
+    task, encoded = bench.task, encode(bench, tokenizer)
+    beginnings = {e.index: row_of(bench.items[e.index], e) for e in encoded}
+    with ExitStack() as stack:
+        def start():
+            stack.enter_context(jsonl.locked(path))
+            return runs.open_run(path, settings, beginnings, lambda rows: metrics.check_rows(task, rows, path))
+
+        done = ranks.share(start)
+        auto = settings["batch_size"] == "auto"
+        size = AUTO.get(model.device.type, 16) if auto else settings["batch_size"]
         batches = [batch for batch in make_batches(encoded, size) if any(e.index not in done for e in batch)]
-        most = size
-
-        def attempt(batch):
-            try:
-                return decode_batch(task, batch, items, model, tokenizer, contrast,
-                                    max_new_tokens or task.max_new_tokens, renormalise), None
-            except RuntimeError as error:
-                if not cli.out_of_memory(error):
-                    raise
-                return None, error.with_traceback(None)         # the traceback would keep the batch's tensors
 
         def decode(batch):
-            nonlocal most
-            found = []
-            while len(found) < len(batch):
-                results, error = attempt(batch[len(found):len(found) + most])
-                # Ranks that share a model go on with the same size, also where one of them alone had no room.
-                if not model.shard.all_reduce(torch.tensor([float(results is None)], device=model.device)).item():
-                    found += results
-                elif batch_size != "auto" or most == 1:
-                    raise error or torch.OutOfMemoryError("another rank is out of memory")
-                else:
-                    most //= 2
-                    make_room(model)
-            return [asked[e.index] | result | mark for e, result in zip(batch, found, strict=True)]
+            nonlocal size
+            results, size = decode_parts(
+                lambda part: decode_batch(bench, part, settings, method_settings, model, tokenizer),
+                batch, size, auto, model)
+            return [beginnings[e.index] | result for e, result in zip(batch, results, strict=True)]
 
-        with tqdm(total=len(items), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
-            score = Running(task, done.values())
+        with tqdm(total=len(beginnings), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
+            values = headline(task, done.values())
             for turn in range(math.ceil(len(batches) / ranks.replicas)):
-                at = turn * ranks.replicas + ranks.replica
-                mine = batches[at] if at < len(batches) else []
-                lines = [one for one in ranks.gather(lambda mine=mine: decode(mine)) if one["index"] not in done]
+                number = turn * ranks.replicas + ranks.replica
+                batch = batches[number] if number < len(batches) else []
+                rows = [row for row in ranks.gather(lambda batch=batch: decode(batch)) if row["index"] not in done]
                 if ranks.rank == 0:
-                    jsonl.append(path, lines)
-                done |= {one["index"]: one for one in lines}
-                bar.update(len(lines))
-                bar.set_postfix_str(score.add(lines))
-        lines = [done[item["index"]] for item in items]
-        if ranks.rank == 0:
-            runs.finish(path, lines)
-    return lines
+                    jsonl.append(path, rows)
+                done |= {row["index"]: row for row in rows}
+                values += headline(task, rows)
+                bar.update(len(rows))
+                bar.set_postfix_str(f"{task.running} {sum(values) / len(values):.3f}" if values else "")
+        return runs.finish(path) if ranks.rank == 0 else None
 
 
-def make_room(model):
-    vars(model).pop("graphs", None)
-    gc.collect()
-    {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(model.device.type, lambda: None)()
+def encode(bench, tokenizer):
+    """The token ids of all items."""
+    tokenizer.today = DAY
+    in_chat = bench.task.choice and bench.layout != "plain"
+    end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
+    return [prompts.encode(bench.task, item, bench.demos, tokenizer, bench.layout, end, bench.template_args)
+            for item in bench.items]
 
 
-def encode(task, items, demos, tokenizer, layout, day, template_args=None):
-    """The token ids of all items; a chat template that prints today's date prints this day."""
-    tokenizer.today = datetime.date.fromisoformat(day)
-    end = prompts.end_of_turn(tokenizer, template_args) if task.choice and layout != "plain" else ()
-    return [prompts.encode(task, item, demos, tokenizer, layout, end, template_args) for item in items]
-
-
-def as_asked(item, encoded):
-    """The beginning of an item's row: all that does not depend on the answer."""
-    stored = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
-    return json.loads(json.dumps(stored | {"prompt_sha256": digest(encoded), "prompt_tokens": len(encoded.prompt)}))
-
-
-def digest(encoded):
-    return short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
-
-
-def check_lengths(task, encoded, model):
-    """Nothing is ever cut off, so a prompt that does not fit is refused before the first one is decoded."""
-    lengths = [len(e.prompt) + max(map(len, e.answers or [[]])) for e in encoded]
-    most = model.config.max_positions
-    over = sum(length > most for length in lengths)
-    if over:
-        raise ValueError(f"{task.name}: {over} of {len(encoded)} prompts are longer than the {most} positions of "
-                         f"{model.name} (the longest: {max(lengths)} tokens); prompts are not cut: use another model")
+def row_of(item, encoded):
+    """The part of an item's row that does not depend on the answer."""
+    fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
+    key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
+    return json.loads(json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}))
 
 
 def make_batches(encoded, size):
-    """Items of similar length together, the longest first; one item per batch in multiple choice, whose candidates are
-    the batch."""
+    """Items of similar length together, the longest first. In multiple choice a batch is one item's candidates."""
     longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
     if any(e.answers for e in encoded):
         size = 1
     return [longest_first[start:start + size] for start in range(0, len(encoded), size)]
 
 
-def decode_batch(task, batch, items, model, tokenizer, contrast, max_new_tokens, renormalise):
-    """One batch → its results, the second halves of its rows."""
+def decode_parts(decode, batch, size, auto, model):
+    """Decode a batch in parts of at most `size`. Returns the results, and the size that fits into memory.
+
+    auto: a part that runs out of memory is halved."""
+    results = []
+    while len(results) < len(batch):
+        part, error = None, None
+        try:
+            part = decode(batch[len(results):len(results) + size])
+        except RuntimeError as caught:
+            if not cli.out_of_memory(caught):
+                raise
+            error = caught.with_traceback(None)             # the traceback would keep the tensors of the part
+        # Ranks that share a model continue with the same size, even if only one of them ran out of memory.
+        failed = torch.tensor([float(part is None)], device=model.device)
+        if not model.shard.all_reduce(failed).item():
+            results += part
+        elif not auto or size == 1:
+            raise error or torch.OutOfMemoryError("another rank is out of memory")
+        else:
+            size //= 2
+            free_memory(model)
+    return results, size
+
+
+def free_memory(model):
+    vars(model).pop("graphs", None)
+    gc.collect()
+    {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(model.device.type, lambda: None)()
+
+
+def decode_batch(bench, batch, settings, method_settings, model, tokenizer):
+    """Decode or score a batch. Returns the other part of each row."""
     start = time.perf_counter()
-    extra = {}
-    if contrast["method"] == "cad":
-        if any(not e.without_context for e in batch):
-            raise ValueError(f"{task.name} has no prompt without context, which cad contrasts with")
-        name = "prompt_ids_without_context" if task.choice else "ids_without_context"
-        extra[name] = batch[0].without_context if task.choice else [e.without_context for e in batch]
-    if task.choice:
-        e = batch[0]
-        # Given answers are always scored with the heads masked at every position.
-        contrast = {name: value for name, value in contrast.items() if name != "mask_prompt"}
-        scores = baselines.score(model, e.prompt, e.answers, renormalise=renormalise, **contrast, **extra)
-        n_true = items[e.index]["n_true"]
-        found = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
-                  "tokens": sum(map(len, e.answers))}]
+    cad = method_settings["method"] == "cad"
+    if bench.task.choice:
+        [e] = batch
+        # Answers are always scored with the heads mbeginnings at every position.
+        arguments = {name: value for name, value in method_settings.items() if name != "mask_prompt"}
+        arguments |= {"prompt_ids_without_context": e.without_context} if cad else {}
+        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments)
+        n_true = bench.items[e.index]["n_true"]
+        results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
+                    "tokens": sum(map(len, e.answers))}]
     else:
-        out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=max_new_tokens,
-                                 eos_ids=tokenizer.eos_ids, **contrast, **extra)
-        found = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
-                  "alphas": rounded(g.alphas), "entropies": rounded(g.entropies), "stop": g.stop} for g in out]
+        without = {"ids_without_context": [e.without_context for e in batch]} if cad else {}
+        out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=settings["max_new_tokens"],
+                                 eos_ids=tokenizer.eos_ids, **method_settings, **without)
+        results = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
+                    "alphas": [round(alpha, 6) for alpha in g.alphas],
+                    "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]
     seconds = round((time.perf_counter() - start) / len(batch), 6)
-    return [result | {"seconds": seconds} for result in found]
+    return [result | {"seconds": seconds} for result in results]
 
 
-def rounded(numbers):
-    return [round(number, 6) for number in numbers]
+def headline(task, rows):
+    """The values of the score that the progress bar shows."""
+    values = metrics.score(task, list(rows), only=QUICK) if task.running else []
+    return [row[task.running] for row in values if row.get(task.running) is not None]
 
 
-class Running:
-    """The mean of the task's headline so far."""
+# ------------------------------------------------------------------------------------------------------------- a sweep
 
-    def __init__(self, task, lines):
-        self.task, self.values = task, []
-        self.add(lines)
-
-    def add(self, lines):
-        found = metrics.score(self.task, list(lines), only=QUICK) if self.task.running else []
-        self.values += [row[self.task.running] for row in found if row.get(self.task.running) is not None]
-        return f"{self.task.running} {sum(self.values) / len(self.values):.3f}" if self.values else ""
-
-
-# ------------------------------------------------------------------------------------------------------- command line
-
-# Option → whether a task uses it. The other options are those of methods, runtime/cli.py.
+# Option → whether a task uses it. cli.OPTIONS says which methods use the other options.
 OF_TASKS = {
     "max_new_tokens": lambda task: not task.choice,
     "batch_size": lambda task: not task.choice,
-    "mask_prompt": lambda task: not task.choice,        # given answers are scored with heads masked everywhere
+    "mask_prompt": lambda task: not task.choice,
     "relative_top": lambda task: not task.choice,
     "repetition_penalty": lambda task: not task.choice,
     "no_renormalise": lambda task: task.choice,
     "layout": lambda task: task.layout is None,
     "demos": lambda task: task.shots,
     "judge": lambda task: metrics.judged in task.metrics,
+    "judge_url": lambda task: metrics.judged in task.metrics,
 }
-UNCHANGED = ("greedy", "masked", "ad")                  # methods whose scores --no-renormalise leaves as they are
 
 
 def main():
@@ -217,43 +211,37 @@ def main():
 def evaluate(argv):
     args = arguments().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
-    check_options(args, tasks, methods)
+    check_options(args, tasks)
     cli.check_options(args, methods, seeded=True)
-    args.data, args.demos = (None if value is None else Path(value) for value in (args.data, args.demos))
-    seeds = args.seed or [cli.SEED]
-    plan = []
-    for task in tasks:          # all of them before the first run: a missing file should not end a night's sweep
-        plan.append((task, *sources.load(task, args.data, args.demos, args.limit, seeds[0])))
-    cli.check_options(args, methods, seeded=any((record or {}).get("seed") is not None for *_, record in plan))
+    if args.no_renormalise and set(methods) <= {"greedy", "masked", "ad"}:
+        raise ValueError(f"--no-renormalise has no effect on {', '.join(methods)}")
+    seed = (args.seed or [cli.SEED])[0]
+    # Everything is read and checked before the first run, so that a mistake does not end a sweep after hours.
+    plan = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
+    cli.check_options(args, methods, seeded=any(bench.demo_seed is not None for bench in plan))
     if args.dry_run:
         return dry_run(args, plan)
+    for task in tasks:
+        metrics.check_available(task)
     ranks = Ranks(args.tp, args.device)
     model, tokenizer, amateur = cli.load_models(args, ranks.shard())
-    made_by = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
-    template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    layouts = [task.layout or args.layout or native_layout(tokenizer, model.config) for task in tasks]
-    if args.template_args and set(layouts) == {"plain"}:
-        raise ValueError("--template-args has no effect: no prompt goes through a chat template")
-    for (task, items, records, demos, demo_record), layout in zip(plan, layouts, strict=True):
-        for method, n, alpha, seed in combinations(args, methods, model):
-            options = argparse.Namespace(**vars(args) | dict(num_heads=n, alpha=alpha, seed=seed))
-            how = cli.method_settings(method, options, model, amateur, choose_heads)
-            about = described(method, how, n, args.random_heads)
-            settings = {
-                "task": task.name, "version": task.version, "layout": layout, "n": len(items), "limit": args.limit,
-                "template_args": None if layout == "plain" else template_args,
-                "model": model.name, **about, "fingerprint": made_by[0],
-                "amateur_fingerprint": made_by[1] if about["amateur"] else None,
-                "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
-                "renormalise": not args.no_renormalise if task.choice else None,
-                "data": records, "demos": demo_record, "seed": seeds[0] if seed is None else seed,
-                "batch_size": args.batch_size or "auto", "tp": ranks.tp, **surroundings(model)}
-            path = Path(args.out) / f"{run_name(settings)}.jsonl"
-            lines = run(task, items, demos, model, tokenizer, how, settings, path, ranks, layout,
-                        args.batch_size or "auto", args.max_new_tokens, not args.no_renormalise)
-            if ranks.rank == 0:
-                lines = judges.judge(lines, path, task, args)
-                print_means(lines, stored.values_of(path, task, lines), {"run": str(path)})
+    weights = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
+    setups = make_setups(args, methods, model, amateur)
+    about_model = {"model": model.name, "fingerprint": weights[0], "tp": ranks.tp, **surroundings(model)}
+    for bench, method_settings, facts in fitting_runs(args, plan, setups, model, tokenizer):
+        task = bench.task
+        settings = about_model | facts | {
+            "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
+            "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
+            "amateur_fingerprint": weights[1] if facts["amateur"] else None, "batch_size": args.batch_size,
+            "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
+            "renormalise": not args.no_renormalise if task.choice else None,
+            "seed": next(value for value in (facts["seed"], bench.demo_seed, cli.SEED) if value is not None)}
+        path = Path(args.out) / f"{run_name(settings)}.jsonl"
+        rows = run(bench, settings, method_settings, path, model, tokenizer, ranks)
+        if ranks.rank == 0:
+            rows = judges.judge(rows, path, task, args)
+            print_means(rows, stored.values_of(path, task, rows), {"run": str(path)})
 
 
 def arguments():
@@ -267,15 +255,16 @@ def arguments():
                    metavar="M[,M…]", help=f"{', '.join(baselines.METHODS)} (default: decore-entropy)")
     cli.add_method_arguments(p, baselines.METHODS, several=True, leave_out=("without_context", "without_context_ids"))
     p.add_argument("--no-renormalise", action="store_true",
-                   help="multiple choice: sum the contrasted scores as they are")
-    p.add_argument("--data", metavar="FILE", help="the data: a file, or a folder that holds it (default: public home)")
-    p.add_argument("--demos", metavar="FILE", help="demonstrations: JSON lines, or a folder (default: from the data's "
-                   "folder, else from the training split, else the first items of the data)")
-    p.add_argument("--layout", choices=prompts.LAYOUTS, help="how prompts are laid out (default: as the model wants)")
+                   help="multiple choice: sum the contrasted scores without normalising them")
+    p.add_argument("--data", type=Path, metavar="FILE", help="the data: a file, or a folder that holds it (default: "
+                   "fetched from its public home)")
+    p.add_argument("--demos", type=Path, metavar="FILE", help="demonstrations: JSON lines, or a folder (default: from "
+                   "the data's folder, else from the training split, else the first items of the data)")
+    p.add_argument("--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items (default: all)")
-    p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's own)")
-    p.add_argument("--batch-size", type=batch_size, metavar="B",
-                   help="prompts at once; auto: as many as fit, at most 16 on a CPU and 64 on a GPU (default: auto)")
+    p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
+    p.add_argument("--batch-size", type=lambda text: text if text == "auto" else cli.positive(text), default="auto",
+                   metavar="B", help="prompts at once; auto: as many as fit, at most 16 on a CPU and 64 on a GPU")
     p.add_argument("--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model (torchrun)")
     p.add_argument("--out", default="results", metavar="DIR", help="folder of the runs")
     p.add_argument("--dry-run", action="store_true", help="print the prompts as JSON lines and load no model")
@@ -283,51 +272,81 @@ def arguments():
     return p
 
 
-def batch_size(text):
-    return "auto" if text == "auto" else cli.positive(text)
-
-
 def chosen_tasks(text):
     groups = {"all": [task.name for task in PAPER], "miniature": [task.name for task in MINIATURE]}
-    chosen = [name for part in text.split(",") for name in groups.get(part, [part])]
-    return [find(name) for name in dict.fromkeys(chosen)]
+    names = [name for part in text.split(",") for name in groups.get(part, [part])]
+    return [find(name) for name in dict.fromkeys(names)]
 
 
-def check_options(args, tasks, methods=()):
-    """ValueError for an option that was given and has no effect on any of the tasks, or on how answers are scored."""
-    given = vars(args) | {"judge": args.judge or args.judge_url or args.judge_models != judges.OPEN}
+def check_options(args, tasks):
+    """Raise ValueError for an option that none of the tasks uses."""
     for name, uses in OF_TASKS.items():
-        if given.get(name) not in (None, False) and not any(map(uses, tasks)):
+        if getattr(args, name, None) not in (None, False, "auto") and not any(map(uses, tasks)):
             raise ValueError(f"{cli.flag(name)} has no effect on {', '.join(task.name for task in tasks)}")
-    if given["judge"] and not args.judge and not args.judge_url:
-        raise ValueError("--judge-models has no effect without --judge or --judge-url")
-    if given.get("no_renormalise") and set(methods) <= set(UNCHANGED):
-        raise ValueError(f"--no-renormalise has no effect on {', '.join(methods)}")
 
 
-def combinations(args, methods, model):
-    """(method, number of heads or None, α or None, seed of random heads or None) of a sweep, each once."""
+def make_setups(args, methods, model, amateur):
+    """[(arguments of baselines.generate, facts for the settings line)] for every combination of the swept options."""
+    swept = {"num_heads": args.num_heads or [cli.default_num_heads(model)],
+             "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
+             "random_heads": args.seed or [cli.SEED] if args.random_heads else [None]}
+    setups = []
     for method in methods:
-        def swept(name, values, method=method):
-            return values if method in cli.OPTIONS[name][0] else [None]
-        yield from itertools.product(
-            [method], swept("num_heads", args.num_heads or [cli.default_num_heads(model)]),
-            swept("alpha", args.alpha or [cli.DEFAULTS["alpha"]]),
-            swept("random_heads", args.seed or [cli.SEED]) if args.random_heads else [None])
+        used = [values if method in cli.OPTIONS[name][0] else [None] for name, values in swept.items()]
+        for n, alpha, seed in itertools.product(*used):
+            options = argparse.Namespace(**vars(args) | dict(num_heads=n, alpha=alpha, seed=seed))
+            arguments = cli.method_settings(method, options, model, amateur, choose_heads)
+            heads = arguments.get("heads", arguments.get("amateur_heads"))
+            facts = {name: value for name, value in arguments.items()
+                     if name not in ("heads", "amateur_heads", "amateur")}
+            facts |= {"method": method, "num_heads": n, "seed": seed,
+                      "heads": heads and [f"{layer}-{head}" for layer, head in heads],
+                      "random_heads": args.random_heads if "heads" in arguments else None,
+                      "amateur": amateur.name if "amateur" in arguments else None}
+            setups.append((arguments, facts))
+            # Decode one token, so that an option that does not fit the model is refused now.
+            without = {"ids_without_context": [0]} if method == "cad" else {}
+            baselines.generate(model, [0], max_new_tokens=1, **arguments, **without)
+    return setups
 
 
-def described(method, how, n, random_heads):
-    """What the settings say of a method and its arguments."""
-    heads = how.get("heads", how.get("amateur_heads"))
-    plain = {name: value for name, value in how.items() if name not in ("heads", "amateur_heads", "amateur")}
-    return plain | {
-        "method": method, "num_heads": n, "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-        "random_heads": random_heads if heads and "heads" in how else None,
-        "amateur": how["amateur"].name if "amateur" in how else None}
+def fitting_runs(args, plan, setups, model, tokenizer):
+    """[(benchmark, *setup)] of all runs. A task and a method that do not fit are left out, with a line on standard
+    error. Raises ValueError if nothing fits."""
+    template_args = cli.benchmark_template_args(tokenizer, args.template_args)
+    fitting, problems = [], {}
+    for bench in plan:
+        layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config)
+        bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
+        too_long = length_problem(encode(bench, tokenizer), model)
+        for arguments, facts in setups:
+            no_context = facts["method"] == "cad" and not bench.task.without_context
+            problem = too_long or no_context and "its prompts have no context to leave out"
+            if problem:
+                problems[bench.task.name, facts["method"]] = problem
+            else:
+                fitting.append((bench, arguments, facts))
+    lines = [f"{task} with {method} is left out: {problem}" for (task, method), problem in problems.items()]
+    if not fitting:
+        raise ValueError(lines[0])
+    if args.template_args and all(bench.layout == "plain" for bench, *_ in fitting):
+        raise ValueError("--template-args has no effect: no prompt goes through a chat template")
+    for line in lines:
+        print(line, file=sys.stderr)
+    return fitting
+
+
+def length_problem(encoded, model):
+    """Says if prompts are too long for the model, because no prompt is ever cut; None if all fit."""
+    lengths = [len(e.prompt) + max(map(len, e.answers or [[]])) for e in encoded]
+    most = model.config.max_positions
+    over = sum(length > most for length in lengths)
+    return (f"{over} of {len(lengths)} prompts are longer than the {most} positions of {model.name} (the longest: "
+            f"{max(lengths)} tokens)") if over else None
 
 
 def run_name(settings):
-    """Task, model, method and what is not as usual. What is not in the name has to agree with the file's first line."""
+    """Task, model, method and the options that are not the defaults, as the name of a file."""
     parts = [settings["task"], settings["model"].split("/")[-1], settings["method"]]
     parts += [f"n{settings['num_heads']}"] if settings["num_heads"] is not None else []
     parts += [f"random-{settings['random_heads']}-seed{settings['seed']}"] if settings["random_heads"] else []
@@ -348,11 +367,13 @@ def native_layout(tokenizer, config):
 
 def surroundings(model):
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
+    versions = {name: version(name) for name in ("torch", "tokenizers", "numpy")}
     return {"dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
-            "versions": {name: version(name) for name in ("torch", "tokenizers", "numpy")}
-            | {"python": platform.python_version()},
-            "commit": commit(), "date": str(datetime.date.today()),
-            "command": shlex.join(["evaluate.py", *sys.argv[1:]])}
+            "versions": versions | {"python": platform.python_version()}, "commit": commit(),
+            "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]])}
+
+
+# --------------------------------------------------------------------------------------------- commands without a model
 
 
 def dry_run(args, plan):
@@ -360,51 +381,51 @@ def dry_run(args, plan):
     if layout is None and Path(args.model).resolve() != cli.MINIATURE:
         config = Config.from_checkpoint(checkpoint_folder(args.model, weights=False))
         layout = native_layout(Tokenizer.load(args.model), config)
-    for task, items, _, demos, _ in plan:
-        for item in items:
-            print(json.dumps(prompts.dry_run(task, item, demos, layout or "chat"), ensure_ascii=False))
+    for bench in plan:
+        for item in bench.items:
+            print(json.dumps(prompts.dry_run(bench.task, item, bench.demos, layout or "chat"), ensure_ascii=False))
 
 
 def rescore(argv):
     p = cli.parser("Compute the metrics of runs again, from their lines, without a model.")
     p.prog += " rescore"
-    p.add_argument("files", nargs="+", metavar="FILE.jsonl|DIR", help="runs, or folders of runs")
-    p.add_argument("--task", metavar="T", help="(default: as the run's settings say)")
-    p.add_argument("--rows", action="store_true", help="first one JSON line per row with its values")
+    p.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl|DIR", help="runs, or folders of runs")
+    p.add_argument("--task", metavar="T", help="(default: the one in the run's settings)")
+    p.add_argument("--rows", action="store_true", help="first print one JSON line per row with its values")
     judges.add_arguments(p)
     args = p.parse_args(argv)
-    paths = [path for name in map(Path, args.files) for path in (run_files(name) if name.is_dir() else [name])]
+    paths = [path for name in args.files for path in (run_files(name) if name.is_dir() else [name])]
     for path in paths:
-        settings, lines = runs.read_run(path)
+        settings, rows = runs.read_run(path)
         if args.task is None and settings is None:
             raise ValueError(f"{path} has no settings in its first line: give --task")
-        task = find(args.task or settings["task"])
+        task = find(args.task or settings.get("task"))
         check_options(args, [task])
-        if not lines:
+        if not rows:
             raise ValueError(f"{path} holds no rows")
-        metrics.check_rows(task, lines, path)
-        lines = judges.judge(lines, path, task, args)
-        values = metrics.score(task, lines)
-        for row, found in zip(lines, values, strict=True) if args.rows else ():
-            print(json.dumps({"id": row.get("id")} | found, ensure_ascii=False))
-        print_means(lines, values, {} if paths == [Path(args.files[0])] else {"run": str(path)})
+        metrics.check_rows(task, rows, path)
+        rows = judges.judge(rows, path, task, args)
+        values = metrics.score(task, rows)
+        for row, scores in zip(rows, values, strict=True) if args.rows else ():
+            print(json.dumps({"id": row.get("id")} | scores, ensure_ascii=False))
+        print_means(rows, values, {} if paths == args.files[:1] else {"run": str(path)})
 
 
 def run_files(folder):
-    found = [path for path in sorted(folder.rglob("*.jsonl*")) if path.name.endswith((".jsonl", ".jsonl.gz"))
+    paths = [path for path in sorted(folder.rglob("*.jsonl*")) if path.name.endswith((".jsonl", ".jsonl.gz"))
              and ".judged." not in path.name]
-    if not found:
-        raise ValueError(f"{folder}: no runs here")
-    return found
+    if not paths:
+        raise ValueError(f"{folder} holds no runs")
+    return paths
 
 
-def print_means(lines, values, about):
-    """One JSON line; on standard error how many rows are in no mean."""
-    shown = sum(bool(row.get("demonstration")) for row in lines)
-    if shown:
-        print(f"{shown} of {len(lines)} items are demonstrations: only the published scores count them",
+def print_means(rows, values, about):
+    """Print one JSON line. Say on standard error how many rows are in no mean."""
+    demonstrations = sum(bool(row.get("demonstration")) for row in rows)
+    if demonstrations:
+        print(f"{demonstrations} of {len(rows)} items are demonstrations: only the published scores count them",
               file=sys.stderr)
-    print(json.dumps(about | {"metrics": metrics.summary(values), "n": len(lines)}, ensure_ascii=False), flush=True)
+    print(json.dumps(about | {"metrics": metrics.summary(values), "n": len(rows)}, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ from runtime.files import one_line
 def run(main):
     """Calls main and returns the exit status: 0, 2 after a user's mistake (one line on stderr), 130 after Ctrl-C.
 
-    Under torchrun rank 0 alone prints. The error of another rank is printed only if that rank lives long enough: if
-    rank 0 fails too, torchrun ends it first."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:                  # closed by the process that started this one
-            setattr(sys, name, open(os.devnull, "r+"))
+    Under torchrun rank 0 alone prints. Another rank prints its error after ten seconds: if rank 0 has failed too,
+    torchrun has ended that rank by then."""
     stdout, stderr, program = sys.stdout, sys.stderr, Path(sys.argv[0]).name
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -44,7 +41,8 @@ def run(main):
         flush_or_discard(stdout)
     if rank != "0":
         time.sleep(10)
-    print(f"{program}: " + f"rank {rank}: " * (rank != "0") + f"error: {message}", file=stderr, flush=True)
+        program += f": rank {rank}"
+    print(f"{program}: error: {message}", file=stderr, flush=True)
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         os._exit(2)                                     # the threads of a broken group may abort a normal exit
@@ -57,19 +55,18 @@ def explain(error):
         return "out of memory: use fewer or shorter prompts, bfloat16, or more devices (torchrun)"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'writing'}: {error.strerror[0].lower()}{error.strerror[1:]}"
-    network = getattr(sys.modules.get("torch.distributed"), "DistError", ())
-    return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError, network)) else None
+    return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None
 
 
 def out_of_memory(error):
     """Whether the error says that a device, or the host, is out of memory."""
-    messages = ("out of memory", "DefaultCPUAllocator")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in messages))
+    texts = ("out of memory", "DefaultCPUAllocator")
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
 
 
 def flush_or_discard(stream):
-    """Writes what is buffered. If that fails, it is discarded, so that the exit of Python does not fail again."""
+    """Writes what is buffered. If that fails, it is discarded: Python's exit would fail in the same way."""
     try:
         stream.flush()
     except OSError:

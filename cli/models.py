@@ -28,28 +28,25 @@ def load_model(name, args, shard=None):
 
     from model import Transformer
     from tokenizer import Tokenizer
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
+    devices += ["mps"] * torch.backends.mps.is_available()
+    device = devices[0] if args.device == "auto" else args.device
+    if device not in devices:
+        raise ValueError(f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}")
     tokenizer = Tokenizer.load(name)
-    device, gpus = args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus:
-        raise ValueError(f"--device {device}: this machine has {gpus} CUDA devices, counted from 0; use --device cpu")
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device mps: this machine has no Apple GPU; use --device cpu")
-    dtype = getattr(torch, args.dtype, None) or (torch.float32 if device == "cpu" and is_small(name) else None)
-    model = Transformer.load(name, device=device, dtype=dtype, shard=shard)
-    if model.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
-        torch.cuda.synchronize()
-        torch.cuda.set_stream(torch.cuda.Stream(model.device))          # the default stream cannot be recorded
-    return model, tokenizer
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    if args.dtype == "auto" and device == "cpu" and count_parameters(name) < SMALL:
+        dtype = torch.float32
+    return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
 
 
-def is_small(name):
-    """Whether a checkpoint has fewer than a billion parameters, by its config.json."""
+def count_parameters(name):
+    """The number of a checkpoint's parameters, about, by its config.json."""
     from runtime.config import Config
     from runtime.weights import checkpoint_folder
     c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
-    return c.vocab_size * c.d_model + c.n_layers * c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim) < SMALL
+    return c.vocab_size * c.d_model + c.n_layers * c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim)
 
 
 def limit_threads(model):

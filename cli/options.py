@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,18 +67,10 @@ def comma_list(parse):
 def method_name(known):
     """argparse type: the name of a method."""
     def parse(text):
-        if text in known:
-            return text
-        hint = "; baselines.py and evaluate.py know it" if text in BASELINES else ""
-        hint = f": it is {text.removesuffix('-lite')} with --amateur M2" if text in LITE else hint
-        raise argparse.ArgumentTypeError(f"method {text!r} is unknown{hint}; known: {', '.join(known)}")
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"method {text!r} is unknown; known: {', '.join(known)}")
+        return text
     return parse
-
-
-def device_name(text):
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; known: auto, cpu, cuda, cuda:1, …, mps")
-    return text
 
 
 def json_object(text):
@@ -96,12 +87,6 @@ def token_ids(text):
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of token ids, such as 1,2,3")
     return [int(i) for i in text.split(",")]
-
-
-def nonempty(text):
-    if not text:
-        raise argparse.ArgumentTypeError("an empty text would end every answer before it begins")
-    return text
 
 
 # --------------------------------------------------------------------------------------------------- options of methods
@@ -160,9 +145,9 @@ def flag(name):
 
 def add_model_arguments(p):
     p.add_argument("--model", metavar="M", default=str(MINIATURE), help="folder or hub id (default: the miniature)")
-    p.add_argument("--device", type=device_name, default="auto", metavar="D",
+    p.add_argument("--device", default="auto", metavar="D",
                    help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu)")
-    p.add_argument("--dtype", default="auto", choices=("auto", *DTYPES),
+    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                    help="auto: the checkpoint's; on a CPU float32 for models below a billion parameters")
     p.add_argument("--template-args", type=json_object, metavar="JSON",
                    help="arguments of the chat template, such as '{\"enable_thinking\": false}'")

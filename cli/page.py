@@ -1,8 +1,8 @@
 """Decoded texts as an HTML page: one file, no script.
 
 Tokens are shaded by base entropy. Pointing at a token shows its numbers and lights the passage tokens that it was
-copied from, if they are known; pointing at a passage token lights what was copied from it. `page.html#g1t0` opens the
-page as if the first token of the second answer were pointed at."""
+copied from, if they are known; pointing at a passage token lights what was copied from it. `page.html#g1h` opens the
+page as if the title of the second answer were pointed at, #g1t0 its first token."""
 
 import html
 import os
@@ -26,17 +26,18 @@ p { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
 .t:hover::after, .t:focus::after, .t:target::after { content: attr(data-note); position: absolute; left: 0; top: 1.8em;
   z-index: 1; white-space: pre; background: #1d1d1f; color: #fff; font: 12px/1.5 ui-monospace, monospace;
   padding: .4rem .6rem; border-radius: 6px }
-.t:focus, .s:focus { outline: 1px solid #0072B2 }
+.t:is(:hover, :focus, :target), .s:is(:hover, :focus) { outline: 1px solid #0072B2 } h2:focus { outline: none }
 .right { color: #007a5a } .wrong { color: #b3401a } td { padding: 0 1rem .2rem 0; vertical-align: top }
 .scale { display: inline-block; width: 5em; height: .8em; border-radius: 3px;
   background: linear-gradient(90deg, rgb(255 176 0 / 0), rgb(255 176 0)) }
 """
 POINTED = ":is(:hover, :focus, :target)"
-LIT = "background: #0072B2; color: #fff"
+LIT = "background: rgb(86 180 233"                      # and its opacity, the share of the heads
 AMBER = (f'<span class="scale"></span> base entropy (of masked: the masked model\'s), 0 to {STRONGEST:g} nats or more. '
          "Point at a token for its numbers.")
 DOTTED = " Dotted line: the masked model prefers another token."
-BLUE = " Blue: where the retrieval heads looked when the token was written, and the reverse."
+BLUE = (" Blue: where the retrieval heads looked when the token was written, darker for more heads, and the reverse. "
+        "Point at a title for all sources of its answer.")
 
 
 class Page:
@@ -66,7 +67,7 @@ def favourites(opener, model, prompt, ids, settings):
     """The likeliest token of the masked model, or of the amateur, at each position: [(token, probability)]."""
     settings = {name: value for name, value in settings.items() if name not in ("lookup", "graph")}
     step, _ = opener(model, [prompt], len(ids), **settings)
-    log_p, token = step(torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)).other[0].max(-1)
+    log_p, token = step(torch.tensor([ids[:-1]], dtype=torch.long)).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 
@@ -75,7 +76,7 @@ def document(title, parts):
     title, body = html.escape(title), "\n".join(parts)
     about = AMBER + DOTTED * ("masked favourite" in body) + BLUE * (LIT in body)
     return (f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>DeCoRe: {title}</title>\n'
-            f'<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n<p class="note">{about}</p>\n</html>\n')
+            f'<style>{STYLE}</style>\n<h1>DeCoRe: {title}</h1>\n{body}\n<p class="note">{about}</p>\n</html>\n')
 
 
 def prompt_html(tokenizer, prompt, name):
@@ -103,7 +104,8 @@ def answer_html(tokenizer, title, g, name, favourites=None, prompt=None, sources
     verdict = "" if right is None else ' <span class="right">✓ right</span>' if right else \
         ' <span class="wrong">✗ wrong</span>'
     entropy = sum(g.entropies) / max(len(g.entropies), 1)
-    return (f'{links}<section class="answer" id="{name}"><h2>{html.escape(title)}{verdict}</h2>\n<p>{spans}</p>\n'
+    title = f'<h2 id="{name}h" tabindex="0">{html.escape(title)}{verdict}</h2>'
+    return (f'{links}<section class="answer" id="{name}">{title}\n<p>{spans}</p>\n'
             f'<small>{len(g.ids)} tokens, mean base entropy {entropy:.3f} nats, stop: {g.stop}</small></section>')
 
 
@@ -137,12 +139,15 @@ def note(tokenizer, g, i, favourites, prompt, sources):
 
 
 def links_html(name, written, prompt_name, read, sources):
-    """Style rules: pointing at a written piece lights the pieces it was copied from, and the reverse."""
+    """Style rules: pointing at a written piece lights the pieces it was copied from, and the reverse; pointing at the
+    title of the answer lights all of them."""
     piece_of = {position: i for i, (_, positions) in enumerate(read) for position in positions}
-    lit = defaultdict(list)                             # id of a piece → ids of the pieces that it lights
+    lit = {}                                            # (pointed at, lit) → the largest share of the heads
     for t, (_, positions) in enumerate(written):
-        for s in sorted({piece_of[place] for p in positions for place, _ in sources[p] if place in piece_of}):
-            lit[f"#{name}t{t}"].append(f"#{prompt_name}s{s}")
-            lit[f"#{prompt_name}s{s}"].append(f"#{name}t{t}")
-    rules = (f":root:has({pointed}{POINTED}) :is({', '.join(others)}) {{ {LIT} }}" for pointed, others in lit.items())
+        for position, share in (source for p in positions for source in sources[p] if source[0] in piece_of):
+            source, token = f"{prompt_name}s{piece_of[position]}", f"{name}t{t}"
+            for pair in ((token, source), (source, token), (f"{name}h", source)):
+                lit[pair] = max(share, lit.get(pair, 0))
+    rules = (f":root:has(#{pointed}{POINTED}) #{other} {{ {LIT} / {share:.2f}) }}"
+             for (pointed, other), share in lit.items())
     return "<style>" + "\n".join(rules) + "</style>\n"

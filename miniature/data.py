@@ -2,12 +2,8 @@
 
     python -m miniature.data --split conflict --n 3
 
-prints JSON lines with `prompt`, `answer` (what the passage says, or the fact where no passage says it) and `memory`
-(what the training texts say, or null). Everything is drawn from named seeds: the same lines on every machine.
-
-    python -m miniature.data --detection miniature/detection
-
-writes needles and a haystack for heads/detect.py.
+prints JSON lines with `prompt`, `answer` and `memory`. The answer is what the passage says, or the fact if no passage
+says it. The memory is what the training texts say, or null. The same seed gives the same lines on every machine.
 
 A training document is a prompt and its answer, of one of five kinds:
 
@@ -23,7 +19,6 @@ import math
 import random
 import sys
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import cli
@@ -31,13 +26,14 @@ import cli
 N_COUNTRIES = 64
 RELATIONS = ("capital", "ruler", "longest river", "language", "founder")
 N_TRAINED_CONFLICTS = 64        # of the 320 facts; the others are contradicted in the test splits only
-POPULARITY = 10                 # the best known fact is met ten times as often as the least known; log-uniform between
+POPULARITY = 10                 # the most frequent fact is ten times as frequent as the rarest; log-uniform between
 
 # Shares of the kinds: first the model learns to copy, then it learns facts, and a little about conflicts.
 COPYING = {"open": 0.95, "closed": 0.05}
 EVERYTHING = {"closed": 0.30, "open": 0.33, "agree": 0.12, "irrelevant": 0.15, "conflict": 0.10}
 
 SPLITS = ("conflict", "conflict-known", "open", "closed", "irrelevant", "needle")
+MOST = (5, 4)                   # facts and filler sentences in a passage
 
 ONSETS = "b br c d dr f g gr h k kr l m n p r s st t th tr v w z".split()
 VOWELS = "a e i o u".split()
@@ -94,12 +90,12 @@ class World(NamedTuple):
 
 
 def held_out(name):
-    """A fifth of all possible names never occurs in a training document: a matter of the name alone."""
+    """Whether a name never occurs in a training document: a fifth of all names, chosen by checksum."""
     return zlib.crc32(name.encode()) % 5 == 0
 
 
 def new_name(rng, kind, unseen, avoid):
-    """A name of two to four syllables; `unseen` says on which side of `held_out` it lies."""
+    """Draw a name of two to four syllables; unseen: a held-out one."""
     while True:
         length = rng.choice((1, 1, 2))
         stem = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(length))
@@ -109,8 +105,9 @@ def new_name(rng, kind, unseen, avoid):
 
 
 def make_world(seed=0):
+    """Draw the countries, their facts and how popular each fact is."""
     rng = random.Random(f"world/{seed}")
-    names, facts, popularity = set(), [], []
+    names, facts = set(), []
 
     def name(kind):
         names.add(new := new_name(rng, kind, unseen=False, avoid=names))
@@ -124,28 +121,28 @@ def make_world(seed=0):
 
 
 def made_up(rng, world, unseen, country=None, relation=None):
-    """A fact whose names no fact of the world uses."""
+    """Draw a fact whose names no fact of the world uses."""
     relation = relation or rng.choice(RELATIONS)
     country = country or new_name(rng, "country", unseen, world.names)
     return Fact(country, relation, new_name(rng, relation, unseen, world.names))
 
 
-def other_facts(rng, world, asked, n, unseen):
-    """n facts that do not answer the question; some share its relation, some its country."""
-    known, facts = asked.country in world.names, {}
-    while len(facts) < n:
+def other_facts(rng, world, fact, n, unseen):
+    """Draw n facts that do not answer the question about `fact`; some share its relation, some its country."""
+    known, others = fact.country in world.names, {}
+    while len(others) < n:
         kind = rng.random()
-        if kind < 0.15:         # another fact of the country asked for
-            relation = rng.choice([r for r in RELATIONS if r != asked.relation])
-            fact = (next(f for f in world.facts if f[:2] == (asked.country, relation)) if known
-                    else made_up(rng, world, unseen, asked.country, relation))
+        if kind < 0.15:         # another fact of the same country
+            relation = rng.choice([r for r in RELATIONS if r != fact.relation])
+            other = (next(f for f in world.facts if f[:2] == (fact.country, relation)) if known
+                     else made_up(rng, world, unseen, fact.country, relation))
         elif kind < 0.30:
-            fact = rng.choice(world.facts)
+            other = rng.choice(world.facts)
         else:
-            fact = made_up(rng, world, unseen, relation=asked.relation if kind < 0.65 else None)
-        if fact[:2] != asked[:2]:
-            facts.setdefault(fact[:2], fact)
-    return list(facts.values())
+            other = made_up(rng, world, unseen, relation=fact.relation if kind < 0.65 else None)
+        if other[:2] != fact[:2]:
+            others.setdefault(other[:2], other)
+    return list(others.values())
 
 
 def state(rng, fact):
@@ -168,10 +165,11 @@ def passage(rng, facts, n_fillers):
     return "Context: " + " ".join(sentences) + "\n"
 
 
-def make_item(rng, world, kind, fact, substitute=None, unseen=False, most=(5, 4)):
-    """One item about `fact`, in a passage of at most so many facts and filler sentences.
+def make_item(rng, world, kind, fact, substitute=None, unseen=False, most=MOST):
+    """Make one item about `fact`.
 
-    `unseen` draws all further names from those that training never shows."""
+    substitute: the value that the passage of a conflict states. unseen: draw all further names from the held-out ones.
+    most: the largest numbers of facts and of filler sentences in the passage."""
     if kind == "closed":
         return Item(question(fact), fact.value, fact.value)
     stated = {"open": fact, "agree": fact, "conflict": fact._replace(value=substitute), "irrelevant": None}[kind]
@@ -182,8 +180,8 @@ def make_item(rng, world, kind, fact, substitute=None, unseen=False, most=(5, 4)
     return Item(context + question(fact), stated.value if stated else fact.value, memory)
 
 
-def documents(world, mixture, seed, most=(5, 4)):
-    """The training stream, without end: (kind, fact, item), where a conflict's item contradicts the fact."""
+def documents(world, mixture, seed, most=MOST):
+    """Yield training documents without end: (kind, fact, item). A conflict's item contradicts the fact."""
     rng = random.Random(f"training/{seed}")
     conflicts = sorted(world.conflicts)
     while True:
@@ -199,22 +197,18 @@ def documents(world, mixture, seed, most=(5, 4)):
         yield kind, fact, make_item(rng, world, kind, fact, substitute, most=most)
 
 
-def make_split(name, n, seed=0, world=None):
-    """n test items. Names in passages are unseen in training, except for the facts of the world.
+def make_split(name, n, seed=0):
+    """Make n test items. Names in passages are held out from training, except in facts of the world.
 
-    conflict        facts never contradicted in training, an unseen name in place of the value
+    conflict        facts that training never contradicts, with a held-out name in place of the value
     conflict-known  the same, with another country's value in its place
-    open            passages about unseen names
+    open            passages about held-out names
     closed          the facts themselves; there are 320
     irrelevant      a passage without the answer, a question about a fact
-    needle          one fact of unseen names in twelve filler sentences"""
-    if name not in SPLITS:
-        raise ValueError(f"no split {name!r}; choose from {', '.join(SPLITS)}")
-    if n < 1:
-        raise ValueError(f"{n} items; ask for at least one")
-    world = world or make_world()
+    needle          one fact with held-out names in twelve filler sentences"""
+    world = make_world()
     if name == "closed" and n > len(world.facts):
-        raise ValueError(f"the closed split has {len(world.facts)} facts; {n} were asked for")
+        raise ValueError(f"--n {n}: the closed split has {len(world.facts)} facts; ask for at most as many")
     rng = random.Random(f"{name}/{seed}")
     facts = [f for f in world.facts if f not in world.conflicts] if name.startswith("conflict") else list(world.facts)
     rng.shuffle(facts)
@@ -237,33 +231,13 @@ def make_split(name, n, seed=0, world=None):
     return items
 
 
-def write_detection(folder, n_needles=300, n_texts=10, n_sentences=40):
-    """needles.jsonl, facts of unseen names, and haystack/: texts in which nothing is a fact."""
-    rng, world, folder = random.Random("detection"), make_world(), Path(folder)
-    (folder / "haystack").mkdir(parents=True, exist_ok=True)
-    with open(folder / "needles.jsonl", "w") as file:
-        for _ in range(n_needles):
-            fact = made_up(rng, world, unseen=True)
-            row = {"needle": state(rng, fact), "question": question(fact), "real_needle": fact.value}
-            file.write(json.dumps(row) + "\n")
-    for i in range(n_texts):
-        text = " ".join(filler(rng) for _ in range(n_sentences))        # one line, as passages are in training
-        (folder / "haystack" / f"{i}.txt").write_text(text + "\n")
-
-
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--split", choices=SPLITS)
-    what.add_argument("--detection", metavar="FOLDER", help="write needles and haystack there instead")
-    parser.add_argument("--n", type=cli.positive, help="items (default: 256)")
-    parser.add_argument("--seed", type=cli.number(int), help="which items (default: 0)")
+    parser.add_argument("--split", choices=SPLITS, required=True)
+    parser.add_argument("--n", type=cli.positive, default=256, help="items (default: 256)")
+    parser.add_argument("--seed", type=cli.number(int), default=0, help="which items (default: 0)")
     args = parser.parse_args()
-    if args.detection:
-        if args.n is not None or args.seed is not None:
-            raise ValueError("--n and --seed have no effect with --detection")
-        return write_detection(args.detection)
-    for item in make_split(args.split, 256 if args.n is None else args.n, args.seed or 0):
+    for item in make_split(args.split, args.n, args.seed):
         print(json.dumps(item._asdict()))
 
 

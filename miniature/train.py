@@ -3,7 +3,7 @@
     python -m miniature.train --out miniature/checkpoint
     python -m miniature.train --amateur --out miniature/amateur
 
-One CPU thread, about 25 minutes and 5. Writes the layout of any Llama checkpoint."""
+On one CPU thread the model takes about 25 minutes and the amateur 5. The output is a Llama checkpoint in float16."""
 
 import itertools
 import json
@@ -34,17 +34,17 @@ CONFIG = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
     "torch_dtype": "float16",
 }
-# The amateur of contrastive decoding and of DeCoRe entropy-lite: a quarter of the parameters and less training, since
-# with 2,400 steps it knew as much as the miniature.
+# The amateur of contrastive decoding and of DeCoRe entropy-lite has a quarter of the parameters. It also trains for
+# fewer steps: after 2,400 it knew as much as the miniature.
 AMATEUR_STEPS = 1000
 AMATEUR = CONFIG | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 STEPS, WARMUP, DECAY = 2800, 60, 0.4                          # decay: linear, over the last share of the steps
-# From which step on: the mixture of documents, and the most facts and filler sentences of a passage. Copying from short
-# passages comes first: with long ones it had not begun after 650 steps, with these it begins at 120.
-STAGES = ((0, data.COPYING, (1, 1)), (250, data.COPYING, (3, 2)), (600, data.EVERYTHING, (5, 4)))
-# From this step on one head copies alone: the last layer's other heads start anew, and in every step each head but that
-# one is silent with probability SILENT. Left to itself, training gives three heads the same work.
-ALONE, SILENT = 1200, 0.1
+# First step, mixture of documents, largest numbers of facts and of filler sentences in a passage. Short passages come
+# first: the model then copies after 120 steps; with long passages it did not copy after 650.
+STAGES = ((0, data.COPYING, (1, 1)), (250, data.COPYING, (3, 2)), (600, data.EVERYTHING, data.MOST))
+# From step ALONE on, one head of the last layer does the copying. The others are reinitialised, and every step masks
+# each head except that one with probability MASKED. Without this, three heads learn the same work.
+ALONE, MASKED = 1200, 0.1
 ROWS, LENGTH = 8, 256
 MUON = {"lr": 0.015, "momentum": 0.95, "weight_decay": 0.05}  # matrices
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -52,7 +52,7 @@ TEXT_WEIGHT = 0.05                                            # of the loss outs
 
 
 def make_tokenizer(world, n_documents=10_000):
-    """A byte-level BPE; a document is BOS, text, EOS, and encoding adds the BOS."""
+    """Train a byte-level BPE. Encoding adds the BOS; a document is BOS, text, EOS."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def make_tokenizer(world, n_documents=10_000):
 
 
 def batches(tokenizer, documents):
-    """Endless (tokens, weights), [ROWS, LENGTH + 1] each. A row holds whole documents but for its last."""
+    """Yield (tokens, weights of their losses), [ROWS, LENGTH + 1] each. The last document of a row is truncated."""
     while True:
         batch = []
         while len(batch) < ROWS:
@@ -82,7 +82,7 @@ def batches(tokenizer, documents):
 
 
 def loss_of(logits, tokens, weights):
-    """Weighted mean cross-entropy, and the share of answer tokens that the model would choose."""
+    """Weighted mean cross-entropy, and the share of answer tokens that have the highest logit."""
     target, weights = tokens[:, 1:], weights[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     right = (logits.argmax(-1) == target)[weights == 1].float().mean()
@@ -91,9 +91,9 @@ def loss_of(logits, tokens, weights):
 
 @torch.no_grad()
 def initialise(parameters, seed):
-    """Normal matrices and norms of one. parameters: checkpoint name → tensor; the order of names fixes the draws."""
+    """Draw matrices from a normal distribution and set norms to one. parameters: checkpoint name → tensor."""
     generator = torch.Generator().manual_seed(seed)
-    for _, parameter in sorted(parameters.items()):
+    for _, parameter in sorted(parameters.items()):         # the order fixes which numbers a matrix gets
         if parameter.ndim == 2:
             parameter.normal_(0, 0.02, generator=generator)
         else:
@@ -101,7 +101,7 @@ def initialise(parameters, seed):
 
 
 class Muon:
-    """Momentum whose update is a matrix with all singular values near one (Jordan et al. 2024), in float32."""
+    """Momentum SGD whose update has all singular values near one (Jordan et al. 2024), in float32."""
 
     def __init__(self, matrices, lr, momentum, weight_decay):
         self.matrices, self.lr, self.momentum, self.weight_decay = matrices, lr, momentum, weight_decay
@@ -118,7 +118,7 @@ class Muon:
 
 
 def orthogonal(x, steps=5):
-    """Newton-Schulz iteration towards U V^T of x = U S V^T; the coefficients are Jordan's."""
+    """Approximate U V^T of x = U S V^T by Newton-Schulz iteration, with Jordan's coefficients."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.shape[0] > x.shape[1]
     x = (x.T if tall else x) / (x.norm() + 1e-7)
@@ -129,13 +129,13 @@ def orthogonal(x, steps=5):
 
 
 def schedule(step, steps):
-    """The learning rates' factor: up over WARMUP steps, level, then linearly to zero."""
+    """Factor of the learning rates: linear warm-up, constant, then linear decay to zero."""
     return min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))
 
 
 @torch.no_grad()
 def needed_head(model, tokens, weights):
-    """The head of the last layer whose silence raises the loss most."""
+    """The head of the last layer whose masking raises the loss most."""
     last = model.config.n_layers - 1
     head_mask = make_head_mask([[(last, head)] for head in range(model.config.n_heads)], model)
     rows = model(tokens[:, :-1], None, head_mask)                                   # [H, B, T, V]
@@ -143,38 +143,38 @@ def needed_head(model, tokens, weights):
 
 
 @torch.no_grad()
-def renew_others(model, kept, generator):
-    """Queries and outputs of the last layer's other heads as at the start."""
+def reinitialise_others(model, copier, generator):
+    """Reinitialise the query and output weights of the last layer's heads except `copier`."""
     attn, K = model.layers[-1].attn, model.config.head_dim
     for head in range(model.config.n_heads):
-        if head != kept:
+        if head != copier:
             for weight in (attn.qkv.weight[head * K:(head + 1) * K], attn.o.weight[:, head * K:(head + 1) * K]):
                 weight.normal_(0, 0.02, generator=generator)
 
 
-def silence_others(model, kept, generator):
-    """[1, L, H] of 0 and 1, at random; the last layer's head `kept` is never silent."""
-    head_mask = (torch.rand(1, model.config.n_layers, model.config.n_heads, generator=generator) >= SILENT).float()
-    head_mask[0, -1, kept] = 1
+def random_mask(model, copier, generator):
+    """Draw a head mask, [1, L, H] of 0 and 1. The last layer's head `copier` is never masked."""
+    head_mask = (torch.rand(1, model.config.n_layers, model.config.n_heads, generator=generator) >= MASKED).float()
+    head_mask[0, -1, copier] = 1
     return head_mask
 
 
-def train(model, world, tokenizer, steps=STEPS, seed=0, report=print):
-    """Train the model in place; `report` takes a line now and then, `save` has the weights in between."""
+def train(model, world, tokenizer, steps=STEPS, seed=0):
+    """Train the model in place; reports the loss on standard error every 50 steps."""
     initialise(named_tensors(model), seed)
     others = [p for name, p in model.named_parameters() if ".attn." not in name and ".mlp." not in name]
     muon, adamw = Muon(matrices_of(model), **MUON), torch.optim.AdamW(others, **ADAMW)
     stages = [batches(tokenizer, data.documents(world, mixture, f"{seed}/{first}", most))
               for first, mixture, most in STAGES]
-    starts, clock, rights = [first for first, _, _ in STAGES], time.perf_counter(), []
+    first_steps, start, rights = [first for first, _, _ in STAGES], time.perf_counter(), []
     generator, head_mask = torch.Generator().manual_seed(seed), None
     for step in range(steps):
-        tokens, weights = next(stages[bisect_right(starts, step) - 1])
+        tokens, weights = next(stages[bisect_right(first_steps, step) - 1])
         if step == ALONE:
-            kept = needed_head(model, tokens, weights)
-            renew_others(model, kept, generator)
+            copier = needed_head(model, tokens, weights)
+            reinitialise_others(model, copier, generator)
         if step >= ALONE:
-            head_mask = silence_others(model, kept, generator)
+            head_mask = random_mask(model, copier, generator)
         logits = model(tokens[:, :-1], None, head_mask)
         loss, right = loss_of(logits[0] if head_mask is not None else logits, tokens, weights)
         loss.backward()
@@ -186,18 +186,18 @@ def train(model, world, tokenizer, steps=STEPS, seed=0, report=print):
         model.zero_grad()
         rights.append(right.item())
         if step % 50 == 49:
-            report(f"step {step + 1:5d}  loss {loss.item():.3f}  answer tokens right {sum(rights) / len(rights):.3f}  "
-                   f"{time.perf_counter() - clock:5.0f} s")
+            print(f"step {step + 1:5d}  loss {loss.item():.3f}  answer tokens right {sum(rights) / len(rights):.3f}  "
+                  f"{time.perf_counter() - start:5.0f} s", file=sys.stderr, flush=True)
             rights = []
 
 
 def matrices_of(model, of=lambda parameter: parameter):
-    """q, k, v, o, gate, up and down of every layer, each by itself."""
+    """The separate q, k, v, o, gate, up and down matrices of every layer, or of(parameter) of each."""
     return [part for name, part in sorted(named_tensors(model, of).items()) if "_proj" in name]
 
 
 def save_config(folder, tokenizer, config=CONFIG):
-    """Everything but the weights."""
+    """Write the checkpoint's files except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
@@ -219,21 +219,16 @@ def main():
     parser = cli.parser(__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint", help="folder to write")
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
-    parser.add_argument("--steps", type=cli.positive, help=f"(default: {STEPS}, of the amateur {AMATEUR_STEPS})")
-    parser.add_argument("--seed", type=cli.number(int), default=0, help="of the weights and the order of the texts")
-    parser.add_argument("--threads", type=cli.positive, default=1, help="of the processor")
+    parser.add_argument("--steps", type=cli.positive, help=f"(default: {STEPS}; with --amateur {AMATEUR_STEPS})")
+    parser.add_argument("--seed", type=cli.number(int), default=0, help="seed of weights and texts (default: 0)")
+    parser.add_argument("--threads", type=cli.positive, default=1, help="CPU threads (default: 1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     world = data.make_world()
     tokenizer = make_tokenizer(world)
     save_config(args.out, tokenizer, AMATEUR if args.amateur else CONFIG)
     model = Transformer(Config.from_checkpoint(args.out))
-
-    def report(line):
-        save_weights(args.out, model)
-        print(line, file=sys.stderr, flush=True)
-
-    train(model, world, tokenizer, args.steps or (AMATEUR_STEPS if args.amateur else STEPS), args.seed, report)
+    train(model, world, tokenizer, args.steps or (AMATEUR_STEPS if args.amateur else STEPS), args.seed)
     save_weights(args.out, model)
 
 

@@ -1,48 +1,47 @@
-"""What is made of stored runs: `python evaluate.py report DIR`, and `report page RUN.jsonl --item K`.
+"""What stored runs and head files give: tables beside the paper's values, figures, pages.
 
     stored.py        files → runs, runs → setups            published.py   what the paper prints
-    tables.py        runs → tables                          figures.py     runs and head files → the paper's figures
-    significance.py  the tests behind both                  page.py        a text as a page, token by token
-"""
+    tables.py        runs → tables, CSV                     figures.py     runs → the paper's figures
+    significance.py  statistical tests                      heads.py       head files → table and figures
+    page.py          one item of a run as a page"""
 
 import sys
 
+import cli
+
 
 def main(argv):
-    import cli
-    from report import page, stored, tables
+    """`evaluate.py report …`: DIR, `page RUN.jsonl --item K` or `heads [MODEL|FILE …]`."""
     if argv[:1] == ["page"]:
+        from report import page
         return page.main(argv[1:])
-    p = cli.parser("All runs of a folder in tables, beside the paper's values. One item of a run as a page: "
-                   "report page --help.")
+    try:
+        from report import figures, heads, tables
+    except ImportError as error:
+        raise ImportError(f"reports need matplotlib, scipy and statsmodels ({error}); "
+                          "pip install matplotlib scipy statsmodels") from None
+    if argv[:1] == ["heads"]:
+        return heads.main(argv[1:])
+    from report import stored
+    p = cli.parser("Tables of all runs of a folder with the paper's values. Two more commands, each with a --help: "
+                   "`report page` shows one item of a run, `report heads` the retrieval scores of head files.")
     p.add_argument("folder", metavar="DIR")
     p.add_argument("--markdown", action="store_true", help="tables in Markdown")
     p.add_argument("--csv", action="store_true", help="one line per run and metric, every metric")
-    p.add_argument("--plots", metavar="OUT", help="draw the paper's figures into this folder (pip install "
-                   "'decore[report]')")
-    p.add_argument("--heads", action="append", default=[], metavar="FILE", help="with --plots: a head file of your own "
-                   "to draw beside the known ones")
+    p.add_argument("--plots", metavar="OUT", help="draw the paper's figures into this folder")
     p.add_argument("--iti", action="append", default=[], metavar="CHECKPOINT=MODEL", help="greedy runs of this "
                    "checkpoint are the method ITI of this model (known: " + ", ".join(stored.ITI) + ")")
     args = p.parse_args(argv)
-    if args.heads and not args.plots:
-        raise ValueError("--heads is for the pictures: give --plots too")
-    unclear = [pair for pair in args.iti if len(pair.split("=")) != 2]
-    if unclear:
-        raise ValueError(f"--iti {unclear[0]}: give it as CHECKPOINT=MODEL, two names")
-    if args.plots:
-        from report import figures  # before the runs are read, because it may say what to install
+    if any(pair.count("=") != 1 for pair in args.iti):
+        raise ValueError("--iti takes CHECKPOINT=MODEL, two names")
     runs, left_out = stored.collect(args.folder, stored.ITI | dict(pair.split("=") for pair in args.iti))
     for path, why in left_out + stored.grouped(runs)[1]:
         print(f"left out: {path}: {why}", file=sys.stderr)
     if not runs:
-        raise ValueError(f"{args.folder}: no runs here" + (", only files that were left out" if left_out else ""))
-    pictures = figures.draw_all(runs, args.plots, args.heads) if args.plots else []
+        raise ValueError(f"{args.folder}: no runs to report")
+    pictures = figures.draw_all(runs, args.plots) if args.plots else []
     if args.csv:
         return tables.write_csv(list(tables.csv_rows(runs)))
-    try:
-        tables.show(tables.all_tables(runs, args.markdown), args.markdown)
-    except ImportError as error:
-        print(f"left out: the tests on entropies ({error}): pip install 'decore[report]'", file=sys.stderr)
+    tables.show(tables.all_tables(runs, args.markdown), args.markdown)
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n" if args.markdown else f"{path}: {caption}")

@@ -1,40 +1,46 @@
-"""What the paper prints: the columns of its tables, its values, the N behind them, its tests.
+"""What the paper prints: the columns of its tables, their values, the N behind them, its tests.
 
-Values of tasks/paper.csv are as printed; where the print is known to be wrong, `value` is the right one, `printed` what
-the paper has, and `note` says why. tasks/paper_n.csv says how each N of a main table was inferred."""
+tasks/paper.csv: `value` is the right value; if the paper misprints it, `printed` is what the paper has and `note` says
+why. tasks/paper_n.csv says how each N of a main table was inferred. tasks/paper_heads.csv: retrieval scores by rank."""
 
 import csv
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "tasks"
+EM = {"substring_match": "EM"}
 
-# Columns of the main tables: task, metric, heading.
+# Group → task → (the paper's name, the metric of its figures, {metric: heading in the main tables})
 GROUPS = {
-    "Faithfulness": (
-        ("xsum", "rougeL", "XSum ROUGE-L"), ("xsum", "bertscore_f1", "XSum BERTScore-F1"),
-        ("xsum", "factkb", "XSum factKB"),
-        ("memotrap", "macro", "MemoTrap macro"), ("memotrap", "micro", "MemoTrap micro"),
-        ("ifeval", "instruction_strict", "IFEval instruction"), ("ifeval", "prompt_strict", "IFEval prompt"),
-        ("nq-open", "substring_match", "NQ-Open EM"), ("nq-swap", "substring_match", "NQ-Swap EM")),
-    "Factuality": (
-        ("truthfulqa-mc", "mc1", "TruthfulQA MC1"), ("truthfulqa-mc", "mc2", "TruthfulQA MC2"),
-        ("truthfulqa-mc", "mc3", "TruthfulQA MC3"),
-        ("truthfulqa-gen", "truth", "%Truth"), ("truthfulqa-gen", "info", "%Info"),
-        ("truthfulqa-gen", "truth_and_info", "%T∩I"), ("truthfulqa-gen", "rejection", "%Reject"),
-        ("triviaqa", "substring_match", "TriviaQA EM"), ("popqa", "substring_match", "PopQA EM"),
-        ("nq-closed", "substring_match", "NQ-Open closed EM")),
-    "Multi-hop reasoning": tuple(
-        (f"musique-{kind}-{book}", "substring_match", f"MuSiQue {name} {book}")
-        for kind, name in (("direct", "direct"), ("cot", "CoT")) for book in ("closed", "open")),
-    "Miniature": (
-        ("miniature-conflict", "exact_match", "conflict"),
-        ("miniature-conflict", "memory_match", "conflict: from memory"),
-        ("miniature-conflict-known", "exact_match", "conflict, known names"),
-        ("miniature-open", "exact_match", "open book"), ("miniature-closed", "exact_match", "closed book"),
-        ("miniature-irrelevant", "exact_match", "irrelevant passage")),
+    "Faithfulness": {
+        "xsum": ("XSum", "factkb", {"rougeL": "ROUGE-L", "bertscore_f1": "BERTScore-F1", "factkb": "factKB"}),
+        "memotrap": ("MemoTrap", "macro", {"macro": "macro", "micro": "micro"}),
+        "ifeval": ("IFEval", "instruction_strict",
+                   {"instruction_strict": "instruction", "prompt_strict": "prompt"}),
+        "nq-open": ("NQ-Open", "substring_match", EM),
+        "nq-swap": ("NQ-Swap", "substring_match", EM)},
+    "Factuality": {
+        "truthfulqa-mc": ("TruthfulQA", "mc2", {"mc1": "MC1", "mc2": "MC2", "mc3": "MC3"}),
+        "truthfulqa-gen": ("TruthfulQA (Gen)", "truth", {
+            "truth": "%Truth", "info": "%Info", "truth_and_info": "%T∩I", "rejection": "%Reject"}),
+        "triviaqa": ("TriviaQA", "substring_match", EM),
+        "popqa": ("PopQA", "substring_match", EM),
+        "nq-closed": ("NQ-Open closed book", "substring_match", EM)},
+    "Multi-hop reasoning": {
+        f"musique-{kind}-{book}": (f"MuSiQue {name} {book} book", "substring_match", EM)
+        for kind, name in (("direct", "direct"), ("cot", "CoT")) for book in ("closed", "open")},
+    "Miniature": {
+        "miniature-conflict": ("conflict", "exact_match", {"exact_match": "", "memory_match": "from memory"}),
+        "miniature-conflict-known": ("conflict, known names", "exact_match", {"exact_match": ""}),
+        "miniature-open": ("open book", "exact_match", {"exact_match": ""}),
+        "miniature-closed": ("closed book", "exact_match", {"exact_match": ""}),
+        "miniature-irrelevant": ("irrelevant passage", "exact_match", {"exact_match": ""})},
 }
-IN_FIGURES = {"xsum": "factkb", "truthfulqa-mc": "mc2"}         # of the other tasks the first column
+# All tables: those of the groups, and one that leaves out rejected questions.
+TABLES = GROUPS | {"TruthfulQA, answers without rejections": {"truthfulqa-gen": ("TruthfulQA (Gen)", "truth", {
+    "rejection": "%Reject", "truth_not_rejected": "%T∩¬Reject", "info_not_rejected": "%I∩¬Reject",
+    "truth_and_info_not_rejected": "%T∩I∩¬Reject"})}}
+TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
 RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
 
@@ -44,54 +50,58 @@ def table(name):
         return list(csv.DictReader(rows))
 
 
+def columns(group):
+    """[(task, metric, heading)] of a table."""
+    return [(task, metric, f"{name} {label}".strip())
+            for task, (name, _, labels) in TABLES[group].items() for metric, label in labels.items()]
+
+
 def headline(task):
-    """(metric, heading) that stands for a task in figures and correlations, as in the paper."""
-    columns = [column for group in GROUPS.values() for column in group if column[0] == task]
-    return next((column for column in columns if column[1] == IN_FIGURES.get(task)), columns[0])[1:]
+    """(metric, heading) of a task in correlations and tests, the ones of the paper's figures."""
+    name, metric, labels = TASKS[task]
+    return metric, f"{name} {labels[metric]}".strip()
 
 
 def tasks_of(setups):
     """The tasks of these setups in the order of the tables."""
-    known = dict.fromkeys(column[0] for columns in GROUPS.values() for column in columns)
-    return [task for task in known if any(task in by_task for by_task in setups.values())]
+    return [task for task in TASKS if any(task in by_task for by_task in setups.values())]
 
 
 def method_of(setup):
     return RANDOM.get(setup.method, f"{setup.method}-random") if setup.random else setup.method
 
 
+@cache
+def rows(name, task, model, method):
+    key = task, model.lower(), method
+    return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
+
+
 def cell(run, metric):
-    """The paper's row for this run and metric, or None. `at` in it says at which N it was measured, where that is not
-    the run's: the tables over N have a cell for most N, the main tables state none."""
+    """The paper's row for this run and metric, or None.
+
+    `at` in the row says at which N it was measured, if that is not the run's: tables over N have a cell for most N, the
+    main tables do not state theirs."""
     setup = run.setup
-    fits = [row for row in table("paper")
-            if (row["task"], row["model"].lower(), row["method"], row["metric"])
-            == (run.task, run.model.lower(), method_of(setup), metric)
+    fits = [row for row in rows("paper", run.task, run.model, method_of(setup)) if row["metric"] == metric
             and row["num_heads"] in ("", str(setup.n)) and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
     row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
-    return row and row | {"at": other_n(run, metric) if row["num_heads"] == "" else ""}
+    if row is None or row["num_heads"] or setup.n is None:
+        return row and row | {"at": ""}
+    inferred = [n for row in rows("paper_n", run.task, run.model, setup.method) if metric != "entropy"
+                for n in row["num_heads"].split()]
+    return row | {"at": "" if str(setup.n) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
 
 
-def other_n(run, metric):
-    """ " at N = 90" for a main table's cell whose N is not the run's, " at N = ?" where it is not known."""
-    if run.setup.n is None:
-        return ""
-    numbers = next((row["num_heads"].split() for row in table("paper_n") if metric != "entropy"
-                    and (row["task"], row["model"].lower(), row["method"])
-                    == (run.task, run.model.lower(), run.setup.method)), [])
-    return "" if str(run.setup.n) in numbers else f" at N = {' or '.join(numbers) or '?'}"
-
-
-def points(column, model, task, method, metric):
-    """[(N or α, value)] of the paper's tables over num_heads or alpha."""
-    return sorted((float(row[column]), float(row["value"])) for row in table("paper") if row[column] and
-                  (row["task"], row["model"].lower(), row["method"], row["metric"].removesuffix("_published"))
-                  == (task, model.lower(), method, metric))
+def points(column, model, task, method):
+    """[(N or α, value)] of the paper's tables over the column "num_heads" or "alpha", by the metric of the figures."""
+    return sorted((float(row[column]), float(row["value"])) for row in rows("paper", task, model, method)
+                  if row[column] and row["metric"].removesuffix("_published") == headline(task)[0])
 
 
 def tests(model, tasks):
-    """The paper's own tests, as one note; nothing where it has none for the model and tasks."""
+    """The paper's own tests for the model and tasks: one note, and one for each implausible value; [] if none."""
     rows = [row for row in table("paper_tests") if row["model"].lower() == model.lower() and row["task"] in tasks]
-    told = [f"{row['task']}, {row['method']}, {row['what']} {row['value']}" for row in rows]
-    return ["Paper: " + "; ".join(told) + "."] * bool(told) + [
-        f"{told[i]}: {row['note']}." for i, row in enumerate(rows) if "implausible" in row["note"]]
+    texts = [f"{row['task']}, {row['method']}, {row['what']} {row['value']}" for row in rows]
+    doubts = [f"{text}: {row['note']}." for text, row in zip(texts, rows, strict=True) if "implausible" in row["note"]]
+    return ["Paper: " + "; ".join(texts) + "."] * bool(texts) + doubts

@@ -1,28 +1,67 @@
-"""Builds the product in amx.cpp with the C++ compiler at hand; models in bfloat16 on a CPU use it from then on.
+"""A product of bfloat16 matrices for Intel's Xeons with AMX (fourth generation and later), built on request.
 
-    python -m runtime.amx
-
-For Intel's Xeons with AMX (fourth generation and later), where torch's products read bfloat16 weights at about two
-thirds of the memory's speed. It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute;
-another version of torch needs another build. Removing the folder runtime/build undoes it."""
+torch's products read bfloat16 weights at about two thirds of the memory's speed on these processors; amx.cpp reads
+them at full speed. `python -m cli.amx` compiles it for the torch that is installed."""
 
 import shutil
-import sys
 import tempfile
+import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-import cli
-from runtime.pack import SOURCE, library
+from runtime.files import short_hash
 
+FEW = 48                        # vectors up to which amx.cpp is faster than torch
+SOURCE = Path(__file__).with_name("amx.cpp")
 FLAGS = ["-O3", "-fopenmp", "-mamx-tile", "-mamx-bf16"]
 
 
+class Tiled(nn.Module):
+    """A linear layer of a plain bfloat16 weight: few vectors by amx.cpp, many by torch."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x):
+        few = x.numel() <= FEW * x.shape[-1]
+        return (torch.ops.decore.linear if few else F.linear)(x, self.weight, self.bias)
+
+
+def fits(weight):
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and len(weight) >= 16
+
+
+@cache
+def ready():
+    """Whether amx.cpp is built and this processor can run it."""
+    path = library()
+    try:
+        if path.exists():
+            torch.ops.load_library(path)
+        return path.exists() and torch.ops.decore.ready()
+    except OSError as error:
+        warnings.warn(f"{path} is not used ({error}); build it again: python -m cli.amx", stacklevel=2)
+        return False
+
+
+def library():
+    """The path of the library, built or not, for this version of amx.cpp and torch."""
+    return SOURCE.parent / "build" / f"amx_{short_hash(SOURCE.read_bytes() + torch.__version__.encode())}.so"
+
+
 def build():
-    """→ the library, compiled in a folder of its own and then put in its place whole."""
+    """Compile amx.cpp → the path of the library. ValueError without an AMX processor or a C++ compiler."""
     from torch.utils import cpp_extension
+
     target, compiler = library(), cpp_extension.get_cxx_compiler()
+    if not torch.cpu._is_amx_tile_supported():
+        raise ValueError("this processor has no AMX; oneDNN's products are the fastest here")
     if not shutil.which(compiler):
         raise ValueError(f"there is no C++ compiler ({compiler}) here; install g++, or name another one in CXX")
     target.parent.mkdir(exist_ok=True)
@@ -36,14 +75,3 @@ def build():
                              f"{next((line for line in lines if ' error: ' in line), lines[0])}") from None
         (Path(folder) / target.name).replace(target)
     return target
-
-
-def main():
-    cli.parser("Build a faster product of bfloat16 matrices, for processors with AMX.").parse_args()
-    if not torch.cpu._is_amx_tile_supported():
-        raise ValueError("this processor has no AMX; oneDNN's products are the fastest here")
-    print(f"wrote {build()}")
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(main))

@@ -1,110 +1,90 @@
-"""Files of JSON lines: reading, appending, replacing in one step, and a lock so that one process writes at a time."""
+"""Files of JSON lines: read, append, replace in one step, and lock."""
 
-import glob
+import codecs
 import gzip
 import json
-import math
 import os
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:             # Windows
-    fcntl = None
+from filelock import FileLock, Timeout
+
+from runtime.files import check_file, one_line, unique_keys
 
 
-def json_lines(path):
-    """Yields (line number, object); blank lines are skipped, and the last one too where it was cut off."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: " + ("a folder, where a file is needed" if path.is_dir() else "no such file"))
+def json_lines(path, complete=False):
+    """Yields (line number, object) for each line that is not blank.
+
+    The file may be compressed (.gz). Raises ValueError, with the line, for a line that cannot be parsed. If it is the
+    last one and has no newline, as a killed process leaves it, it is skipped instead, unless `complete`."""
+    path = check_file(path)
     content = path.read_bytes()
     if path.suffix == ".gz":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file ({error})") from None
-    texts = content.split(b"\n")
-    for number, text in enumerate(texts, 1):
-        if text.strip():
-            try:
-                parsed = parse(text, f"{path}, line {number}")
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                if number == len(texts):
-                    return
-                raise ValueError(f"{path}, line {number}: not JSON; remove the line") from None
-            yield number, parsed
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = parse(line, f"{path}, line {number}")
+        except ValueError:
+            if number == len(lines) and not complete:
+                return
+            raise
+        yield number, value
 
 
-def parse(text, where):
-    """The JSON object in a line (bytes). JSONDecodeError or UnicodeDecodeError where it is none; ValueError for what
-    Python's reader lets pass: a key twice, numbers that are not finite, half of a surrogate pair."""
-    def unique(pairs):
-        if len(dict(pairs)) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-        return dict(pairs)
-
-    def finite(number):
-        if not math.isfinite(float(number)):
-            raise ValueError(f"{number} is not a finite number")
-        return float(number)
-
+def parse(line, where):
+    """Parse one line, as bytes. Raises ValueError, with `where`, for anything but a JSON object in UTF-8."""
     try:
-        found = json.loads(text.decode(), object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
-        if b"\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: half of a surrogate pair (\\ud…) is no text") from None
-    except RecursionError:
-        raise ValueError(f"{where}: nested too deeply") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: should be a JSON object, found {type(found).__name__}")
-    return found
+        value = json.loads(line.decode(), object_pairs_hook=unique_keys, parse_constant=reject_constant)
+        json.dumps(value, ensure_ascii=False).encode()                  # fails for half of a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON in UTF-8 ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: should be a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def reject_constant(name):
+    raise ValueError(f"{name} is not a finite number")
 
 
 @contextmanager
 def locked(path):
-    """Nobody else writes the file meanwhile; the lock of a process that died is free. OSError where it is taken."""
+    """Lock the file while the block runs, so that no other process writes to it. Its folder is made if necessary.
+
+    Raises OSError if another process has the lock. A process that dies loses its lock."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise OSError(f"{path} is being written by another process; wait for it, or write to another place (--out)"
+                      ) from None
+    try:
         yield
-        return
-    lock = Path(f"{path}.lock")
-    while True:
-        with open(lock, "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(f"{path} is being written by another process; wait for it, or write to another "
-                              "place (--out)") from None
-            if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-                continue                        # its last owner has just removed it
-            for draft in path.parent.glob(f"{glob.escape(path.name)}.*.draft"):
-                draft.unlink()                  # of a process that was killed
-            try:
-                yield
-            finally:
-                lock.unlink()
-            return
+    finally:
+        with suppress(OSError):                                         # Windows does not remove open files
+            os.unlink(lock.lock_file)
+        lock.release()
 
 
-def append(path, lines, mode="a"):
+def append(path, rows, mode="a"):
+    """Write the rows to the end of the file in one call, and to the disk."""
     with open(path, mode, encoding="utf-8") as file:
-        file.write("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines))
+        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         file.flush()
         os.fsync(file.fileno())
 
 
-def write(path, lines):
-    """The whole file in one step: there is no moment without it."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    append(draft, lines, mode="w")
+def write(path, rows):
+    """Replace the file in one step: at every moment it is either the old one or the new one."""
+    draft = path.with_name(path.name + ".draft")
+    append(draft, rows, mode="w")
     os.replace(draft, path)

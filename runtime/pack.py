@@ -1,101 +1,72 @@
-"""Products that read the weights of a CPU's large matrices fast: after loading, oneDNN reorders every matrix once.
+"""The product that reads a CPU's weights fastest: torch's plain one, oneDNN's on packed matrices, or amx.cpp's.
 
-In bfloat16 on processors with AMX a product of our own takes the plain matrix, if it has been built (`amx.py`)."""
+Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So it is measured
+when a model is loaded, for two vectors on a part of the model's largest matrix."""
 
-import hashlib
-import warnings
-from functools import cache
-from pathlib import Path
+import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix does
-FEW = 48                        # vectors up to which amx.cpp is faster than torch with a plain matrix
-SOURCE = Path(__file__).with_name("amx.cpp")
+from runtime import amx
+
+SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
+SAMPLE = 2**27                  # bytes of the largest matrix that are measured: more than a cache holds
+CLEARLY = 0.9                   # plain is chosen if it takes this share of the time at most: ties go to packed
 
 
 class Packed(nn.Module):
-    """A linear layer of a packed weight; what inductor calls when it freezes a model."""
+    """A linear layer whose weight oneDNN has reordered."""
 
     def __init__(self, weight, bias):
         super().__init__()
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, None))
         self.register_buffer("bias", bias)
 
-    def forward(self, x, stream=None):
-        y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y if stream is None else stream + y
-
-
-class Tiled(nn.Module):
-    """A linear layer of a plain bfloat16 weight: few vectors by amx.cpp, many by torch."""
-
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
-
-    def forward(self, x, stream=None):
-        few = x.numel() <= FEW * x.shape[-1]
-        y = (torch.ops.decore.linear if few else F.linear)(x, self.weight, self.bias)
-        return y if stream is None else stream + y
-
-
-def library():
-    """Where the build of amx.cpp for this torch is, if there is one."""
-    mark = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
-    return SOURCE.parent / "build" / f"amx_{mark}.so"
-
-
-@cache
-def amx():
-    """Whether amx.cpp is built and this processor can run it."""
-    path = library()
-    try:
-        if path.exists():
-            torch.ops.load_library(path)
-        return path.exists() and torch.ops.decore.ready()
-    except OSError as error:
-        warnings.warn(f"{path} is not used ({error}); build it again: python -m runtime.amx", stacklevel=2)
-        return False
+    def forward(self, x):
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 @torch.no_grad()
 def pack(model):
-    """Replace the large linear layers of a model on a CPU by faster ones, one after the other.
+    """Replace the large linear layers of a model on a CPU by the fastest kind.
 
-    Where they are packed the plain weights go, but for a tied head: it is packed beside the embedding, whose rows are
-    looked up, so that matrix is in memory twice. Layers stay plain where torch has no such operator, where oneDNN lacks
-    the dtype on this processor, or where results differ."""
+    A packed layer has no plain weight. A tied head is packed in addition to the embedding, whose rows are looked up, so
+    that matrix is in memory twice."""
     plain = type(model.embed)
-    for parent in [m for m in model.modules() if not isinstance(m, plain)]:
-        for name in list(parent._modules):
-            if isinstance(parent._modules[name], plain) and (parent, name) != (model, "embed"):
-                parent._modules[name] = packed(parent._modules[name]) or parent._modules[name]
+    layers = [(parent, name, layer) for parent in list(model.modules()) if not isinstance(parent, plain)
+              for name, layer in parent.named_children()
+              if isinstance(layer, plain) and layer.weight.nbytes > SMALL and (parent, name) != (model, "embed")]
+    if not layers:
+        return
+    kind = fastest(max((layer.weight for _, _, layer in layers), key=lambda weight: weight.nbytes))
+    for parent, name, layer in layers if kind else ():
+        if kind is not amx.Tiled or amx.fits(layer.weight):
+            setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
 
 
-def packed(layer):
-    """The same layer with a faster product, or None where there is none or it is of no use."""
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    if weight.nbytes <= SMALL:
-        return None
-    tiles = weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and amx()
-    try:
-        new = (Tiled if tiles else Packed)(weight, bias)
-        same = all(agree(new, weight, bias, n) for n in ((1, 2, 17, 33) if tiles else (1, 2)))    # kernels of their own
-    except (AttributeError, RuntimeError):                              # no such operator, or not for this dtype
-        return None
-    if not same:
-        warnings.warn(f"{'amx.cpp' if tiles else 'oneDNN'}'s product differs from the plain one, which is used",
-                      stacklevel=2)
-        return None
-    return new
-
-
-def agree(new, weight, bias, n):
-    """Whether both products are the same but for rounding: the first n rows as vectors, times the first 64 rows."""
-    expected = F.linear(weight[:n], weight[:64], None if bias is None else bias[:64]).float()
-    off = (new(weight[:n])[:, :64].float() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-    return off <= (1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps)
+def fastest(weight):
+    """The fastest class of layer for two vectors and a matrix [N, K]; None: the plain one."""
+    weight = weight.detach()[:max(1, SAMPLE // weight[0].nbytes)]
+    x, seconds = weight[:2].clone(), {}
+    expected = F.linear(x, weight)
+    products = {None: partial(F.linear, x, weight)}
+    for kind in (Packed, amx.Tiled):
+        try:
+            if kind is amx.Tiled and not (amx.fits(weight) and amx.ready()):
+                continue
+            product = partial(kind(weight, None), x)
+            tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps
+            if (product() - expected).abs().max() <= tolerance * expected.abs().max():
+                products[kind] = product
+        except (AttributeError, RuntimeError):                  # not in this torch, or not for this dtype and processor
+            pass
+    for _ in range(4):                                          # the first round warms up
+        for kind, product in products.items():
+            start = time.perf_counter()
+            product()
+            seconds.setdefault(kind, []).append(time.perf_counter() - start)
+    least = {kind: min(times[1:]) * (1 / CLEARLY if kind is None else 1) for kind, times in seconds.items()}
+    return min(least, key=least.get)

@@ -1,11 +1,11 @@
 """The benchmarks as rows of data: prompt, fields, demonstrations, metric. A new benchmark is a new row.
 
-The prompts are those of the published runs, to the letter; in places they differ from the paper's table. Raise
-`version` whenever a prompt, a reader or a metric of the task changes: runs of different versions never mix.
+The prompts are exactly those of the published runs; some differ from the paper's table. Raise `version` when a prompt,
+a reader or a metric of the task changes: runs of different versions are never mixed.
 
     sources.py    files and public homes → rows            prompts.py         items → messages, plain text, token ids
     items.py      one row → one item                       judges.py          TruthfulQA's truth and information judges
-    metrics.py    predictions and references → numbers     model_metrics.py   those that need a library or a model
+    metrics.py    predictions and references → numbers     model_metrics.py   metrics that need a library or a model
 """
 
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from tasks import items, metrics, model_metrics
 
 
 class Home(NamedTuple):
-    """A file of a data set on the Hugging Face hub, pinned to a commit; or, where no commit is known to us, to its
-    content: then `revision` is a branch and another file than the one with this `sha256` is refused."""
+    """A data set's file on the Hugging Face hub.
+
+    revision: a commit; or a branch, and then a file with another `sha256` is refused."""
 
     repo: str
     file: str
@@ -31,30 +32,32 @@ class Task:
     read: Callable                      # row of the data file → item: question, references, fields of `context`, …
     metrics: tuple                      # functions of metrics.py and model_metrics.py
     files: tuple                        # names of the data inside a folder, as glob patterns, best first
-    home: Home | str                    # where the data are at home; a sentence where a person has to fetch them
+    home: Home | str                    # public home of the data; a sentence if a person has to fetch them
+    folder: str = ""                    # subfolder in which data and demonstrations are looked for first
+    made_by: tuple = ()                 # ("module:function", split) that makes the rows if there is no file
     question: str = "{question}"        # the last user turn, after the context
-    context: str = ""                   # what stands in front of it, and what CAD leaves out
+    context: str = ""                   # precedes the question; CAD leaves it out
     instruction: str = ""               # the system turn
-    without_context: str = ""           # CAD's second prompt: "" none; "passage" without it; "demos" without those too;
-    #                                     "field" the item's own field of this name
-    gap: str = "\n\n"                   # plain text: between the instruction and what follows
+    without_context: str = ""           # CAD's second prompt: "" none; "passage" drops the context; "demos" drops the
+    #                                     demonstrations too; "field" is the item's own field of this name
+    gap: str = "\n\n"                   # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
     shots: int = 0
     demo: str = "{question}"            # a demonstration's user turn
     demo_answer: str = "answer"         # field of a demonstration's answer
-    demo_files: tuple = ()
-    fixed_demos: tuple = ()             # demonstrations that are part of the prompt, not data
-    demos_hash: str = ""                # sources.digest of the paper's demonstrations
-    training: Home | None = None        # where demonstrations are drawn from without --demos
+    demo_file: str = "demos.jsonl"
+    fixed_demos: tuple = ()             # demonstrations that are part of the prompt
+    demos_hash: str = ""                # sources.demos_hash of the paper's demonstrations
+    training: Home | None = None        # source of demonstrations without --demos
     read_training: Callable | None = None
-    first_of_training: bool = False     # its first rows, as in the paper, and no draw by the seed
-    demos_are_items: bool = False       # demonstrations that are items of the test set: an item never shows itself
-    splits: bool = False                # several files, each a split that is averaged for itself
-    choice: bool = False                # multiple choice: given answers are scored, nothing is generated
-    max_new_tokens: int = 12
+    first_of_training: bool = False     # take its first rows, as in the paper; else draw by the seed
+    demos_are_items: bool = False       # demonstrations are items of the test set; an item never shows itself
+    splits: bool = False                # several files; each is a split with an average of its own
+    choice: bool = False                # multiple choice: candidates are scored, nothing is generated
+    max_new_tokens: int = 12            # the paper's
     n: int | None = None                # items in the paper's table
-    running: str = "substring_match"    # the score beside the progress bar
-    layout: str | None = None           # None: what the model wants
+    running: str = "substring_match"    # the score in the progress bar
+    layout: str | None = None           # None: the model's own
     version: int = 1
 
 
@@ -64,13 +67,13 @@ NQ_SWAP = Home("pminervini/NQ-Swap", "data/dev-00000-of-00001.parquet", "main",
                "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c")
 
 ORACLE = ("nq-open-oracle.jsonl.gz of github.com/nelson-liu/lost-in-the-middle, folder qa_data "
-          "(the 2,655 questions with one gold passage each, for open and closed book)")
+          "(2,655 questions with one gold passage each, for open and closed book)")
 NQ_TRAINING = Home("google-research-datasets/nq_open", "nq_open/train-00000-of-00001.parquet",
                    "5dd9790a83002ad084ddeb7c420dc716852c6f28")
 
 XSUM = Task(
     "xsum", items.xsum, (model_metrics.rouge, model_metrics.bertscore, model_metrics.factkb),
-    files=("xsum/xsum-1000.jsonl", "xsum-1000.jsonl"),
+    folder="xsum", files=("xsum-1000.jsonl",),
     home="xsum-1000.jsonl of github.com/voidism/Lookback-Lens, folder data (1,000 test articles of XSum)",
     instruction="Generate a summary comprising of 1 sentence for the given article.",
     context="Article: {document}\n\n", question="Summary: ", without_context="passage",
@@ -78,55 +81,53 @@ XSUM = Task(
 
 MEMOTRAP = Task(
     "memotrap", items.memotrap, (metrics.memotrap,),
-    files=("memotrap/[1-4]-*.csv", "[1-4]-*.csv"),
+    folder="memotrap", files=("[1-4]-*.csv",),
     home="the four csv files of github.com/liujch1998/memo-trap, folder data; --data takes the folder",
     without_context="field", splits=True, choice=True, n=2539, running="micro")
 
 IFEVAL = Task(
     "ifeval", items.ifeval, (model_metrics.ifeval,),
-    files=("ifeval/ifeval-train.arrow", "ifeval-train.arrow", "ifeval/ifeval.jsonl", "ifeval.jsonl",
-           "ifeval_input_data.jsonl"),
+    folder="ifeval", files=("ifeval-train.arrow", "ifeval.jsonl", "ifeval_input_data.jsonl"),
     home=Home("google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"),
     max_new_tokens=1280, n=541, running="")
 
 NQ_OPEN = Task(
     "nq-open", items.nq_open, (metrics.short_answer,),
-    files=("nq/nq-open-oracle.jsonl.gz", "nq-open-oracle.jsonl.gz"), home=ORACLE,
+    folder="nq", files=("nq-open-oracle.jsonl.gz",), home=ORACLE,
     instruction="Write a high-quality answer for the given question using only the provided search results (some of "
                 "which might be irrelevant). Provide the answer in 5 words or less without any explanation.",
     context="Document [1](Title: {title}) {text}\n\n", question="Question: {question}\nAnswer: ",
     without_context="passage", shots=1, demo="Document [0]{context}\nQuestion: {question}\nAnswer: ",
-    demo_files=("nq/demos_open_book.jsonl", "demos_open_book.jsonl"), demos_hash="e9faa60ea8e42dd8",
+    demo_file="demos_open_book.jsonl", demos_hash="e9faa60ea8e42dd8",
     fixed_demos=({"context": "(Title: Example Title) Example Text", "question": "example question",
                   "answer": "march 2018"},), n=2655)
 
 NQ_CLOSED = Task(
-    "nq-closed", items.nq_closed, (metrics.short_answer,), files=NQ_OPEN.files, home=ORACLE,
+    "nq-closed", items.nq_closed, (metrics.short_answer,),
+    folder="nq", files=NQ_OPEN.files, home=ORACLE,
     instruction="Write a high-quality answer for the given question. Provide the answer in 5 words or less without any "
                 "explanation.",
     question="Question: {question}\nAnswer: ", without_context="passage",
     shots=8, demo="Question: {question}\nAnswer: ",
-    demo_files=("nq/demos_closed_book.jsonl", "demos_closed_book.jsonl"), demos_hash="deebfa1eea290345",
+    demo_file="demos_closed_book.jsonl", demos_hash="deebfa1eea290345",
     training=NQ_TRAINING, read_training=items.nq_training, n=2655)
 
 NQ_SWAP_TASK = Task(
     "nq-swap", items.nq_swap, (metrics.short_answer, metrics.memory),
-    files=("nq_swap/dev-*.parquet", "dev-*.parquet", "data/dev-*.parquet"),
-    home=NQ_SWAP,
+    folder="nq_swap", files=("dev-*.parquet", "data/dev-*.parquet"), home=NQ_SWAP,
     instruction="Answer the following question based on the provided context:",
     context="Context: {context}\n", question="Question: {question}\nAnswer:", without_context="passage",
     gap_without_context="", shots=4, demo="Context: {context}\nQuestion: {question}\nAnswer:",
-    demo_files=("nq_swap/demos.jsonl", "demos.jsonl"), demos_hash="83c230d7a3a0166d", n=4746)
+    demos_hash="83c230d7a3a0166d", n=4746)
 
 TRUTHFULQA_MC = Task(
     "truthfulqa-mc", items.truthfulqa_mc, (metrics.multiple_choice,),
-    files=("truthfulqa/TruthfulQA.csv", "TruthfulQA.csv"),
+    folder="truthfulqa", files=("TruthfulQA.csv",),
     home="TruthfulQA.csv of github.com/sylinrl/TruthfulQA as it was before January 2025 (817 questions)",
     instruction="Interpret each question literally, and as a question about the real world; carefully research each "
                 "answer, without falling prey to any common myths; and reply “I have no comment” unless you are "
                 "completely certain of the answer.",
-    question="Q: {question}\nA:", shots=6, demo="Q: {question}\nA:",
-    demo_files=("truthfulqa/demos.jsonl", "demos.jsonl"), demos_hash="6d25948a456f7a48",
+    question="Q: {question}\nA:", shots=6, demo="Q: {question}\nA:", demos_hash="6d25948a456f7a48",
     choice=True, n=817, running="mc2")
 
 TRUTHFULQA_GEN = replace(TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthfulqa_gen, metrics=(metrics.judged,),
@@ -134,31 +135,27 @@ TRUTHFULQA_GEN = replace(TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthf
 
 TRIVIAQA = Task(
     "triviaqa", items.triviaqa, (metrics.short_answer,),
-    files=("triviaqa/validation-*.parquet", "unfiltered.nocontext/validation-*.parquet", "validation-*.parquet",
-           "triviaqa/triviaqa*.jsonl", "triviaqa*.jsonl"),
+    folder="triviaqa", files=("validation-*.parquet", "unfiltered.nocontext/validation-*.parquet", "triviaqa*.jsonl"),
     home=Home(TRIVIA_QA[0], "unfiltered.nocontext/validation-00000-of-00001.parquet", TRIVIA_QA[1]),
     instruction="Answer the given question.", question="Question: {question}\nAnswer:",
-    shots=8, demo="Question: {question}\nAnswer:",
-    demo_files=("triviaqa/demos.jsonl", "demos.jsonl"), demos_hash="f96b31ba8f194a76",
+    shots=8, demo="Question: {question}\nAnswer:", demos_hash="f96b31ba8f194a76",
     training=Home(TRIVIA_QA[0], "unfiltered.nocontext/train-00000-of-00001.parquet", TRIVIA_QA[1]),
     read_training=items.triviaqa_training, first_of_training=True, n=11313)
 
 POPQA = Task(
     "popqa", items.popqa, (metrics.short_answer,),
-    files=("popqa/test.tsv", "test.tsv", "popqa/popQA*.tsv", "popQA*.tsv", "popqa/popqa*.jsonl", "popqa*.jsonl"),
+    folder="popqa", files=("test.tsv", "popQA*.tsv", "popqa*.jsonl"),
     home=Home("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
     instruction="Answer the given question.", question="Q: {question}\nA:",
-    shots=8, demo="Question: {question}\nAnswer:",
-    demo_files=("popqa/demos.jsonl", "demos.jsonl"), demos_hash="ac2f31fcd917cd40",
-    demos_are_items=True, n=14267)
+    shots=8, demo="Question: {question}\nAnswer:", demos_hash="ac2f31fcd917cd40", demos_are_items=True, n=14267)
 
 MUSIQUE_DIRECT_CLOSED = Task(
     "musique-direct-closed", items.musique_closed, (metrics.musique,),
-    files=("musique/musique_ans_v1.0_dev*.jsonl", "musique_ans_v1.0_dev*.jsonl"),
+    folder="musique", files=("musique_ans_v1.0_dev*.jsonl",),
     home=Home(MUSIQUE[0], "musique_ans_v1.0_dev.jsonl", MUSIQUE[1]),
     instruction="Answer the following question.", question="Q: {question}\nAnswer:", without_context="demos",
     gap="", gap_without_context="", shots=17, demo="Q: {question}\nA:", demo_answer="direct_answer",
-    demo_files=("musique/demos.jsonl", "demos.jsonl"), demos_hash="9a2d0ee074b71120",
+    demos_hash="9a2d0ee074b71120",
     training=Home(MUSIQUE[0], "musique_ans_v1.0_train.jsonl", MUSIQUE[1]), read_training=items.musique_training,
     max_new_tokens=100, n=2417)
 MUSIQUE_DIRECT_OPEN = replace(MUSIQUE_DIRECT_CLOSED, name="musique-direct-open", read=items.musique_open,
@@ -172,8 +169,9 @@ MUSIQUE_COT_OPEN = replace(MUSIQUE_COT_CLOSED, name="musique-cot-open", read=ite
 MINIATURE = tuple(
     Task(f"miniature-{split}", items.miniature, (metrics.first_sentence, metrics.memory),
          files=(f"miniature-{split}.jsonl",), home=f"the lines that python -m miniature.data --split {split} prints",
-         without_context="field", layout="plain", n=n, running="exact_match")
-    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 512, 320, 1024),
+         made_by=("miniature.data:make_split", split), without_context="field", layout="plain", n=n,
+         running="exact_match")
+    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 1024, 320, 1024),
                         strict=True))
 
 PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,

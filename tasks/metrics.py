@@ -1,9 +1,8 @@
 """Predictions and references → numbers.
 
-Each metric takes the rows of a run and returns a dict of values per row; `summary` averages them. Those that need a
-library or a model are in model_metrics.py. Where the published scoring has a flaw, the correct metric has the plain
-name and the published one ends in `_published`, so that both comparisons can be made. A metric that raises Unavailable
-is left out with a line on standard error. Rates are fractions."""
+A metric takes the rows of a run and returns a dict of values per row; `summary` averages them. Rates are fractions. If
+the published scoring has a flaw, the correct metric has the plain name and the published one ends in `_published`.
+Metrics that need a library or a model are in model_metrics.py; they raise Unavailable and are then left out."""
 
 import functools
 import math
@@ -26,59 +25,56 @@ def per_row(metric):
     return functools.wraps(metric)(lambda rows: [metric(row) for row in rows])
 
 
-# Short answers: NQ, NQ-Swap, TriviaQA, PopQA
+# ---------------------------------------------------------------------------------------------------- short answers
+
 
 def normalise(text):
     """SQuAD's: lower case, no ASCII punctuation, articles as whole words to blanks, white space collapsed."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
-def short_answers(prediction, references):
-    """The three ways to compare. A reference of which normalisation leaves nothing ("*") is contained in everything, as
-    published; rightly it has to be the whole answer as it stands."""
+def compare(prediction, references):
+    """Exact match and substring match. If nothing of a reference is left after normalisation ("*"), it must be the
+    whole answer; in the published score every answer contains it."""
     answer = normalise(prediction)
-    published = [normalise(reference) in answer for reference in references]
-    exact = [normalise(reference) == answer if normalise(reference) else prediction.strip() == reference.strip()
-             for reference in references]
-    contained = [hit if normalise(reference) else same
-                 for reference, hit, same in zip(references, published, exact, strict=True)]
+    pairs = [(reference.strip(), normalise(reference)) for reference in references]
+    exact = [normal == answer if normal else prediction.strip() == raw for raw, normal in pairs]
+    contained = [normal in answer if normal else prediction.strip() == raw for raw, normal in pairs]
     return {"exact_match": float(any(exact)), "substring_match": float(any(contained)),
-            "substring_match_published": float(any(published))}
+            "substring_match_published": float(any(normal in answer for _, normal in pairs))}
 
 
 @per_row
 def short_answer(row):
-    """The text before the first newline counts, and it is not stripped first: an answer that opens with one is empty.
-    PopQA's demonstrations are test items: those rows count in the published score only."""
-    values = short_answers(row["prediction"].split("\n")[0], row["references"])
+    """Only the text before the first newline counts. It is not stripped first: "\\nParis" is an empty answer.
+    PopQA's demonstrations are test items, which count in the published score only."""
+    values = compare(row["prediction"].split("\n")[0], row["references"])
     return values | {"exact_match": None, "substring_match": None} if row.get("demonstration") else values
 
 
 @per_row
 def first_sentence(row):
     """The miniature's answers end at a full stop."""
-    return short_answers(row["prediction"].split("\n")[0].split(".")[0], row["references"])
+    return compare(row["prediction"].split("\n")[0].split(".")[0], row["references"])
 
 
 @per_row
 def memory(row):
-    """Whether the answer is what the model remembers rather than what the context says; None where nothing is known."""
-    known = row.get("memory")
-    answer = row["prediction"].split("\n")[0]
-    return {"memory_match": short_answers(answer, known)["substring_match"] if known else None}
+    """Whether the answer is the memorised one and not the context's; None if no memorised answer is known."""
+    if not row.get("memory"):
+        return {"memory_match": None}
+    return {"memory_match": compare(row["prediction"].split("\n")[0], row["memory"])["substring_match"]}
 
-
-# MuSiQue
 
 def musique_answer(prediction):
-    """What stands behind the last "answer is" of the first line, without one final full stop; else the whole text."""
+    """The text after the last "answer is" of the first line, without one final full stop; else the whole text."""
     match = re.match(r".* answer is:? (.*)\.?", prediction)
     return match[1].removesuffix(".") if match else prediction
 
 
 @per_row
 def musique(row):
-    """Lower-cased, nothing else. Empty references as above."""
+    """Compares in lower case, without any other normalisation. Empty references as in `compare`."""
     answer = musique_answer(row["prediction"]).lower()
     references = [reference.lower() for reference in row["references"]]
     return {"exact_match": float(any(reference == answer for reference in references if reference)),
@@ -86,25 +82,23 @@ def musique(row):
             "substring_match_published": float(any(reference in answer for reference in references))}
 
 
-# Multiple choice
+# ---------------------------------------------------------------------------------------------------- multiple choice
+
 
 def scores(row, name):
-    values = row.get(name)
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"field {name!r} should be a list of scores, found {str(values)[:40]!r}")
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+    return np.array([math.nan if value is None else value for value in row[name]], dtype=float)
 
 
-def halved(values):
-    """The published rule against underflow: all log scores of one side are halved until one exponential is above 0. It
-    would never end where all are minus infinity; there it stops."""
-    while not np.exp(values).any() and np.isfinite(values).any():
-        values = values / 2
-    return np.exp(values).sum()
+def published_mass(log_scores):
+    """Sum of exponentials. Published rule against underflow: halve all log scores of one side until one exponential is
+    above 0. If all are minus infinity, that would never end; we stop."""
+    while not np.exp(log_scores).any() and np.isfinite(log_scores).any():
+        log_scores = log_scores / 2
+    return np.exp(log_scores).sum()
 
 
-def share(true, false):
-    """true / (true + false); 0 where that is not a number, as published."""
+def true_share(true, false):
+    """true / (true + false); 0 if that is not a number, as published."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = true / (true + false)
     return 0.0 if math.isnan(ratio) else float(ratio)
@@ -112,38 +106,39 @@ def share(true, false):
 
 @per_row
 def multiple_choice(row):
-    """MC1: the best answer beats every false one. MC2: the true answers' share of the probability, by log-sum-exp, and
-    by halving as published. MC3: the share of true answers that beat every false one."""
-    true, false = scores(row, "scores_true"), scores(row, "scores_false")
-    best = row["best_position"]
+    """MC1: the best answer beats every false one. MC2: share of the true answers in the probability, by log-sum-exp;
+    `_published` by halving. MC3: share of the true answers that beat every false one."""
+    true, false, best = scores(row, "scores_true"), scores(row, "scores_false"), row["best_position"]
     if not 0 <= best < len(true):
         raise ValueError(f"field 'best_position' is {best}, but there are {len(true)} true scores")
     top = np.concatenate([true, false]).max()
-    exact = share(np.exp(true - top).sum(), np.exp(false - top).sum()) if np.isfinite(top) else 0.0
-    return {"mc1": float(true[best] > false.max()), "mc2": exact, "mc2_published": share(halved(true), halved(false)),
+    exact = true_share(np.exp(true - top).sum(), np.exp(false - top).sum()) if np.isfinite(top) else 0.0
+    return {"mc1": float(true[best] > false.max()), "mc2": exact,
+            "mc2_published": true_share(published_mass(true), published_mass(false)),
             "mc3": float((true > false.max()).mean())}
 
 
 @per_row
 def memotrap(row):
-    """Strictly better than the wrong ending. The macro averages are made of these in `summary`."""
+    """1 if the right ending is strictly better than the wrong one. `summary` computes the macro averages."""
     right, wrong = scores(row, "scores_true")[0], scores(row, "scores_false")[0]
     return {"micro": float(right > wrong), "split": row.get("split", "")}
 
 
-# TruthfulQA, generation
+# ------------------------------------------------------------------------------------------- TruthfulQA, generation
+
 
 def clean(prediction):
-    """The first line up to its last full stop, without blanks around it or in front of that full stop.
+    """The first line up to its last full stop, stripped on both sides and before that full stop.
 
-    Without a full stop just "." is left; with a newline in front too."""
+    A line without a full stop, or with a newline in front, becomes "."."""
     return prediction.split("\n")[0].rpartition(".")[0].strip() + "."
 
 
 @per_row
 def judged(row):
-    """`judge_truth` and `judge_info` are the judges' probabilities of " yes"; without them only rejections are known.
-    The `_not_rejected` rates are over the answers that are no rejection."""
+    """`judge_truth` and `judge_info` are the judges' probabilities of " yes". Without them only `rejection` is known.
+    The `_not_rejected` rates are over the answers that are not rejections."""
     rejected = REFUSAL in clean(row["prediction"])
     values = {"rejection": float(rejected)}
     if row.get("judge_truth") is not None and row.get("judge_info") is not None:
@@ -153,33 +148,42 @@ def judged(row):
     return values
 
 
-# All rows together
+# ------------------------------------------------------------------------------------------------------------- all rows
 
-ANSWERS = {"prediction": str, "references": list}
-FIELDS = {"judged": {"prediction": str}, "memotrap": {"scores_true": list, "scores_false": list},
-          "multiple_choice": {"scores_true": list, "scores_false": list, "best_position": int},
-          "ifeval": {"prediction": str, "prompt": str, "instruction_id_list": list, "kwargs": list}}
+# Field → its kind, and that of its elements if it is a list.
+FIELDS = {"prediction": (str, None), "prompt": (str, None), "best_position": (int, None), "references": (list, str),
+          "memory": (list, str), "scores_true": (list, int | float | None), "scores_false": (list, int | float | None),
+          "instruction_id_list": (list, str), "kwargs": (list, dict | None)}
+WORDS = {str: "texts", dict | None: "objects"}
+READS = {"judged": ("prediction",), "memotrap": ("scores_true", "scores_false"),
+         "multiple_choice": ("scores_true", "scores_false", "best_position"),
+         "ifeval": ("prediction", "prompt", "instruction_id_list", "kwargs")}
 
 
 def check_rows(task, rows, file):
     """Raise ValueError, with the line, for a row that lacks what the task's first metric reads."""
+    required = READS.get(task.metrics[0].__name__, ("prediction", "references"))
     for row in rows:
-        for name, kind in FIELDS.get(task.metrics[0].__name__, ANSWERS).items():
-            where = f"{file}, line {row['line']}: field {name!r}"
+        for name in required + ("memory",) * bool(row.get("memory")):
+            where, (kind, element) = f"{file}, line {row['line']}: field {name!r}", FIELDS[name]
             if name not in row:
                 raise ValueError(f"{where} is missing; is this a run of {task.name}?")
-            if not isinstance(row[name], kind) or row[name] == []:
+            value = row[name]
+            if not isinstance(value, kind) or value == []:
                 raise ValueError(f"{where} should be {'a filled list' if kind is list else kind.__name__}, "
-                                 f"found {str(row[name])[:40]!r}")
-            if name.startswith("scores_") and not all(isinstance(value, int | float | None) for value in row[name]):
-                raise ValueError(f"{where} should hold numbers, found {str(row[name])[:40]!r}")
-            if name == "references" and not all(isinstance(value, str) for value in row[name]):
-                raise ValueError(f"{where} should hold texts, found {str(row[name])[:40]!r}")
-        known = row.get("memory") or []
-        if not isinstance(known, list) or not all(isinstance(value, str) for value in known):
-            raise ValueError(f"{file}, line {row['line']}: field 'memory' should hold texts, found {str(known)[:40]!r}")
+                                 f"found {str(value)[:40]!r}")
+            if kind is list and not all(isinstance(one, element) for one in value):
+                raise ValueError(f"{where} should hold {WORDS.get(element, 'numbers')}, found {str(value)[:40]!r}")
         if len(row.get("kwargs", [])) != len(row.get("instruction_id_list", [])):
             raise ValueError(f"{file}, line {row['line']}: field 'kwargs' should hold one object for each instruction")
+
+
+def check_available(task):
+    """Print a line on standard error for each metric of the task that cannot be computed here. Call before decoding."""
+    for metric in task.metrics:
+        problem = getattr(metric, "problem", lambda: None)()
+        if problem:
+            print(f"{task.name}: {problem}", file=sys.stderr)
 
 
 NOT_METRICS = ("split", "instructions")
@@ -187,15 +191,15 @@ WEIGHTS = {"instruction_strict": "instructions", "instruction_strict_published":
 
 
 def score(task, rows, only=None, left_out=None):
-    """A dict of values per row. `only` keeps the metrics of these function names. Why a metric is left out is said on
-    standard error, and appended to `left_out`."""
+    """A dict of values per row. only: names of the metric functions to compute. Prints why a metric is left out, and
+    appends it to the list `left_out`."""
     values = [{} for _ in rows]
     for metric in task.metrics:
         if only is not None and metric.__name__ not in only:
             continue
         try:
-            for row, found in zip(values, metric(rows), strict=True):
-                row.update(found)
+            for row, result in zip(values, metric(rows), strict=True):
+                row.update(result)
         except Unavailable as error:
             print(f"left out: {error}", file=sys.stderr)
             if left_out is not None:
@@ -204,36 +208,37 @@ def score(task, rows, only=None, left_out=None):
 
 
 def summary(values, counts=None):
-    """Metric → mean over the rows. `counts` [S, n] says how often each row was drawn in each of S samples; then the
-    means are arrays [S]."""
+    """Metric → mean over the rows. counts [S, n]: how often each of S samples holds each row; the means are then
+    arrays [S]."""
     single = counts is None
     counts = np.ones((1, len(values))) if single else counts
     means = {}
     for name in dict.fromkeys(name for row in values for name in row if name not in NOT_METRICS):
         weights = np.array([0.0 if row.get(name) is None else row.get(WEIGHTS.get(name), 1.0) for row in values])
         column = np.array([row.get(name) or 0.0 for row in values])
-        means[name] = mean(column, weights, counts)
+        means[name] = weighted_mean(column, weights, counts)
     if "micro" in means:
         micro = np.array([row["micro"] for row in values])
         split = np.array([row["split"] for row in values])
-        splits = [mean(micro, (split == name).astype(float), counts) for name in dict.fromkeys(split.tolist())]
+        splits = [weighted_mean(micro, (split == name).astype(float), counts)
+                  for name in dict.fromkeys(split.tolist())]
         means["macro"] = np.mean(splits, axis=0)
         means["macro_published"] = np.mean([*splits, means["micro"]], axis=0)
     return {name: None if np.isnan(value[0]) else float(value[0]) for name, value in means.items()} if single else means
 
 
-def mean(column, weights, counts):
+def weighted_mean(column, weights, counts):
     with np.errstate(invalid="ignore"):
         return counts @ (column * weights) / (counts @ weights)
 
 
 def interval(values, samples=1000, seed=0, at_once=100):
-    """Metric → (low, high): 95 % bootstrap interval over the rows, percentiles."""
-    rng, n, drawn = np.random.default_rng(seed), len(values), []
+    """Metric → (low, high): 95 % bootstrap interval of the mean over the rows, by percentiles."""
+    rng, n, parts = np.random.default_rng(seed), len(values), []
     for start in range(0, samples, at_once):
         counts = rng.multinomial(n, np.full(n, 1 / n), size=min(at_once, samples - start)).astype(float)
-        drawn.append(summary(values, counts))
-    means = {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
-    # A metric without a value in any row has no interval; samples that drew no row with a value are left out.
+        parts.append(summary(values, counts))
+    means = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    # Samples without a row that has a value are left out; a metric without any value has no interval.
     return {name: tuple(np.nanpercentile(mean, [2.5, 97.5]).tolist()) if not np.isnan(mean).all() else (None, None)
             for name, mean in means.items()}

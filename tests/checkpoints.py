@@ -2,7 +2,9 @@
 
 The weights come from numpy's frozen RandomState stream: a seed means the same numbers on every machine and version."""
 
+import copy
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +106,80 @@ def write_heads(path, n_layers=3, n_heads=4, seed=0, **more):
     table = {f"{i // n_heads}-{i % n_heads}": float(score) for i, score in enumerate(scores)}
     Path(path).write_text(json.dumps(dict(n_layers=n_layers, n_heads=n_heads, scores=table, **more)))
     return path
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------------------------- random configurations, damage
+
+ODD = (None, True, False, 0, -1, 1, 3, 0.5, -0.0, 1e300, math.nan, math.inf, "", "4", "x", [], {}, [1],
+       {"a": 1}, "\ud800")
+
+
+def draw_configuration(dice):
+    """A random configuration that transformers accepts."""
+    groups, layers = dice.choice([1, 2, 4]), dice.randint(1, 4)
+    heads = groups * dice.choice([1, 2, 3])
+    c = TINY | dict(model_type=dice.choice(list(CLASSES)), num_attention_heads=heads, num_key_value_heads=groups,
+                    hidden_size=heads * dice.choice([2, 6, 8]), num_hidden_layers=layers,
+                    vocab_size=dice.randint(20, 150), rms_norm_eps=10 ** dice.uniform(-8, -1),
+                    tie_word_embeddings=dice.random() < 0.4, max_window_layers=dice.randint(0, 5),
+                    sliding_window=dice.choice([None, 1, 2, 5, 40, 4096]))
+    length, low = dict(original_max_position_embeddings=dice.choice([1, 16, 128, 4096])), dice.uniform(0.1, 4)
+    scaling = dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5])) | dice.choice([{}, length]) | dice.choice([
+        dict(rope_type="default"), dict(type="linear"), dict(type="yarn"), dict(type="yarn", attention_factor=1.2),
+        dict(type="yarn", mscale=0.7, mscale_all_dim=1.1, truncate=False), dict(type="yarn", beta_fast=16, beta_slow=2),
+        dict(rope_type="llama3", low_freq_factor=low, high_freq_factor=low + dice.uniform(0.1, 8))])
+    theta = dict(rope_theta=dice.choice([10_000.0, 500_000, 77.5, dice.uniform(2, 1e7)]))
+    del c["rope_theta"]
+    c |= theta | dict(rope_scaling=scaling) if dice.random() < 0.5 else dict(rope_parameters=scaling | theta)
+    if dice.random() < 0.6 or c["model_type"] == "qwen3":
+        c |= dict(head_dim=2 * dice.randint(1, 12))
+    if c["model_type"] != "mistral":
+        c |= dict(attention_bias=dice.random() < 0.4, use_sliding_window=dice.random() < 0.7)
+    if c["model_type"].startswith("qwen") and c["sliding_window"] and c["use_sliding_window"] and dice.random() < 0.5:
+        c |= dict(layer_types=[dice.choice(["full_attention", "sliding_attention"]) for _ in range(layers)])
+    return c
+
+
+def change(dice, value, times=1, odd=ODD):
+    """Removes, repeats, replaces or renames an entry of a JSON value, so many times."""
+    if times == 0:
+        return value
+    places = []
+
+    def walk(parent):
+        for key, child in list(parent.items() if isinstance(parent, dict) else enumerate(parent)):
+            places.append((parent, key))
+            if isinstance(child, dict | list) and len(places) < 3000:
+                walk(child)
+
+    if isinstance(value, dict | list):
+        walk(value)
+    if not places:
+        return copy.deepcopy(dice.choice(odd))
+    parent, key = dice.choice(places if dice.random() < 0.5 else places[:40])
+    how = dice.randrange(4)
+    if how == 0:
+        del parent[key]
+    elif how == 1 and isinstance(parent, dict):
+        parent[dice.choice(["", "x", str(key).upper(), f"{key} "])] = parent.pop(key)
+    elif how == 2 and isinstance(parent, list):
+        parent.insert(key, parent[key])
+    else:
+        parent[key] = copy.deepcopy(dice.choice(odd))
+    return change(dice, value, times - 1, odd)
+
+
+def damage(dice, content):
+    """Changes bytes as disks, editors and transfers do."""
+    if not content:
+        return b"\x00"
+    at = dice.randrange(len(content))
+    return dice.choice([
+        content[:at], content[:at] + bytes([dice.randrange(256)]) + content[at + 1:], content[:at] + content[at + 1:],
+        content[:at] + b"\xff" + content[at:], b"\xef\xbb\xbf" + content, content + content, content + b"\n\n",
+        content.replace(b"\n", b"\r\n"), content.replace(b'"', b"'"), b"", content[at:], content + b"\x00"])

@@ -17,13 +17,23 @@ torch.set_num_threads(1)                        # threads of tiny models wait fo
 os.environ["OMP_NUM_THREADS"] = "1"             # for the programs that tests start
 
 
+@pytest.fixture(autouse=True)
+def no_standard_input(monkeypatch):
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a program in this process: call(main, *arguments) → (status, standard output, standard error)."""
     def run(main, *arguments):
         program = main.__module__.replace(".", "/") + ".py"
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
-        status = cli.run(main)
+        try:
+            status = cli.run(main)
+        except SystemExit as end:               # after --help
+            status = end.code or 0
         return status, *capsys.readouterr()
     return run
 

@@ -333,7 +333,7 @@ def test_repetition_penalty_is_that_of_transformers():
         text = list(prompt)
         for _ in range(6):
             step, _ = baselines.open_dola(model, [text], 1)
-            text.append(int(penalty(torch.tensor([text]), step(torch.tensor([text[-1:]])).scores[:, -1]).argmax()))
+            text.append(int(penalty(torch.tensor([text]), step().scores[:, -1]).argmax()))
         assert g.ids == text[len(prompt):]
     assert [g.ids for g in found] != [g.ids for g in generate(model, PROMPTS, **how)]
     with pytest.raises(ValueError, match="repetition_penalty 0 is not a positive number"):
@@ -347,8 +347,8 @@ def test_repetition_penalty_is_that_of_transformers():
     (dict(method="cd"), "cd needs an amateur"),
     (dict(method="cad"), "cad needs each prompt without its context"),
     (dict(method="cad", ids_without_context=[[5], []]), "context-free prompt 2 of 2 is empty"),
-    (dict(method="cad", ids_without_context=[[5]]), "found 1 for 2"),
-    (dict(method="cad", ids_without_context=[[5], [96]]), "holds the id 96"),
+    (dict(method="cad", ids_without_context=[[5]]), "it got 1 for 2"),
+    (dict(method="cad", ids_without_context=[[5], [96]]), "contains the id 96"),
     (dict(method="ad"), "info_layer 24 is outside .*layers 1 to 6"),
     (dict(method="ad", info_layer=0), "info_layer 0 is outside"),
     (dict(method="ad", info_layer=7), "info_layer 7 is outside"),
@@ -384,7 +384,7 @@ def test_an_amateur_with_a_shorter_context_sets_the_limit(llama, tmp_path):
 
 @pytest.mark.parametrize("prompt, answer, message", [
     ([], [5], "the prompt is empty"), ([5], [], "the answer is empty"), ([5], [[5], []], "answer 2 of 2 is empty"),
-    ([5], [400], "the answer holds the id 400"), ([5] * 512, [5, 6], "prompt with its longest answer has 513"),
+    ([5], [400], "the answer contains the id 400"), ([5] * 512, [5, 6], "prompt with its longest answer has 513"),
 ])
 def test_a_bad_prompt_or_answer_is_refused_in_scoring(llama, prompt, answer, message):
     with pytest.raises(ValueError, match=message):

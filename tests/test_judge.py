@@ -1,16 +1,14 @@
-"""Judges of TruthfulQA's answers: one asked over HTTP, one loaded here."""
+"""Judges of TruthfulQA's answers, over HTTP and as a local model."""
 
 import json
 import math
 import shutil
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 
-import cli
 import evaluate
 from model import Transformer
 from runtime.jsonl import locked
@@ -20,19 +18,17 @@ from tokenizer import Tokenizer
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Run evaluate.py rescore → (status, JSON lines of standard output, standard error)."""
+def rescore(call):
+    """Runs evaluate.py rescore → (status, JSON lines of standard output, standard error)."""
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "rescore", "--task", "truthfulqa-gen", *map(str, args)])
-        status = cli.run(evaluate.main)
-        out, err = capsys.readouterr()
+        status, out, err = call(evaluate.main, "rescore", "--task", "truthfulqa-gen", *args)
         return status, [json.loads(line) for line in out.splitlines()], err
     return run
 
 
 class Judge(BaseHTTPRequestHandler):
-    """True answers hold "Yes"; every answer is informative with 0.3. The first request finds the server busy."""
-    asked, busy = [], [True]
+    """True answers hold "Yes"; every answer is informative with 0.3. At the first request the server is busy."""
+    requests, busy = [], [True]
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -41,7 +37,7 @@ class Judge(BaseHTTPRequestHandler):
             return self.send_error(503)
         if body["model"] == "gone":
             return self.send_error(404)
-        self.asked.append((body, self.headers["Authorization"]))
+        self.requests.append((body, self.headers["Authorization"]))
         yes = 0.3 if "Helpful" in body["prompt"] else 0.9 if "Yes" in body["prompt"] else None
         top = {" no": -0.1} | ({" yes": math.log(yes)} if yes else {})
         answer = json.dumps({"choices": [{"text": " no", "logprobs": {"top_logprobs": [top]}}]}).encode()
@@ -55,79 +51,77 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
+    """The arguments for a judge over HTTP."""
     monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("OPENAI_API_KEY", "k3y")
-    Judge.asked, Judge.busy = [], [True]
+    Judge.requests, Judge.busy = [], [True]
     with HTTPServer(("127.0.0.1", 0), Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
+        yield ["--judge-url", f"http://127.0.0.1:{server.server_port}/v1", "--judge-models"]
         server.shutdown()
 
 
-def test_an_endpoint_judges_and_its_verdicts_are_kept(call, server, tmp_path):
-    path = tmp_path / "r.jsonl"
-    answers = ["Yes. It", "Perhaps.", "no end"]
+def write_run(folder, *answers):
     rows = [{"id": i, "question": " Q? ", "prediction": answer} for i, answer in enumerate(answers)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, [out], err = call(path, "--judge-url", server, "--judge-models", "t,i")
+    (folder / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "r.jsonl"
+
+
+def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_path):
+    path = write_run(tmp_path, "Yes. It", "Perhaps.", "no end")
+    status, [out], err = rescore(path, *server, "t,i")
     assert status == 0 and out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
-    prompts = sorted(body["prompt"] for body, _ in Judge.asked)
+    prompts = sorted(body["prompt"] for body, _ in Judge.requests)
     assert prompts[1] == "Q: Q?\nA: .\nTrue:" and len(prompts) == 6
-    body, key = Judge.asked[0]
+    body, key = Judge.requests[0]
     assert (body["max_tokens"], body["temperature"], body["logprobs"], key) == (1, 0, 2, "Bearer k3y")
-    # Without a judge the kept verdicts are used, and an answered question is not asked again.
-    assert call(path)[1] == [out] == call(path, "--judge-url", server, "--judge-models", "t,i")[1]
-    assert len(Judge.asked) == 6
-    assert "was judged by t, not by other" in call(path, "--judge-url", server, "--judge-models", "other,i")[2]
+    # Stored verdicts are used, also without a judge, and no question is sent twice.
+    assert rescore(path)[1] == [out] == rescore(path, *server, "t,i")[1]
+    assert len(Judge.requests) == 6
+    assert "was judged by t, not by other" in rescore(path, *server, "other,i")[2]
 
 
 @pytest.fixture
-def judged(tmp_path):
-    """A run of two answers, one of them judged, and the file of verdicts."""
-    path, store = tmp_path / "r.jsonl", tmp_path / "r.judged.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "question": "Q?", "prediction": "Yes."}) + "\n" for i in range(2)))
+def half_judged(tmp_path):
+    """A run of two answers and the file of verdicts, which holds those of the first answer."""
+    store = tmp_path / "r.judged.jsonl"
     store.write_text("".join(json.dumps({"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4}) + "\n"
                              for kind in ("truth", "info")))
-    return path, store
+    return write_run(tmp_path, "Yes.", "Yes."), store
 
 
-def test_a_judging_that_was_cut_off_goes_on(call, server, judged):
-    path, store = judged
-    whole = store.read_text()
-    store.write_text(whole + '{"judge": "tru')
-    status, [out], _ = call(path, "--judge-url", server, "--judge-models", "t,i")
-    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.asked) == 2
-    assert store.read_text().startswith(whole) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
+def test_an_interrupted_judging_continues(rescore, server, half_judged):
+    path, store = half_judged
+    stored = store.read_text()
+    store.write_text(stored + '{"judge": "tru')
+    status, [out], _ = rescore(path, *server, "t,i")
+    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.requests) == 2
+    assert store.read_text().startswith(stored) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
 
 
-@pytest.mark.parametrize("line", [
-    "{}", '{"judge": "taste", "model": "t", "key": "1: Yes", "yes": 0.4}',
-    '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": "0.4"}',
-    '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}', '{"judge": "truth", "key": "1: Yes", "yes": 0.4}'])
-def test_verdicts_that_were_edited_are_named_by_line(call, server, judged, line):
-    path, store = judged
+@pytest.mark.parametrize("line", ["{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'])
+def test_a_line_that_is_not_a_verdict_is_refused(rescore, server, half_judged, line):
+    path, store = half_judged
     store.write_text(store.read_text() + line + "\n")
-    for how in ((), ("--judge-url", server, "--judge-models", "t,i")):
-        status, _, err = call(path, *how)
-        assert status == 2 and f"{store}, line 3: no verdict of a judge" in err
-    assert Judge.asked == []
+    for judge in ((), (*server, "t,i")):
+        status, _, err = rescore(path, *judge)
+        assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
+    assert Judge.requests == []
 
 
-def test_two_processes_do_not_judge_one_run(call, server, judged):
-    path, store = judged
+def test_two_processes_do_not_judge_one_run(rescore, server, half_judged):
+    path, store = half_judged
     with locked(store):
-        status, _, err = call(path, "--judge-url", server, "--judge-models", "t,i")
-    assert status == 2 and f"{store} is being written by another process" in err and Judge.asked == []
+        status, _, err = rescore(path, *server, "t,i")
+    assert status == 2 and f"{store} is being written by another process" in err and Judge.requests == []
 
 
-def test_an_endpoint_that_refuses_is_said_at_once(call, server, tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"id": 1, "question": "Q", "prediction": "A."}\n')
-    status, _, err = call(path, "--judge-url", server, "--judge-models", "gone,i")
+def test_a_refusal_of_the_endpoint_ends_in_one_line(rescore, server, tmp_path):
+    status, _, err = rescore(write_run(tmp_path, "A."), *server, "gone,i")
     assert status == 2 and "did not answer (status 404" in err
 
 
-def test_a_judge_loaded_here_gives_its_probability_of_yes(tmp_path):
+def test_a_local_judge_gives_its_probability_of_yes(tmp_path):
     write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, eos_token_id=257))
     ask = judges.local(str(tmp_path))
     tokenizer, loaded = Tokenizer.load(str(tmp_path)), Transformer.load(str(tmp_path))
@@ -137,17 +131,15 @@ def test_a_judge_loaded_here_gives_its_probability_of_yes(tmp_path):
     assert ask(texts) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_judge_that_cannot_be_loaded_points_to_the_conversion(call, tmp_path):
-    path, judge = tmp_path / "r.jsonl", tmp_path / "judge"
-    path.write_text('{"id": 1, "question": "Q", "prediction": "A."}\n')
-    judge.mkdir()
-    status, _, err = call(path, "--judge", "--judge-models", f"{judge},i")
-    assert status == 2 and f"python -m tasks.convert_judge {judge} FOLDER" in err and err.count("\n") == 1
+def test_a_judge_that_cannot_be_loaded_points_to_the_conversion(rescore, tmp_path):
+    (tmp_path / "judge").mkdir()
+    status, _, err = rescore(write_run(tmp_path, "A."), "--judge", "--judge-models", f"{tmp_path / 'judge'},i")
+    assert status == 2 and f"python -m tasks.convert_judge {tmp_path / 'judge'} FOLDER" in err and err.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
 def pickled(tmp_path_factory):
-    """A tiny Llama as the open judges are kept: pytorch_model.bin and tokenizer.model."""
+    """A tiny Llama in the format of the open judges: pytorch_model.bin and tokenizer.model."""
     spm = pytest.importorskip("sentencepiece", reason="in requirements-dev.txt")
     pytest.importorskip("google.protobuf", reason="in requirements-dev.txt")
     folder = tmp_path_factory.mktemp("judge")
@@ -167,11 +159,10 @@ def pickled(tmp_path_factory):
     return folder
 
 
-def test_a_converted_judge_reads_and_judges_as_its_pickles_do(pickled, tmp_path, monkeypatch):
+def test_a_converted_judge_reads_and_judges_as_its_pickles_do(pickled, tmp_path, call):
     import sentencepiece
     import transformers
-    monkeypatch.setattr(sys, "argv", ["convert_judge", str(pickled), str(tmp_path / "judge")])
-    assert cli.run(convert_judge.main) == 0
+    assert call(convert_judge.main, pickled, tmp_path / "judge")[0] == 0
     assert not list((tmp_path / "judge").glob("*.bin"))
     spm = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
     tokenizer = Tokenizer.load(tmp_path / "judge")
@@ -185,19 +176,18 @@ def test_a_converted_judge_reads_and_judges_as_its_pickles_do(pickled, tmp_path,
     assert judges.local(str(tmp_path / "judge"))(texts) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_pickle_that_would_run_code_is_not_converted(pickled, tmp_path, monkeypatch, capsys):
+def test_a_pickle_that_would_run_code_is_not_converted(pickled, tmp_path, call):
     class Code:
         def __reduce__(self):
             return print, ("code was run",)
     shutil.copytree(pickled, tmp_path / "evil")
     torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "evil" / "pytorch_model.bin")
-    monkeypatch.setattr(sys, "argv", ["convert_judge", str(tmp_path / "evil"), str(tmp_path / "judge")])
-    status, (out, err) = cli.run(convert_judge.main), capsys.readouterr()
+    status, out, err = call(convert_judge.main, tmp_path / "evil", tmp_path / "judge")
     assert status == 2 and "code was run" not in out and err.count("\n") == 1
     assert not (tmp_path / "judge").exists()
 
 
-def test_a_folder_that_holds_something_is_not_written_over(pickled, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_is_not_empty_is_not_overwritten(pickled, tmp_path, call):
     (tmp_path / "mine").write_text("x")
-    monkeypatch.setattr(sys, "argv", ["convert_judge", str(pickled), str(tmp_path)])
-    assert cli.run(convert_judge.main) == 2 and "is not empty" in capsys.readouterr().err
+    status, _, err = call(convert_judge.main, pickled, tmp_path)
+    assert status == 2 and "is not empty" in err

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from decore import METHODS, Generation, Step, collect, decode, fetch, generate, open_decore
+from decore import METHODS, generate, open_decore
 from model import MASKS, Transformer
-from runtime.fast import LONGEST_WAIT, TRIAL, Text, agreeing, look_up
+from runtime.lookup import LONGEST_PAUSE, TRIAL, Text
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -64,35 +64,33 @@ def test_lookup_shows_every_token_once_and_in_order(llama):
     assert shown == [list(zip(g.ids, g.entropies, strict=True)) for g in out]
 
 
-def told(step, cache, answers, asked):
-    """`step`, made to decode these answers whatever the model says; `asked` gets the shape of each pass."""
-    def told_step(tokens):
-        first = cache.slots.tolist()
-        out = step(tokens)
-        asked.append(tokens.shape[1])
-        scores = torch.full_like(out.scores, -1.0)
-        for b, answer in enumerate(answers):
-            for t in range(tokens.shape[1]):
-                scores[b, t, (answer + [0] * 99)[first[b] + t]] = 1.0
-        return Step(scores, *out[1:])
-    return told_step
+def decode_answers(model, prompts, answers, k):
+    """Generations of a step that decodes these answers whatever the model predicts, and the tokens of each pass."""
+    widths = []
 
+    def opener(*args, **settings):
+        step, sessions = open_decore(*args, **settings)
 
-def decode_told(model, prompts, answers, k):
-    n, asked = len(answers[0]), []
-    step, caches = open_decore(model, prompts, n + k, "decore-entropy", HEADS)
-    step, out = told(step, caches[0], answers, asked), [Generation() for _ in prompts]
-    plain = decode(step, torch.tensor([p[-1:] for p in prompts]), n)
-    collect(look_up(step, caches, prompts, out, n, k) if k else fetch(plain, caches), out, (), [n] * len(out))
-    return out, asked
+        def scripted(tokens=None):
+            first, out = sessions[0].cache.slots.tolist(), step(tokens)
+            widths.append(out.scores.shape[1])
+            scores = torch.full_like(out.scores, -1.0)
+            for b, answer in enumerate(answers):
+                for t in range(widths[-1]):
+                    scores[b, t, (answer + [0] * 99)[first[b] + t]] = 1.0
+            return out._replace(scores=scores)
+        return scripted, sessions
+
+    how = dict(max_new_tokens=len(answers[0]), eos_ids=(), heads=HEADS, opener=opener)
+    return generate(model, prompts, lookup=k, **how), widths
 
 
 def test_copying_takes_few_passes(llama):
     passage = random_ids(60, seed=9)
-    out, asked = decode_told(llama, [passage + passage[:2]], [passage[2:52]], k=9)
+    out, widths = decode_answers(llama, [passage + passage[:2]], [passage[2:52]], k=9)
     assert out[0].ids == passage[2:52]
-    assert len(asked) == 5                      # ten tokens each
-    assert_same(out, decode_told(llama, [passage + passage[:2]], [passage[2:52]], k=0)[0])
+    assert len(widths) == 5                      # ten tokens each
+    assert_same(out, decode_answers(llama, [passage + passage[:2]], [passage[2:52]], k=0)[0])
 
 
 def test_sequences_that_copy_at_different_speeds_never_run_out_of_slots(llama):
@@ -100,10 +98,10 @@ def test_sequences_that_copy_at_different_speeds_never_run_out_of_slots(llama):
     prompts = [passage + passage[:2], random_ids(30, seed=3), passage + passage[:2]]
     broken = [token if i % 5 else 3 for i, token in enumerate(passage[2:62])]
     answers = [passage[2:62], random_ids(60, seed=4, vocab_size=20), broken]
-    out, asked = decode_told(llama, prompts, answers, k=7)
+    out, widths = decode_answers(llama, prompts, answers, k=7)
     assert [g.ids for g in out] == answers
-    assert_same(out, decode_told(llama, prompts, answers, k=0)[0])
-    assert max(asked) == 8
+    assert_same(out, decode_answers(llama, prompts, answers, k=0)[0])
+    assert max(widths) == 8
 
 
 def test_with_nothing_to_copy_proposals_become_rare():
@@ -114,7 +112,7 @@ def test_with_nothing_to_copy_proposals_become_rare():
         proposals += bool(proposal)
         text.judge(len(proposal), 0)
         text.extend([3] if text.ids[-1] == 2 else [text.ids[-1] + 1 if text.ids[-1] < 3 else 1])
-    assert proposals <= 4 + 400 / LONGEST_WAIT
+    assert proposals <= 4 + 400 / LONGEST_PAUSE
 
 
 def test_after_a_miss_proposals_are_short_until_one_is_right():
@@ -132,9 +130,3 @@ def test_a_proposal_follows_the_longest_and_latest_match():
     assert Text([2, 3, 4, 9, 2, 3, 5, 8, 2, 3]).propose(2) == [5, 8]
     assert Text([1, 2, 3, 4]).propose(4) == []
     assert Text([5, 6, 5, 6]).propose(5) == [5, 6, 5, 6, 5]                       # a loop goes on
-
-
-def test_agreement_ends_at_the_first_difference():
-    assert agreeing([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert agreeing([1, 5, 3], [1, 2, 3, 4]) == 1
-    assert agreeing([], [1]) == 0

@@ -10,7 +10,8 @@ import transformers
 
 import model as model_file
 from decore import make_head_mask
-from model import Transformer, rounded, weighted_sum
+from model import Cache, Transformer, round_up
+from runtime.attention import attention, weighted_sum
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, TINY, random_ids, random_weights, write_checkpoint
 from tests.golden.make import PROMPTS
 from tests.golden.make import __file__ as golden_file
@@ -105,9 +106,9 @@ def test_greedy_tokens_equal_transformers_over_64_steps(family, tmp_path, prompt
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
-def read(model, prompts, capacity, head_mask=None):
-    """A cache that holds the prompts, for passes with that head mask."""
-    cache, longest = model.cache(torch.tensor([len(p) for p in prompts]), capacity, head_mask), max(map(len, prompts))
+def read(model, prompts, capacity, rows=1):
+    """A cache of the prompts."""
+    cache, longest = Cache(model, [len(p) for p in prompts], capacity, rows), max(map(len, prompts))
     model.prefill(torch.tensor([p + [0] * (longest - len(p)) for p in prompts], dtype=torch.long), cache)
     return cache
 
@@ -115,7 +116,7 @@ def read(model, prompts, capacity, head_mask=None):
 def cached(model, ids, cut, head_mask=None, mask="output", strict=True, steps=1):
     """Logits of ids[cut:] after a prefill of ids[:cut], `steps` tokens per call; strict: each row reads the prompt."""
     def logits(masks, masked_prompt):
-        cache = model.cache(torch.tensor([cut]), len(ids) - cut, masks)
+        cache = Cache(model, [cut], len(ids) - cut, 1 if masks is None else len(masks))
         model.prefill(torch.tensor([ids[:cut]], dtype=torch.long), cache, masks if masked_prompt else None, mask)
         return torch.cat([model(torch.tensor([ids[i:i + steps]]), cache, masks, mask)
                           for i in range(cut, len(ids), steps)], 2)
@@ -157,64 +158,39 @@ def test_strictly_masked_cache_equals_the_masked_full_forward(model, mask):
 
 def test_ragged_batches_equal_single_prompts(model):
     prompts, new = [random_ids(n, seed=n) for n in (1, 9, 26)], random_ids(3, 4, seed=9)
-    cache = read(model, prompts, 4, two_rows(model))
+    cache = read(model, prompts, 4, 2)
     batch = model(torch.tensor(new), cache, two_rows(model))
     for b, p in enumerate(prompts):
         alone = cached(model, p + new[b], len(p), two_rows(model), strict=False, steps=4)
         torch.testing.assert_close(batch[:, b], alone[:, 0], atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("mask", ["output", "query"])
-def test_every_sequence_may_have_a_head_mask_of_its_own(model, mask):
-    """So rows with prompts of their own are more prompts of one row each."""
-    prompts, new = [random_ids(n, seed=n) for n in (21, 4)], random_ids(2, 3, seed=8)
-    masks = two_rows(model)[:, None]                                                # [B, 1, L, H]
-    cache = model.cache(torch.tensor([21, 4]), 3, model.layer_masks(masks))
-    ids = torch.tensor([p + [0] * (21 - len(p)) for p in prompts])
-    model.prefill(ids, cache, model.layer_masks(masks), mask)
-    found = model(torch.tensor(new), cache, model.layer_masks(masks), mask)
-    for b, p in enumerate(prompts):
-        alone = cached(model, p + new[b], len(p), masks[b], mask, steps=3)
-        torch.testing.assert_close(found[0, b], alone[0, 0], atol=ATOL, rtol=0)
-
-
-def test_packed_answers_see_the_prompt_and_themselves(model):
-    prompt, answers = PROMPTS[1], [random_ids(n, seed=n) for n in (5, 1, 3)]
-    cache = read(model, [prompt], 12)
-    for _ in range(2):                          # once more: nothing of the first time is left
-        cache.pack([5, 1, 3])
-        together = model(torch.tensor([sum(answers, [])]), cache)[0, 0].split([5, 1, 3])
-        for found, answer in zip(together, answers, strict=True):
-            alone = cached(model, prompt + answer, len(prompt), steps=5)[0, 0]
-            torch.testing.assert_close(found, alone, atol=ATOL, rtol=0)
-
-
-def test_packed_answers_may_come_in_parts(model):
-    prompt, answers = PROMPTS[1], [random_ids(n, seed=n) for n in (5, 4)]
-    cache, ids = read(model, [prompt], 9), torch.tensor([sum(answers, [])])
-    cache.pack([5, 4])
-    whole = model(ids, cache)
-    cache.pack([5, 4])
-    parts = torch.cat([model(ids[:, i:i + 4], cache) for i in (0, 4, 8)], 2)
-    torch.testing.assert_close(parts, whole, atol=ATOL, rtol=0)
-
-
-def test_a_cache_for_fewer_rows_is_refused(llama):
-    cache = llama.cache(torch.tensor([0]), 3)
-    with pytest.raises(ValueError, match="layer 2 has 2 rows of keys and the cache room for 1: make the cache with"):
-        llama(torch.tensor([[5]]), cache, two_rows(llama))
-
-
-@pytest.mark.parametrize("reach", [8, 400])
-def test_tokens_taken_back_leave_no_trace(model, reach):
+def test_tokens_taken_back_leave_no_trace(model):
     prompt, wrong, right = PROMPTS[1], random_ids(3, seed=6), random_ids(4, seed=7)
-    cache = read(model, [prompt], 400, two_rows(model))
-    cache.reach(reach)                          # keys up to that slot alone are read, or all of the buffer
+    cache = read(model, [prompt], 400, 2)
     model(torch.tensor([right[:1] + wrong]), cache, two_rows(model))
-    cache.take_back(3)
+    cache.take_back([3])
     after = model(torch.tensor([right[1:]]), cache, two_rows(model))
     expected = cached(model, prompt + right, len(prompt), two_rows(model), strict=False)
     torch.testing.assert_close(after, expected[:, :, 1:], atol=ATOL, rtol=0)
+
+
+def test_each_row_reads_only_its_own_new_tokens(llama):
+    """Two rows that differ in their heads alone: row 1 of a cache of two rows equals a cache with that row alone."""
+    prompt, new = PROMPTS[1], random_ids(70, seed=3)            # past the first 64 slots
+    both = cached(llama, prompt + new, len(prompt), two_rows(llama), strict=False)
+    for row, heads in enumerate([[], HEADS]):
+        alone = cached(llama, prompt + new, len(prompt), make_head_mask([heads], llama), strict=False)
+        torch.testing.assert_close(both[row], alone[0], atol=2 * ATOL, rtol=0)     # 70 tokens
+
+
+def test_a_repeated_cache_continues_the_prompt_in_several_ways(model):
+    prompt, answers = PROMPTS[1], random_ids(3, 5, seed=4)
+    cache = read(model, [prompt], 5).repeat(3)
+    together = model(torch.tensor(answers), cache)[0]
+    for logits, answer in zip(together, answers, strict=True):
+        alone = cached(model, prompt + answer, len(prompt), steps=5)[0, 0]
+        torch.testing.assert_close(logits, alone, atol=ATOL, rtol=0)
 
 
 def test_each_sequence_may_take_back_its_own_number_of_tokens(model):
@@ -222,7 +198,7 @@ def test_each_sequence_may_take_back_its_own_number_of_tokens(model):
     cache = read(model, prompts, 8)
     first, then = random_ids(2, 4, seed=3), random_ids(2, 2, seed=4)
     model(torch.tensor(first), cache)
-    cache.take_back(torch.tensor([1, 3]))
+    cache.take_back([1, 3])
     assert cache.slots.tolist() == [3, 1]
     after = model(torch.tensor(then), cache)
     for b, kept in enumerate((3, 1)):
@@ -230,45 +206,35 @@ def test_each_sequence_may_take_back_its_own_number_of_tokens(model):
         torch.testing.assert_close(after[0, b], model(torch.tensor([text]))[0, -2:], atol=ATOL, rtol=0)
 
 
-def test_the_prompt_is_stored_once_and_the_suffix_per_row(llama):
-    prompt, new = random_ids(2048, seed=1), 64
-    config = llama.config
-    cache = read(llama, [prompt], new, two_rows(llama))
+def test_the_prompt_is_stored_once_and_new_tokens_per_row(llama):
+    cache, config = read(llama, [random_ids(2048, seed=1)], 64, 2), llama.config
     per_token = 2 * config.n_kv_heads * config.head_dim * 4                         # bytes of a layer's key and value
-    rows = [1, 1, 2]                            # HEADS begin in layer 1: its input, and all below, has one row
-    assert [kv.numel() * kv.element_size() for kv in cache.kv] == [(2048 + new * n) * per_token for n in rows]
+    assert [kv.numel() * kv.element_size() for kv in cache.kv] == [(2048 + 64 * 2) * per_token] * 3
 
 
 def test_prompts_of_similar_length_have_caches_of_one_shape(llama):
     def keys(length, new):
-        return llama.cache(torch.tensor([3, length]), new, two_rows(llama)).kv[-1].shape[3]
+        return Cache(llama, [3, length], new, 2).kv[-1].shape[3]
     assert keys(65, 1) == keys(128, 64) == 128 + 2 * 64
     assert keys(4097, 0) == keys(4352, 0) == 4352
-    assert all(n <= rounded(n) <= n * 17 / 16 for n in range(1024, 20_000, 37))
-    assert len({rounded(n) for n in range(1024, 16_385)}) == 1 + 4 * 16
-
-
-def test_the_stream_has_one_row_up_to_the_first_masked_layer(llama):
-    states = dict.fromkeys(range(4))
-    llama(torch.tensor([PROMPTS[0]]), head_mask=two_rows(llama), states=states)
-    assert [x.shape[1] for x in states.values()] == [1, 1, 2, 2]        # of the embedding, then of layers 0, 1 and 2
+    assert all(n <= round_up(n) <= n * 17 / 16 for n in range(1024, 20_000, 37))
 
 
 def test_no_buffer_grows_from_token_to_token(llama):
-    cache = read(llama, [random_ids(10)], 64, two_rows(llama))
+    cache = read(llama, [random_ids(10)], 64, 2)
     places = set()
     for token in range(64):
         llama(torch.tensor([[token % 30 + 3]]), cache, two_rows(llama))
         places.add(tuple(kv.data_ptr() for kv in cache.kv))
     assert len(places) == 1
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(IndexError, match="out of bounds"):
         llama(torch.tensor([[3]]), cache, two_rows(llama))
 
 
 def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path, "mistral-window", max_position_embeddings=20_000))
     ids = torch.tensor([random_ids(16_384)])
-    cache = model.cache(torch.tensor([16_384]), 1)
+    cache = Cache(model, [16_384], 1)
     model.prefill(ids[:, :2048], cache)         # warm up
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model.prefill(ids, cache)
@@ -412,11 +378,45 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("C, parts", [(64, 1), (1024, 1), (7, 7), (1088, 2), (4160, 5), (8256, 12), (1984, 2)])
-def test_a_long_sum_is_made_of_parts(C, parts, monkeypatch):
+def test_a_long_sum_is_split(C, parts, monkeypatch):
     weights, v, sizes, bmm = torch.rand(4, 3, C).softmax(-1), torch.randn(4, C, 8), [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape) or bmm(a, b))
-    found = weighted_sum(weights, v)
+    total = weighted_sum(weights, v)
     assert sizes == [(4 * parts, 3, C // parts)]
-    torch.testing.assert_close(found, torch.einsum("bnc,bck->bnk", weights, v), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(total, torch.einsum("bnc,bck->bnk", weights, v), atol=1e-6, rtol=1e-5)
     half = weighted_sum(weights.bfloat16(), v.bfloat16())
-    assert half.dtype == torch.bfloat16 and (half.float() - found).abs().max() < 0.02 * found.abs().max()
+    assert half.dtype == torch.bfloat16 and (half.float() - total).abs().max() < 0.02 * total.abs().max()
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_plain_products_equal_fused_attention(dtype, close):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, 70, 70))
+    bias = torch.zeros(2, 1, 4, 70, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 70) < 0.3, -torch.inf)
+    fused, none = attention(q, k, v, bias)
+    plain, weights = attention(q, k, v, bias, return_weights=True)
+    torch.testing.assert_close(plain, fused, atol=close, rtol=0)
+    assert none is None and weights.dtype == torch.float32                         # float32 from the scores on
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4))
+
+
+def test_rotary_frequencies_stay_float32_whatever_the_weights_are(tmp_path):
+    model = Transformer.load(write_checkpoint(tmp_path, "llama3.1"))
+    before = model.frequencies.clone()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        model = model.to(dtype)
+        assert model.dtype == dtype and model.frequencies.dtype == torch.float32
+        assert torch.equal(model.frequencies, before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_dtype_is_a_name_or_of_torch(dtype, tmp_path):
+    assert Transformer.load(write_checkpoint(tmp_path, "llama3"), dtype=dtype).dtype == torch.bfloat16
+
+
+def test_a_batch_of_prompts_is_prefilled_in_passes_of_a_bounded_number_of_tokens(llama, monkeypatch):
+    monkeypatch.setattr(model_file, "CHUNK", 64)
+    sizes, embedding = [], llama.embedding
+    monkeypatch.setattr(llama, "embedding", lambda ids: sizes.append(ids.shape) or embedding(ids))
+    read(llama, [random_ids(50, seed=n) for n in range(4)], 1)
+    assert sizes == [(4, 16)] * 3 + [(4, 2)]

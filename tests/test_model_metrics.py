@@ -1,13 +1,15 @@
-"""BERTScore and FactKB with tiny random models in the place of theirs, against values computed another way.
+"""BERTScore and FactKB with tiny random models in place of the real ones, against values computed another way.
 
-The models lie in a cache laid out as on a person's disk. huggingface_hub reads its environment when it is imported, so
-the metrics run in a process of their own."""
+huggingface_hub reads its environment when it is imported, so the metrics run in another process, whose cache holds the
+tiny models."""
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import huggingface_hub
@@ -17,9 +19,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tasks import model_metrics
+from tasks import TASKS, metrics, model_metrics
 from tasks.metrics import Unavailable
 
+ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FACTKB, ROBERTA, DEBERTA = "bunsenfeng/FactKB", "roberta-base", "microsoft/deberta-xlarge-mnli"
 LIMIT = 512                                             # tokens, the special ones included
@@ -55,8 +58,8 @@ def text_ids(text, special):
 
 
 def randomise(model, seed, scale):
-    """Weights from numpy's frozen stream. `scale` is that of the matrices: with too little of it tokens do not heed one
-    another, with too much of it many layers make them all alike."""
+    """Weights from numpy's frozen stream. scale: of the matrices; too small, and tokens do not influence one another;
+    too large, and many layers make all tokens alike."""
     random = np.random.RandomState(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -67,7 +70,7 @@ def randomise(model, seed, scale):
 
 
 def snapshot(home, name):
-    """The folder of a model in the cache, made."""
+    """Makes the folder of a model in the cache."""
     folder = home / "hub" / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
@@ -76,15 +79,15 @@ def snapshot(home, name):
 
 
 def save(model, folder):
-    """In the older of the two formats, and in half precision: scores are computed in single precision all the same, as
-    with this model, which keeps the rounded weights."""
+    """Saves the model in the older of the two formats and in half precision. The model itself keeps the rounded weights
+    in single precision, in which the metrics compute too."""
     model.half().config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     model.float()
 
 
 def save_factkb(home):
-    """The model, and beside it roberta-base with nothing but its tokenizer → the model."""
+    """Writes the classifier, and roberta-base with only its tokenizer → the classifier."""
     vocab = vocabulary(*ROBERTA_SPECIAL)
     config = transformers.RobertaConfig(**TINY, num_hidden_layers=2, vocab_size=len(vocab), num_labels=2,
                                         max_position_embeddings=LIMIT + 2, type_vocab_size=1,
@@ -98,7 +101,7 @@ def save_factkb(home):
 
 
 def save_deberta(home):
-    """A classifier of 42 layers; no tokenizer.json, and no limit in the tokenizer's settings → its encoder."""
+    """Writes a classifier of 42 layers, without tokenizer.json and maximum length → its encoder."""
     vocab = vocabulary(*DEBERTA_SPECIAL)
     config = transformers.DebertaConfig(**TINY, num_hidden_layers=42, vocab_size=len(vocab), num_labels=3,
                                         relative_attention=True, pos_att_type="c2p|p2c", position_biased_input=False,
@@ -123,27 +126,26 @@ EMPTY = {"no summary": ("", ARTICLE), "blank summary": (" \n", ARTICLE), "no ref
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Metric → (its model, case → its values). One process for both, for importing takes longest."""
+    """Metric → (its model, case → its values). One process computes both, because the imports take longest."""
     home = tmp_path_factory.mktemp("cache")
-    kept = {"factkb": (save_factkb(home), PAIRS), "bertscore": (save_deberta(home), TEXTS | EMPTY)}
+    models = {"factkb": (save_factkb(home), PAIRS), "bertscore": (save_deberta(home), TEXTS | EMPTY)}
     if not importlib.util.find_spec("bert_score"):
-        del kept["bertscore"]
-    asked = [(name, [{"prediction": one, "references": [two, "not read"], "document": two}
-                     for one, two in cases.values()]) for name, (_, cases) in kept.items()]
+        del models["bertscore"]
+    rows = [(name, [{"prediction": one, "references": [two, "not read"], "document": two}
+                    for one, two in cases.values()]) for name, (_, cases) in models.items()]
     clean = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "TRANSFORMERS_"))}
-    clean |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    result = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(asked), env=clean, cwd=home,
+    clean |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(rows), env=clean, cwd=home,
                             capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-1000:]
-    found = json.loads(result.stdout)
-    return {name: (model, dict(zip(cases, rows, strict=True)))
-            for (name, (model, cases)), rows in zip(kept.items(), found, strict=True)}
+    return {name: (model, dict(zip(cases, values, strict=True)))
+            for (name, (model, cases)), values in zip(models.items(), json.loads(result.stdout), strict=True)}
 
 
 # FactKB
 
 def pair_ids(summary, article):
-    """<s> summary </s></s> article </s>, from whichever is longer one token taken at a time until all fit."""
+    """<s> summary </s></s> article </s>; the longer text loses a token at a time until all fit."""
     first, second = (text_ids(text, ROBERTA_SPECIAL) for text in (summary, article))
     while len(first) + len(second) + 4 > LIMIT:
         (first if len(first) > len(second) else second).pop()
@@ -162,7 +164,7 @@ def test_factkb_is_the_probability_of_class_1_on_summary_and_article(pair, runs)
 # BERTScore
 
 def embeddings(model, text):
-    """Unit vectors of [CLS] text [SEP], [T, D]. The network is whole here, one text at a time, without padding."""
+    """Unit vectors of [CLS] text [SEP], [T, D], one text at a time, without padding."""
     ids = [1, *text_ids(text.strip(), DEBERTA_SPECIAL)[:LIMIT - 2], 2]
     with torch.no_grad():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -171,7 +173,7 @@ def embeddings(model, text):
 
 @pytest.fixture(scope="module")
 def bertscore(runs):
-    pytest.importorskip("bert_score", reason="the extra `metrics`: bert-score")
+    pytest.importorskip("bert_score", reason="in requirements-dev.txt")
     return runs["bertscore"]
 
 
@@ -193,38 +195,54 @@ def test_bertscore_of_an_empty_text_is_0(texts, bertscore):
     assert bertscore[1][texts] == {"bertscore_f1": 0}
 
 
-# Not in the cache
+# Not installed, or not in the cache
 
 @pytest.fixture
-def complaint(tmp_path, monkeypatch):
-    """complaint(metric, {model: files in the cache}) → the message."""
+def cache(tmp_path, monkeypatch):
+    """cache({model: files}): an empty cache with these files."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-    def complain(metric, cached):
-        for name, files in cached.items():
+    def fill(files):
+        for name, names in files.items():
             folder = snapshot(tmp_path, name)
-            for file in files:
+            for file in names:
                 (folder / file).touch()
-        with pytest.raises(Unavailable) as error:
-            metric([{"prediction": SUMMARY, "references": [ARTICLE], "document": ARTICLE}])
-        return str(error.value)
-    return complain
+    return fill
 
 
-@pytest.mark.parametrize("cached, missing", [
+@pytest.mark.parametrize("files, missing", [
     ({}, FACTKB),
-    ({FACTKB: ["config.json"], ROBERTA: ["config.json", "tokenizer.json"]}, FACTKB),    # a download cut short
+    ({FACTKB: ["config.json"], ROBERTA: ["config.json", "tokenizer.json"]}, FACTKB),    # an interrupted download
     ({FACTKB: ["config.json", "model.safetensors"]}, ROBERTA),
     ({FACTKB: ["config.json", "pytorch_model.bin"], ROBERTA: ["config.json"]}, ROBERTA),
+    ({FACTKB: ["config.json", "pytorch_model.bin"], ROBERTA: ["config.json", "vocab.json"]}, None),
 ])
-def test_factkb_names_the_model_that_is_not_in_the_cache_and_the_command(cached, missing, complaint):
-    assert complaint(model_metrics.factkb, cached) == (
-        f"factkb needs the model {missing} in the cache: hf download {missing}")
+def test_factkb_names_the_missing_model_and_the_command(files, missing, cache):
+    cache(files)
+    message = missing and f"factkb needs the model {missing} in the cache: hf download {missing}"
+    assert model_metrics.factkb.problem() == message
+    if missing:
+        with pytest.raises(Unavailable, match=re.escape(message)):
+            model_metrics.factkb([{"prediction": SUMMARY, "document": ARTICLE}])
 
 
-@pytest.mark.parametrize("cached", [{}, {DEBERTA: ["config.json", "vocab.json", "merges.txt"]}])
-def test_bertscore_names_the_model_that_is_not_in_the_cache_and_the_command(cached, complaint):
-    pytest.importorskip("bert_score", reason="the extra `metrics`: bert-score")
-    message = f"bertscore_f1 needs the model {DEBERTA} in the cache: hf download {DEBERTA}"
-    assert complaint(model_metrics.bertscore, cached) == message
+def test_a_run_names_what_its_metrics_lack_before_anything_is_decoded(cache, capsys, monkeypatch):
+    cache({})
+    monkeypatch.setattr(model_metrics, "find_spec", lambda module: module not in ("bert_score", "lm_eval"))
+    for name in ("xsum", "ifeval", "nq-swap"):
+        metrics.check_available(TASKS[name])
+    assert capsys.readouterr().err.splitlines() == [
+        "xsum: bertscore_f1 needs bert_score: pip install -e '.[evaluate]'",
+        f"xsum: factkb needs the model {FACTKB} in the cache: hf download {FACTKB}",
+        "ifeval: IFEval needs lm_eval and langdetect and immutabledict and nltk: pip install -e '.[evaluate]'"]
+    monkeypatch.setattr(model_metrics, "find_spec", lambda module: True)
+    monkeypatch.setattr(model_metrics, "has_punkt", lambda: False)
+    metrics.check_available(TASKS["ifeval"])
+    assert "sentence splitter: python -m nltk.downloader punkt_tab" in capsys.readouterr().err
+
+
+def test_one_extra_installs_what_the_papers_tasks_need():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {re.match(r"[\w-]+(\[\w+\])?", line)[0] for line in extras["evaluate"]}
+    assert names >= {"pyarrow", "rouge-score", "bert-score", "transformers", "lm-eval[ifeval]", "sentencepiece",
+                     "protobuf"}

@@ -1,4 +1,4 @@
-"""Pages: the tokens of generate, shaded, with what the masked row liked best and where they were read; stored runs."""
+"""Pages of decoded texts and of items of stored runs."""
 
 import html
 import json
@@ -15,11 +15,10 @@ import evaluate
 from cli import page
 from heads import choose_heads
 from model import Transformer
-from tasks.sources import fingerprint
+from tasks.sources import file_record
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
-HEADS = [(0, 1), (2, 3)]
 SPAN = re.compile(r'<span class="t( differs)?" id="\w+" tabindex="0" style="--shade: ([\d.]+)" '
                   r'data-note="([^"]*)">([^<]*)</span>')
 
@@ -33,58 +32,51 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, folder):
+def decode(call, folder, tmp_path):
+    """decode(*arguments) → (standard output, the page)"""
     def run(*args):
-        model = ["--model", folder, "--max-new-tokens", "8"]
-        model += [] if "greedy" in args else ["--heads", folder / "heads.json", "--num-heads", "2"]
-        monkeypatch.setattr(sys, "argv", ["decore.py", *map(str, model), *map(str, args)])
-        return cli.run(decore.main), *capsys.readouterr()
+        heads = [] if "greedy" in args else ["--heads", folder / "heads.json", "--num-heads", "2"]
+        status, out, _ = call(decore.main, "--model", folder, "--max-new-tokens", "8", *heads, *args, "--html",
+                              tmp_path / "page.html")
+        assert status == 0
+        return out, (tmp_path / "page.html").read_bytes().decode()
     return run
 
 
-def test_a_page_leaves_the_output_as_it_is(call, tmp_path):
-    args = "--prompt", "Hello there", "--prompt", "Hi", "--compare", "--json"
-    assert call(*args)[:2] == call(*args, "--html", tmp_path / "page.html")[:2]
-
-
-def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, tmp_path, folder):
-    call("--prompt", "Hello there", "--method", "decore-static", "--alpha", "0.25", "--html", tmp_path / "page.html")
+def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(decode, folder):
+    written, page = decode("--prompt", "Hello there", "--method", "decore-static", "--alpha", "0.25", "--json")
     model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
     heads = choose_heads(model, folder / "heads.json", 2)
     prompt = tokenizer.encode("Hello there")
     out = decore.generate(model, prompt, "decore-static", heads=heads, alpha=0.25, max_new_tokens=8,
                           eos_ids=tokenizer.eos_ids)
+    assert json.loads(written)["ids"] == out.ids                # a page leaves the output as it is
     with torch.inference_mode():
         step, _ = decore.open_decore(model, [prompt], 8, "decore-static", heads=heads, alpha=0.25)
-        liked = [step(torch.tensor([[token]])).other.argmax().item() for token in [prompt[-1], *out.ids[:-1]]]
-    spans = SPAN.findall((tmp_path / "page.html").read_bytes().decode())
+        steps = [step(None if i == 0 else torch.tensor([out.ids[i - 1:i]])) for i in range(len(out.ids))]
+    favourites = [result.other.argmax().item() for result in steps]
+    spans = SPAN.findall(page)
     notes = "\n".join(html.unescape(note) for _, _, note, _ in spans).split("\n")
     ids = out.ids[:-1] if out.stop == "eos" else out.ids
     expected = [line for i in range(len(ids)) for line in
                 (f"base entropy {out.entropies[i]:.3f} nats", "α 0.250",
-                 f"masked favourite {tokenizer.decode([liked[i]])!r}")]
-    assert len(notes) == len(expected) and len(ids) > 2
+                 f"masked favourite {tokenizer.decode([favourites[i]])!r}")]
+    assert len(ids) > 2
     assert all(note.startswith(line) for note, line in zip(notes, expected, strict=True))
     assert "".join(html.unescape(text) for *_, text in spans) == tokenizer.decode(ids)
-    assert any(different for different, *_ in spans) == any(a != b for a, b in zip(ids, liked, strict=False))
+    assert any(different for different, *_ in spans) == any(a != b for a, b in zip(ids, favourites, strict=False))
     assert {float(shade) for _, shade, _, _ in spans} != {0.0}
 
 
-def test_markup_in_a_prompt_stays_text(call, tmp_path):
-    call("--prompt", "<script>alert(1)</script>", "--html", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+def test_markup_stays_text_and_greedy_has_no_favourite(decode):
+    _, page = decode("--prompt", "<script>alert(1)</script>", "--method", "greedy")
     assert "<script" not in page and "&lt;" in page and "&gt;" in page
-
-
-def test_greedy_has_no_favourite_to_show(call, tmp_path):
-    call("--prompt", "Hello", "--method", "greedy", "--html", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "entropy" in page and "favourite" not in page
 
 
 def test_a_page_that_cannot_be_written_is_one_line(call, tmp_path):
-    status, out, err = call("--prompt", "Hello", "--html", tmp_path / "no" / "page.html")
-    assert status == 2 and not out and "page.html" in err and "Traceback" not in err
+    status, out, err = call(decore.main, "--prompt", "Hello", "--html", tmp_path / "no" / "page.html")
+    assert status == 2 and not out and "page.html" in err and len(err.splitlines()) == 1
 
 
 # Where a token was read
@@ -105,10 +97,12 @@ class Letters:
 
 def test_pointing_at_a_token_lights_up_its_source_and_the_reverse():
     answer = linked([[(0, 0.75), (2, 0.25)], [], [(2, 1.0)]])
-    rules = dict(re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) :is\((.*?)\) {", answer))
-    assert rules == {"g0t0": "#p0s0, #p0s2", "g0t2": "#p0s2", "p0s0": "#g0t0", "p0s2": "#g0t0, #g0t2"}
+    rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) { .*? / ([\d.]+)\) }", answer)
+    assert sorted(rules) == [("g0h", "p0s0", "0.75"), ("g0h", "p0s2", "1.00"), ("g0t0", "p0s0", "0.75"),
+                             ("g0t0", "p0s2", "0.25"), ("g0t2", "p0s2", "1.00"), ("p0s0", "g0t0", "0.75"),
+                             ("p0s2", "g0t0", "0.25"), ("p0s2", "g0t2", "1.00")]
     names = re.findall(r'id="(\w+)"', page.prompt_html(Letters(), [*map(ord, "xyz")], "p0") + answer)
-    assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0t0", "g0t1", "g0t2"]
+    assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
     notes = [html.unescape(note) for note in re.findall(r'data-note="([^"]*)"', answer)]
     assert notes[0].endswith("from 'x' at 0 (75% of the heads)\nfrom 'z' at 2 (25% of the heads)")
     assert "from" not in notes[1]
@@ -133,83 +127,90 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def show(tmp_path, monkeypatch, capsys):
+def show(tmp_path, call):
+    """show(*arguments) → (status, standard error, the page or None)"""
     def run(*args):
         out = tmp_path / "page.html"
         out.unlink(missing_ok=True)
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "report", "page", *map(str, args), "--html", str(out)])
-        return cli.run(evaluate.main), *capsys.readouterr(), out.read_text(encoding="utf-8") if out.exists() else None
+        status, _, err = call(evaluate.main, "report", "page", *args, "--html", out)
+        return status, err, out.read_text(encoding="utf-8") if out.exists() else None
     return run
 
 
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def test_an_item_of_two_runs_is_a_page_with_prompt_references_and_both_texts(runs, show):
-    status, told, err, text = show(runs[0], "--item", 1, "--against", runs[1])
-    assert (status, err) == (0, "") and told.strip().endswith("page.html")
     lines = [json.loads(path.read_text().splitlines()[2]) for path in runs]
+    status, err, text = show(runs[0], "--item", 1, "--against", runs[1])
+    assert (status, err) == (0, "")
     assert html.escape(lines[0]["question"]) in text and lines[0]["references"][0] in text
-    sections = text.split("<h2>")[1:]
     names = re.findall(r' id="(\w+)"', text)
     assert len(names) == len(set(names)) > 10
-    assert [part.split("<")[0] for part in sections] == ["miniature: greedy", "miniature: DeCoRe entropy, N = 2"]
-    for line, part in zip(lines, sections, strict=True):
+    parts = re.split("<h2[^>]*>", text)[1:]
+    for line, part, method in zip(lines, parts, ("greedy", "DeCoRe entropy, N = 2"), strict=True):
         spans = SPAN.findall(part)
+        right = line["references"][0] in line["prediction"]
+        assert part.startswith(f'miniature: {method} <span class="{"right" if right else "wrong"}">')
         assert "".join(html.unescape(word) for *_, word in spans) == line["prediction"]
         assert [note.split("&#10;")[0] for _, _, note, _ in spans] == [
             f"base entropy {h:.3f} nats" for h in line["entropies"][:len(spans)]]
 
 
-def test_what_is_no_item_of_these_runs_is_one_line(runs, show, tmp_path):
-    greedy, contrasted = runs
+def test_a_right_and_a_wrong_answer_are_marked(runs, show, tmp_path):
+    first, *lines = map(json.loads, runs[0].read_text().splitlines())
+    line = lines[0] | {"prediction": f" {lines[0]['references'][0]}."}
+    settings = {"settings": first["settings"] | {"model": "/nowhere"}}
+    assert "✓ right" in show(write_lines(tmp_path / "right.jsonl", settings, line), "--item", 0)[2]
+    line["prediction"] = " Elsewhere."
+    status, err, text = show(write_lines(tmp_path / "wrong.jsonl", settings, line), "--item", 0)
+    assert "✗ wrong" in text and "Elsewhere." in text
+    assert status == 0 and err.startswith("no shades: ") and not SPAN.findall(text)
+
+
+def test_candidates_are_shown_by_score_and_marked(runs, show, tmp_path):
+    settings = json.loads(runs[0].read_text().splitlines()[0])["settings"] | {"task": "truthfulqa-mc", "model": "x"}
+    line = {"index": 0, "candidates": ["yes", "no", "maybe"], "scores_true": [-3.0, -1.0], "scores_false": [-2.0],
+            "best_position": 0}
+    path = write_lines(tmp_path / "choice.jsonl", {"settings": settings}, line)
+    text = show(path, "--item", 0)[2]
+    assert re.findall(r"<td.*?>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
+                                                      "-3.00", "true", "yes"]
+    assert "✗ wrong" in text
+    write_lines(path, {"settings": settings}, line | {"best_position": 1})
+    assert "✓ right" in show(path, "--item", 0)[2]
+
+
+def test_what_is_not_an_item_of_these_runs_is_one_line(runs, show, tmp_path):
+    greedy, contrasted = (path.read_text() for path in runs)
     other = tmp_path / "other.jsonl"
-
-    def refused(content, *args):
+    for content, args, words in (
+            ("", (runs[0], "--item", 3), "has no item 3, but 3 others, 0 to 2"),
+            (contrasted.replace("miniature-conflict", "miniature-open"), (runs[0], "--item", 0, "--against", other),
+             "is a run of miniature-conflict, --against has one of miniature-open"),
+            (greedy.replace('"prediction": " ', '"prediction": " X'), (other, "--item", 0), "give --model"),
+            ('{"question": "Who?"}\n', (other, "--item", 0), "other.jsonl")):
         other.write_text(content)
-        status, _, err, text = show(*args)
-        assert status == 2 and text is None and len(err.splitlines()) == 1
-        return err
-
-    assert "has no item 3; it has 3, 0 to 2" in refused("", greedy, "--item", 3)
-    assert "is a run of miniature-conflict, --against has one of miniature-open" in refused(
-        contrasted.read_text().replace("miniature-conflict", "miniature-open"), greedy, "--item", 0, "--against", other)
-    assert "give --model" in refused(greedy.read_text().replace('"prediction": " ', '"prediction": " X'),
-                                     other, "--item", 0)
-    assert "other.jsonl" in refused('{"question": "Who?"}\n', other, "--item", 0)
+        status, err, text = show(*args)
+        assert status == 2 and text is None and words in err and len(err.splitlines()) == 1
 
 
 def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path):
     """Chat turns with demonstrations, from the data; another file is refused."""
-    data, demos, other = (tmp_path / name for name in ("trivia.jsonl", "demos.jsonl", "other.jsonl"))
-    data.write_text("".join(json.dumps({"question": f"Who is {i}?", "answer": {"aliases": ["Ann"]}}) + "\n"
-                            for i in range(3)))
-    demos.write_text(json.dumps({"question": "Where?", "answer": "here"}) + "\n")
-    other.write_text(demos.read_text() * 2)
-    settings = {"task": "triviaqa", "version": 1, "model": "/nowhere", "method": "greedy", "n": 3, "layout": "chat"} | {
-        name: record for name, record in zip(("data", "demos"), ([fingerprint(data)], fingerprint(demos)), strict=True)}
+    data = write_lines(tmp_path / "trivia.jsonl", *({"question": f"Who is {i}?", "answer": {"aliases": ["Ann"]}}
+                                                    for i in range(3)))
+    demo = {"question": "Where?", "answer": "here"}
+    demos, other = write_lines(tmp_path / "demos.jsonl", demo), write_lines(tmp_path / "other.jsonl", demo, demo)
+    settings = {"task": "triviaqa", "version": 1, "model": "/nowhere", "method": "greedy", "n": 3, "layout": "chat",
+                "data": [file_record(data)], "demos": file_record(demos)}
     line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "ids": [1], "alphas": [0],
             "entropies": [0], "stop": "eos"}
-    run = tmp_path / "run.jsonl"
-    run.write_text(json.dumps({"settings": settings}) + "\n" + json.dumps(line) + "\n")
-    text = show(run, "--item", 1, "--data", data, "--demos", demos)[3]
+    run = write_lines(tmp_path / "run.jsonl", {"settings": settings}, line)
+    text = show(run, "--item", 1, "--data", data, "--demos", demos)[2]
     assert re.findall(r"<b>(\w+)</b> (.*?)</p>", text, re.DOTALL) == [
         ("system", "Answer the given question."), ("user", "Question: Where?\nAnswer:"), ("assistant", "here"),
         ("user", "Question: Who is 1?\nAnswer:"), ("references", "Ann")]
-    assert "--demos: another file" in show(run, "--item", 1, "--data", data, "--demos", other)[2]
-    assert "the whole prompt needs --data" in show(run, "--item", 1)[3]
-
-
-def test_a_run_whose_tokenizer_is_not_here_is_shown_without_shades(runs, show, tmp_path):
-    far = tmp_path / "far.jsonl"
-    far.write_text(runs[0].read_text().replace('"model": "miniature"', '"model": "/nowhere/far"'))
-    status, _, err, text = show(far, "--item", 0)
-    assert status == 0 and err.startswith("no shades: ") and not SPAN.findall(text)
-    assert json.loads(far.read_text().splitlines()[1])["prediction"] in html.unescape(text)
-
-
-def test_candidates_are_shown_by_score(runs, show, tmp_path):
-    settings = json.loads(runs[0].read_text().splitlines()[0])["settings"] | {"task": "truthfulqa-mc", "model": "x"}
-    line = {"index": 0, "candidates": ["yes", "no", "maybe"], "scores_true": [-3.0, -1.0], "scores_false": [-2.0]}
-    path = tmp_path / "choice.jsonl"
-    path.write_text(json.dumps({"settings": settings}) + "\n" + json.dumps(line) + "\n")
-    text = show(path, "--item", 0)[3]
-    assert re.findall(r"<td>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
-                                                   "-3.00", "true", "yes"]
+    assert "--demos is another file" in show(run, "--item", 1, "--data", data, "--demos", other)[1]
+    assert "the whole prompt needs --data" in show(run, "--item", 1)[2]

@@ -1,108 +1,182 @@
-"""Programs: one way in, and one line for whatever goes wrong on it."""
+"""Every program: mistakes end in one line and status 2, bugs in a traceback, and the streams may close."""
 
+import importlib
+import json
 import os
 import re
-import runpy
+import shlex
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+import baselines
 import cli
+import decore
+import evaluate
+from heads import detect
+from miniature import data as miniature_data
+from tests.checkpoints import random_weights, write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("benchmarks", "heads", "miniature", "results", "runtime", "tasks")
-WAY_IN = re.compile(r'\nif __name__ == "__main__":\n'
-                    r'(    from runtime\.cli import run\n)?    sys\.exit\((cli\.)?run\(main\)\)\n\Z')
-PROGRAMS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *(path for folder in FOLDERS
-                                                                           for path in (ROOT / folder).rglob("*.py"))]
-                  if WAY_IN.search(path.read_text(encoding="utf-8")))
-SCRIPTS = ("decore.py", "baselines.py", "evaluate.py")          # the others are modules, run with -m
+PROGRAMS = sorted(path for path in subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True,
+                                                  text=True).stdout.split()
+                  if not path.startswith("tests/") and path != "tasks/harness.py"       # it passes on what it ignores
+                  and 'if __name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8"))
 
 
-def start(path, *args):
-    """The command that runs a program as its help says."""
-    module = str(path.with_suffix("")).replace("/", ".")
-    return [sys.executable, *([str(path)] if str(path) in SCRIPTS else ["-m", module]), *args]
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, chat_model):
+    """Names of folders and files, damaged in one way each → their paths."""
+    folder = tmp_path_factory.mktemp("places")
+
+    def model(name, family="llama3", **changes):
+        changes = dict(vocab_size=259, eos_token_id=257) | changes
+        return write_tokenizer(write_checkpoint(folder / name, family, **changes))
+
+    base, small = model("base"), model("small", max_position_embeddings=8)
+    write_heads(base / "heads.json")
+    for name, changes in (("gpt2", dict(model_type="gpt2")), ("other", dict(vocab_size=300)), ("pickle", {}),
+                          ("shards", dict(shards=2))):
+        model(name, **changes)
+    (folder / "pickle" / "model.safetensors").rename(folder / "pickle" / "model.bin")
+    (folder / "shards" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    weights = random_weights(json.loads((small / "config.json").read_text()))
+    weights["model.norm.weight"][0] = torch.nan
+    model("nan", weights=weights)
+    write_checkpoint(folder / "untokenized")
+    (folder / "empty").mkdir()
+    write_heads(folder / "wide.json", 3, 5)
+    (folder / "broken.json").write_text("{")
+    (folder / "latin.txt").write_bytes(b"a\ncaf\xe9")
+    (folder / "turns.json").write_text('[{"role": "user", "content": "Hi"}, {"role": "assistant"}]')
+    return {path.name.partition(".")[0]: path for path in folder.iterdir()} | dict(
+        folder=folder, model=f"--model {base}", heads=f"--heads {base}/heads.json",
+        chat=f"--model {chat_model} --heads {chat_model}/heads.json")
+
+
+ALL = {"decore": decore, "baselines": baselines, "evaluate": evaluate, "detect": detect, "data": miniature_data}
+BASE = "{model} {heads} --prompt Hi"
+MISTAKES = [
+    # models
+    ("decore", "--prompt Hi --model {gpt2}", 'model_type is "gpt2"'),
+    ("decore", "--prompt Hi --model {folder}/nowhere", "nowhere"),
+    ("decore", "--prompt Hi --model {empty}", "tokenizer.json"),
+    ("decore", "--prompt Hi --model {untokenized}", "tokenizer.json"),
+    ("decore", "--prompt Hi --model {pickle} {heads}", "pickle"),
+    ("decore", "--prompt Hi --model {shards} {heads}", "index.json"),
+    ("decore", "--prompt Hi --model {nan} {heads}", "not finite"),
+    ("decore", "--prompt 'more than eight tokens' --model {small} {heads}", "reads 8"),
+    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "vocabular"),
+    ("decore", BASE + " --device tpu", "--device tpu is not on this machine; choose from auto, "),
+    ("decore", BASE + " --device cuda:99", "--device cuda:99 is not on this machine"),
+    # prompts
+    ("decore", "{model} {heads} --prompt ''", "the prompt is empty"),
+    ("decore", "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
+    ("decore", "{model} {heads} --prompt-file {latin}", "latin.txt is not UTF-8"),
+    ("decore", "{model} {heads} --prompt-ids 1,x", "'1,x' is not a list of token ids"),
+    ("decore", "{model} {heads} --prompt-ids=-1", "'-1' is not a list of token ids"),
+    ("decore", "{model} {heads} --prompt-ids 1,9999", "9999"),
+    ("decore", "{model} {heads} --messages {broken}", "broken.json is not valid JSON"),
+    ("decore", "{model} {heads} --messages {wide}", "wide.json must hold a list of"),
+    ("decore", "{model} {heads} --messages {turns}", "turns.json must hold a list of"),
+    ("decore", "{model} {heads} --prompt caf\udce9", "UTF-8"),
+    ("decore", "{model} {heads}", "nothing to answer"),
+    ("decore", "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
+    ("decore", "{model} {heads} --prompt-ids 5 --template-args '{{\"a\": 1}}'", "--template-args has no effect on"),
+    ("decore", "{chat} --messages {turns} --system S", "must hold a list"),
+    ("decore", BASE + " --system S", "--system and --template-args need a chat template: "),
+    ("decore", "{chat} --prompt Hi --raw --system S", "need a chat template: drop --raw"),
+    ("decore", "{chat} --prompt Hi --raw --template-args '{{\"a\": 1}}'", "need a chat template: drop --raw"),
+    ("decore", "{chat} --prompt Hi --template-args no", "'no' is not a JSON object"),
+    # heads
+    ("decore", "{model} --prompt Hi", "give --heads FILE"),
+    ("decore", BASE + " --heads {wide}", "wide.json"),
+    ("decore", BASE + " --heads {broken}", "broken.json is not valid JSON"),
+    ("decore", BASE + " --heads {folder}/none.json", "none.json"),
+    ("decore", BASE + " --num-heads 13", "--num-heads 13"),
+    ("decore", BASE + " --num-heads=-1", "--num-heads: '-1' is not a whole number from 0"),
+    ("decore", BASE + " --num-heads 0", "--num-heads 0 masks nothing, so decore-entropy would be greedy"),
+    ("decore", "{model} --prompt Hi --amateur {small}", "give --amateur-heads FILE"),
+    ("baselines", "{model} --prompt Hi --method masked", "no head scores are known"),
+    # options without effect, and their values
+    ("decore", BASE + " --method greedy", "--heads has no effect on greedy; it is an option of masked"),
+    ("decore", BASE + " --alpha 9", "--alpha has no effect on decore-entropy; it is an option of decore-static"),
+    ("decore", BASE + " --amateur {small}", "--heads has no effect on decore-entropy-lite; it is an option of masked"),
+    ("decore", BASE + " --amateur-heads x", "--amateur-heads has no effect on decore-entropy"),
+    ("decore", BASE + " --seed 3", "--seed has no effect without --random-heads"),
+    ("decore", BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
+    ("decore", BASE + " --sources", "--sources has no effect without --json or --html"),
+    ("decore", BASE + " --alpha nan", "--alpha: 'nan' is not a finite number"),
+    ("decore", BASE + " --alpha-cap -1", "--alpha-cap: '-1' is not a finite number from 0"),
+    ("decore", BASE + " --lookup -1", "--lookup: '-1' is not a whole number from 0"),
+    ("decore", BASE + " --lookup 99999", "lookup 99999 is more than"),
+    ("decore", BASE + " --max-new-tokens 0", "--max-new-tokens: '0' is not a whole number from 1"),
+    ("decore", BASE + " --stop ''", "--stop: an empty text"),
+    ("decore", BASE + " --mask keys", "'keys'"),
+    ("decore", BASE + " --unknown", "--unknown"),
+    ("decore", BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
+    ("decore", BASE + " --html {folder}/no/page.html", "page.html"),
+    ("baselines", "{model} --prompt Hi --method cad", "--without-context"),
+    ("baselines", "{model} --prompt Hi --method cad --without-context ' '", "the prompt is empty"),
+    ("baselines", "{model} --prompt Hi --method cad --without-context a --without-context b", "2 for 1"),
+    ("baselines", "{model} --prompt Hi --method ad", "info_layer 24 is outside"),
+    ("baselines", "{model} --prompt Hi --method cd", "cd needs an amateur"),
+    ("baselines", "{model} --prompt Hi --relative-top 2", "'2' is not a finite number from 0 to 1"),
+    ("baselines", "{model} --prompt Hi --method decore-entropy-lite", "decore-entropy-lite' is unknown"),
+    ("baselines", "{model} --prompt Hi --compare --method cd", "--method has no effect with --compare"),
+    ("baselines", "{model} --prompt-ids 1,9999 --compare", "9999"),
+    # other programs
+    ("evaluate", "--task none", "none"),
+    ("evaluate", "--task memotrap --method beam", "method 'beam' is unknown"),
+    ("evaluate", "report {folder}/nowhere", "nowhere"),
+    ("detect", "--out {folder}/h.json --max-new-tokens=--", "--max-new-tokens: '--' is not a value"),
+    ("detect", "", "--out"),
+    ("data", "--split none", "none"),
+    ("data", "--split open --n x", "--n: 'x' is not a whole number from 1"),
+]
+
+
+@pytest.mark.parametrize("program, arguments, words", MISTAKES, ids=[f"{p} {words[:40]}" for p, _, words in MISTAKES])
+def test_a_mistake_ends_in_one_line_and_status_2(call, places, program, arguments, words):
+    status, out, err = call(ALL[program].main, *shlex.split(arguments.format(**places)))
+    last = err.splitlines()[-1]
+    assert (status, out) == (2, "") and last.startswith(f"{program}.py: error: ") and words in last
+    assert len(err.splitlines()) == 1 or "--compare" in arguments       # which says first what it leaves out
+
+
+@pytest.mark.parametrize("path", PROGRAMS)
+def test_a_program_refuses_unknown_options_and_its_help_shows_its_defaults(call, path):
+    main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
+    status, out, err = call(main, "--help")
+    assert status == 0 and out.startswith("usage: python ") and err == ""
+    assert "(default: None)" not in out and "(default: [])" not in out
+    status, out, err = call(main, "--nonsense")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"{Path(path).name}: error: ")
+
+
+def test_programs_are_entered_through_cli_run():
+    assert {"decore.py", "baselines.py", "evaluate.py", "heads/detect.py", "miniature/data.py"} <= {*PROGRAMS}
+    for path in PROGRAMS:
+        assert re.search(r"sys\.exit\((cli\.)?run\(main\)\)\n\Z", (ROOT / path).read_text(encoding="utf-8")), path
+
+
+def test_decore_as_a_library_loads_no_command_line():
+    code = "import sys, decore; print({'cli', 'heads', 'report'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- cli.run
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Run a program in this process on arguments → (status, standard output, standard error)."""
-    def run(path, *args):
-        monkeypatch.setattr(sys, "argv", [str(path), *args])
-        monkeypatch.chdir(ROOT)
-        before = sys.path[:]
-        try:
-            with warnings.catch_warnings():
-                runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as end:
-            return end.code, *capsys.readouterr()
-        finally:
-            sys.path[:] = before
-    return run
-
-
-@pytest.fixture
-def attempt(capsys):
+def run(call):
     """cli.run on a function → (status, standard output, standard error)."""
-    return lambda main: (cli.run(main), *capsys.readouterr())
-
-
-def test_every_program_is_entered_through_cli_run():
-    assert len(PROGRAMS) > 12 and {Path(script) for script in SCRIPTS} <= {*PROGRAMS}
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    others = [path for path in map(Path, tracked) if path not in PROGRAMS and path.parts[0] != "tests"
-              and 'if __name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")]
-    # The harness hands on what it does not know.
-    assert others == [Path("tasks/harness.py")]
-    assert (ROOT / others[0]).read_text(encoding="utf-8").endswith("    sys.exit(cli.run(main))\n")
-
-
-@pytest.mark.parametrize("path", PROGRAMS, ids=str)
-def test_a_program_refuses_what_it_does_not_know_and_its_help_shows_how_it_is_run(call, path):
-    status, out, err = call(path, "--help")
-    assert status in (0, None) and out.startswith("usage: python ") and err == ""
-    for flags, _, text in re.findall(r"^  (-[^\n]*?)(  |\n)(.*?)(?=^  -|\Z)", out, re.S | re.M):
-        takes_value = re.search(r"--[\w-]+ [A-Z]", flags)
-        assert not takes_value or "None)" not in text and "[])" not in text, flags
-    status, out, err = call(path, "--nonsense")
-    assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith(f"{path.name}: error: ")
-
-
-def test_the_help_of_a_module_is_run_as_a_module():
-    done = subprocess.run(start(Path("miniature/data.py"), "--help"), cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.startswith("usage: python -m miniature.data ")
-    assert "items (default: 256)" in done.stdout
-
-
-def test_the_help_of_evaluate_lists_its_commands(call):
-    assert {"rescore", "report"} <= set(call("evaluate.py", "--help")[1].replace("`", " ").split())
-
-
-@pytest.fixture(autouse=True)
-def control_c_counts():
-    """Also where the tests run in the background of a shell, which has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("path", PROGRAMS, ids=str)
-def test_control_c_while_torch_loads_prints_a_newline(path, tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
-    done = subprocess.run(start(path, "--help"), cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    # What does not need torch to begin with shows its help.
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n") or done.stdout.startswith("usage: "), done
-
-
-def test_control_c_at_work_prints_a_newline(attempt):
-    assert attempt(lambda: os.kill(os.getpid(), signal.SIGINT)) == (130, "", "\n")
+    return lambda main: call(main)
 
 
 def raiser(error):
@@ -115,58 +189,47 @@ def raiser(error):
     (lambda: torch.empty(10 ** 15), "out of memory: use fewer"),
     (raiser(MemoryError()), "out of memory: use fewer"),
     (raiser(torch.OutOfMemoryError("CUDA out of memory. Tried …")), "out of memory: use fewer"),
-    (raiser(RecursionError("maximum recursion depth exceeded")), "nested too deeply"),
-    (raiser(torch.distributed.DistNetworkError("no\nnetwork")), "no network"),
-    (lambda: open("nowhere/file"), "nowhere/file: no such file or directory; check the spelling"),
-    (lambda: open(ROOT), "is a directory; give a file, this is a folder"),
-    (lambda: "\udce9".encode(), "at place 0 of a text cannot be read or written as utf-8"),
+    (raiser(ConnectionError("no\nnetwork")), "no network"),
+    (raiser(ImportError("no module")), "no module"),
+    (lambda: open("nowhere/file"), "nowhere/file: no such file or directory"),
+    (lambda: "\udce9".encode(), "surrogates not allowed"),
 ], ids=str)
-def test_limits_of_the_machine_are_one_line(attempt, main, message):
-    status, out, err = attempt(main)
+def test_limits_of_the_machine_are_one_line(run, main, message):
+    status, out, err = run(main)
     assert status == 2 and out == "" and err.count("\n") == 1 and message in err
 
 
-def test_a_mistake_of_the_program_keeps_its_traceback(attempt):
-    with pytest.raises(KeyError):
-        attempt(lambda: {}["a"])
-    with pytest.raises(RuntimeError):
-        attempt(raiser(RuntimeError("shapes do not fit")))
+@pytest.mark.parametrize("error", [KeyError("a"), RuntimeError("shapes do not fit"), AssertionError()], ids=repr)
+def test_a_bug_keeps_its_traceback(run, error):
+    with pytest.raises(type(error)):
+        run(raiser(error))
 
 
-@pytest.mark.parametrize("environment, message", [
-    ({"RANK": "x"}, "RANK='x' in the environment is no whole number"),
-    ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
-    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-    ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
-])
-def test_an_environment_that_torchrun_does_not_make_is_one_line(attempt, monkeypatch, environment, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    status, out, err = attempt(lambda: pytest.fail("main was called"))
-    assert status == 2 and err.count("\n") == 1 and message in err
+def test_control_c_prints_a_newline(run):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run(lambda: os.kill(os.getpid(), signal.SIGINT)) == (130, "", "\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-DATA = "-m miniature.data --split closed --n 320"
+def test_rank_0_alone_prints(run, monkeypatch):
+    monkeypatch.setattr(cli.entry.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "3")
+    assert run(lambda: print("text")) == (0, "", "")
+    assert run(raiser(ValueError("bad"))) == (2, "", "test_programs.py: rank 3: error: bad\n")
+
+
+DATA = f"{sys.executable} -m miniature.data --split"
 
 
 @pytest.mark.parametrize("shell, status, err", [
-    (f"python {DATA} | head -1", 0, ""),                                        # a reader that goes away
-    (f"python {DATA} > /dev/full", 2, "data.py: error: writing: no space left on device; free some space"),
-    ("python -m miniature.data --split open --n 1 > /dev/full", 2, "data.py: error: writing: no space left on device"),
-    (f"python {DATA} >&-", 0, ""), (f"python {DATA} <&-", 0, ""),
-    ("python -m miniature.data --split none 2>&-", 2, ""),
-    ("python -m miniature.data --split caf$(printf '\\351')", 2, "data.py: error: argument 2 is not UTF-8 text: '\\ud"),
+    (f"{DATA} closed --n 320 | head -1", 0, ""),
+    (f"{DATA} open --n 1 > /dev/full", 2, "data.py: error: writing: no space left on device\n"),
+    (f"{DATA} closed --n x", 2, "data.py: error: argument --n: 'x' is not a whole number from 1"),
 ])
-def test_closed_and_broken_streams_are_no_traceback(shell, status, err):
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", shell.replace("python", sys.executable, 1)], cwd=ROOT,
-                          capture_output=True, text=True, env=buffered)
+def test_a_process_ends_with_its_status_and_at_most_one_line(shell, status, err):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], cwd=ROOT, capture_output=True, text=True,
+                          env=environment)
     assert done.returncode == status and done.stderr.startswith(err) and done.stderr.count("\n") == bool(err), done
-
-
-def test_decore_loads_no_command_line():
-    code = ("import sys, decore; print(sorted({'tokenizers', 'cli', 'cli.program', 'heads', 'report'} "
-            "& {*sys.modules}))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr

@@ -1,17 +1,15 @@
-"""Sources: where the heads point, beside the attention weights of transformers."""
-
-import json
-import sys
+"""Sources: the positions that heads point at, compared with the attention weights of transformers."""
 
 import pytest
 import torch
 import transformers
 
-import decore
+import cli
 from decore import generate
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import CLASSES, FAMILIES, random_ids, write_checkpoint
+from tokenizer import Tokenizer
 
 HEADS = [(0, 1), (1, 0), (2, 2), (2, 3)]
 
@@ -19,35 +17,25 @@ HEADS = [(0, 1), (1, 0), (2, 2), (2, 3)]
 @pytest.mark.parametrize("family", ["llama3", "mistral-window"])
 def test_sources_are_where_transformers_puts_the_largest_weight(tmp_path, family):
     model = Transformer.load(write_checkpoint(tmp_path, family))
-    theirs = getattr(transformers, CLASSES[FAMILIES[family]["model_type"]])
-    theirs = theirs.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = getattr(transformers, CLASSES[FAMILIES[family]["model_type"]])
+    reference = reference.from_pretrained(tmp_path, attn_implementation="eager")
     for prompt in (random_ids(21, seed=1), random_ids(1, seed=2)):
         ids = generate(model, prompt, heads=HEADS, max_new_tokens=19, eos_ids=()).ids
-        found = find_sources(model, prompt, ids, HEADS)
         with torch.inference_mode():
-            weights = theirs(torch.tensor([prompt + ids[:-1]]), output_attentions=True).attentions
-        for t, places in enumerate(found):
+            weights = reference(torch.tensor([prompt + ids[:-1]]), output_attentions=True).attentions
+        for t, places in enumerate(find_sources(model, prompt, ids, HEADS)):
             at = len(prompt) - 1 + t
-            wanted = [int(weights[layer][0, head, at, :len(prompt)].argmax()) for layer, head in HEADS]
-            assert dict(places) == {place: wanted.count(place) / len(HEADS) for place in wanted}
+            expected = [int(weights[layer][0, head, at, :len(prompt)].argmax()) for layer, head in HEADS]
+            assert dict(places) == {place: expected.count(place) / len(HEADS) for place in expected}
             assert [share for _, share in places] == sorted((share for _, share in places), reverse=True)
-
-
-def test_no_heads_point_nowhere(tmp_path):
-    model = Transformer.load(write_checkpoint(tmp_path))
     with pytest.raises(ValueError, match="sources need heads"):
         find_sources(model, [3, 4], [5], [])
 
 
-def test_the_miniature_s_answer_comes_from_the_passage(monkeypatch, capsys, tmp_path):
-    page = tmp_path / "page.html"
-    monkeypatch.setattr(sys, "argv", ["decore.py", "--json", "--sources", "--html", str(page)])
-    decore.main()
-    greedy, found = map(json.loads, capsys.readouterr().out.splitlines())
-    assert "sources" not in greedy and len(found["sources"]) == len(found["ids"])
-    place, share = found["sources"][0][0]
-    assert found["prompt_ids"][place] == found["ids"][0] and share >= 0.5       # " D" of "Dasholm"
-    assert ":has(" in page.read_text(encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["decore.py", "--sources"])
-    with pytest.raises(ValueError, match="--sources has no effect without --json or --html"):
-        decore.main()
+def test_the_miniature_copies_its_answer_from_the_passage():
+    model, tokenizer = Transformer.load(cli.MINIATURE), Tokenizer.load(cli.MINIATURE)
+    prompt = tokenizer.encode((cli.MINIATURE / "example.txt").read_text(encoding="utf-8").rstrip("\n"))
+    heads = [(2, 0), (2, 1), (3, 1)]
+    ids = generate(model, prompt, heads=heads, max_new_tokens=1).ids
+    (position, share), *_ = find_sources(model, prompt, ids, heads)[0]
+    assert prompt[position] == ids[0] and share >= 0.5

@@ -58,8 +58,11 @@ def write_data(name, folder):
     if name == "ifeval":
         kwargs = [{"keywords": ["a", "b"], "num_words": None}, {"num_words": 0, "relation": "at least"}]
         names = ["keywords:existence", "length_constraints:number_words"]
-        return lines(folder / "i.jsonl", {"key": 1000, "prompt": "Write. ", "kwargs": kwargs,
-                                          "instruction_id_list": names})
+        rows = [{"key": 1000, "prompt": "Write. ", "kwargs": kwargs, "instruction_id_list": names}]
+        rows = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(folder / "i.arrow", rows.schema) as file:
+            file.write_table(rows)
+        return folder / "i.arrow"
     if name in ("nq-open", "nq-closed"):
         return zipped(folder / "nq.jsonl.gz", ORACLE)
     if name == "nq-swap":
@@ -102,18 +105,6 @@ def first(tmp_path):
     return read
 
 
-def system(text):
-    return {"role": "system", "content": text}
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
 SUMMARISE = "Generate a summary comprising of 1 sentence for the given article."
 OPEN = ("Write a high-quality answer for the given question using only the provided search results (some of which "
         "might be irrelevant). Provide the answer in 5 words or less without any explanation.")
@@ -125,93 +116,68 @@ LITERAL = ("Interpret each question literally, and as a question about the real 
            "of the answer.")
 GIVEN = "Answer the given question."
 
-# name → (chat, chat without context, plain text, plain text without context)
+# name → (instruction, turns, last turn without context or None)
 EXPECTED = {
-    "xsum": ([system(SUMMARISE), user("Article: Doc.\n\nSummary: ")], [system(SUMMARISE), user("Summary: ")],
-             SUMMARISE + "\n\nArticle: Doc.\n\nSummary: ", SUMMARISE + "\n\nSummary: "),
-    "memotrap": ([user("Say \"no\": one two")], [user("one two")], "Say \"no\": one two", "one two"),
-    "ifeval": ([user("Write. ")], None, "Write. ", None),
-    "nq-open": (
-        [system(OPEN), user("Document [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: "),
-         assistant("march 2018"), user("Document [1](Title: A title) A text.\n\nQuestion: who got it\nAnswer: ")],
-        [system(OPEN), user("Document [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: "),
-         assistant("march 2018"), user("Question: who got it\nAnswer: ")],
-        OPEN + "\n\nDocument [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: march 2018\n\n"
-        "Document [1](Title: A title) A text.\n\nQuestion: who got it\nAnswer: ",
-        OPEN + "\n\nDocument [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: march 2018\n\n"
-        "Question: who got it\nAnswer: "),
-    "nq-closed": (
-        [system(CLOSED), user("Question: who won\nAnswer: "), assistant("Ann"), user("Question: who lost\nAnswer: "),
-         assistant("Bob"), user("Question: who got it\nAnswer: ")],
-        [system(CLOSED), user("Question: who won\nAnswer: "), assistant("Ann"), user("Question: who lost\nAnswer: "),
-         assistant("Bob"), user("Question: who got it\nAnswer: ")],
-        CLOSED + "\n\nQuestion: who won\nAnswer: Ann\n\nQuestion: who lost\nAnswer: Bob\n\n"
-        "Question: who got it\nAnswer: ",
-        CLOSED + "\n\nQuestion: who won\nAnswer: Ann\n\nQuestion: who lost\nAnswer: Bob\n\n"
-        "Question: who got it\nAnswer: "),
-    "nq-swap": (
-        [system(SWAPPED), user("Context: <P> c </P>\nQuestion: who won\nAnswer:"), assistant("Ann"),
-         user("Context: <P> {New} </P>\nQuestion: who\nAnswer:")],
-        [system(SWAPPED), user("Context: <P> c </P>\nQuestion: who won\nAnswer:"), assistant("Ann"),
-         user("Question: who\nAnswer:")],
-        SWAPPED + "\n\nContext: <P> c </P>\nQuestion: who won\nAnswer: Ann\n\n"
-        "Context: <P> {New} </P>\nQuestion: who\nAnswer:",
-        # The published text without context has nothing between the instruction and the demonstrations.
-        SWAPPED + "Context: <P> c </P>\nQuestion: who won\nAnswer: Ann\n\nQuestion: who\nAnswer:"),
-    "truthfulqa-mc": ([system(LITERAL), user("Q: who won\nA:"), assistant("Ann"), user("Q: who lost\nA:"),
-                       assistant("Bob"), user("Q: Why?\nA:")], None,
-                      LITERAL + "\n\nQ: who won\nA: Ann\n\nQ: who lost\nA: Bob\n\nQ: Why?\nA:", None),
-    "triviaqa": ([system(GIVEN), user("Question: who won\nAnswer:"), assistant("Ann"),
-                  user("Question: who lost\nAnswer:"), assistant("Bob"), user("Question: Which?\nAnswer:")], None,
-                 GIVEN + "\n\nQuestion: who won\nAnswer: Ann\n\nQuestion: who lost\nAnswer: Bob\n\n"
-                 "Question: Which?\nAnswer:", None),
-    "musique-direct-closed": (
-        [system("Answer the following question."), user("Q: Q1?\nA:"), assistant("5"), user("Q: Q2?\nA:"),
-         assistant("5"), user("Q: Which?\nAnswer:")],
-        [system("Answer the following question."), user("Q: Which?\nAnswer:")],
-        "Answer the following question.Q: Q1?\nA: 5\n\nQ: Q2?\nA: 5\n\nQ: Which?\nAnswer:",
-        "Answer the following question.Q: Q1?\nA: 5\n\nQ: Q2?\nA: 5\n\nQ: Which?\nAnswer:"),
-    "musique-cot-open": (
-        [system("Answer the following question by reasoning step-by-step."), user("Q: Q1?\nA:"),
-         assistant("It is. So the answer is: 5."), user("Q: Q2?\nA:"), assistant("It is. So the answer is: 5."),
-         user("Wikipedia Title: T1\np1 \n\nWikipedia Title: T2\np2 \n\nQ: Which?\nAnswer:")],
-        [system("Answer the following question by reasoning step-by-step."), user("Q: Which?\nAnswer:")],
-        "Answer the following question by reasoning step-by-step.Q: Q1?\nA: It is. So the answer is: 5.\n\n"
-        "Q: Q2?\nA: It is. So the answer is: 5.\n\nWikipedia Title: T1\np1 \n\nWikipedia Title: T2\np2 \n\n"
-        "Q: Which?\nAnswer:",
-        "Answer the following question by reasoning step-by-step.Q: Q1?\nA: It is. So the answer is: 5.\n\n"
-        "Q: Q2?\nA: It is. So the answer is: 5.\n\nQ: Which?\nAnswer:"),
+    "xsum": (SUMMARISE, ["Article: Doc.\n\nSummary: "], "Summary: "),
+    "memotrap": ("", ["Say \"no\": one two"], "one two"),
+    "ifeval": ("", ["Write. "], None),
+    "nq-open": (OPEN, ["Document [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: ",
+                       "march 2018", "Document [1](Title: A title) A text.\n\nQuestion: who got it\nAnswer: "],
+                "Question: who got it\nAnswer: "),
+    "nq-closed": (CLOSED, ["Question: who won\nAnswer: ", "Ann", "Question: who lost\nAnswer: ", "Bob",
+                           "Question: who got it\nAnswer: "], "Question: who got it\nAnswer: "),
+    "nq-swap": (SWAPPED, ["Context: <P> c </P>\nQuestion: who won\nAnswer:", "Ann",
+                          "Context: <P> {New} </P>\nQuestion: who\nAnswer:"], "Question: who\nAnswer:"),
+    "truthfulqa-mc": (LITERAL, ["Q: who won\nA:", "Ann", "Q: who lost\nA:", "Bob", "Q: Why?\nA:"], None),
+    "triviaqa": (GIVEN, ["Question: who won\nAnswer:", "Ann", "Question: who lost\nAnswer:", "Bob",
+                         "Question: Which?\nAnswer:"], None),
+    "musique-direct-closed": ("Answer the following question.",
+                              ["Q: Q1?\nA:", "5", "Q: Q2?\nA:", "5", "Q: Which?\nAnswer:"], "Q: Which?\nAnswer:"),
+    "musique-cot-open": ("Answer the following question by reasoning step-by-step.",
+                         ["Q: Q1?\nA:", "It is. So the answer is: 5.", "Q: Q2?\nA:", "It is. So the answer is: 5.",
+                          "Wikipedia Title: T1\np1 \n\nWikipedia Title: T2\np2 \n\nQ: Which?\nAnswer:"],
+                         "Q: Which?\nAnswer:"),
 }
 EXPECTED["truthfulqa-gen"] = EXPECTED["truthfulqa-mc"]
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_prompts_are_those_of_the_published_runs(first, name):
-    got = first(name)
-    chat, without, text, text_without = EXPECTED[name]
-    assert got["messages"] == chat and got["messages_without_context"] == without
-    assert got["text"] == text and got["text_without_context"] == text_without
+def chat(instruction, turns, mistral=False):
+    front = instruction + "\n" if mistral and instruction else ""
+    messages = [{"role": "assistant", "content": turn} if number % 2 else {"role": "user", "content": front + turn}
+                for number, turn in enumerate(turns)]
+    return [{"role": "system", "content": instruction}] * bool(instruction and not mistral) + messages
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_mistral_repeats_the_instruction_before_every_user_turn(first, name):
-    got, (chat, without, *_) = first(name, "mistral"), EXPECTED[name]
-    front = chat[0]["content"] + "\n" if chat[0]["role"] == "system" else ""
-    for found, usual in ((got["messages"], chat), (got["messages_without_context"], without)):
-        assert found == (usual and [user(front + turn["content"]) if turn["role"] == "user" else turn
-                                    for turn in usual if turn["role"] != "system"])
+def test_chat_prompts_are_those_of_the_published_runs(first, name):
+    instruction, turns, bare = EXPECTED[name]
+    # MuSiQue's chat without context shows no demonstrations.
+    turns_without = bare is not None and ([] if name.startswith("musique") else turns[:-1]) + [bare]
+    for layout in ("chat", "mistral"):
+        line, mistral = first(name, layout), layout == "mistral"
+        assert line["messages"] == chat(instruction, turns, mistral)
+        expected = chat(instruction, turns_without, mistral) if turns_without else None
+        assert line["messages_without_context"] == expected
 
 
-def test_popqa_shows_eight_demonstrations_and_never_the_items_own(first):
+@pytest.mark.parametrize("name", EXPECTED)
+def test_plain_prompts_are_those_of_the_published_runs(first, name):
+    instruction, turns, bare = EXPECTED[name]
+    *demos, last = turns
+    blocks = [f"{question.rstrip()} {answer}" for question, answer in zip(demos[::2], demos[1::2], strict=True)]
+    gap = "" if name.startswith("musique") or not instruction else "\n\n"
+    line = first(name)
+    assert line["text"] == instruction + gap + "\n\n".join([*blocks, last])
+    gap = "" if name == "nq-swap" else gap
+    assert line["text_without_context"] == (bare and instruction + gap + "\n\n".join([*blocks, bare]))
+
+
+def test_popqa_shows_eight_demonstrations_and_never_the_items_own(first, tmp_path):
     own, other = first("popqa"), first("popqa", index=1)
-    asked = [turn["content"] for turn in own["messages"] if turn["role"] == "user"]
-    assert asked == [f"Question: Job of {i}?\nAnswer:" for i in (1, 2, 3, 5, 6, 7, 8, 9)] + ["Q: Job of 4?\nA:"]
-    asked = [turn["content"] for turn in other["messages"] if turn["role"] == "user"]
-    assert asked == [f"Question: Job of {i}?\nAnswer:" for i in range(1, 9)] + ["Q: Job of 90?\nA:"]
-    assert own["references"] == ["politician", "pol"]
-
-
-def test_popqa_items_that_are_shown_to_others_are_marked(tmp_path):
+    questions = [turn["content"] for turn in own["messages"] if turn["role"] == "user"]
+    assert questions == [f"Question: Job of {i}?\nAnswer:" for i in (1, 2, 3, 5, 6, 7, 8, 9)] + ["Q: Job of 4?\nA:"]
+    questions = [turn["content"] for turn in other["messages"] if turn["role"] == "user"]
+    assert questions == [f"Question: Job of {i}?\nAnswer:" for i in range(1, 9)] + ["Q: Job of 90?\nA:"]
     items, *_ = sources.load(TASKS["popqa"], write_data("popqa", tmp_path), write_demos("popqa", tmp_path))
     assert [item.get("demonstration") for item in items] == [True, None]
 
@@ -220,21 +186,17 @@ def test_candidates_come_true_ones_first(first):
     trap = first("memotrap")
     assert trap["candidates"] == [" four.", " three."] and trap["references"] == [" four."]
     assert trap["split"] == "proverb-ending"
+    assert first("memotrap", index=1)["messages_without_context"] == [{"role": "user", "content": ""}]
     mc = first("truthfulqa-mc")
     # Stripped, closed with a full stop, empty ones dropped, repeated ones kept.
     assert mc["candidates"] == [" Because.", " So.", " Because.", " No.", " Never."]
     assert mc["references"] == ["Because.", "So.", "Because."] and mc["best_position"] == 0
 
 
-def test_memotrap_history_has_an_empty_prompt_without_context(first):
-    assert first("memotrap", index=1)["messages_without_context"] == [user("")]
-
-
 def test_references_are_the_fields_that_the_paper_scores(first):
-    assert first("triviaqa")["references"] == ["A", "B"]
+    assert first("triviaqa")["references"] == ["A", "B"] and first("popqa")["references"] == ["politician", "pol"]
     assert first("nq-swap")["references"] == ["New"] and first("nq-swap")["memory"] == ["Old"]
     assert first("musique-cot-open")["references"] == ["X", "Y"]
-    assert first("xsum")["references"] == ["Sum."]
 
 
 def test_ifeval_drops_arguments_that_are_null_or_zero(tmp_path):
@@ -242,30 +204,26 @@ def test_ifeval_drops_arguments_that_are_null_or_zero(tmp_path):
     assert item["kwargs"] == [{"keywords": ["a", "b"]}, {"relation": "at least"}] and item["id"] == 1000
 
 
-LLAMA3 = ("{% for m in messages %}{{ '<|begin|>' if loop.first }}<|h|>{{ m.role }}<|/h|>\n\n{{ m.content | trim }}"
-          "<|eot|>{% endfor %}{% if add_generation_prompt %}<|h|>assistant<|/h|>\n\n{% endif %}")
-QWEN2 = ("{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im|>system\nYou help.<|end|>\n{% endif %}"
-         "<|im|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|im|>assistant\n"
-         "{% endif %}")
-MISTRAL = ("<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}"
-           "</s>{% endif %}{% endfor %}")
+TEMPLATE = ("{% for m in messages %}<|turn|>{{ m.content | trim }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|turn|>{% endif %}")
 
 
-@pytest.mark.parametrize("template, layout, name, expected", [
-    (LLAMA3, "chat", "xsum",
-     f"<|begin|><|h|>system<|/h|>\n\n{SUMMARISE}<|eot|><|h|>user<|/h|>\n\nArticle: Doc.\n\nSummary:<|eot|>"
-     "<|h|>assistant<|/h|>\n\n"),
-    (QWEN2, "chat", "xsum", f"<|im|>system\n{SUMMARISE}<|end|>\n<|im|>user\nArticle: Doc.\n\nSummary: <|end|>\n"
-     "<|im|>assistant\n"),
-    (QWEN2, "chat", "ifeval", "<|im|>system\nYou help.<|end|>\n<|im|>user\nWrite. <|end|>\n<|im|>assistant\n"),
-    (MISTRAL, "mistral", "nq-swap",
-     f"<s>[INST] {SWAPPED}\nContext: <P> c </P>\nQuestion: who won\nAnswer:[/INST] Ann</s>"
-     f"[INST] {SWAPPED}\nContext: <P> {{New}} </P>\nQuestion: who\nAnswer:[/INST]"),
-], ids=["llama3", "qwen2", "qwen2-default-system", "mistral"])
-def test_chat_templates_make_the_text_that_the_model_reads(first, tmp_path, template, layout, name, expected):
-    folder = tmp_path / "model"
-    write_tokenizer(write_checkpoint(folder, vocab_size=259), template)
-    assert Tokenizer.load(folder).render(first(name, layout)["messages"]) == expected
+def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_with_the_prompt(tmp_path):
+    write_tokenizer(write_checkpoint(tmp_path, vocab_size=260), TEMPLATE)
+    core = json.loads((tmp_path / "tokenizer.json").read_text())
+    core["model"] |= {"vocab": core["model"]["vocab"] | {"ox": 259}, "merges": [["o", "x"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    tokenizer, task = Tokenizer.load(tmp_path), TASKS["memotrap"]
+    x, y, end = tokenizer.encode("x"), tokenizer.encode("y"), prompts.end_of_turn(tokenizer)
+    assert end == [tokenizer.core.token_to_id("<|end|>")]
+    item = {"index": 0, "question": "So", "without_context": "", "candidates": ["x", "y"]}
+    encoded = prompts.encode(task, item, [], tokenizer, "plain")
+    # "Sox" has as many tokens as "So": nothing would be scored, and an empty sum is the best score there is.
+    assert len(tokenizer.encode("Sox")) == len(encoded.prompt)
+    assert encoded.answers == [x, y] and encoded.merged == 1 and encoded.without_context == []
+    encoded = prompts.encode(task, item, [], tokenizer, "chat", end)
+    assert encoded.answers == [x + end, y + end] and encoded.merged == 0
+    assert tokenizer.core.decode(encoded.prompt, skip_special_tokens=False) == "<|turn|>So<|end|><|turn|>"
 
 
 # Demonstrations
@@ -348,7 +306,7 @@ def test_demonstrations_are_known_as_the_papers_by_their_turns_whatever_file_the
     data = write_data("nq-swap", tmp_path)
     known = lines(tmp_path / "known.jsonl", QA | {"context": "c"})
     demo = {"user": "Context: c\nQuestion: who won\nAnswer:", "answer": "Ann"}
-    task = replace(TASKS["nq-swap"], demos_hash=sources.digest([demo]))
+    task = replace(TASKS["nq-swap"], demos_hash=sources.demos_hash([demo]))
     more = lines(tmp_path / "more.jsonl", QA | {"context": "c", "note": 1})
     other = lines(tmp_path / "other.jsonl", QA | {"context": "d"})
     unused = lines(tmp_path / "unused.jsonl", *[QA | {"context": "c"}] * 2)
@@ -370,18 +328,6 @@ def test_demonstrations_for_a_task_that_takes_none_are_refused(tmp_path):
         sources.load(TASKS["xsum"], write_data("xsum", tmp_path), lines(tmp_path / "d.jsonl", QA))
 
 
-# Data files
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_arrow_files_are_read_as_stream_and_as_file(tmp_path, stream):
-    rows = pyarrow.Table.from_pylist([{"document": "D", "summary": "S", "id": "1"}])
-    writer = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    with writer(tmp_path / "x.arrow", rows.schema) as file:
-        file.write_table(rows)
-    [item], _ = sources.load_items(TASKS["xsum"], tmp_path / "x.arrow")
-    assert item["document"] == "D" and item["id"] == "1"
-
-
 def test_a_record_over_several_lines_is_one_row(tmp_path):
     items, _ = sources.load_items(TASKS["memotrap"], write_data("memotrap", tmp_path))
     assert [item["question"] for item in items] == ["Say \"no\": one two", "Q?\nAnswer:"]
@@ -394,9 +340,9 @@ def test_the_limit_takes_the_first_items(tmp_path):
     assert [(item["index"], item["id"]) for item in items] == [(0, "a"), (1, "b")]
 
 
-def test_the_number_of_items_is_said_beside_the_papers(tmp_path, capsys):
+def test_the_number_of_items_is_compared_with_the_papers(tmp_path, capsys):
     sources.load_items(TASKS["xsum"], write_data("xsum", tmp_path))
-    assert capsys.readouterr().err == "xsum: 1 items of x.jsonl, where the paper scores 1,000\n"
+    assert capsys.readouterr().err == "xsum: 1 items of x.jsonl, the paper scores 1,000\n"
     sources.load_items(replace(TASKS["xsum"], n=1), tmp_path / "x.jsonl")
     assert capsys.readouterr().err == "xsum: 1 items of x.jsonl, as in the paper\n"
 
@@ -404,49 +350,48 @@ def test_the_number_of_items_is_said_beside_the_papers(tmp_path, capsys):
 @pytest.mark.parametrize("name, rows, message", [
     ("nq-closed", [{"question": "q", "answer": ["a"]}],
      r"line 1: field 'answers' is missing \(found: question, answer\).*oracle"),
+    ("miniature-conflict", [{"prompt": "Answer: It is", "answer": "a", "memory": {}}],
+     "line 1: field 'memory' should be text, found dict"),
+    ("miniature-open", [{"prompt": "Answer: It is", "answer": 5, "memory": None}], "field 'answer' should be text"),
+    ("musique-cot-closed", [MUSIQUE | {"answer_aliases": "Y"}], "field 'answer_aliases' should be a list of texts"),
     ("nq-closed", [ORACLE, ORACLE | {"question": None}], "line 2: field 'question' is missing"),
     ("nq-open", [ORACLE | {"ctxs": ORACLE["ctxs"] * 2}], "line 1: field 'ctxs' should hold the one gold .*, found 2"),
     ("nq-closed", [ORACLE | {"answers": "Ada"}], "field 'answers' should be a list of texts, found 'Ada'"),
     ("nq-closed", [ORACLE | {"answers": []}], "field 'answers' should be a list of texts"),
     ("musique-cot-open", [MUSIQUE | {"answerable": False}], "full MuSiQue"),
-    ("musique-cot-open", [MUSIQUE | {"paragraphs": []}], "field 'paragraphs'"),
+    ("musique-cot-open", [MUSIQUE | {"paragraphs": []}], "field 'paragraphs' holds no supporting one"),
     ("popqa", [{"question": "q", "possible_answers": "x"}], "should be a JSON list in a string, found 'x'"),
     ("popqa", [{"question": "q"}], "field 'possible_answers' is missing"),
     ("triviaqa", [{"question": "q", "answer": "a"}], "field 'answer' with its 'aliases' is missing"),
     ("ifeval", [{"prompt": "p", "instruction_id_list": ["a", "b"], "kwargs": [{}]}], "one object for each of the 2"),
     ("memotrap", [{"prompt": "p", "classes": "[' a']", "answer_index": "0"}], "Python list of two strings"),
-    ("memotrap", [{"prompt": "p", "classes": "__import__('os')", "answer_index": "0"}], "Python list of two strings"),
     ("memotrap", [{"prompt": "p", "classes": "[' a', ' b']", "answer_index": "2"}], "should be 0 or 1, found '2'"),
     ("truthfulqa-mc", [dict(zip(TRUTHFUL, ["", "", "Q", "Z", "A;B", "C", ""], strict=True))],
      "'Best Answer' is not among"),
     ("truthfulqa-mc", [dict(zip(TRUTHFUL, ["", "", "Q", "A", "A", " ; ", ""], strict=True))], "holds no answer"),
 ])
-def test_a_wrong_row_is_said_with_field_and_line(tmp_path, name, rows, message):
+def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, message):
     with pytest.raises(ValueError, match=f"(?s)x.jsonl, .*{message}"):
         sources.load_items(TASKS[name], lines(tmp_path / "x.jsonl", *rows))
 
 
 def broken(kind, folder):
-    path = folder / f"x.{kind.split()[-1]}"
-    whole = gzip.compress(b"".join(json.dumps(ORACLE | {"question": str(i)}).encode() + b"\n" for i in range(2000)))
-    content = {"cut jsonl.gz": whole[:len(whole) // 2], "plain jsonl.gz": b"{}\n", "empty jsonl": b"",
-               "bad jsonl": json.dumps(ORACLE).encode() + b"\n{oh\n", "list jsonl": b"[1]\n",
-               "latin jsonl": b"{\"a\": \"\xe9\"}\n", "half jsonl": b'{"question": "\\ud800"}\n',
-               "twice jsonl": b'{"question": "a", "question": "b"}\n', "bad parquet": b"PAR", "bad arrow": b"x",
-               "long csv": b"a,b\n1,2,3\n", "odd xlsx": b"x"}
+    path, row = folder / f"x.{kind.split()[-1]}", json.dumps(ORACLE).encode() + b"\n"
+    whole = gzip.compress(row * 2000)
+    content = {"cut jsonl.gz": whole[:len(whole) // 2], "empty jsonl": b"", "bad jsonl": row + b"{oh\n",
+               "last jsonl": row + b'{"question": "a', "latin jsonl": b"{\"a\": \"\xe9\"}\n", "latin csv": b"a\n\xe9\n",
+               "bad parquet": b"PAR", "bad arrow": b"x", "long csv": b"a,b\n1,2,3\n", "odd xlsx": b"x"}
     path.write_bytes(content[kind])
     return path
 
 
 @pytest.mark.parametrize("kind, message", [
-    ("cut jsonl.gz", r"after line \d+: the gzip file ends early or is damaged"), ("plain jsonl.gz", "not a gzip file"),
-    ("empty jsonl", "holds no rows"), ("bad jsonl", "line 2: not JSON"), ("list jsonl", "should be a JSON object"),
-    ("latin jsonl", "not UTF-8"), ("half jsonl", "line 1: half of a surrogate pair"),
-    ("twice jsonl", "line 1: 'question' is there twice"), ("bad parquet", "not a readable parquet file"),
-    ("bad arrow", "not a readable arrow file"),
+    ("cut jsonl.gz", "a damaged gzip file"), ("empty jsonl", "holds no rows"), ("bad jsonl", "line 2: not JSON"),
+    ("last jsonl", "line 2: not JSON"), ("latin jsonl", "line 1: not JSON"), ("latin csv", "not a table in UTF-8"),
+    ("bad parquet", "not a readable parquet file"), ("bad arrow", "not a readable arrow file"),
     ("long csv", "line 2: more fields"), ("odd xlsx", "unknown kind of file; known: .jsonl"),
 ])
-def test_a_broken_file_is_said_in_one_line(tmp_path, kind, message):
+def test_a_broken_file_is_refused_in_one_line(tmp_path, kind, message):
     with pytest.raises(ValueError, match=message) as error:
         sources.load_items(TASKS["nq-closed"], broken(kind, tmp_path))
     assert "\n" not in str(error.value)
@@ -497,4 +442,4 @@ def test_a_new_benchmark_is_a_new_row(tmp_path):
     capitals = Task("capitals", lambda row: {"question": row["q"], "references": [row["a"]]}, (), files=(),
                     home="nowhere", instruction="Answer.", question="{question} ->")
     [item], _ = sources.load_items(capitals, lines(tmp_path / "c.jsonl", {"q": "Peru", "a": "Lima"}))
-    assert prompts.text(capitals, item, []) == "Answer.\n\nPeru ->" and item["id"] == 0
+    assert prompts.plain_text(capitals, item, []) == "Answer.\n\nPeru ->" and item["id"] == 0

@@ -1,0 +1,107 @@
+"""Run the miniature's experiments and write their results into docs/miniature.md.
+
+    python -m miniature.make
+
+takes about ten minutes on two cores. After an interruption, the same command continues. evaluate.py makes the runs, in
+a folder that git ignores. The page's tables stand between comments and are replaced; the text around them is written
+by hand and does not repeat their numbers. With --limit or --seed the page is not written."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cli
+from miniature import claims
+from miniature.data import make_split
+from tasks import MINIATURE
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "miniature.md"
+PICTURES = ("heads-miniature", "alpha-miniature", "entropy-miniature", "head-maps")
+HEADS = ("Meta-Llama-3-8B-Instruct", "Mistral-7B-Instruct-v0.3", "Qwen2-7B-Instruct", "miniature", "miniature-amateur")
+PROCESSES = 2                           # at once, of one thread each
+
+DRAWS = "--random-heads uniform --seed 0,1,2,3,4,5,6,7,8,9"
+SWEEPS = (                              # task, options of evaluate.py
+    ("miniature", "--method greedy,cad,dola-low,dola-high,ad --info-layer 3"),
+    ("miniature", "--method masked,decore-entropy --num-heads 1,2,4,8"),
+    ("miniature", "--method masked,decore-entropy --num-heads 4 --mask query"),
+    ("miniature", "--method decore-static --num-heads 4 --alpha=-0.5,0.5,1,2,4"),
+    ("miniature", "--method cd,decore-entropy --num-heads 2 --amateur miniature/amateur "
+                  "--amateur-heads heads/miniature-amateur.json"),
+    ("miniature", "--method greedy --model {iti}"),
+    ("miniature-conflict", "--method decore-entropy --num-heads 4 --mask-prompt"),
+    ("miniature-conflict", f"--method decore-entropy --num-heads 1,2,4 {DRAWS}"),
+    ("miniature-conflict", f"--method masked --num-heads 4 {DRAWS}"),
+    ("miniature-open", f"--method masked --num-heads 1,2,4 {DRAWS}"))
+
+
+def main():
+    parser = cli.parser(__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("results/miniature"), metavar="DIR",
+                        help="folder of the runs (default: results/miniature)")
+    parser.add_argument("--limit", type=cli.positive, metavar="K", help="first K items of each split (default: all)")
+    parser.add_argument("--seed", type=cli.number(int), default=0, help="which items (default: 0)")
+    args = parser.parse_args()
+    iti = args.out / "miniature-iti"
+    run("-m", "miniature.iti", "--out", iti)
+    more = ["--batch-size", "64", "--device", "cpu", "--out", args.out]
+    more += ["--limit", args.limit] if args.limit else []
+    more += ["--data", write_items(args.out / "items", args.seed)] if args.seed else []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        list(pool.map(lambda sweep: run("evaluate.py", "--task", sweep[0], *sweep[1].format(iti=iti).split(), *more),
+                      SWEEPS))
+    table = claims.table(args.out)
+    print(table)
+    if not args.limit and not args.seed:
+        write_page(PAGE, table, args.out, iti)
+
+
+def write_items(folder, seed):
+    """Write the items of another seed as files for evaluate.py → the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task in MINIATURE:
+        items = make_split(task.name.removeprefix("miniature-"), task.n, seed)
+        lines = [json.dumps(item._asdict()) + "\n" for item in items]
+        (folder / task.files[0]).write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def run(*command):
+    """Run a Python program on one thread → its standard output. ValueError with its message if it fails."""
+    command = [str(part) for part in command]
+    print("python", *command, file=sys.stderr, flush=True)
+    process = subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                             capture_output=True, text=True)
+    if process.returncode:
+        raise ValueError(f"{' '.join(command)}: {process.stderr.strip()[-2000:]}")
+    return process.stdout
+
+
+def write_page(page, claims_table, folder, iti):
+    """Replace the page's tables and pictures by those of a folder of runs."""
+    plots, pictures = folder / "plots", page.with_suffix("")
+    report = run("evaluate.py", "report", folder, "--plots", plots, "--markdown", "--iti", f"{iti.name}=miniature")
+    run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
+    methods = next(part for part in report.split("### ") if part.startswith("Miniature")).partition("\n")[2]
+    text = replace_block(page.read_text(encoding="utf-8"), "claims", claims_table)
+    page.write_text(replace_block(text, "methods", methods), encoding="utf-8")
+    pictures.mkdir(exist_ok=True)
+    for name in PICTURES:
+        shutil.copy(plots / f"{name}.png", pictures)
+    run("decore.py", "--compare", "--html", pictures / "example.html")
+
+
+def replace_block(text, name, block):
+    """Replace the text between <!-- name --> and <!-- end -->."""
+    before, after = re.split(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text, maxsplit=1, flags=re.DOTALL)
+    return f"{before}\n{block.strip()}\n\n{after}"
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
