@@ -173,6 +173,8 @@ class Transformer(nn.Module):
         shard = shard or Shard.from_environment(device.type)
         folder = first_on_node(lambda: checkpoint_folder(name))
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
+        sizes = {path.name: path.stat().st_size for path in Path(folder).glob("*.safetensors")}
+        shard.check_same((str(config), sizes), f"{folder}, config.json or size of the weights")
         model = cls(config, shard, "meta", dtype or config.dtype)
         model.name, model.folder = Path(folder).resolve().name if Path(name).exists() else str(name), folder
         load_weights(model, folder, device)
