@@ -14,6 +14,7 @@ from scipy.stats import mannwhitneyu
 from report import published, significance
 from report.published import columns, headline, tasks_of
 from report.stored import base_entropies, greedy_run, grouped, mean_of, n_scored, scale, typical
+from tasks import TASKS
 from tasks.runs import prompt_key
 
 NO_BEST = ("rejection", "memory_match")         # neither many nor few of these are better
@@ -126,7 +127,8 @@ def score_notes(text, runs):
     demos = those(lambda run: run.task, lambda run: (shown := run.settings.get("demos"))
                   and not shown.get("paper", "hub" not in shown))
     dtypes = those(lambda run: run.settings["dtype"], lambda run: run.settings.get("dtype") not in (None, "bfloat16"))
-    limited = those(lambda run: f"{run.task} {run.settings['n']:,}", lambda run: run.settings.get("limit"))
+    items = those(lambda run: f"{run.task} {run.settings['n']:,} of {TASKS[run.task].n:,}",
+                  lambda run: run.settings["n"] != TASKS[run.task].n)
     unfinished = those(lambda run: f"{run.path.name} ({len(run.lines):,} of {run.settings['n']:,})",
                        lambda run: len(run.lines) < run.settings["n"])
     judges = those(lambda run: run.judges, lambda run: run.judges)
@@ -144,7 +146,7 @@ def score_notes(text, runs):
         "(tasks/paper.csv).": compared,
         f"The paper's runs are in bfloat16, these (also) in {dtypes}.": compared and dtypes,
         f"Demonstrations other than the paper's: {demos}.": demos,
-        f"Only the first examples: {limited}.": limited,
+        f"Another number of items than usual: {items}.": items,
         f"Judges: {judges}. The paper's no longer exist; compare only values of the same judges.": judges,
         f"Unfinished: {unfinished}.": unfinished}
     return [note for note, needed in notes.items() if needed]

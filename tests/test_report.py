@@ -246,12 +246,12 @@ def test_runs_under_other_conditions_have_tables_of_their_own(tmp_path, call):
     write_run(tmp_path)
     write_run(tmp_path, right=10, max_new_tokens=50, name="long")
     write_run(tmp_path, "masked", 2, right=30, max_new_tokens=50)
-    write_run(tmp_path, right=5, limit=40, demos={"paper": False}, task="miniature-open")
+    write_run(tmp_path, right=5, demos={"paper": False}, task="miniature-closed")
     status, out, _ = call(evaluate.main, "report", tmp_path)
     assert status == 0 and "Miniature: miniature, at most 50 tokens\n" in out
     assert cells(tmp_path, "Miniature: miniature, at most")["masked, N = 2", "conflict"].endswith("20/0, p < .001")
-    assert "Only the first examples: miniature-open 40." in out
-    assert "Demonstrations other than the paper's: miniature-open." in out
+    assert "Another number of items than usual: miniature-closed 40 of 320, miniature-conflict 40 of 1,024." in out
+    assert "Demonstrations other than the paper's: miniature-closed." in out
     rows = list(csv.DictReader(io.StringIO(call(evaluate.main, "report", tmp_path, "--csv")[1])))
     masked = next(row for row in rows if row["method"] == "masked" and row["metric"] == "exact_match")
     assert (masked["conditions"], masked["won"], masked["lost"]) == ("at most 50 tokens", "20", "0")
