@@ -6,6 +6,7 @@ distribution that Eq. 7 decodes from has another entropy."""
 
 import csv
 import sys
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from report import published, significance
 from report.published import columns, headline, tasks_of
 from report.stored import base_entropies, greedy_run, grouped, mean_of, n_scored, scale, typical
 from tasks import TASKS
-from tasks.runs import prompt_key
+from tasks.runs import prompt_key, remarks
 
 NO_BEST = ("rejection", "memory_match")         # neither many nor few of these are better
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")     # whose entropies the paper compares DeCoRe's with
@@ -149,7 +150,9 @@ def score_notes(text, runs):
         f"Another number of items than usual: {items}.": items,
         f"Judges: {judges}. The paper's no longer exist; compare only values of the same judges.": judges,
         f"Unfinished: {unfinished}.": unfinished}
-    return [note for note, needed in notes.items() if needed]
+    counts = Counter(remark for run in runs for remark in remarks(run.settings))
+    return [note for note, needed in notes.items() if needed] + [
+        f"{count} of {len(runs)} runs: {remark}." for remark, count in counts.items()]
 
 
 # Numbers of masked heads
