@@ -68,8 +68,7 @@ def method_name(known):
     """argparse type: the name of a method."""
     def parse(text):
         if text not in known:
-            raise argparse.ArgumentTypeError(f"method {text!r} is unknown; known: {', '.join(known)}; a smaller model "
-                                             "(--amateur M2) makes decore-entropy decore-entropy-lite")
+            raise argparse.ArgumentTypeError(f"method {text!r} is unknown; known: {', '.join(known)}")
         return text
     return parse
 
@@ -155,7 +154,7 @@ def add_model_arguments(p):
 
 
 def add_method_arguments(p, methods, several=False, leave_out=()):
-    """Adds the options that the methods use. several: lists with commas, for sweeps."""
+    """Add the options that the methods use. several: lists with commas, for sweeps."""
     for name, (users, arguments) in OPTIONS.items():
         if name in leave_out or not {method.removesuffix("-lite") for method in users} & set(methods):
             continue
