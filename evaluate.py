@@ -127,22 +127,20 @@ def make_batches(encoded, size):
 def decode_parts(decode, batch, size, auto, model):
     """Decode a batch in parts of at most `size`. Returns the results, and the size that fits into memory.
 
-    auto: a part that runs out of memory is halved."""
+    auto: a part that runs out of memory is halved, unless several ranks share the model."""
     results = []
     while len(results) < len(batch):
         part, error = None, None
         try:
             part = decode(batch[len(results):len(results) + size])
         except RuntimeError as caught:
-            if not cli.out_of_memory(caught):
+            if not cli.out_of_memory(caught) or model.shard.size > 1:       # the other ranks may wait in the pass
                 raise
             error = caught.with_traceback(None)             # the traceback would keep the tensors of the part
-        # Ranks that share a model continue with the same size, even if only one of them ran out of memory.
-        failed = torch.tensor([float(part is None)], device=model.device)
-        if not model.shard.all_reduce(failed).item():
+        if error is None:
             results += part
         elif not auto or size == 1:
-            raise error or torch.OutOfMemoryError("another rank is out of memory")
+            raise error
         else:
             size //= 2
             free_memory(model)
