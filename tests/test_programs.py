@@ -73,7 +73,7 @@ MISTAKES = [
     ("decore", "--prompt Hi --model {shards} {heads}", "index.json"),
     ("decore", "--prompt Hi --model {nan} {heads}", "not finite"),
     ("decore", "--prompt 'more than eight tokens' --model {small} {heads}", "reads 8"),
-    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "have different vocabularies"),
+    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "different vocabularies"),
     ("decore", BASE + " --device tpu", "--device tpu is not on this machine; choose from auto, "),
     ("decore", BASE + " --device cuda:99", "--device cuda:99 is not on this machine"),
     # prompts
