@@ -68,8 +68,7 @@ def method_name(known):
     """argparse type: the name of a method."""
     def parse(text):
         if text not in known:
-            raise argparse.ArgumentTypeError(f"method {text!r} is unknown; known: {', '.join(known)}; a smaller model "
-                                             "(--amateur M2) makes decore-entropy decore-entropy-lite")
+            raise argparse.ArgumentTypeError(f"method {text!r} is unknown; known: {', '.join(known)}")
         return text
     return parse
 

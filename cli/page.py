@@ -67,7 +67,7 @@ def favourites(opener, model, prompt, ids, settings):
     """The likeliest token of the masked model, or of the amateur, at each position: [(token, probability)]."""
     settings = {name: value for name, value in settings.items() if name not in ("lookup", "graph")}
     step, _ = opener(model, [prompt], len(ids), **settings)
-    log_p, token = step(torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)).other[0].max(-1)
+    log_p, token = step(torch.tensor([ids[:-1]], dtype=torch.long)).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 

@@ -2,69 +2,61 @@
 
 import os
 import sys
+from itertools import groupby
 
 AMBER = (230, 229, 222, 221, 215, 214, 208)             # backgrounds of the 256-colour palette, by rising entropy
 STRONGEST = 2.0                                         # nats of the strongest shade
 
 
 class Screen:
-    """Prints the texts of a batch: the first one as it grows, the others at the end. `texts` holds them without colour.
+    """Prints the texts of a batch: the first one as it grows, the others at the end.
 
-    Text that may turn out to be the beginning of a stop string is held back."""
+    `texts` holds them, each up to its stop string. Characters that may become a stop string are printed later."""
 
     def __init__(self, tokenizer, before, stop=(), silent=False):
         """before: what to print before each text. stop: strings before which a text ends. silent: print nothing."""
-        self.tokenizer, self.stop, self.silent = tokenizer, stop, silent
+        self.eos_ids, self.before, self.stop, self.silent = tokenizer.eos_ids, before, stop, silent
         self.streams = [tokenizer.stream() for _ in before]
-        self.held = [[] for _ in before]                # (piece of text, entropy of its token)
-        self.texts, self.unprinted = ["" for _ in before], list(before)
+        self.texts, self.printed = ["" for _ in before], [None for _ in before]         # printed: characters
+        self.colours = [[] for _ in before]                                             # of each character
         self.shaded = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def token(self, b, token, entropy):
-        """Adds a token to the b-th text. Returns whether the text now holds a stop string (`on_token` of generate)."""
-        piece = "" if token in self.tokenizer.eos_ids else self.streams[b].push(token)
-        self.held[b].append((piece, entropy))
-        n, stopped = certain_length("".join(text for text, _ in self.held[b]), self.stop)
-        self.release(b, n)
-        if stopped:
-            self.held[b], self.streams[b] = [], self.tokenizer.stream()
+        """Add a token to the b-th text. Returns whether the text now holds a stop string (`on_token` of generate)."""
+        text = self.texts[b] + ("" if token in self.eos_ids else self.streams[b].push(token))
+        ends = [text.index(string) for string in self.stop if string in text]
+        self.extend(b, text[:min(ends, default=len(text))], entropy)
+        if ends:
+            self.streams[b] = None
         if b == 0:
-            self.print(b)
-        return stopped
+            self.print(b, 0 if ends else max(map(len, self.stop), default=1) - 1)
+        return bool(ends)
 
-    def release(self, b, n):
-        """The first n held characters become text."""
-        rest = []
-        for piece, entropy in self.held[b]:
-            self.texts[b] += piece[:n]
-            self.unprinted[b] += self.shade(piece[:n], entropy)
-            rest += [(piece[n:], entropy)] if piece[n:] else []
-            n = max(n - len(piece), 0)
-        self.held[b] = rest
+    def extend(self, b, text, entropy=0.0):
+        colour = None
+        if self.shaded and entropy >= 0.02:
+            colour = AMBER[min(int(entropy / STRONGEST * len(AMBER)), len(AMBER) - 1)]
+        self.colours[b] += [colour] * (len(text) - len(self.texts[b]))
+        self.texts[b] = text
 
-    def print(self, b):
-        if not self.silent:
-            print(self.unprinted[b], end="", flush=True)
-        self.unprinted[b] = ""
-
-    def shade(self, text, entropy):
-        if not self.shaded or entropy < 0.02:
-            return text
-        colour = AMBER[min(int(entropy / STRONGEST * len(AMBER)), len(AMBER) - 1)]
-        return "\n".join(f"\x1b[30;48;5;{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
+    def print(self, b, held_back=0):
+        """Print what is new of the b-th text, without the last characters."""
+        if self.silent:
+            return
+        if self.printed[b] is None:
+            print(self.before[b], end="")
+            self.printed[b] = 0
+        end = max(len(self.texts[b]) - held_back, self.printed[b])
+        for colour, places in groupby(range(self.printed[b], end), key=lambda i: self.colours[b][i]):
+            part = "".join(self.texts[b][i] for i in places)
+            shade = f"\x1b[30;48;5;{colour}m"
+            print(part if colour is None else shade + part.replace("\n", f"\x1b[0m\n{shade}") + "\x1b[0m", end="")
+        self.printed[b] = end
+        sys.stdout.flush()
 
     def end(self):
         for b, stream in enumerate(self.streams):
-            self.held[b].append((stream.end(), 0.0))
-            self.release(b, sum(len(piece) for piece, _ in self.held[b]))
-            self.unprinted[b] += "\n\n" if len(self.streams) > 1 else "\n"
+            self.extend(b, self.texts[b] + (stream.end() if stream else ""))
             self.print(b)
-
-
-def certain_length(text, stop):
-    """(characters of the text that no stop string can take away, whether the text holds a stop string)."""
-    ends = [text.index(string) for string in stop if string in text]
-    if ends:
-        return min(ends), True
-    begun = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
-    return len(text) - max(begun, default=0), False
+            if not self.silent:
+                print(end="\n\n" if len(self.streams) > 1 else "\n", flush=True)

@@ -53,7 +53,8 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(decode, fo
     assert json.loads(written)["ids"] == out.ids                # a page leaves the output as it is
     with torch.inference_mode():
         step, _ = decore.open_decore(model, [prompt], 8, "decore-static", heads=heads, alpha=0.25)
-        favourites = [step(torch.tensor([[token]])).other.argmax().item() for token in [prompt[-1], *out.ids[:-1]]]
+        steps = [step(None if i == 0 else torch.tensor([out.ids[i - 1:i]])) for i in range(len(out.ids))]
+    favourites = [result.other.argmax().item() for result in steps]
     spans = SPAN.findall(page)
     notes = "\n".join(html.unescape(note) for _, _, note, _ in spans).split("\n")
     ids = out.ids[:-1] if out.stop == "eos" else out.ids

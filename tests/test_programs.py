@@ -126,7 +126,7 @@ MISTAKES = [
     ("baselines", "{model} --prompt Hi --method ad", "info_layer 24 is outside"),
     ("baselines", "{model} --prompt Hi --method cd", "cd needs an amateur"),
     ("baselines", "{model} --prompt Hi --relative-top 2", "'2' is not a finite number from 0 to 1"),
-    ("baselines", "{model} --prompt Hi --method decore-entropy-lite", "--amateur M2"),
+    ("baselines", "{model} --prompt Hi --method decore-entropy-lite", "decore-entropy-lite' is unknown"),
     ("baselines", "{model} --prompt Hi --compare --method cd", "--method has no effect with --compare"),
     ("baselines", "{model} --prompt-ids 1,9999 --compare", "9999"),
     # other programs
