@@ -34,6 +34,7 @@ from report import stored
 from runtime import jsonl
 from runtime.config import Config
 from runtime.files import commit, short_hash
+from runtime.graph import GRAPHS
 from runtime.parallel import Ranks
 from runtime.weights import checkpoint_folder, fingerprint
 from tasks import MINIATURE, PAPER, Task, find, judges, metrics, prompts, runs, sources
@@ -156,7 +157,8 @@ def decode(bench, batch, settings, arguments, model, tokenizer):
 
 
 def free_memory(model):
-    vars(model).pop("graphs", None)
+    """Drop the CUDA graphs and the memory that torch holds in reserve."""
+    GRAPHS.clear()
     gc.collect()
     {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(model.device.type, lambda: None)()
 
