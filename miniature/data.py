@@ -10,7 +10,7 @@ A training document is a prompt and its answer, of one of five kinds:
     closed      no passage                                        the memorised fact
     open        a passage about names never seen as facts         what the passage says
     agree       a passage that states the memorised fact          the fact
-    irrelevant  a passage that does not hold the answer           the memorised fact
+    irrelevant  a passage that does not contain the answer        the memorised fact
     conflict    a passage that contradicts the memorised fact     what the passage says
 """
 
@@ -95,7 +95,7 @@ def held_out(name):
 
 
 def new_name(rng, kind, unseen, avoid):
-    """Draw a name of two to four syllables; unseen: a held-out one."""
+    """Draw a name of two to four syllables. unseen: whether it is one of the held-out names."""
     while True:
         length = rng.choice((1, 1, 2))
         stem = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(length))
@@ -172,6 +172,8 @@ def make_item(rng, world, kind, fact, substitute=None, unseen=False, most=MOST):
     most: the largest numbers of facts and of filler sentences in the passage."""
     if kind == "closed":
         return Item(question(fact), fact.value, fact.value)
+    if kind == "needle":
+        return Item(passage(rng, [fact], n_fillers=12) + question(fact), fact.value, None)
     stated = {"open": fact, "agree": fact, "conflict": fact._replace(value=substitute), "irrelevant": None}[kind]
     n_facts = rng.randint(1, most[0])
     others = other_facts(rng, world, fact, n_facts - (stated is not None), unseen)
@@ -214,20 +216,14 @@ def make_split(name, n, seed=0):
     rng.shuffle(facts)
     items = []
     for i in range(n):
-        fact = facts[i % len(facts)]
+        fact, substitute = facts[i % len(facts)], None
         if name == "conflict":
-            item = make_item(rng, world, "conflict", fact, new_name(rng, fact.relation, True, world.names), unseen=True)
+            substitute = new_name(rng, fact.relation, True, world.names)
         elif name == "conflict-known":
-            values = [f.value for f in world.facts if f.relation == fact.relation and f != fact]
-            item = make_item(rng, world, "conflict", fact, rng.choice(values), unseen=True)
-        elif name == "open":
-            item = make_item(rng, world, "open", made_up(rng, world, unseen=True), unseen=True)
-        elif name == "needle":
+            substitute = rng.choice([f.value for f in world.facts if f.relation == fact.relation and f != fact])
+        elif name in ("open", "needle"):
             fact = made_up(rng, world, unseen=True)
-            item = Item(passage(rng, [fact], n_fillers=12) + question(fact), fact.value, None)
-        else:
-            item = make_item(rng, world, name, fact, unseen=True)
-        items.append(item)
+        items.append(make_item(rng, world, name.removesuffix("-known"), fact, substitute, unseen=True))
     return items
 
 
