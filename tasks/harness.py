@@ -39,9 +39,9 @@ def main():
     run = HarnessCLI().parse_args() if rest else None
     if run is None or not (run.tasks or run.config):
         raise ValueError("--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa")
-    if run.model_args:
+    if getattr(run, "model_args", None):
         raise ValueError("--model_args has no effect: the model is --model's, and its options are those of --help")
-    if args.template_args and not run.apply_chat_template:
+    if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
     model, tokenizer, amateur = cli.load_models(args)
     if args.num_heads is None:
@@ -62,9 +62,10 @@ def import_harness():
     path = sys.path[:]
     sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != ROOT]
     try:
-        import evaluate  # noqa: F401  (stays in sys.modules)
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
+
+        import evaluate  # noqa: F401  (stays in sys.modules)
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
     finally:

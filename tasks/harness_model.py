@@ -1,7 +1,7 @@
 """A model and a decoding method as a model of lm-evaluation-harness.
 
-Heads are masked where `generate` and `score` mask them: in answers at every position, in generation from the last prompt
-token on."""
+Heads are masked as in `score` and `generate`: at every position if answers are scored, from the last prompt token on if
+texts are generated."""
 
 import json
 import warnings

@@ -153,10 +153,11 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     found = lm.loglikelihood(instances("loglikelihood", [(context, answer) for answer in answers]), disable_tqdm=True)
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
     assert [log_p for log_p, _ in found] == baselines.score(model, tokenizer.encode(context), ids, **how)
-    asked = [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in ("abc", "A longer prompt", "x")]
-    texts = lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
-    for (prompt, _), text in zip(asked, texts, strict=True):
-        g = baselines.generate(model, tokenizer.encode(prompt), max_new_tokens=20, eos_ids=tokenizer.eos_ids, **lm.generate_settings)
+    requests = [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in ("abc", "A longer prompt", "x")]
+    texts = lm.generate_until(instances("generate_until", requests), disable_tqdm=True)
+    for (prompt, _), text in zip(requests, texts, strict=True):
+        g = baselines.generate(model, tokenizer.encode(prompt), max_new_tokens=20, eos_ids=tokenizer.eos_ids,
+                               **lm.generate_settings)
         assert text == tokenizer.decode(g.ids).split("w")[0]
 
 
@@ -210,9 +211,9 @@ def test_a_blank_context_begins_with_bos_or_the_end_token(pair, context):
     found = lm.loglikelihood(instances("loglikelihood", [(context, "abc")]), disable_tqdm=True)
     answer = tokenizer.encode(context + "abc", bos=False)
     assert found[0][0] == pytest.approx(baselines.score(model, [first], answer, method="greedy"), abs=1e-6)
-    asked = instances("generate_until", [("", dict(until=[], max_gen_toks=8))])
+    request = instances("generate_until", [("", dict(until=[], max_gen_toks=8))])
     g = baselines.generate(model, [first], method="greedy", max_new_tokens=8, eos_ids=tokenizer.eos_ids)
-    assert lm.generate_until(asked, disable_tqdm=True) == [tokenizer.decode(g.ids)]
+    assert lm.generate_until(request, disable_tqdm=True) == [tokenizer.decode(g.ids)]
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -243,9 +244,9 @@ def test_a_prefilled_answer_is_left_open_as_transformers_does(tmp_path, template
     tokenizer = Tokenizer.load(write(tmp_path / "m", "llama3", template))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "m" / "tokenizer.json"))
     chat = [CHAT[0], {"role": "assistant", "content": last}]
-    wanted = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
-    assert HarnessModel(None, tokenizer, "greedy").apply_chat_template(chat, add_generation_prompt=False) == wanted
-    assert END not in wanted.rpartition("assistant")[2]
+    expected = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
+    assert HarnessModel(None, tokenizer, "greedy").apply_chat_template(chat, add_generation_prompt=False) == expected
+    assert END not in expected.rpartition("assistant")[2]
 
 
 def test_a_template_without_system_message_gets_the_chat_without_it(small):
@@ -292,14 +293,14 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
                               env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         stored = max((tmp_path / "out").rglob("results_*.json"), key=os.path.getmtime)
-        found = json.loads(stored.read_text())
-        assert found["config"]["model"] == "miniature" and found["config"]["method"] == method
+        results = json.loads(stored.read_text())
+        assert results["config"]["model"] == "miniature" and results["config"]["method"] == method
         monkeypatch.setattr(sys, "argv", ["evaluate.py", "--task", "miniature-conflict", "--method", method,
                                           "--limit", str(n), "--out", str(tmp_path / "runs")])
         evaluate.main()
-        wanted = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]["exact_match"]
-        assert found["results"]["conflict"]["exact_match,sentence"] == wanted
-        numbers.append(wanted)
+        expected = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]["exact_match"]
+        assert results["results"]["conflict"]["exact_match,sentence"] == expected
+        numbers.append(expected)
     assert numbers[0] < numbers[1] and len(list(tmp_path.glob("cache-*"))) == 2
 
 
