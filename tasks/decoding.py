@@ -43,26 +43,22 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
     width = 1 if task.choice else size                      # in multiple choice, a batch is one item's candidates
 
     def decode_in_parts(batch):
-        """The rows of a batch. A part that runs out of memory is halved (--batch-size auto)."""
+        """The rows of a batch. With --batch-size auto, a part that runs out of memory is halved."""
         nonlocal size
         answers = []
         while len(answers) < len(batch):
-            part = error = None
+            part = None
             try:
                 part = decode(bench, batch[len(answers):len(answers) + size], settings, arguments, model, tokenizer)
-            except RuntimeError as caught:
-                if not cli.out_of_memory(caught):
+            except RuntimeError as error:
+                # Ranks that share the model cannot halve: the others may wait in the pass.
+                if not cli.out_of_memory(error) or not auto or size == 1 or model.shard.size > 1:
                     raise
-                error = caught.with_traceback(None)         # the traceback would keep the tensors of the part
-            # Ranks that share a model continue with the same size, even if only one of them ran out of memory.
-            failed = torch.tensor([float(part is None)], device=model.device)
-            if not model.shard.all_reduce(failed).item():
-                answers += part
-            elif auto and size > 1:
+            if part is None:
                 size //= 2
                 free_memory(model.device)
             else:
-                raise error or torch.OutOfMemoryError("another rank is out of memory")
+                answers += part
         return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
 
     with jsonl.locked(path) if ranks.rank == 0 else nullcontext():

@@ -56,11 +56,13 @@ def test_unsupported_and_malformed_configurations_are_refused_by_field(family, c
     assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", torch.bfloat16, "torch.bfloat16"])
-def test_dtypes_have_names(name):
-    assert find_dtype(name) is torch.bfloat16
-    with pytest.raises(ValueError, match="dtype int8 is not supported; it must be float32 or"):
-        find_dtype(torch.int8)
+def test_a_dtype_is_a_name_or_one_of_torchs(tmp_path):
+    folder = write_checkpoint(tmp_path, "llama3")
+    assert {Transformer.load(folder, dtype=name).dtype for name in ("bfloat16", torch.bfloat16)} == {torch.bfloat16}
+    assert find_dtype("torch.float16") is torch.float16
+    for name in ("bf16", torch.int8):
+        with pytest.raises(ValueError, match="dtype (bf16|int8) is not supported; it must be float32 or"):
+            Transformer.load(folder, dtype=name)
 
 
 def test_absent_fields_have_the_values_of_transformers(tmp_path):

@@ -22,10 +22,11 @@ from miniature import data as miniature_data
 from tests.checkpoints import random_weights, write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = sorted(path for path in subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True,
-                                                  text=True).stdout.split()
-                  if not path.startswith("tests/") and path != "tasks/harness.py"       # it passes on what it ignores
-                  and 'if __name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8"))
+ROOMS = ("benchmarks", "cli", "heads", "miniature", "report", "runtime", "tasks")
+FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in FILES
+                  if path.name != "harness.py"          # it passes unknown options to lm-evaluation-harness
+                  and 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,7 @@ MISTAKES = [
     ("decore", BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
     ("decore", BASE + " --sources", "--sources has no effect without --json or --html"),
     ("decore", BASE + " --alpha nan", "--alpha: 'nan' is not a finite number"),
+    ("decore", BASE + " --alpha inf", "--alpha: 'inf' is not a finite number"),
     ("decore", BASE + " --alpha-cap -1", "--alpha-cap: '-1' is not a finite number from 0"),
     ("decore", BASE + " --lookup -1", "--lookup: '-1' is not a whole number from 0"),
     ("decore", BASE + " --lookup 99999", "lookup 99999 is more than"),

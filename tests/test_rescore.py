@@ -18,7 +18,8 @@ def start(call):
 
 def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_path):
     _, [choice], _ = start("--model", chat_model, *data["memotrap"], "--method", "greedy", "--out", tmp_path)
-    _, [text], _ = start("--model", chat_model, *data["truthfulqa-gen"], "--method", "greedy", "--max-new-tokens", 5, "--out", tmp_path)
+    _, [text], _ = start("--model", chat_model, *data["truthfulqa-gen"], "--method", "greedy", "--max-new-tokens", 5,
+                         "--out", tmp_path)
     assert list(text["metrics"]) == ["rejection"]               # without a judge
     status, lines, _ = start("rescore", "--rows", choice["run"])
     assert status == 0 and lines[-1] == {"metrics": choice["metrics"], "n": 2}
