@@ -201,7 +201,8 @@ def test_instructions_are_counted_one_by_one_and_prompts_whole():
 
 
 def test_language_detection_gives_the_same_every_time():
-    assert len({ifeval("ok da bin", GERMAN)["prompt_strict"] for _ in range(20)}) == 1
+    indonesian = ("language:response_language", {"language": "id"})     # without a seed "so" or "id"
+    assert len({ifeval("bin da man", indonesian)["prompt_strict"] for _ in range(40)}) == 1
 
 
 # TruthfulQA, generation
