@@ -168,16 +168,16 @@ def test_a_checkpoint_that_was_trained_again_in_place_does_not_get_the_old_rows(
 def test_a_template_that_prints_todays_date_prints_the_same_day_in_every_run(start, data, tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model", "{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
 
-    class Tomorrow(datetime.date):
+    class Later(datetime.datetime):
         @classmethod
-        def today(cls):
+        def now(cls):
             return cls(2031, 12, 31)
 
     files = []
-    for name in ("today", "tomorrow"):
+    for name in ("now", "later"):
         _, [out], _ = start("--model", folder, *data["nq-closed"], *GREEDY, "--limit", 2, "--out", tmp_path / name)
         files.append(content(out["run"])[1:])
-        monkeypatch.setattr("datetime.date", Tomorrow)
+        monkeypatch.setattr("tokenizer.datetime", Later)
     assert files[0] == files[1]
 
 
