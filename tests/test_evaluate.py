@@ -270,10 +270,10 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_pat
 def test_a_sweep_runs_every_combination_once(start, model, heads, data, tmp_path):
     arguments = [*model, *heads, *data["nq-closed"], "--max-new-tokens", 2, "--limit", 1, "--out", tmp_path]
     status, out, _ = start(*arguments, "--method", "greedy,masked,decore-static", "--num-heads", "1,2",
-                           "--alpha", "0.5,1")
+                           "--alpha", "0,1")
     assert status == 0 and [Path(one["run"]).name.split(".", 2)[2] for one in out] == [
-        "greedy.jsonl", "masked.n1.jsonl", "masked.n2.jsonl", "decore-static.n1.a0.5.jsonl",
-        "decore-static.n1.a1.jsonl", "decore-static.n2.a0.5.jsonl", "decore-static.n2.a1.jsonl"]
+        "greedy.jsonl", "masked.n1.jsonl", "masked.n2.jsonl", "decore-static.n1.a0.jsonl",
+        "decore-static.n1.a1.jsonl", "decore-static.n2.a0.jsonl", "decore-static.n2.a1.jsonl"]
     _, out, err = start(*arguments, "--method", "greedy,masked", "--num-heads", 2, "--random-heads", "uniform",
                       "--seed", "1,3")
     assert len(out) == 3, err
