@@ -207,7 +207,7 @@ def rope(model, positions):
 
 def rotate(x, cos, sin):
     """Rotary position embedding. Elements i and i + K/2 are a pair (a, b) → (a cos − b sin, b cos + a sin)."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 # ------------------------------------------------------------------------------------------- cache and attention

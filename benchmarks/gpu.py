@@ -6,7 +6,7 @@
     tests       `pytest -m gpu tests/test_gpu.py`, at most 400 seconds
     products    all matrices of a pass and nothing else, for 1, 2, 8 and 16 vectors: no step can be faster
     decode      greedy and DeCoRe, with CUDA graphs and without
-    peers       the same beside transformers: its generate(), and DeCoRe as a loop of two passes
+    peers       the same and transformers: its generate(), and DeCoRe as a loop of two passes
     prompts     reading prompts: tokens per second, and the memory it takes besides the cache
     batch       32 prompts at once
     lookup      a text that quotes its prompt, with lookup of 7 tokens

@@ -57,7 +57,7 @@ def write_gguf(path, c, dtype):
 
     def add(name, *shape):
         values, of = (torch.randn(shape) * 0.02).numpy(), kind if len(shape) == 2 else f32
-        writer.add_tensor(f"{name}", gguf.quants.quantize(values, of), raw_dtype=of)
+        writer.add_tensor(name, gguf.quants.quantize(values, of), raw_dtype=of)
 
     H, G, D = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_model
     shapes = dict(q=(H, D), k=(G, D), v=(G, D), o=(D, H), gate=(c.d_ff, D), up=(c.d_ff, D), down=(D, c.d_ff))

@@ -13,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from model import Transformer
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.files import one_line, read_json
-from runtime.weights import weight_files
+from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, random_ids, random_weights, write_checkpoint
 
 
@@ -228,6 +228,12 @@ def test_one_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
     assert set(weight_files(tmp_path).values()) == {tmp_path / "model.safetensors"}
     theirs = load_theirs(tmp_path).model.norm.weight
     assert torch.equal(Transformer.load(tmp_path).norm.weight, theirs)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(shards, tmp_path):
+    hashes = fingerprint(write_checkpoint(tmp_path, "llama3.2", seed=3, shards=shards))
+    assert hashes == {"weights": "eaf221d0b0b7517d", "config.json": "fd4f00275fef4d33"}
 
 
 @pytest.mark.parametrize("content, words", [

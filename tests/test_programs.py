@@ -40,11 +40,13 @@ def places(tmp_path_factory, chat_model):
 
     base, small = model("base"), model("small", max_position_embeddings=8)
     write_heads(base / "heads.json")
-    for name, changes in (("gpt2", dict(model_type="gpt2")), ("other", dict(vocab_size=300)), ("pickle", {}),
+    for name, changes in (("gpt2", dict(model_type="gpt2")), ("other", {}), ("pickle", {}),
                           ("shards", dict(shards=2))):
         model(name, **changes)
     (folder / "pickle" / "model.safetensors").rename(folder / "pickle" / "model.bin")
     (folder / "shards" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    tokenizer = folder / "other" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|turn|>", "<|user|>"))
     weights = random_weights(json.loads((small / "config.json").read_text()))
     weights["model.norm.weight"][0] = torch.nan
     model("nan", weights=weights)
@@ -71,7 +73,7 @@ MISTAKES = [
     ("decore", "--prompt Hi --model {shards} {heads}", "index.json"),
     ("decore", "--prompt Hi --model {nan} {heads}", "not finite"),
     ("decore", "--prompt 'more than eight tokens' --model {small} {heads}", "reads 8"),
-    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "vocabular"),
+    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "different vocabularies"),
     ("decore", BASE + " --device tpu", "--device tpu is not on this machine; choose from auto, "),
     ("decore", BASE + " --device cuda:99", "--device cuda:99 is not on this machine"),
     # prompts
