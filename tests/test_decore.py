@@ -321,7 +321,7 @@ def test_end_ids_come_from_the_checkpoint_by_default(llama, tmp_path):
     how = dict(heads=HEADS, max_new_tokens=12)
     assert generate(model, PROMPTS[1], **how).ids == text[:n]
     assert generate(model, PROMPTS[1], eos_ids=(), **how).ids == text
-    for form in (ends, [ends], {ends}, torch.tensor(ends), torch.tensor([ends]), np.array([ends])):
+    for form in (ends, [0, ends, 95], {ends}, torch.tensor(ends), torch.tensor([ends]), np.array([ends])):
         out = generate(llama, PROMPTS[1], eos_ids=form, **how)
         assert out.ids == text[:n] and out.stop == "eos"
 
