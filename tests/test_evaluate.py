@@ -336,7 +336,7 @@ def test_data_and_options_of_all_runs_are_checked_before_the_first(start, model,
 @pytest.mark.parametrize("task, options, message", [
     ("nq-closed", ["--method", "greedy,ad", "--mask", "query"], "--mask has no effect on greedy, ad; it is"),
     ("nq-closed", ["--amateur", "x", "--random-heads", "uniform"], "--random-heads has no effect on decore-e"),
-    ("nq-closed", ["--method", "masked,greedy", "--num-heads", "0,2"], "--num-heads 0 masks nothing"),
+    ("nq-closed", ["--method", "masked,greedy", "--num-heads", "0,2"], "--num-heads: '0' is not a whole number from 1"),
     ("nq-closed", ["--no-renormalise"], "--no-renormalise has no effect on nq-closed"),
     ("nq-closed", ["--judge"], "--judge has no effect on nq-closed"),
     ("nq-closed", ["--seed", "3"], "--seed has no effect without --random-heads"),
