@@ -113,7 +113,7 @@ def choose_methods(args, default, compared):
         raise ValueError("--stop: an empty text would end every answer before it begins")
     method = args.method or default
     chosen = cli.full_names([method], args.amateur)
-    if args.compare:        # with an amateur, a method is shown both without and with it
+    if args.compare:        # each method without and with the amateur
         pairs = [(name, *cli.full_names([name], args.amateur)) for name in (*compared, method)]
         chosen = list(dict.fromkeys(name for pair in pairs for name in pair))
     cli.check_options(args, chosen)

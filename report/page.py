@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cli
-from cli.page import answer_html, document, pieces
+from cli.page import MARK, answer_html, document, pieces
 from report import stored
 from tasks import find, metrics, prompts
 from tasks.runs import prompt_key
@@ -125,5 +125,4 @@ def answer_part(tokenizer, settings, line, name, first):
             for score, (style, kind), text in rows) + "</table>\n<small>log-probability in nats</small>"
     else:
         body = f"<p>{html.escape(line['prediction'])}</p>"
-    mark = {None: "", True: ' <span class="right">✓ right</span>', False: ' <span class="wrong">✗ wrong</span>'}[right]
-    return f'<section class="answer" id="{name}"><h2>{html.escape(title)}{mark}</h2>\n{body}</section>'
+    return f'<section class="answer" id="{name}"><h2>{html.escape(title)}{MARK[right]}</h2>\n{body}</section>'
