@@ -43,12 +43,12 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
     for method in chosen:
         label = f"{method}  ".rjust(width) * bool(width)
         screen = Screen(tokenizer, [title + label for title in titles], args.stop, quiet=args.json)
-        graph, start = False if args.no_graph else None, time.perf_counter()
         try:
             settings = cli.method_settings(method, args, model, amateur, choose_heads)
             settings |= context_free(method, args, tokenizer)
-            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
-                           on_token=screen.token, lookup=args.lookup, graph=graph, **settings)
+            start = time.perf_counter()
+            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids, lookup=args.lookup,
+                           on_token=screen.token, graph=False if args.no_graph else None, **settings)
         except ValueError as error:
             if method == chosen[-1] and not (args.compare and method in compared and answered):
                 raise
