@@ -40,6 +40,7 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
         titles = [f"[{i}] {one_line(text, TITLE)}\n" for i, text in enumerate(texts, 1)]
     width = max(14, *map(len, chosen)) + 2 if len(chosen) > 1 else 0
     page, answered = Page(args.html, model, tokenizer, opener) if args.html else None, False
+    graph = False if args.no_graph else None
     for method in chosen:
         label = f"{method}  ".rjust(width) * bool(width)
         screen = Screen(tokenizer, [title + label for title in titles], args.stop, quiet=args.json)
@@ -47,8 +48,8 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
             settings = cli.method_settings(method, args, model, amateur, choose_heads)
             settings |= context_free(method, args, tokenizer)
             start = time.perf_counter()
-            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids, lookup=args.lookup,
-                           on_token=screen.token, graph=False if args.no_graph else None, **settings)
+            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
+                           on_token=screen.token, lookup=args.lookup, graph=graph, **settings)
         except ValueError as error:
             if method == chosen[-1] and not (args.compare and method in compared and answered):
                 raise
