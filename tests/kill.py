@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import rouge_score.rouge_scorer  # noqa: F401 (imported here once, not in every process)
+import rouge_score.rouge_scorer  # noqa: F401 (imported once, before the forks)
 import torch
 
 import cli
