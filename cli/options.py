@@ -1,4 +1,4 @@
-"""Options: types of arguments, and the table of which method uses which option."""
+"""Command-line options: argument types, and which method uses which option."""
 
 import argparse
 import json
@@ -158,7 +158,7 @@ def add_method_arguments(p, methods, several=False, leave_out=()):
 
 
 def full_names(methods, amateur):
-    """The names under which methods are shown: with an amateur, decore-entropy is decore-entropy-lite."""
+    """The names of methods in outputs: with an amateur, decore-entropy is called decore-entropy-lite."""
     return [f"{method}-lite" if amateur and method in MASKING[1:] else method for method in methods]
 
 

@@ -40,13 +40,14 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
         titles = [f"[{i}] {one_line(text, TITLE)}\n" for i, text in enumerate(texts, 1)]
     width = max(14, *map(len, chosen)) + 2 if len(chosen) > 1 else 0
     page, answered = Page(args.html, model, tokenizer, opener) if args.html else None, False
+    graph = False if args.no_graph else None
     for method in chosen:
         label = f"{method}  ".rjust(width) * bool(width)
         screen = Screen(tokenizer, [title + label for title in titles], args.stop, quiet=args.json)
-        graph, start = False if args.no_graph else None, time.perf_counter()
         try:
             settings = cli.method_settings(method, args, model, amateur, choose_heads)
             settings |= context_free(method, args, tokenizer)
+            start = time.perf_counter()
             out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
                            on_token=screen.token, lookup=args.lookup, graph=graph, **settings)
         except ValueError as error:
@@ -113,7 +114,7 @@ def choose_methods(args, default, compared):
         raise ValueError("--stop: an empty text would end every answer before it begins")
     method = args.method or default
     chosen = cli.full_names([method], args.amateur)
-    if args.compare:        # with an amateur, a method is shown both without and with it
+    if args.compare:        # each method without and with the amateur
         pairs = [(name, *cli.full_names([name], args.amateur)) for name in (*compared, method)]
         chosen = list(dict.fromkeys(name for pair in pairs for name in pair))
     cli.check_options(args, chosen)

@@ -1,7 +1,6 @@
 """The program behind decore.py and baselines.py: prompts, options, JSON, text for people."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -197,20 +196,6 @@ def test_compare_shows_all_baselines_that_apply_and_says_why_others_do_not(call,
     for method, reason in (("cd", "needs an amateur"), ("cad", "--without-context"), ("ad", "--info-layer")):
         assert any(line.startswith(f"{method} is left out: ") and reason in line for line in err.splitlines())
     assert compare("--amateur", base[1])[0] == ["greedy", "cd", "dola-low", "dola-high"]        # no head scores
-
-
-# -------------------------------------------------------------------------------------------------- terminal and stops
-
-
-def test_a_terminal_shades_uncertain_tokens_amber_unless_no_color_is_set(call, base, monkeypatch):
-    command = [decore.main, *base, *FLAGS, "--prompt", "Hi"]
-    plain = call(*command)[1]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[30;48;5;" in call(*command)[1]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert call(*command)[1] == plain
 
 
 def test_characters_that_may_become_a_stop_text_are_printed_later(capsys, base):
