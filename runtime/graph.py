@@ -116,7 +116,7 @@ def record(step, tokens, caches, shard):
     graph = problem = None
     try:
         graph = Graph(step, tokens, restore)
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:        # ConnectionError: from a collective
         problem = str(error).partition("\n")[0]
     restore()
     if not anywhere(problem, shard, tokens.device):

@@ -14,7 +14,6 @@ from tqdm import tqdm
 import baselines
 import cli
 from runtime.files import short_hash
-from tokenizer import cut, stop_at
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
 SAMPLING = ("top_p", "top_k", "min_p")      # have no effect on greedy decoding
@@ -124,7 +123,9 @@ class HarnessModel(TemplateLM):
                         self.model, prompts, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
                         on_token=stop_at(self.tokenizer, stop, len(prompts)), **self.generate_settings)
                     for i, g in zip(indices, results, strict=True):
-                        out[i] = cut(self.tokenizer.decode(g.ids), stop)
+                        out[i] = self.tokenizer.decode(g.ids)
+                        for string in stop:
+                            out[i] = out[i].partition(string)[0]
                         self.cache_hook.add_partial("generate_until", requests[i].args, out[i])
                     bar.update(len(indices))
         return out
@@ -168,3 +169,14 @@ class HarnessModel(TemplateLM):
             raise ValueError(f"{self.tokenizer.name}: the chat template drops the last message, which cannot be "
                              "continued")
         return before if after.startswith(" ") else before.rstrip()     # some templates strip messages
+
+
+def stop_at(tokenizer, strings, batch_size):
+    """An `on_token` of `generate` that ends each text of a batch at the first of the strings."""
+    streams, texts = [tokenizer.stream() for _ in range(batch_size)], [""] * batch_size
+
+    def on_token(b, token, entropy):
+        texts[b] += streams[b].push(token)
+        return any(string in texts[b] for string in strings)
+
+    return on_token

@@ -343,7 +343,7 @@ def test_results_that_cannot_rank_heads_say_what_to_try(command, monkeypatch, tm
     (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
     (["--depths", "0"], "argument --depths: "),
     (["--template", "{context} and that is all"], "must hold {context}, once, and {question}"),
-    (["--haystack", "/nowhere.txt"], "/nowhere.txt is missing"),
+    (["--haystack", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
     (["--haystack", "/proc/self/fdinfo"], "holds no text"),
     (["--lengths", "500", "--depths", "1"], "3 runs cannot give --min-success 10"),
     (["--runs", "99"], "3 needles at 6 places make 18 runs"),

@@ -69,7 +69,7 @@ MISTAKES = [
     ("decore", "--prompt Hi --model {folder}/nowhere", "nowhere"),
     ("decore", "--prompt Hi --model {empty}", "tokenizer.json"),
     ("decore", "--prompt Hi --model {untokenized}", "tokenizer.json"),
-    ("decore", "--prompt Hi --model {pickle} {heads}", "pickle"),
+    ("decore", "--prompt Hi --model {pickle} {heads}", "Pickles"),
     ("decore", "--prompt Hi --model {shards} {heads}", "index.json"),
     ("decore", "--prompt Hi --model {nan} {heads}", "not finite"),
     ("decore", "--prompt 'more than eight tokens' --model {small} {heads}", "reads 8"),

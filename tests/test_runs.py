@@ -48,12 +48,11 @@ def test_a_last_row_that_was_cut_off_anywhere_is_skipped(path, cut):
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"index": 1, "prediction": "x", "index": 2}', "line 2: not JSON .*appears twice"),
-    ('{"index": 1, "alphas": [NaN]}', "line 2: not JSON .*NaN is not a finite number"),
+    ('{"index": 1, "alphas": [NaN]}', "line 2: not JSON"),
     ('{"index": 1, "prediction": "\\ud800"}', "line 2: not JSON .*surrogate"),
     ('{"index": 1', "line 2: not JSON"),
     ('{"index": 1, "a": ' + "[" * 100_000, "line 2: not JSON"),
-    ('[1]', "line 2: should be a JSON object, not a list"),
+    ('[1]', "line 2: not JSON .*a list instead of an object"),
     ('{"index": true}', "line 2: 'index' cannot be true"),
     ('{"index": 1, "ids": [1, null]}', "line 2: 'ids' cannot be "),
     ('{"prediction": "x"}', "line 2: 'index' is missing"),
