@@ -114,13 +114,13 @@ def check_settings(model, settings):
 def check_heads(heads, model):
     """(layer, head) pairs or "layer-head" → a list of pairs of ints inside the model, each once."""
     L, H, pairs = model.config.n_layers, model.config.n_heads, []
-    if isinstance(heads, str | bytes) or not isinstance(heads, Iterable) or getattr(heads, "ndim", 1) == 0:
+    heads = heads.tolist() if hasattr(heads, "tolist") else heads
+    if isinstance(heads, str) or not isinstance(heads, Iterable):
         raise ValueError(f"heads is {heads!r}; give a list of (layer, head) pairs or of texts like '3-1'")
     for head in heads:
-        pair = head.split("-") if isinstance(head, str) else head
         try:
-            layer, number = (int(x) for x in pair if isinstance(x, str) or x == int(x) and not isinstance(x, bool))
-        except (TypeError, ValueError):
+            layer, number = map(int, head.split("-")) if isinstance(head, str) else as_ints(head, "a head")
+        except ValueError:
             raise ValueError(f"{head!r} is not a head; give (layer, head) pairs or texts like '3-1'") from None
         if not (0 <= layer < L and 0 <= number < H):
             raise ValueError(f"head {layer}-{number} is outside {model.name} ({L} layers, {H} heads); "

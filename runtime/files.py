@@ -6,15 +6,16 @@ import subprocess
 from pathlib import Path
 
 
-def read_json(path):
-    """The object in a JSON file; ValueError or OSError with its path."""
+def read_json(path, kind=dict):
+    """The object, or the list, in a JSON file; ValueError or OSError with its path."""
     text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must contain a JSON object, not a {type(value).__name__}")
+    if not isinstance(value, kind):
+        raise ValueError(f"{path} must contain a JSON {'object' if kind is dict else 'list'}, not a "
+                         f"{type(value).__name__}")
     return value
 
 

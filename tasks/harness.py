@@ -44,8 +44,6 @@ def main():
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
     model, tokenizer, amateur = cli.load_models(args)
-    if args.num_heads is None:
-        args.num_heads = cli.default_num_heads(model)
     run.model = HarnessModel(model, tokenizer, batch_size=args.batch_size, renormalise=args.renormalise,
                              template_args=cli.benchmark_template_args(tokenizer, args.template_args),
                              **cli.method_settings(method, args, model, amateur, choose_heads))

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 import baselines
 import cli
+from cli.screen import Screen
 from runtime.files import short_hash
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
@@ -119,14 +120,13 @@ class HarnessModel(TemplateLM):
                 members.sort(key=lambda member: -len(member[0]))
                 for start in range(0, len(members), self.batch_size):
                     prompts, indices = zip(*members[start:start + self.batch_size], strict=True)
-                    results = baselines.generate(
-                        self.model, prompts, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
-                        on_token=stop_at(self.tokenizer, stop, len(prompts)), **self.generate_settings)
-                    for i, g in zip(indices, results, strict=True):
-                        out[i] = self.tokenizer.decode(g.ids)
-                        for string in stop:
-                            out[i] = out[i].partition(string)[0]
-                        self.cache_hook.add_partial("generate_until", requests[i].args, out[i])
+                    screen = Screen(self.tokenizer, [""] * len(prompts), stop, quiet=True)
+                    baselines.generate(self.model, prompts, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
+                                       on_token=screen.token, **self.generate_settings)
+                    screen.end()
+                    for i, text in zip(indices, screen.texts, strict=True):
+                        out[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
                     bar.update(len(indices))
         return out
 
@@ -164,19 +164,8 @@ class HarnessModel(TemplateLM):
     def render_open(self, messages):
         mark = "<the message ends here> "
         last = messages[-1] | dict(content=messages[-1]["content"] + mark)
-        before, found, after = self.render([*messages[:-1], last], False).rpartition(mark.rstrip())
-        if not found:
+        before, separator, after = self.render([*messages[:-1], last], False).rpartition(mark.rstrip())
+        if not separator:
             raise ValueError(f"{self.tokenizer.name}: the chat template drops the last message, which cannot be "
                              "continued")
         return before if after.startswith(" ") else before.rstrip()     # some templates strip messages
-
-
-def stop_at(tokenizer, strings, batch_size):
-    """An `on_token` of `generate` that ends each text of a batch at the first of the strings."""
-    streams, texts = [tokenizer.stream() for _ in range(batch_size)], [""] * batch_size
-
-    def on_token(b, token, entropy):
-        texts[b] += streams[b].push(token)
-        return any(string in texts[b] for string in strings)
-
-    return on_token
