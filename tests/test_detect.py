@@ -201,7 +201,7 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
 
 def test_bad_needles_are_named(tmp_path):
     path = tmp_path / "needles.jsonl"
-    for line, message in (("{}", 'line 1: must have texts "needle"'), ('["a"]', "line 1: .*a list instead of an object"),
+    for line, message in (("{}", 'line 1: must have texts "needle"'), ('["a"]', "line 1: .*instead of an object"),
                           ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "which is a part of needle"),
                           ("", "holds no needles")):
         path.write_text(line)

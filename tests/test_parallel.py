@@ -18,7 +18,6 @@ import torch.distributed as dist
 import cli
 import decore
 from baselines import generate
-from benchmarks.measure import status
 from benchmarks.measure import weights as weight_bytes
 from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
@@ -266,6 +265,11 @@ def test_a_model_that_does_not_divide_is_refused_with_the_reason(tmp_path, chang
         check_split(Config.from_checkpoint(tmp_path), 4)
 
 
+def memory(key):
+    """A line of /proc/self/status in bytes: VmRSS is the memory of this process, VmHWM its peak."""
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=2048)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama3"] | sizes))
@@ -275,9 +279,9 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     stored = sum(weight.nbytes for weight in weights.values())                  # about 200 MB
     del weights
     Path("/proc/self/clear_refs").write_text("5")                               # resets the peak
-    before = status("VmRSS")
+    before = memory("VmRSS")
     model = Transformer.load(tmp_path, shard=Shard(1, 4))
-    share, peak = weight_bytes(model), status("VmHWM") - before
+    share, peak = weight_bytes(model), memory("VmHWM") - before
     assert share < 0.3 * stored and peak < share + 40e6                         # about 20 MB are the libraries'
 
 
