@@ -352,9 +352,11 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     """146 MB of weights, in a process of its own; some 20 MB are the libraries'."""
     write_checkpoint(tmp_path, "llama3", hidden_size=1024, intermediate_size=2816, vocab_size=512)
     code = f"""
-from benchmarks.measure import status, weights
+from benchmarks.measure import weights
 from model import Transformer
 from runtime.parallel import Shard
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 open("/proc/self/clear_refs", "w").write("5")               # the peak counts from here on
 before = status("VmRSS")
 model = Transformer.load({str(tmp_path)!r}, shard=Shard(1, 4))
