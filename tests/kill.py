@@ -72,7 +72,7 @@ def kill(main, arguments, path, times, dice):
     duration, expected = time.monotonic() - start, content(path)
     path.unlink()
     killed = finished = wrong = 0
-    while killed < times or any(path.parent.iterdir()):
+    while killed < times or not finished or any(path.parent.iterdir()):
         # One run in four may finish, so that most files are the work of several killed runs.
         finish = killed >= times or dice.random() < 0.25
         status = attempt(main, arguments, *[] if finish else [dice.uniform(0, duration)])
