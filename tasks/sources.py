@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import check_file, one_line, sha256, short_hash
+from runtime.files import one_line, sha256, short_hash
 from runtime.jsonl import json_lines
 from tasks import prompts
 
@@ -19,7 +19,7 @@ from tasks import prompts
 
 def read_rows(path):
     """Yields (line or row number, row as a dict) of a data file. ValueError or OSError with its path."""
-    path = check_file(path)
+    path = Path(path)
     kind = next((suffix for suffix in READERS if path.name.lower().endswith(suffix)), None)
     if kind is None:
         raise ValueError(f"{path}: unknown kind of file; known: {', '.join(READERS)}")
@@ -146,7 +146,7 @@ def find_data(task, data=None):
         path, commit = from_hub(task.home)
         return [path], [{"hub": task.home.repo, "revision": commit} | file_record(path)]
     if not Path(data).is_dir():
-        files = [check_file(data)]
+        files = [Path(data)]
     elif not (files := matching_files(data, task, task.files)):
         raise FileNotFoundError(f"--data {data}: no file for {task.name} in this folder ({', '.join(task.files)})")
     elif len(files) > 1 and not task.splits:
