@@ -1,7 +1,5 @@
 """Prints texts while they are decoded."""
 
-from tokenizer import cut
-
 
 class Screen:
     """Prints the texts of a batch: the first one as it grows, the others at the end.
@@ -24,10 +22,11 @@ class Screen:
         return ended
 
     def add(self, b, new):
-        text = self.texts[b] + new
-        self.texts[b] = cut(text, self.stop)
-        if self.texts[b] != text:
-            self.streams[b] = None
+        self.texts[b] += new
+        for string in self.stop:
+            if string in self.texts[b]:
+                self.texts[b] = self.texts[b].partition(string)[0]
+                self.streams[b] = None
 
     def print(self, b, held_back=0):
         """Print the rest of the b-th text, except the last `held_back` characters."""

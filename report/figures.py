@@ -7,15 +7,20 @@ import itertools
 import textwrap
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import gaussian_kde
 
 from report import published, significance, tables
-from report.stored import base_entropies, greedy_mean, group, mean_of, scale, typical
+from report.stored import NOT_FRACTIONS, base_entropies, greedy_mean, group, typical
 
-WIDTH, PANEL, DPI = 7.6, 2.1, 150               # inches across the page and per row of panels; dots per inch
+WIDTH, PANEL = 7.6, 2.1                         # inches across the page and per row of panels
+matplotlib.rcParams.update({
+    "font.size": 6.5, "axes.titlesize": 8, "axes.labelsize": 6.5, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "legend.fontsize": 8, "legend.frameon": False, "axes.titlelocation": "left", "xaxis.labellocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150})
 STYLE = {                                       # method → colour, marker
     "greedy": ("#000000", "s"), "masked": ("#0072B2", "v"), "decore-static": ("#009E73", "D"),
     "decore-entropy": ("#D55E00", "o"), "decore-static-lite": ("#66A182", "d"),
@@ -24,7 +29,6 @@ STYLE = {                                       # method → colour, marker
 CYCLE = ["#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#7A5C00", "#882255"]
 MARKERS = "ovDs^P<>X*"
 DASHES = {None: "-", "uniform": "--", "published": "-."}        # retrieval heads, samplers of random heads
-SMALL, TINY = 8, 6.5                            # points
 
 
 def draw_all(runs, folder):
@@ -40,7 +44,7 @@ def draw_all(runs, folder):
                 if figure := draw(setups, tasks):
                     parts = dict.fromkeys([kind, title, name.lower(), *["query"] * (mask == "query")])
                     path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
-                    figure.savefig(path, dpi=DPI)
+                    figure.savefig(path)
                     pictures.append((path, f"{title}{', query mask' * (mask == 'query')}: {caption}"))
     return pictures
 
@@ -52,8 +56,6 @@ def grid(panels, columns=3, height=PANEL, **options):
     figure = Figure(figsize=(WIDTH, rows * height + 0.9), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
     for ax in axes:
-        ax.tick_params(labelsize=SMALL - 1)
-        ax.spines[["top", "right"]].set_visible(False)
         ax.xaxis.set_major_locator(MaxNLocator(4))
     for ax in axes[panels:]:
         ax.set_axis_off()
@@ -70,20 +72,18 @@ def finish(figure, setups, tasks, *notes):
 
     handles = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:
-        figure.legend(handles.values(), handles, loc="outside upper center", fontsize=SMALL, frameon=False,
+        figure.legend(handles.values(), handles, loc="outside upper center",
                       ncols=2 if max(map(len, handles)) > 36 else 3)
-    sizes = {}
-    for run in runs:
-        sizes.setdefault(run.task, []).append(len(run.lines))
-    n = ", ".join(f"{task} {tables.low_to_high(numbers)}" for task, numbers in sizes.items())
-    seeds = ", ".join(map(str, sorted({run.settings["seed"] for run in runs if run.setup.random})))
+    n = ", ".join(f"{task} {tables.low_to_high([len(run.lines) for run in runs if run.task == task])}"
+                  for task in tasks)
+    seeds = ", ".join(map(str, sorted({run.settings["seed"] for run in runs if run.setup.random_heads})))
     add_foot(figure, setting("model"), f"n: {n}", f"seeds of random heads: {seeds or 'none'}", setting("mask"),
              setting("dtype"), setting("date"), setting("commit", 8), *notes)
 
 
 def add_foot(figure, *notes):
     lines = textwrap.wrap(" · ".join(notes), 150, break_on_hyphens=False)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=TINY, color="#444444")
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6.5, color="#444444")
 
 
 def label_of(setup):
@@ -95,19 +95,22 @@ def label_of(setup):
 def heads_figure(setups, tasks):
     """Score against N: retrieval heads, and random heads with the range of their draws."""
     alpha = next((setup.alpha for setup in typical(setups) if setup.method == "decore-static"), None)
-    return sweep_figure(setups, tasks, "n", lambda setup: setup.n and setup.alpha in (None, alpha),
+    return sweep_figure(setups, tasks, "num_heads",
+                        lambda setup: setup.num_heads and setup.alpha in (None, alpha),
                         "band and dots: range and single draws of random heads",
                         "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
 
 
 def alpha_figure(setups, tasks):
     """Score against α of DeCoRe static, one line per N."""
-    return sweep_figure(setups, tasks, "alpha", lambda setup: setup.method == "decore-static" and not setup.random)
+    return sweep_figure(setups, tasks, "alpha",
+                        lambda setup: setup.method == "decore-static" and not setup.random_heads)
 
 
 def sweep_figure(setups, tasks, field, condition, *notes):
-    """Score against a field of Setup, "n" or "alpha": a panel per task, a line per setup that fulfils the condition."""
-    options = {"", *(setup.options for setup in typical(setups))}
+    """Score against "num_heads" or "alpha": a panel per task, a line per setup that fulfils the condition."""
+    usual = typical(setups)
+    options = {"", *(setup.options for setup in usual)}
     plotted = {setup: by_task for setup, by_task in setups.items() if condition(setup) and setup.options in options}
     panels = {}
     for task in tasks:
@@ -116,52 +119,51 @@ def sweep_figure(setups, tasks, field, condition, *notes):
     panels = {task: lines for task, lines in panels.items() if lines}
     if not panels:
         return None
-    reference = [setup for setup in typical(setups) if setup.method == "decore-entropy" and field == "alpha"]
-    numbers = sorted({line.n for lines in panels.values() for line in lines if line.n})
+    levels = {setup: setups[setup] for setup in usual               # drawn as horizontal lines
+              if setup.method == "greedy" or setup.method == "decore-entropy" and field == "alpha"}
+    numbers = sorted({line.num_heads or 0 for lines in panels.values() for line in lines})
     figure, axes = grid(len(panels))
     for ax, (task, lines) in zip(axes, panels.items(), strict=True):
         title, metric, labels = published.TASKS[task]
         greedy = greedy_mean(setups, task, metric)
-        label = "heads masked, N" if field == "n" else "α"
+        label = "heads masked, N" if field == "num_heads" else "α"
         for line, points in lines.items():
-            i = numbers.index(line.n) if field == "alpha" else None
-            colour, marker = STYLE[line.method] if i is None else (CYCLE[i % len(CYCLE)], MARKERS[i % len(MARKERS)])
-            if field == "alpha" and greedy is not None:
-                points[0.0] = [greedy]                                  # at α = 0 nothing is contrasted
+            colour, marker = STYLE[line.method]
+            if field == "alpha":
+                i = numbers.index(line.num_heads)
+                colour, marker = CYCLE[i % len(CYCLE)], MARKERS[i % len(MARKERS)]
+                points |= {0.0: [greedy]} if greedy is not None else {}     # at α = 0 nothing is contrasted
+            elif (r := tables.correlation(line.method, points, greedy)) is not None:
+                name = label_of(line).replace("random heads as published", "published draws")
+                label += f"\nr {name}: {r:+.2f}".replace("-", "−")
             draw_line(ax, line, points, colour, marker)
             paper = published.points(field, tables.model_of(setups), task, published.method_of(line))
             if paper:
-                ax.plot(*zip(*paper, strict=True), DASHES[line.random], color="#999999", marker=marker, markersize=3,
-                        linewidth=0.8, markerfacecolor="white", label="the paper's values")
-            if field == "n" and (r := tables.correlation(line.method, points, greedy)) is not None:
-                name = label_of(line).replace("random heads as published", "published draws")
-                label += f"\nr {name}: {r:+.2f}".replace("-", "−")
-        for setup in reference:
-            if task in setups[setup]:
-                ax.axhline(mean_of(setups[setup][task][0], metric), linestyle="-.", linewidth=1,
+                ax.plot(*zip(*paper, strict=True), DASHES[line.random_heads], color="#999999", marker=marker,
+                        markersize=3, linewidth=0.8, markerfacecolor="white", label="the paper's values")
+        for setup, by_task in levels.items():
+            if task in by_task and (mean := by_task[task][0].means.get(metric)) is not None:
+                ax.axhline(mean, linestyle=":" if setup.method == "greedy" else "-.", linewidth=1,
                            color=STYLE[setup.method][0], label=label_of(setup))
-        if greedy is not None:
-            ax.axhline(greedy, color="black", linestyle=":", linewidth=1, label="greedy")
-        ax.set_title(title, fontsize=SMALL, loc="left")
-        ax.set_xlabel(label, fontsize=TINY, loc="left")
-        ax.set_ylabel(labels[metric] or "%", fontsize=TINY)
-        if scale(metric) == 100:
+        ax.set_title(title)
+        ax.set_xlabel(label)
+        ax.set_ylabel(labels[metric] or "%")
+        if metric not in NOT_FRACTIONS:
             ax.set_ylim(-4, 104)                # the whole range, so that a small change looks small
-    finish(figure, {setup: by_task for setup, by_task in setups.items()
-                    if setup in plotted or setup in reference or setup.method == "greedy"}, panels, *notes)
+    finish(figure, levels | plotted, panels, *notes)
     return figure
 
 
 def draw_line(ax, line, points, colour, marker):
     """points: {N or α: [score of each draw]}"""
     numbers = sorted(points)
-    if line.random:
+    if line.random_heads:
         ax.fill_between(numbers, [min(points[n]) for n in numbers], [max(points[n]) for n in numbers], color=colour,
                         alpha=0.13, linewidth=0)
         for n in numbers:
             ax.plot([n] * len(points[n]), points[n], ".", color=colour, markersize=2, alpha=0.6)
-    ax.plot(numbers, [np.mean(points[n]) for n in numbers], DASHES[line.random], color=colour, marker=marker,
-            markersize=4, linewidth=1.3, markerfacecolor="white" if line.random else colour, label=label_of(line))
+    ax.plot(numbers, [np.mean(points[n]) for n in numbers], DASHES[line.random_heads], color=colour, marker=marker,
+            markersize=4, linewidth=1.3, markerfacecolor="white" if line.random_heads else colour, label=label_of(line))
 
 
 # Entropies
@@ -184,10 +186,10 @@ def entropy_figure(setups, tasks):
         for rival in (setup for setup in entropies if setup.method in tables.RIVALS):
             if test := significance.t_test(decore, entropies[rival], "less"):
                 label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
-        ax.set_yticks(range(len(methods)), map(label_of, reversed(methods)), fontsize=TINY)
+        ax.set_yticks(range(len(methods)), map(label_of, reversed(methods)))
         ax.set_xlim(0, highest * 1.02)
-        ax.set_title(published.TASKS[task][0], fontsize=SMALL, loc="left")
-        ax.set_xlabel(label, fontsize=TINY)
+        ax.set_title(published.TASKS[task][0])
+        ax.set_xlabel(label)
     finish(figure, {setup: setups[setup] for setup in methods}, panels, "line: mean; box: quartiles; p: Welch's "
            "t-test, one-sided, DeCoRe entropy's below the others'; drawn up to the 99.5th percentile")
     return figure
@@ -221,7 +223,7 @@ def correctness_figure(setups, tasks):
             if setup in pairs:
                 draw_histogram(above, *pairs[setup])
                 draw_regression(below, *pairs[setup])
-                above.set_title(f"{published.TASKS[task][0]}\n{label_of(setup)}", fontsize=SMALL - 1, loc="left")
+                above.set_title(f"{published.TASKS[task][0]}\n{label_of(setup)}")
             else:
                 above.set_axis_off()
                 below.set_axis_off()
@@ -239,7 +241,7 @@ def draw_histogram(ax, entropies, right):
                 linestyle=dash, linewidth=1.2)
         ax.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
     ax.set_xlim(0, bins[-1])
-    ax.set_ylabel("density", fontsize=TINY)
+    ax.set_ylabel("density")
 
 
 def draw_regression(ax, entropies, right):
@@ -256,8 +258,8 @@ def draw_regression(ax, entropies, right):
         ax.plot(values, np.full(len(values), y), "|", color=colour, markersize=4, alpha=0.35)
     ax.set_xlim(0, x[-1])
     ax.set_ylim(-0.1, 1.1)
-    ax.set_xlabel("base entropy, nats per token" + (f"\nR² = {fit.pseudo_r2:.3f}" if fit else ""), fontsize=TINY)
-    ax.set_ylabel("correct", fontsize=TINY)
+    ax.set_xlabel("base entropy, nats per token" + (f"\nR² = {fit.pseudo_r2:.3f}" if fit else ""))
+    ax.set_ylabel("correct")
 
 
 FIGURES = {

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 import cli
 from heads import find_file, load_scores
 from report import published, tables
-from report.figures import CYCLE, DPI, MARKERS, SMALL, TINY, add_foot, grid
+from report.figures import CYCLE, MARKERS, add_foot, grid
 from runtime.files import read_json
 
 RANKS = (1, *range(10, 101, 10))
@@ -39,7 +39,7 @@ def main(argv):
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in (("head-curves", head_curves), ("head-maps", head_maps)):
-            draw(files).savefig(folder / f"{name}.png", dpi=DPI)
+            draw(files).savefig(folder / f"{name}.png")
             print(folder / f"{name}.png")
 
 
@@ -52,9 +52,9 @@ def head_curves(files):
                 color=CYCLE[i % len(CYCLE)], linewidth=1.4, marker=MARKERS[i % len(MARKERS)], markevery=0.2,
                 markersize=4, label=path.stem)
     ax.axhline(RETRIEVAL, color="#999999", linestyle=":", linewidth=1)
-    ax.set_xlabel("rank of the head", fontsize=SMALL)
-    ax.set_ylabel("retrieval score", fontsize=SMALL)
-    ax.legend(fontsize=TINY, frameon=False)
+    ax.set_xlabel("rank of the head")
+    ax.set_ylabel("retrieval score")
+    ax.legend()
     add_foot(figure, "retrieval scores of all heads, sorted")
     return figure
 
@@ -71,11 +71,10 @@ def head_maps(files):
                           interpolation="nearest")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
-        ax.set_title(path.stem, fontsize=SMALL, loc="left")
-        ax.set_xlabel("head", fontsize=TINY)
-        ax.set_ylabel("layer", fontsize=TINY)
+        ax.set_title(path.stem)
+        ax.set_xlabel("head")
+        ax.set_ylabel("layer")
     bar = figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30)
-    bar.set_label("retrieval score (colour by its square root)", fontsize=TINY)
-    bar.ax.tick_params(labelsize=TINY)
+    bar.set_label("retrieval score (colour by its square root)")
     add_foot(figure, "retrieval score of every head, layer 0 at the bottom")
     return figure

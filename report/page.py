@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cli
-from cli.page import answer_html, document, pieces
+from cli.page import MARK, answer_html, document, pieces
 from report import stored
 from tasks import find, metrics, prompts
 from tasks.runs import prompt_key
@@ -16,7 +16,6 @@ from tasks.sources import load
 from tokenizer import Tokenizer
 
 VERDICTS = ("substring_match", "exact_match", "mc1", "micro")       # the first that a task has says right or wrong
-MARK = {None: "", True: ' <span class="right">✓ right</span>', False: ' <span class="wrong">✗ wrong</span>'}
 load_tokenizer = cache(Tokenizer.load)
 
 

@@ -68,7 +68,7 @@ def tasks_of(setups):
 
 
 def method_of(setup):
-    return RANDOM.get(setup.method, f"{setup.method}-random") if setup.random else setup.method
+    return RANDOM.get(setup.method, f"{setup.method}-random") if setup.random_heads else setup.method
 
 
 @cache
@@ -84,18 +84,18 @@ def cell(run, metric):
     for most N, its main tables do not state theirs."""
     setup = run.setup
     fits = [row for row in rows("paper", run.task, run.model, method_of(setup)) if row["metric"] == metric
-            and row["num_heads"] in ("", str(setup.n)) and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
+            and row["num_heads"] in ("", str(setup.num_heads))
+            and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
     row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
-    if row is None or row["num_heads"] or setup.n is None:
+    if row is None or row["num_heads"] or setup.num_heads is None:
         return row and row | {"at": ""}
     inferred = [n for row in rows("paper_n", run.task, run.model, setup.method) if metric != "entropy"
                 for n in row["num_heads"].split()]
-    return row | {"at": "" if str(setup.n) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
+    return row | {"at": "" if str(setup.num_heads) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
 
 
-def points(field, model, task, method):
-    """[(N or α, value)] of the paper's tables over the field "n" or "alpha", by the metric of the figures."""
-    column = {"n": "num_heads"}.get(field, field)
+def points(column, model, task, method):
+    """[(N or α, value)] of the paper's tables over "num_heads" or "alpha", by the metric of the figures."""
     return sorted((float(row[column]), float(row["value"])) for row in rows("paper", task, model, method)
                   if row[column] and row["metric"].removesuffix("_published") == headline(task)[0])
 

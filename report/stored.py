@@ -25,25 +25,25 @@ METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe stat
            "cd": "CD", "cad": "CAD", "dola-low": "DoLa low", "dola-high": "DoLa high", "ad": "Activation Decoding"}
 ITI = {"honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",     # checkpoint → the model it was made from
        "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct"}
-NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are shown in per cent
+NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are reported in per cent
 PAPER_ALPHA = 0.5                               # of DeCoRe static
 LONG = 5                                        # seconds
 
 
 class Setup(NamedTuple):
     method: str                 # a key of METHODS
-    n: int | None               # heads masked
+    num_heads: int | None
     alpha: float | None
     mask: str | None            # "output" or "query"
     amateur: str | None
-    random: str | None          # the sampler of random heads: "uniform" or "published"
+    random_heads: str | None    # their sampler: "uniform" or "published"; None for retrieval heads
     options: str                # the other options that are not the paper's
 
     def __str__(self):
-        parts = (METHODS[self.method], self.n is not None and f"N = {self.n}",
+        parts = (METHODS[self.method], self.num_heads is not None and f"N = {self.num_heads}",
                  self.alpha is not None and f"α = {self.alpha:g}", self.mask == "query" and "query mask",
                  self.amateur and f"amateur {self.amateur}", self.options,
-                 self.random and "random heads" + " as published" * (self.random == "published"))
+                 self.random_heads and "random heads" + " as published" * (self.random_heads == "published"))
         return ", ".join(part for part in parts if part)
 
 
@@ -55,8 +55,8 @@ class Run(NamedTuple):
     setup: Setup
     lines: list                 # one dict per example, as stored, in the data's order
     values: list                # one dict of metric values per example
-    means: dict                 # metric → mean
-    intervals: dict             # metric → (low, high)
+    means: dict                 # metric → mean, in per cent if it is a rate; None without any value
+    intervals: dict             # metric → (low, high), likewise
 
     @property
     def task(self):
@@ -144,8 +144,13 @@ def read(path, iti=ITI):
     model, setup = setup_of(settings, iti)
     lines = judges.judge(lines, path, task, SimpleNamespace(judge=False, judge_url=None))
     values = values_of(path, task, lines)
-    return Run(path, settings, model, conditions_of(settings, model), setup, lines, values, metrics.summary(values),
-               metrics.interval(values))
+    means = {name: scaled(name, mean) for name, mean in metrics.summary(values).items()}
+    intervals = {name: tuple(scaled(name, end) for end in ends) for name, ends in metrics.interval(values).items()}
+    return Run(path, settings, model, conditions_of(settings, model), setup, lines, values, means, intervals)
+
+
+def scaled(metric, value):
+    return value if value is None or metric in NOT_FRACTIONS else 100 * value
 
 
 def read_lines(path):
@@ -178,7 +183,7 @@ def group(runs):
     Of several runs of one setup, task and draw, the one with the most examples is taken."""
     chosen, skipped = {}, []
     for run in sorted(runs, key=lambda run: -len(run.lines)):
-        key = run.title, order(run.setup), run.task, run.settings.get("seed") if run.setup.random else 0
+        key = run.title, order(run.setup), run.task, run.settings.get("seed") if run.setup.random_heads else 0
         if chosen.setdefault(key, run) is not run:
             skipped.append((run.path, f"the same setup as {chosen[key].path}, which has as many examples or more"))
     groups = {}
@@ -188,8 +193,9 @@ def group(runs):
 
 
 def order(setup):
-    return (list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options, setup.random or "",
-            setup.n or 0, -1e9 if setup.alpha is None else setup.alpha)
+    """Sort key: the order of METHODS, retrieval heads before random ones, then N and α."""
+    return (list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options,
+            setup.random_heads or "", setup.num_heads or 0, -1e9 if setup.alpha is None else setup.alpha)
 
 
 def greedy_run(setups, task):
@@ -198,34 +204,26 @@ def greedy_run(setups, task):
                 None)
 
 
+def greedy_mean(setups, task, metric):
+    run = greedy_run(setups, task)
+    return run and run.means.get(metric)
+
+
 def typical(setups):
     """One setup per method, way of masking and amateur, for tables and figures that show one of each.
 
     Retrieval heads; if possible the paper's options and its α; then the N that most runs have."""
     kinds, runs = {}, Counter()
     for setup, by_task in setups.items():
-        if not setup.random:
+        if not setup.random_heads:
             kinds.setdefault((setup.method, setup.mask, setup.amateur), []).append(setup)
-            runs[setup.n] += len(by_task)
-    return [max(kind, key=lambda setup: (not setup.options, setup.alpha == PAPER_ALPHA, runs[setup.n], -(setup.n or 0),
-                                         len(setups[setup]))) for kind in kinds.values()]
+            runs[setup.num_heads] += len(by_task)
 
+    def preference(setup):
+        n = setup.num_heads
+        return not setup.options, setup.alpha == PAPER_ALPHA, runs[n], -(n or 0), len(setups[setup])
 
-# Numbers of one run
-
-def scale(metric):
-    return 1 if metric in NOT_FRACTIONS else 100
-
-
-def mean_of(run, metric):
-    """The mean, in per cent if it is a rate; None if the run lacks the metric."""
-    mean = run.means.get(metric)
-    return None if mean is None else mean * scale(metric)
-
-
-def greedy_mean(setups, task, metric):
-    run = greedy_run(setups, task)
-    return run and mean_of(run, metric)
+    return [max(kind, key=preference) for kind in kinds.values()]
 
 
 def base_entropies(run):

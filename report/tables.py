@@ -14,7 +14,7 @@ from scipy.stats import mannwhitneyu
 
 from report import published, significance
 from report.published import columns, headline, tasks_of
-from report.stored import base_entropies, greedy_mean, greedy_run, group, mean_of, scale, typical
+from report.stored import base_entropies, greedy_mean, greedy_run, group, typical
 from runtime.jsonl import json_lines
 from tasks import TASKS
 from tasks.runs import prompt_key, remarks
@@ -54,7 +54,7 @@ def score_table(name, setups):
     for task, metric, heading in columns(name):
         cells = {setup: [run for run in by_task.get(task, []) if run.means.get(metric) is not None]
                  for setup, by_task in setups.items()}
-        means = {setup: np.mean([mean_of(run, metric) for run in runs]) for setup, runs in cells.items() if runs}
+        means = {setup: np.mean([run.means[metric] for run in runs]) for setup, runs in cells.items() if runs}
         if not means:
             continue
         best = sorted({*means.values()}, reverse=True)[:2] if len(means) > 1 and metric not in NO_BEST else []
@@ -77,17 +77,17 @@ def n_scored(run, metric):
 
 def details(draws, metric, greedy):
     """Interval or range of one cell, its comparison with greedy, and the paper's value."""
-    run, values = draws[0], [mean_of(run, metric) for run in draws]
+    run, values = draws[0], [run.means[metric] for run in draws]
     if len(draws) > 1:
         text = f" ± {np.std(values, ddof=1):.1f} ({min(values):.1f} to {max(values):.1f}, {len(values)} draws)"
     else:
         low, high = run.intervals[metric]
-        text = f" [{low * scale(metric):.1f}, {high * scale(metric):.1f}]"
+        text = f" [{low:.1f}, {high:.1f}]"
         if greedy and run is not greedy and (comparison := won_and_lost(run, greedy, metric)):
             text += f"; {comparison[0]}/{comparison[1]}, {p_text(comparison[2])}"
     name = f"{metric}_published" if f"{metric}_published" in run.means else metric
     if paper := published.cell(run, name):
-        difference = np.mean([mean_of(run, name) for run in draws]) - float(paper["value"])
+        difference = np.mean([run.means[name] for run in draws]) - float(paper["value"])
         text += f"; paper {paper_text(paper)} ({difference:+.1f})"
     return text
 
@@ -159,11 +159,11 @@ def score_notes(text, runs):
 
 # Numbers of masked heads
 
-def curves(setups, task, metric, field="n"):
-    """{setup without the field, "n" or "alpha": {its value: [mean of each draw]}}"""
+def curves(setups, task, metric, field="num_heads"):
+    """{setup without the field, "num_heads" or "alpha": {its value: [mean of each draw]}}"""
     lines = {}
     for setup, by_task in setups.items():
-        x, means = getattr(setup, field), [mean_of(run, metric) for run in by_task.get(task, [])]
+        x, means = getattr(setup, field), [run.means.get(metric) for run in by_task.get(task, [])]
         values = [mean for mean in means if mean is not None]
         if x is not None and values:
             lines.setdefault(setup._replace(**{field: None}), {})[x] = values
@@ -288,13 +288,10 @@ def csv_rows(runs):
         setup, greedy, entropies = run.setup, greedy_run(groups[run.title], run.task), base_entropies(run)
         tokens = sum(len(line["ids"]) if "ids" in line else line.get("tokens", 0) for line in run.lines)
         seconds = sum(line.get("seconds", 0) for line in run.lines)
-        about = {"run": run.path.name, "task": run.task, "model": run.model, "method": published.method_of(setup),
-                 "num_heads": setup.n, "alpha": setup.alpha, "mask": setup.mask, "amateur": setup.amateur,
-                 "random_heads": setup.random, "options": setup.options, "conditions": run.conditions,
-                 "n": len(run.lines), "of": run.settings["n"],
-                 "tokens_per_second": tokens / seconds if seconds else None}
-        rows = {name: (mean_of(run, name), *run.intervals[name], None) for name, mean in run.means.items()
-                if mean is not None}
+        about = {"run": run.path.name, "task": run.task, "model": run.model, **setup._asdict(),
+                 "method": published.method_of(setup), "conditions": run.conditions, "n": len(run.lines),
+                 "of": run.settings["n"], "tokens_per_second": tokens / seconds if seconds else None}
+        rows = {name: (mean, *run.intervals[name], None) for name, mean in run.means.items() if mean is not None}
         if len(entropies):
             rows["base_entropy"] = entropies.mean(), None, None, entropies.std()
         for name, (value, low, high, std) in rows.items():
@@ -302,8 +299,8 @@ def csv_rows(runs):
             comparison = won_and_lost(run, greedy, name) if greedy and greedy is not run else None
             won, lost, p = comparison or (None, None, None)
             yield about | {
-                "metric": name, "value": value, "low": low and low * scale(name), "high": high and high * scale(name),
-                "std": std, "paper": float(paper["value"]) if paper else None,
-                **{f"paper_{key}": paper.get(key, "").strip() or None for key in ("std", "at", "printed", "note",
-                                                                                  "table")},
+                "metric": name, "value": value, "low": low, "high": high, "std": std,
+                "paper": float(paper["value"]) if paper else None,
+                **{f"paper_{key}": paper.get(key, "").strip() or None
+                   for key in ("std", "at", "printed", "note", "table")},
                 "won": won, "lost": lost, "mcnemar_p": p}

@@ -17,10 +17,8 @@ def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
     context = min(m.config.max_positions for m in (model, amateur))
     if lookup > context:
         raise ValueError(f"lookup {lookup} is more than the {context} tokens that {model.name} reads")
-    if isinstance(eos_ids, int) and not isinstance(eos_ids, bool):
-        eos_ids = [eos_ids]
-    eos_ids = sorted(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
-    eos_ids = [eos_ids.item()] if getattr(eos_ids, "ndim", 1) == 0 else eos_ids
+    single = isinstance(eos_ids, int) or getattr(eos_ids, "ndim", 1) == 0
+    eos_ids = [eos_ids] if single else list(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
     limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
     return prompts, set(as_ints(eos_ids, "eos_ids")), limits, settings
 

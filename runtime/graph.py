@@ -117,7 +117,7 @@ def record(step, tokens, caches, shard):
     graph = problem = None
     try:
         graph = Graph(step, tokens, restore)
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:        # ConnectionError: from a collective
         problem = str(error).partition("\n")[0]
     restore()
     if not on_any_rank(problem, shard, tokens.device):

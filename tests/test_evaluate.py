@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -227,6 +228,7 @@ def test_ranks_that_share_a_model_end_when_one_runs_out_of_memory(model, data, t
             raise torch.OutOfMemoryError("CUDA out of memory")
         return generate(model, prompts, **settings)
     monkeypatch.setattr(baselines, "generate", scarce)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)        # a failed rank waits until rank 0 has failed
     statuses, _, errors = on_two_ranks(tmp_path, *model, *data["nq-closed"], *GREEDY, "--tp", "2",
                                        "--out", tmp_path / "two")
     assert all(statuses) and "rank 1: error: out of memory" in errors[1]

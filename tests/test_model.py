@@ -321,8 +321,8 @@ def break_weights(folder, change):
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda w: w.pop("model.norm.weight"), "missing model.norm.weight, unused nothing"),
-    (lambda w: w.update({"model.norm.bias": torch.ones(32)}), "missing nothing, unused model.norm.bias"),
+    (lambda w: w.pop("model.norm.weight"), r"missing \['model.norm.weight'\], unused \[\]"),
+    (lambda w: w.update({"model.norm.bias": torch.ones(32)}), r"missing \[\], unused \['model.norm.bias'\]"),
     (lambda w: w.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight is F32 \[31\]; .* BF16 \[32\]"),
     (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("nan")), "lm_head.weight is not finite"),
     (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("inf")), "lm_head.weight is not finite"),
@@ -344,7 +344,7 @@ def test_old_rotary_buffers_and_a_stored_tied_head_are_ignored(tmp_path):
 def test_a_pickle_is_refused_with_the_reason(tmp_path):
     write_checkpoint(tmp_path, "llama3")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="pickle, which can run code"):
+    with pytest.raises(FileNotFoundError, match="Pickles .* can run code"):
         Transformer.load(tmp_path)
 
 
@@ -360,10 +360,10 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path):
     write_checkpoint(tmp_path, "llama3", shards=2)
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match="00002-of-00002.safetensors is damaged"):
+    with pytest.raises(ValueError, match="00002-of-00002.safetensors is missing or damaged"):
         Transformer.load(tmp_path)
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match="00002-of-00002.safetensors is missing"):
+    with pytest.raises(ValueError, match="00002-of-00002.safetensors is missing or damaged"):
         Transformer.load(tmp_path)
 
 

@@ -92,7 +92,7 @@ MISTAKES = [
     ("decore", BASE + " --seed 3", "--seed has no effect without --random-heads"),
     ("decore", BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
     ("decore", BASE + " --sources", "--sources has no effect without --json or --html"),
-    ("decore", BASE + " --alpha-cap nan", "--alpha-cap: 'nan' is not a finite number from 0"),
+    ("decore", BASE + " --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number from 0"),
     ("decore", BASE + " --lookup 99999", "lookup 99999 is more than"),
     ("decore", BASE + " --stop ''", "--stop: an empty text"),
     ("decore", BASE + " --method cad", "method 'cad' is unknown; known: greedy"),

@@ -6,6 +6,7 @@ import io
 import json
 import re
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -184,13 +185,26 @@ def test_each_inferred_n_gives_the_main_tables_value_in_the_tables_over_n():
 
 @pytest.mark.parametrize("method, r", [("masked", "-0.93"), ("decore-random", "0.89")])
 def test_the_papers_correlations_are_those_of_its_values(method, r):
-    points = published.points("n", "Meta-Llama-3-8B-Instruct", "xsum", method)
+    points = published.points("num_heads", "Meta-Llama-3-8B-Instruct", "xsum", method)
     greedy = next(float(row["value"]) for row in published.table("paper") if row["metric"] == "factkb"
                   and (row["task"], row["model"], row["method"]) == ("xsum", "Meta-Llama-3-8B-Instruct", "greedy"))
     assert f"{tables.correlation(method, {n: [value] for n, value in points}, greedy):.2f}" == r
 
 
+def test_a_masked_models_correlation_counts_greedy_and_decores_does_not():
+    points = {1: [40.0, 44.0], 2: [30.0], 4: [36.0]}
+    for method, xy in (("masked", ([1, 2, 4, 0], [42, 30, 36, 50])), ("decore-entropy", ([1, 2, 4], [42, 30, 36]))):
+        assert tables.correlation(method, points, 50.0) == pytest.approx(np.corrcoef(*xy)[0, 1])
+
+
 # Settings
+
+def test_the_typical_setup_has_the_papers_options_and_alpha_though_others_have_more_runs():
+    runs = {(1, 0.5, "scale alpha True"): 3, (2, 2.0, ""): 3, (4, 0.5, ""): 1}
+    setups = {stored.Setup("decore-static", n, alpha, "output", None, None, options): dict.fromkeys(range(count))
+              for (n, alpha, options), count in runs.items()}
+    assert [setup.num_heads for setup in stored.typical(setups)] == [4]
+
 
 @pytest.mark.parametrize("settings, expected", [
     ({"max_new_tokens": 50}, "at most 50 tokens"), ({"max_new_tokens": 12}, ""),
@@ -300,7 +314,7 @@ def test_files_that_cannot_be_reported_are_named_with_the_reason(call, tmp_path)
 
 @pytest.mark.filterwarnings("error")
 def test_figures_are_not_blank_and_say_which_runs_they_show(call, sweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "DPI", 60)
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
     status, out, err = call(evaluate.main, "report", sweep, "--plots", tmp_path, "--iti", "edited=miniature")
     assert status == 0, err
     assert {path.name for path in tmp_path.iterdir()} == {f"{kind}-miniature.png" for kind in figures.FIGURES}
@@ -321,8 +335,9 @@ def test_figures_name_tasks_as_the_paper_does_and_labels_do_not_overlap(tmp_path
     setups = setups_in(tmp_path)
     for by_task in setups.values():
         [[run]] = by_task.values()
-        by_task |= {task: [run._replace(settings=run.settings | {"task": task}, means={metric: run.setup.n / 100})]
-                    for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match"))}
+        for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match")):
+            mean = {metric: run.setup.num_heads / 100}
+            by_task[task] = [run._replace(settings=run.settings | {"task": task}, means=mean)]
     figure = figures.heads_figure(setups, ["xsum", "nq-swap", TASK])
     figure.canvas.draw()
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "conflict"]

@@ -48,12 +48,11 @@ def test_a_last_row_that_was_cut_off_anywhere_is_skipped(path):
 
 
 @pytest.mark.parametrize("text, message", [
-    (b'{"index": 1, "prediction": "x", "index": 2}', "line 2: not JSON .*appears twice"),
-    (b'{"index": 1, "alphas": [NaN]}', "line 2: not JSON .*NaN is not a finite number"),
+    (b'{"index": 1, "alphas": [NaN]}', "line 2: not JSON"),
     (b'{"index": 1, "prediction": "\\ud800"}', "line 2: not JSON .*surrogate"),
     (b'{"index": 1, "prediction": "\xff"}', "line 2: not JSON in UTF-8"),
     (b'{"index": 1, "a": ' + b"[" * 100_000, "line 2: not JSON"),
-    (b'[1]', "line 2: should be a JSON object, not a list"),
+    (b'[1]', "line 2: not JSON .*a list instead of an object"),
     (b'{"index": true}', "line 2: 'index' cannot be true"),
     (b'{"index": 1, "ids": [1, null]}', "line 2: 'ids' cannot be "),
     (b'{"prediction": "x"}', "line 2: 'index' is missing"),
