@@ -1,4 +1,4 @@
-"""Tests on a CUDA device: the logits recorded from transformers in float32, and the tokens of the CPU. `pytest -m gpu`."""
+"""Tests on a CUDA device: logits recorded from transformers in float32, and the tokens of the CPU. `pytest -m gpu`."""
 
 import warnings
 
