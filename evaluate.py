@@ -10,182 +10,28 @@ command is started again. Under torchrun the ranks share the examples; with --tp
 
 import argparse
 import datetime
-import gc
 import itertools
 import json
-import math
 import platform
 import shlex
 import sys
-import time
-from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 import baselines
 import cli
 import report
 from heads import choose_heads
 from report import stored
-from runtime import jsonl
 from runtime.config import Config
-from runtime.files import commit, short_hash
+from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import checkpoint_folder, fingerprint
-from tasks import MINIATURE, PAPER, Task, find, judges, metrics, prompts, runs, sources
+from tasks import MINIATURE, PAPER, find, judges, metrics, prompts, runs, sources
+from tasks.decoding import Benchmark, encode, run
 from tokenizer import Tokenizer
-
-QUICK = ("short_answer", "first_sentence", "musique", "multiple_choice", "memotrap", "judged")
-PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
-DAY = datetime.date(2024, 7, 26)        # "today" in chat templates, so that runs compare; Llama 3.1's own default
-AUTO = {"cuda": 64}                     # the largest batch of --batch-size auto; 16 on other devices
-
-
-# ------------------------------------------------------------------------------------------------------------- one run
-
-
-class Benchmark(NamedTuple):
-    task: Task
-    items: list
-    data: list                          # a record per file
-    demos: list
-    demo_record: dict | None
-    layout: str | None = None
-    template_args: dict | None = None   # arguments of the chat template
-
-    @property
-    def demo_seed(self):
-        return (self.demo_record or {}).get("seed")
-
-
-def run(bench, settings, method_settings, path, model, tokenizer, ranks):
-    """Decode the items that the file lacks. Returns all rows in the data's order; None on other ranks than 0.
-
-    settings: the first line of the file. method_settings: arguments of baselines.generate and score."""
-    task, encoded = bench.task, encode(bench, tokenizer)
-    beginnings = {e.index: row_of(bench.items[e.index], e) for e in encoded}
-    with ExitStack() as stack:
-        def start():
-            stack.enter_context(jsonl.locked(path))
-            return runs.open_run(path, settings, beginnings, lambda rows: metrics.check_rows(task, rows, path))
-
-        done = ranks.share(start)
-        auto = settings["batch_size"] == "auto"
-        size = AUTO.get(model.device.type, 16) if auto else settings["batch_size"]
-        batches = [batch for batch in make_batches(encoded, size) if any(e.index not in done for e in batch)]
-
-        def decode(batch):
-            nonlocal size
-            results, size = decode_parts(
-                lambda part: decode_batch(bench, part, settings, method_settings, model, tokenizer),
-                batch, size, auto, model)
-            return [beginnings[e.index] | result for e, result in zip(batch, results, strict=True)]
-
-        with tqdm(total=len(beginnings), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
-            values = headline(task, done.values())
-            for turn in range(math.ceil(len(batches) / ranks.replicas)):
-                number = turn * ranks.replicas + ranks.replica
-                batch = batches[number] if number < len(batches) else []
-                rows = [row for row in ranks.gather(lambda batch=batch: decode(batch)) if row["index"] not in done]
-                if ranks.rank == 0:
-                    jsonl.append(path, rows)
-                done |= {row["index"]: row for row in rows}
-                values += headline(task, rows)
-                bar.update(len(rows))
-                bar.set_postfix_str(f"{task.running} {sum(values) / len(values):.3f}" if values else "")
-        return runs.finish(path) if ranks.rank == 0 else None
-
-
-def encode(bench, tokenizer):
-    """The token ids of all items."""
-    tokenizer.today = DAY
-    in_chat = bench.task.choice and bench.layout != "plain"
-    end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
-    return [prompts.encode(bench.task, item, bench.demos, tokenizer, bench.layout, end, bench.template_args)
-            for item in bench.items]
-
-
-def row_of(item, encoded):
-    """The part of an item's row that does not depend on the answer."""
-    fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
-    key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
-    return json.loads(json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}))
-
-
-def make_batches(encoded, size):
-    """Items of similar length together, the longest first. In multiple choice a batch is one item's candidates."""
-    longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
-    if any(e.answers for e in encoded):
-        size = 1
-    return [longest_first[start:start + size] for start in range(0, len(encoded), size)]
-
-
-def decode_parts(decode, batch, size, auto, model):
-    """Decode a batch in parts of at most `size`. Returns the results, and the size that fits into memory.
-
-    auto: a part that runs out of memory is halved."""
-    results = []
-    while len(results) < len(batch):
-        part, error = None, None
-        try:
-            part = decode(batch[len(results):len(results) + size])
-        except RuntimeError as caught:
-            if not cli.out_of_memory(caught):
-                raise
-            error = caught.with_traceback(None)             # the traceback would keep the tensors of the part
-        # Ranks that share a model continue with the same size, even if only one of them ran out of memory.
-        failed = torch.tensor([float(part is None)], device=model.device)
-        if not model.shard.all_reduce(failed).item():
-            results += part
-        elif not auto or size == 1:
-            raise error or torch.OutOfMemoryError("another rank is out of memory")
-        else:
-            size //= 2
-            free_memory(model)
-    return results, size
-
-
-def free_memory(model):
-    vars(model).pop("graphs", None)
-    gc.collect()
-    {"cuda": torch.cuda.empty_cache, "mps": torch.mps.empty_cache}.get(model.device.type, lambda: None)()
-
-
-def decode_batch(bench, batch, settings, method_settings, model, tokenizer):
-    """Decode or score a batch. Returns the other part of each row."""
-    start = time.perf_counter()
-    cad = method_settings["method"] == "cad"
-    if bench.task.choice:
-        [e] = batch
-        # Answers are always scored with the heads mbeginnings at every position.
-        arguments = {name: value for name, value in method_settings.items() if name != "mask_prompt"}
-        arguments |= {"prompt_ids_without_context": e.without_context} if cad else {}
-        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments)
-        n_true = bench.items[e.index]["n_true"]
-        results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
-                    "tokens": sum(map(len, e.answers))}]
-    else:
-        without = {"ids_without_context": [e.without_context for e in batch]} if cad else {}
-        out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=settings["max_new_tokens"],
-                                 eos_ids=tokenizer.eos_ids, **method_settings, **without)
-        results = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
-                    "alphas": [round(alpha, 6) for alpha in g.alphas],
-                    "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]
-    seconds = round((time.perf_counter() - start) / len(batch), 6)
-    return [result | {"seconds": seconds} for result in results]
-
-
-def headline(task, rows):
-    """The values of the score that the progress bar shows."""
-    values = metrics.score(task, list(rows), only=QUICK) if task.running else []
-    return [row[task.running] for row in values if row.get(task.running) is not None]
-
-
-# ------------------------------------------------------------------------------------------------------------- a sweep
 
 # Option → whether a task uses it. cli.OPTIONS says which methods use the other options.
 OF_TASKS = {
@@ -209,7 +55,7 @@ def main():
 
 
 def evaluate(argv):
-    args = arguments().parse_args(argv)
+    args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     check_options(args, tasks)
     cli.check_options(args, methods, seeded=True)
@@ -218,7 +64,7 @@ def evaluate(argv):
     seed = (args.seed or [cli.SEED])[0]
     # Everything is read and checked before the first run, so that a mistake does not end a sweep after hours.
     plan = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
-    cli.check_options(args, methods, seeded=any(bench.demo_seed is not None for bench in plan))
+    cli.check_options(args, methods, seeded=any(map(draws_demos, plan)))
     if args.dry_run:
         return dry_run(args, plan)
     for task in tasks:
@@ -228,7 +74,7 @@ def evaluate(argv):
     weights = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
     setups = make_setups(args, methods, model, amateur)
     about_model = {"model": model.name, "fingerprint": weights[0], "tp": ranks.tp, **surroundings(model)}
-    for bench, method_settings, facts in fitting_runs(args, plan, setups, model, tokenizer):
+    for bench, arguments, facts in fitting_runs(args, plan, setups, model, tokenizer):
         task = bench.task
         settings = about_model | facts | {
             "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
@@ -236,15 +82,15 @@ def evaluate(argv):
             "amateur_fingerprint": weights[1] if facts["amateur"] else None, "batch_size": args.batch_size,
             "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
             "renormalise": not args.no_renormalise if task.choice else None,
-            "seed": next(value for value in (facts["seed"], bench.demo_seed, cli.SEED) if value is not None)}
+            "seed": facts["seed"] if facts["random_heads"] else seed if draws_demos(bench) else cli.SEED}
         path = Path(args.out) / f"{run_name(settings)}.jsonl"
-        rows = run(bench, settings, method_settings, path, model, tokenizer, ranks)
+        rows = run(bench, settings, arguments, path, model, tokenizer, ranks)
         if ranks.rank == 0:
             rows = judges.judge(rows, path, task, args)
             print_means(rows, stored.values_of(path, task, rows), {"run": str(path)})
 
 
-def arguments():
+def make_parser():
     p = cli.parser("Run benchmarks: a task × a method × a model.", epilog="Two more commands, each with a --help: "
                    "`python evaluate.py rescore FILE` computes the metrics of stored runs again, "
                    "`python evaluate.py report DIR` makes tables of a folder's runs.")
@@ -276,6 +122,10 @@ def chosen_tasks(text):
     groups = {"all": [task.name for task in PAPER], "miniature": [task.name for task in MINIATURE]}
     names = [name for part in text.split(",") for name in groups.get(part, [part])]
     return [find(name) for name in dict.fromkeys(names)]
+
+
+def draws_demos(bench):
+    return (bench.demo_record or {}).get("seed") is not None
 
 
 def check_options(args, tasks):
@@ -311,52 +161,43 @@ def make_setups(args, methods, model, amateur):
 
 
 def fitting_runs(args, plan, setups, model, tokenizer):
-    """[(benchmark, *setup)] of all runs. A task and a method that do not fit are left out, with a line on standard
-    error. Raises ValueError if nothing fits."""
+    """[(benchmark, *setup)] of all runs. Prints a line for each task and method that do not fit. ValueError if none
+    fits."""
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    fitting, problems = [], {}
+    fitting, problems = [], []
     for bench in plan:
         layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config)
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
-        too_long = length_problem(encode(bench, tokenizer), model)
+        lengths = [len(e.prompt) + max(map(len, e.answers or [[]])) for e in encode(bench, tokenizer)]
+        most = model.config.max_positions
+        over = sum(length > most for length in lengths)
         for arguments, facts in setups:
-            no_context = facts["method"] == "cad" and not bench.task.without_context
-            problem = too_long or no_context and "its prompts have no context to leave out"
-            if problem:
-                problems[bench.task.name, facts["method"]] = problem
+            name = f"{bench.task.name} with {facts['method']} is left out: "
+            if over:
+                problems.append(f"{name}{over} of {len(lengths)} prompts are longer than the {most} positions of "
+                                f"{model.name} (the longest: {max(lengths)} tokens)")
+            elif facts["method"] == "cad" and not bench.task.without_context:
+                problems.append(name + "its prompts have no context to leave out")
             else:
                 fitting.append((bench, arguments, facts))
-    lines = [f"{task} with {method} is left out: {problem}" for (task, method), problem in problems.items()]
     if not fitting:
-        raise ValueError(lines[0])
+        raise ValueError(problems[0])
     if args.template_args and all(bench.layout == "plain" for bench, *_ in fitting):
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
-    for line in lines:
-        print(line, file=sys.stderr)
+    for problem in dict.fromkeys(problems):
+        print(problem, file=sys.stderr)
     return fitting
-
-
-def length_problem(encoded, model):
-    """Says if prompts are too long for the model, because no prompt is ever cut; None if all fit."""
-    lengths = [len(e.prompt) + max(map(len, e.answers or [[]])) for e in encoded]
-    most = model.config.max_positions
-    over = sum(length > most for length in lengths)
-    return (f"{over} of {len(lengths)} prompts are longer than the {most} positions of {model.name} (the longest: "
-            f"{max(lengths)} tokens)") if over else None
 
 
 def run_name(settings):
     """Task, model, method and the options that are not the defaults, as the name of a file."""
-    parts = [settings["task"], settings["model"].split("/")[-1], settings["method"]]
-    parts += [f"n{settings['num_heads']}"] if settings["num_heads"] is not None else []
-    parts += [f"random-{settings['random_heads']}-seed{settings['seed']}"] if settings["random_heads"] else []
-    parts += [f"a{settings['alpha']:g}"] if "alpha" in settings else []
-    parts += [f"cap{settings['alpha_cap']:g}"] if settings.get("alpha_cap") is not None else []
-    parts += ["scaled"] if settings.get("scale_alpha") else []
-    parts += ["query"] if settings.get("mask") == "query" else []
-    parts += ["mask-prompt"] if settings.get("mask_prompt") else []
-    parts += [settings["amateur"].split("/")[-1]] if settings["amateur"] else []
-    return ".".join(parts)
+    options = {"num_heads": "n{num_heads}", "random_heads": "random-{random_heads}-seed{seed}", "alpha": "a{alpha:g}",
+               "alpha_cap": "cap{alpha_cap:g}", "scale_alpha": "scaled", "mask": "query", "mask_prompt": "mask-prompt",
+               "amateur": "{amateur}"}
+    names = {name: (settings[name] or "").split("/")[-1] for name in ("model", "amateur")}
+    parts = [text.format(**settings | names) for name, text in options.items()
+             if settings.get(name) not in (None, "output") and settings[name] is not False]
+    return ".".join([settings["task"], names["model"], settings["method"], *parts])
 
 
 def native_layout(tokenizer, config):
@@ -394,7 +235,10 @@ def rescore(argv):
     p.add_argument("--rows", action="store_true", help="first print one JSON line per row with its values")
     judges.add_arguments(p)
     args = p.parse_args(argv)
-    paths = [path for name in args.files for path in (run_files(name) if name.is_dir() else [name])]
+    paths = [path for file in args.files for path in (sorted(file.rglob("*.jsonl*")) if file.is_dir() else [file])
+             if not file.is_dir() or path.name.endswith((".jsonl", ".jsonl.gz")) and ".judged." not in path.name]
+    if not paths:
+        raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
         settings, rows = runs.read_run(path)
         if args.task is None and settings is None:
@@ -409,14 +253,6 @@ def rescore(argv):
         for row, scores in zip(rows, values, strict=True) if args.rows else ():
             print(json.dumps({"id": row.get("id")} | scores, ensure_ascii=False))
         print_means(rows, values, {} if paths == args.files[:1] else {"run": str(path)})
-
-
-def run_files(folder):
-    paths = [path for path in sorted(folder.rglob("*.jsonl*")) if path.name.endswith((".jsonl", ".jsonl.gz"))
-             and ".judged." not in path.name]
-    if not paths:
-        raise ValueError(f"{folder} holds no runs")
-    return paths
 
 
 def print_means(rows, values, about):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.attention import attention, causal_attention
-from runtime.config import DTYPES, Config, rope_frequencies
+from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, first_on_node, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
@@ -169,10 +169,12 @@ class Transformer(nn.Module):
         device: "cpu", "cuda", "cuda:1", …; dtype: "bfloat16" or torch.bfloat16, …, None: the checkpoint's; shard: None
         joins the ranks that torchrun started. Each rank reads only its slices. ValueError if config.json and the
         weights disagree."""
-        device, dtype = rank_device(device), DTYPES.get(dtype, dtype)
+        device, dtype = rank_device(device), dtype and find_dtype(dtype)
         shard = shard or Shard.from_environment(device.type)
         folder = first_on_node(lambda: checkpoint_folder(name))
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
+        sizes = {path.name: path.stat().st_size for path in Path(folder).glob("*.safetensors")}
+        shard.check_same((str(config), sizes), f"{folder}, config.json or size of the weights")
         model = cls(config, shard, "meta", dtype or config.dtype)
         model.name, model.folder = Path(folder).resolve().name if Path(name).exists() else str(name), folder
         load_weights(model, folder, device)

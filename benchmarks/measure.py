@@ -1,18 +1,16 @@
-"""What the benchmarks share: bytes in memory, its bandwidth, quartiles, and where a number comes from."""
+"""What the benchmarks share: bytes in memory, the memory's bandwidth, quartiles, and the origin of a result."""
 
 import os
 import platform
-import resource
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from runtime.pack import Packed
+from runtime.files import commit
 
 
 def size(tensors):
@@ -21,39 +19,46 @@ def size(tensors):
 
 
 def weights(model):
-    """Bytes of a model in memory."""
+    """Bytes of a model's weights in memory."""
     other = {"frequencies"} | ({"lm_head.weight"} if one_matrix(model) else set())
     return size([*model.parameters(), *(x for name, x in model.named_buffers() if name not in other)])
 
 
 def read_weights(model):
-    """Bytes of weights that a pass reads: all, but of an embedding that is not the head only a row."""
+    """Bytes of weights that a pass reads: all but the embedding, of which it reads a row, unless it is the head too."""
     return weights(model) - (0 if one_matrix(model) else size(model.embed.parameters()))
 
 
 def one_matrix(model):
-    """Whether the head is the embedding: tied, and not packed beside it."""
-    return model.config.tied_embeddings and not isinstance(model.lm_head, Packed)
+    """Whether the head is the embedding's matrix: tied, and not packed besides."""
+    return model.config.tied_embeddings and model.lm_head.weight.data_ptr() == model.embed.weight.data_ptr()
 
 
-def cached(caches):
-    """Bytes of keys and values."""
-    return size(kv for cache in caches for kv in cache.kv)
+def read_cache(model, tokens):
+    """Bytes of the keys and values of so many tokens."""
+    c = model.config
+    return 2 * c.n_layers * c.n_kv_heads * c.head_dim * tokens * model.embed.weight.element_size()
+
+
+def synchronize(device):
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(device, work):
+    """Seconds that work() takes, with what it starts on a GPU."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def bandwidth(device="cpu", n=300_000_000):
-    """A function that reads n float32 once and returns the bytes per second of that."""
+    """A function that reads n float32 numbers and returns the bytes per second of that."""
     large = torch.ones(n, device=device)
-    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     large.sum()
-
-    def read():
-        wait()
-        start = time.perf_counter()
-        large.sum()
-        wait()
-        return 4 * n / (time.perf_counter() - start)
-    return read
+    return lambda: 4 * n / timed(device, large.sum)
 
 
 def quartiles(values):
@@ -62,20 +67,12 @@ def quartiles(values):
 
 
 def status(key):
-    """A line of /proc/self/status in bytes: VmRSS what this process holds, VmHWM its peak."""
+    """A line of /proc/self/status in bytes: VmRSS is the memory of this process, VmHWM its peak."""
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 
-def peak_memory(device):
-    """GiB, resident on a CPU, allocated on a GPU."""
-    if torch.device(device).type == "cuda":
-        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
-
-
 def origin(device="cpu"):
-    """Where a number comes from: command, commit, machine, versions."""
+    """Command, commit, machine and versions that make a result."""
     versions = dict(python=platform.python_version(), torch=torch.__version__)
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__
@@ -85,19 +82,10 @@ def origin(device="cpu"):
                 load=round(os.getloadavg()[0], 2))
 
 
-def commit():
-    """The commit that is checked out; None without git."""
-    try:
-        git = ["git", "log", "-1", "--format=%h"]
-        return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        return None
-
-
 def device_name(device):
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] \
-        if cpuinfo.exists() else []
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{(names or [platform.processor()])[0]} ({torch.backends.cpu.get_cpu_capability()})"

@@ -1,11 +1,10 @@
-"""Shapes of published checkpoints, to be filled with random weights: speed does not depend on what the weights say."""
-
-from dataclasses import replace
+"""Shapes of published checkpoints, filled with random weights: speed does not depend on their values."""
 
 import torch
 
 from model import Transformer
 from runtime.config import Config
+from runtime.pack import pack
 from runtime.weights import named_tensors
 
 
@@ -29,8 +28,6 @@ SHAPES = {
     "7b": qwen2(3584, 18_944, 28, 28, n_kv_heads=4, vocab_size=152_064),                                # Qwen2-7B
     "8b": llama(4096, 14_336, 32, 32),                                                                  # Llama-3-8B
     "70b": llama(8192, 28_672, 80, 64),                                                                 # Llama-3-70B
-    # What one of eight ranks holds of Llama-3-70B: an eighth of every split matrix, as a model of its own.
-    "70b-shard": llama(8192, 28_672 // 8, 80, 64 // 8, n_kv_heads=1, vocab_size=128_256 // 8),
 }
 
 
@@ -40,21 +37,19 @@ def find_shape(name):
     return SHAPES[name]
 
 
-def shallower(config, n_layers=None):
-    """The same shape with fewer layers; None: with all of them."""
-    n_layers = n_layers or config.n_layers
-    return replace(config, n_layers=n_layers, windows=config.windows[:n_layers])
-
-
-def random_model(config, device="cpu", dtype=torch.float32, seed=0):
-    """A Transformer of that shape, weights normal with standard deviation 0.02."""
-    torch.manual_seed(seed)
-    return Transformer(config, device=device, dtype=dtype).requires_grad_(False).eval()
+def random_model(config, device="cpu", dtype=torch.float32, packed=False):
+    """A Transformer of that shape, weights normal with standard deviation 0.02. packed: as after loading, on a CPU."""
+    torch.manual_seed(0)
+    model = Transformer(config, device=device, dtype=dtype).requires_grad_(False).eval()
+    if packed and model.device.type == "cpu":
+        pack(model)
+    return model
 
 
 def spread_heads(config, n=10):
-    """n heads, fewer in a tiny model, spread evenly over the layers above the first fifth: in the median of the eight
-    models in heads/ the lowest of the ten best retrieval heads is there. A stream that forks later decodes faster."""
+    """n heads, fewer in a tiny model, spread evenly over the layers above the first fifth.
+
+    In the median of the models in heads/ the lowest of the ten best retrieval heads is there."""
     first, L = config.n_layers // 5, config.n_layers
     return list(dict.fromkeys((first + i * (L - first) // n, 5 * i % config.n_heads) for i in range(n)))
 

@@ -10,7 +10,7 @@ from runtime.files import one_line
 
 
 def run(main):
-    """Calls main and returns the exit status: 0, 2 after a user's mistake (one line on stderr), 130 after Ctrl-C.
+    """Call main and return the exit status: 0, 2 after a user's mistake (one line on stderr), 130 after Ctrl-C.
 
     Under torchrun rank 0 alone prints. Another rank prints its error after ten seconds: if rank 0 has failed too,
     torchrun has ended that rank by then."""
@@ -66,7 +66,7 @@ def out_of_memory(error):
 
 
 def flush_or_discard(stream):
-    """Writes what is buffered. If that fails, it is discarded: Python's exit would fail in the same way."""
+    """Write what is buffered. If that fails, discard it: Python's exit would fail in the same way."""
     try:
         stream.flush()
     except OSError:

@@ -154,7 +154,7 @@ def add_model_arguments(p):
 
 
 def add_method_arguments(p, methods, several=False, leave_out=()):
-    """Adds the options that the methods use. several: lists with commas, for sweeps."""
+    """Add the options that the methods use. several: lists with commas, for sweeps."""
     for name, (users, arguments) in OPTIONS.items():
         if name in leave_out or not {method.removesuffix("-lite") for method in users} & set(methods):
             continue

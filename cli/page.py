@@ -41,29 +41,30 @@ BLUE = (" Blue: where the retrieval heads looked when the token was written, dar
 
 
 class Page:
-    """A page that is written again after every method. opener: that of decore.py."""
+    """The page of one program run, written again after every method. opener: that of decore.py."""
 
     def __init__(self, path, model, tokenizer, opener):
         self.model, self.tokenizer, self.opener = model, tokenizer, opener
         self.path = Path(os.devnull if model.shard.rank else path)
         self.path.write_text("", encoding="utf-8")      # fails before decoding, not after
-        self.parts = defaultdict(list)                  # number of a prompt → HTML of the prompt and of its answers
+        self.parts, self.n_answers = defaultdict(list), 0       # number of a prompt → HTML of it and of its answers
 
     def add(self, title, prompts, out, settings, sources):
-        """Adds one answer to each prompt. settings: those of `generate`. sources: per prompt, as in `answer_html`."""
-        for b, (prompt, g, places) in enumerate(zip(prompts, out, sources, strict=True)):
+        """Add one answer to each prompt. settings: those of `generate`. sources: per prompt, as in `answer_html`."""
+        for b, (prompt, g, prompt_sources) in enumerate(zip(prompts, out, sources, strict=True)):
             self.parts[b] = self.parts[b] or [prompt_html(self.tokenizer, prompt, f"p{b}")]
-            liked = None
+            favourites = None
             if title.startswith("decore"):
-                liked = favourites(self.opener, self.model, prompt, g.ids, settings)
-            name = f"g{sum(map(len, self.parts.values())) - len(self.parts)}"
-            self.parts[b].append(answer_html(self.tokenizer, title, g, name, liked, (prompt, f"p{b}"), places))
+                favourites = masked_favourites(self.opener, self.model, prompt, g.ids, settings)
+            self.parts[b].append(answer_html(self.tokenizer, title, g, f"g{self.n_answers}", favourites,
+                                             (prompt, f"p{b}"), prompt_sources))
+            self.n_answers += 1
         content = document(self.model.name, [part for parts in self.parts.values() for part in parts])
         self.path.write_text(content, encoding="utf-8")
 
 
 @torch.inference_mode()
-def favourites(opener, model, prompt, ids, settings):
+def masked_favourites(opener, model, prompt, ids, settings):
     """The likeliest token of the masked model, or of the amateur, at each position: [(token, probability)]."""
     settings = {name: value for name, value in settings.items() if name not in ("lookup", "graph")}
     step, _ = opener(model, [prompt], len(ids), **settings)
@@ -96,11 +97,13 @@ def answer_html(tokenizer, title, g, name, favourites=None, prompt=None, sources
     written, links = pieces(tokenizer, ids), ""
     if sources:
         links = links_html(name, written, prompt[1], pieces(tokenizer, prompt[0]), sources)
-    spans = "".join(f'<span class="t{" differs" * differs(g, positions, favourites)}" id="{name}t{i}" tabindex="0" '
-                    f'style="--shade: {min(max(g.entropies[p] for p in positions) / STRONGEST, 1):.2f}" data-note="'
-                    + "&#10;".join(html.escape(line) for p in positions
-                                   for line in note(tokenizer, g, p, favourites, prompt, sources))
-                    + f'">{html.escape(text)}</span>' for i, (text, positions) in enumerate(written))
+    spans = ""
+    for i, (text, positions) in enumerate(written):
+        shade = min(max(g.entropies[p] for p in positions) / STRONGEST, 1)
+        differs = any(favourites[p][0] != g.ids[p] for p in positions) if favourites else False
+        lines = [line for p in positions for line in note(tokenizer, g, p, favourites, prompt, sources)]
+        spans += (f'<span class="t{" differs" * differs}" id="{name}t{i}" tabindex="0" style="--shade: {shade:.2f}" '
+                  f'data-note="{"&#10;".join(map(html.escape, lines))}">{html.escape(text)}</span>')
     verdict = "" if right is None else ' <span class="right">✓ right</span>' if right else \
         ' <span class="wrong">✗ wrong</span>'
     entropy = sum(g.entropies) / max(len(g.entropies), 1)
@@ -120,10 +123,6 @@ def pieces(tokenizer, ids):
             unfinished = []
     rest = stream.end()
     return out + [(rest, unfinished or [len(ids) - 1])] * bool(rest)
-
-
-def differs(g, positions, favourites):
-    return bool(favourites) and any(favourites[p][0] != g.ids[p] for p in positions)
 
 
 def note(tokenizer, g, i, favourites, prompt, sources):

@@ -31,7 +31,7 @@ class Setup(NamedTuple):
 
 
 def main(description, generate, methods, default, choose_heads, find_sources=None, opener=None):
-    """Decodes the prompts of the command line by one method, or by several for comparison.
+    """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods, opener: those of decore.py or baselines.py. choose_heads, find_sources: those of `heads`. Without
     find_sources and opener the program has no pages, sources and lookup, and --compare shows every method."""
@@ -138,7 +138,7 @@ def read_prompts(args):
     """Texts, chats as lists of messages, and lists of ids; none of them for the built-in example."""
     texts = args.prompt + [read_stdin() if path == "-" else read_text(path) for path in args.prompt_file]
     chats, ids = [read_messages(path) for path in args.messages], args.prompt_ids
-    if not texts and not chats and not ids and not sys.stdin.isatty():
+    if not texts and not chats and not ids and sys.stdin and not sys.stdin.isatty():
         texts = [text for text in [read_stdin().removesuffix("\n")] if text.strip()]
     prompts = texts + chats + ids
     for name, users in (("system", texts), ("raw", texts), ("template_args", texts + chats)):
@@ -152,7 +152,10 @@ def read_prompts(args):
 def read_stdin():
     if not select([sys.stdin], [], [], 2)[0]:
         print("reading the prompt from standard input …", file=sys.stderr)
-    return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+    try:
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def read_messages(path):
@@ -195,8 +198,8 @@ def heading(prompt, tokenizer):
 
 
 def answer(title, method, settings, setup, args, generate, find_sources):
-    """Decodes the prompts by one method. Prints the texts as they grow, or JSON, and adds them to the page."""
-    screen = Screen(setup.tokenizer, [text + title for text in setup.before], args.stop, silent=args.json)
+    """Decode the prompts by one method. Print the texts as they grow, or JSON, and add them to the page."""
+    screen = Screen(setup.tokenizer, [text + title for text in setup.before], args.stop, quiet=args.json)
     start = time.perf_counter()
     out = generate(setup.model, setup.prompts, max_new_tokens=args.max_new_tokens, eos_ids=setup.tokenizer.eos_ids,
                    on_token=screen.token, **settings)

@@ -13,9 +13,9 @@ class Screen:
 
     `texts` holds them, each up to its stop string. Characters that may become a stop string are printed later."""
 
-    def __init__(self, tokenizer, before, stop=(), silent=False):
-        """before: what to print before each text. stop: strings before which a text ends. silent: print nothing."""
-        self.eos_ids, self.before, self.stop, self.silent = tokenizer.eos_ids, before, stop, silent
+    def __init__(self, tokenizer, before, stop=(), quiet=False):
+        """before: what to print before each text. stop: strings before which a text ends. quiet: print nothing."""
+        self.eos_ids, self.before, self.stop, self.quiet = tokenizer.eos_ids, before, stop, quiet
         self.streams = [tokenizer.stream() for _ in before]
         self.texts, self.printed = ["" for _ in before], [None for _ in before]         # printed: characters
         self.colours = [[] for _ in before]                                             # of each character
@@ -41,7 +41,7 @@ class Screen:
 
     def print(self, b, held_back=0):
         """Print what is new of the b-th text, without the last characters."""
-        if self.silent:
+        if self.quiet:
             return
         if self.printed[b] is None:
             print(self.before[b], end="")
@@ -58,5 +58,5 @@ class Screen:
         for b, stream in enumerate(self.streams):
             self.extend(b, self.texts[b] + (stream.end() if stream else ""))
             self.print(b)
-            if not self.silent:
+            if not self.quiet:
                 print(end="\n\n" if len(self.streams) > 1 else "\n", flush=True)

@@ -9,6 +9,7 @@ import math
 import random
 import re
 from bisect import bisect_right
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -167,7 +168,7 @@ def make_published_prompt(sample, needle, text, tokenizer):
         return tokenizer.core.decode(ids, skip_special_tokens=False)
 
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
-    inserted, context = encode(needle.needle), encode(decode(encode(text)[:sample.length]))
+    inserted, context = encode(needle.needle), encode(decode(encode_haystack(tokenizer, text)[:sample.length]))
     if len(context) + len(inserted) > sample.length - SPARED:
         context = context[:sample.length - SPARED - len(inserted)]      # a negative end cuts from the right, as theirs
     at = len(context)
@@ -179,6 +180,12 @@ def make_published_prompt(sample, needle, text, tokenizer):
     ids = encode(PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question))
     span = locate_published(ids, tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids)
     return Prompt(sample, ids, span, round(100 * at / max(len(context), 1), 2))
+
+
+@lru_cache(maxsize=1)
+def encode_haystack(tokenizer, text):
+    """The ids of a long text, which are the same for all runs of a needle and take a second."""
+    return tokenizer.core.encode(text).ids
 
 
 def locate_published(prompt_ids, needle_ids):

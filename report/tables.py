@@ -6,6 +6,7 @@ distribution that Eq. 7 decodes from has another entropy."""
 
 import csv
 import sys
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from scipy.stats import mannwhitneyu
 from report import published, significance
 from report.published import columns, headline, tasks_of
 from report.stored import base_entropies, greedy_run, grouped, mean_of, n_scored, scale, typical
-from tasks.runs import prompt_key
+from tasks import TASKS
+from tasks.runs import prompt_key, remarks
 
 NO_BEST = ("rejection", "memory_match")         # neither many nor few of these are better
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")     # whose entropies the paper compares DeCoRe's with
@@ -126,7 +128,8 @@ def score_notes(text, runs):
     demos = those(lambda run: run.task, lambda run: (shown := run.settings.get("demos"))
                   and not shown.get("paper", "hub" not in shown))
     dtypes = those(lambda run: run.settings["dtype"], lambda run: run.settings.get("dtype") not in (None, "bfloat16"))
-    limited = those(lambda run: f"{run.task} {run.settings['n']:,}", lambda run: run.settings.get("limit"))
+    items = those(lambda run: f"{run.task} {run.settings['n']:,} of {TASKS[run.task].n:,}",
+                  lambda run: run.settings["n"] != TASKS[run.task].n)
     unfinished = those(lambda run: f"{run.path.name} ({len(run.lines):,} of {run.settings['n']:,})",
                        lambda run: len(run.lines) < run.settings["n"])
     judges = those(lambda run: run.judges, lambda run: run.judges)
@@ -144,10 +147,12 @@ def score_notes(text, runs):
         "(tasks/paper.csv).": compared,
         f"The paper's runs are in bfloat16, these (also) in {dtypes}.": compared and dtypes,
         f"Demonstrations other than the paper's: {demos}.": demos,
-        f"Only the first examples: {limited}.": limited,
+        f"Another number of items than usual: {items}.": items,
         f"Judges: {judges}. The paper's no longer exist; compare only values of the same judges.": judges,
         f"Unfinished: {unfinished}.": unfinished}
-    return [note for note, needed in notes.items() if needed]
+    counts = Counter(remark for run in runs for remark in remarks(run.settings))
+    return [note for note, needed in notes.items() if needed] + [
+        f"{count} of {len(runs)} runs: {remark}." for remark, count in counts.items()]
 
 
 # Numbers of masked heads

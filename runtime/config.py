@@ -111,7 +111,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", dict: 
 
 
 def field(fields, where, key, null=...):
-    """Returns fields[key] after a check against FIELDS; `null` if it is null or absent and `null` is given."""
+    """fields[key], checked against FIELDS. null: the value of a field that is null or absent; `...`: it is required."""
     value, allowed = fields.get(key), FIELDS[key]
     if value is None and null is not ...:
         return null

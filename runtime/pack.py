@@ -36,13 +36,14 @@ def pack(model):
     A packed layer has no plain weight. A tied head is packed in addition to the embedding, whose rows are looked up, so
     that matrix is in memory twice."""
     plain = type(model.embed)
-    layers = [(parent, name, layer) for parent in list(model.modules()) if not isinstance(parent, plain)
-              for name, layer in parent.named_children()
+    layers = [(parent, name) for parent in list(model.modules()) if not isinstance(parent, plain)
+              for name, layer in parent._modules.items()
               if isinstance(layer, plain) and layer.weight.nbytes > SMALL and (parent, name) != (model, "embed")]
     if not layers:
         return
-    kind = fastest(max((layer.weight for _, _, layer in layers), key=lambda weight: weight.nbytes))
-    for parent, name, layer in layers if kind else ():
+    kind = fastest(max((getattr(*layer).weight for layer in layers), key=lambda weight: weight.nbytes))
+    for parent, name in layers if kind else ():
+        layer = getattr(parent, name)                           # not in `layers`, so that each plain weight is freed
         if kind is not amx.Tiled or amx.fits(layer.weight):
             setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
 

@@ -70,6 +70,11 @@ class Shard:
             self.call(dist.broadcast_object_list, box, group_src=0)
         return box[0]
 
+    def check_same(self, value, name):
+        """Raise ValueError if a rank's value is not the first one's."""
+        if dist.is_initialized() and self.broadcast(value) != value:
+            raise ValueError(f"{name}: rank {self.rank} has another one than rank 0; give every machine the same")
+
     def call(self, collective, *args, **kw):
         try:
             collective(*args, group=self.group, **kw)

@@ -6,6 +6,8 @@ a reader or a metric of the task changes: runs of different versions are never m
     sources.py    files and public homes → rows            prompts.py         items → messages, plain text, token ids
     items.py      one row → one item                       judges.py          TruthfulQA's truth and information judges
     metrics.py    predictions and references → numbers     model_metrics.py   metrics that need a library or a model
+    decoding.py   a benchmark and a method → rows          runs.py            the file of the rows
+    harness.py    the tasks of lm-evaluation-harness       harness_model.py   our models as models of the harness
 """
 
 from collections.abc import Callable

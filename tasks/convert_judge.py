@@ -40,7 +40,7 @@ def main():
     if Path(args.folder).exists() and any(Path(args.folder).iterdir()):
         raise ValueError(f"{args.folder} is not empty: name a new folder for the converted judge")
     convert(args.source, args.folder)
-    print(f"wrote {args.folder}; evaluate.py takes it with --judge --judge-models TRUTH,INFO")
+    print(f"wrote {args.folder}")
 
 
 if __name__ == "__main__":

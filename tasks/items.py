@@ -11,6 +11,7 @@ kind; the caller adds file and line."""
 import ast
 import json
 import re
+from contextlib import suppress
 
 
 def field(row, name):
@@ -117,12 +118,8 @@ def truthfulqa_mc(row):
 
 def triviaqa(row):
     """References are the aliases only. A repackaged data set calls them `golden_answers`."""
-    if isinstance(row.get("answer"), dict):
-        references = strings(row["answer"], "aliases")
-    elif "golden_answers" in row:
-        references = strings(row, "golden_answers")
-    else:
-        raise ValueError("field 'answer' with its 'aliases' is missing")
+    answer = row.get("answer")
+    references = strings(answer, "aliases") if isinstance(answer, dict) else strings(row, "golden_answers")
     return {"id": row.get("question_id", row.get("id")), "question": string(row, "question"), "references": references}
 
 
@@ -132,16 +129,12 @@ def triviaqa_training(row):
 
 def popqa(row):
     """`possible_answers` is a JSON list in a string. A repackaged data set has a list, `golden_answers`."""
-    if "possible_answers" not in row and "golden_answers" in row:
-        references = strings(row, "golden_answers")
-    else:
-        answers = string(row, "possible_answers")
-        try:
-            references = strings({"possible_answers": json.loads(answers)}, "possible_answers")
-        except json.JSONDecodeError:
-            raise ValueError("field 'possible_answers' should be a JSON list in a string, "
-                             f"found {answers[:60]!r}") from None
-    return {"id": row.get("id"), "question": string(row, "question"), "references": references}
+    name = "golden_answers" if "golden_answers" in row and "possible_answers" not in row else "possible_answers"
+    references = field(row, name)
+    if isinstance(references, str):
+        with suppress(json.JSONDecodeError):
+            references = json.loads(references)
+    return {"id": row.get("id"), "question": string(row, "question"), "references": strings({name: references}, name)}
 
 
 def musique_closed(row):

@@ -20,7 +20,7 @@ def needs(name, *modules, models=(), nltk_data=False):
     """Decorate a metric with its `problem`. models: (hub id, files of which one must be in the cache)."""
     def problem():
         if not all(map(find_spec, modules)):
-            return f"{name} needs {' and '.join(modules)}: pip install -e '.[evaluate]'"
+            return f"{name} needs {', '.join(modules)}: pip install -e '.[evaluate]'"
         for model, files in models:             # gigabytes are not downloaded without being asked for
             if not in_cache(model, files):
                 return f"{name} needs the model {model} in the cache: hf download {model}"

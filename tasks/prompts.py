@@ -94,7 +94,7 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
     prompt, answers, merged = ids(), [], 0
     for candidate in item["candidates"] if task.choice else []:
         both = ids(answer=candidate)
-        if both[:len(prompt)] == prompt and len(both) > len(prompt):
+        if both[:len(prompt)] == prompt:
             answers.append(both[len(prompt):])
         else:
             answers.append(tokenizer.encode(candidate, bos=False) + list(end))

@@ -128,8 +128,7 @@ def configuration(dice, world):
     frequencies, scale = rope_frequencies(config)
     rotary = theirs.model.rotary_emb
     assert torch.equal(frequencies, rotary.inv_freq) and scale == rotary.attention_scaling, f"frequencies: {c}"
-    ours = attempt(lambda: Transformer.load(folder))
-    assert ours is not None, f"weights refused: {c}"
+    ours = Transformer.load(folder)
     if config.max_positions < 60:
         return "too short to compare"
     ids = torch.randint(0, config.vocab_size, (1, 40))
@@ -363,6 +362,7 @@ KINDS = {kind.__name__: kind for kind in (configuration, index, head_file, templ
 def fuzz(cases, seed, seconds=math.inf):
     """Runs cases, the kinds in turn, for at most so many seconds → (Counter of (kind, outcome), number of failures)."""
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     counts, failures, end = Counter(), 0, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))

@@ -13,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from model import Transformer
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.files import one_line, read_json
-from runtime.weights import weight_files
+from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, random_ids, random_weights, write_checkpoint
 
 
@@ -32,29 +32,21 @@ def load_theirs(folder, **more):
 @pytest.mark.parametrize("family, change, words", [
     ("llama3", dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or "mistral" or "qwen2" or "qwen3"'),
     ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'rope_type is "dynamic"; it must be "def'),
-    ("llama3", dict(rope_scaling=dict(rope_type=["linear"])), r'rope_scaling: rope_type is \["linear"\]'),
     ("llama3", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: low_freq_factor is missing"),
     ("llama3", dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than"),
     ("llama3", dict(rope_scaling=dict(BANDS, factor="8")), 'factor is "8"; it must be a number from'),
-    ("llama3", dict(rope_scaling=dict(type="yarn", factor=4, truncate=None)), "truncate is null; it must be true or"),
     ("llama3", dict(rope_scaling="linear"), 'rope_scaling is "linear"; it must be an object'),
-    ("llama3", dict(rope_theta=float("inf")), "rope_theta is Infinity; it must be a number"),
     ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
     ("llama3", dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
     ("llama3", dict(quantization_config=dict(quant_method="awq")), 'quantization_config is .*"awq".*; it must be null'),
-    ("llama3", dict(mlp_bias=True), "mlp_bias is true; it must be false"),
     ("llama3", dict(is_causal=False), "is_causal is false; it must be true"),
-    ("llama3", dict(attention_bias=1), "attention_bias is 1; it must be true or false"),
     ("llama3", dict(torch_dtype="float8_e4m3fn"), 'dtype is "float8_e4m3fn"; it must be "float32" or'),
     ("llama3", dict(rms_norm_eps=float("nan")), "rms_norm_eps is NaN; it must be a number"),
     ("llama3", dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole number from 1 to 10000"),
-    ("llama3", dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; it must"),
     ("llama3", dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1 to"),
     ("llama3", dict(num_attention_heads=6, num_key_value_heads=4), "6 heads of width 5 with 4 key/value heads"),
     ("llama3", dict(head_dim=7), "heads of width 7"),
-    ("llama3", dict(hidden_size=4), "heads of width 1"),
     ("mistral", dict(sliding_window=0), "sliding_window is 0; it must be a whole number from 1"),
-    ("qwen2", dict(use_sliding_window=True, layer_types=["full_attention"]), "must be 3 times full_attention or"),
     ("qwen2", dict(use_sliding_window=True, layer_types=["full_attention"] * 2 + ["chunked"]), "must be 3 times full"),
     ("qwen2", dict(layer_types=["sliding_attention"] * 3), "must be 3 times full_attention, because no sliding window"),
 ])
@@ -64,11 +56,13 @@ def test_unsupported_and_malformed_configurations_are_refused_by_field(family, c
     assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", torch.bfloat16, "torch.bfloat16"])
-def test_dtypes_have_names(name):
-    assert find_dtype(name) is torch.bfloat16
-    with pytest.raises(ValueError, match="dtype int8 is not supported; it must be float32 or"):
-        find_dtype(torch.int8)
+def test_a_dtype_is_a_name_or_one_of_torchs(tmp_path):
+    folder = write_checkpoint(tmp_path, "llama3")
+    assert {Transformer.load(folder, dtype=name).dtype for name in ("bfloat16", torch.bfloat16)} == {torch.bfloat16}
+    assert find_dtype("torch.float16") is torch.float16
+    for name in ("bf16", torch.int8):
+        with pytest.raises(ValueError, match="dtype (bf16|int8) is not supported; it must be float32 or"):
+            Transformer.load(folder, dtype=name)
 
 
 def test_absent_fields_have_the_values_of_transformers(tmp_path):
@@ -100,42 +94,19 @@ def test_biases_are_where_transformers_has_them(family, attention_bias, qkv, o, 
     assert [p.bias is not None for p in (theirs.q_proj, theirs.v_proj, theirs.o_proj)] == [qkv, qkv, o]
 
 
-def test_both_generations_of_configurations_are_read_alike(tmp_path):
-    old = Config.from_checkpoint(write_checkpoint(tmp_path / "old", "llama3.1", rope_theta=7e5, torch_dtype="bfloat16"))
-    config = {k: v for k, v in FAMILIES["llama3.1"].items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    config |= dict(rope_parameters=dict(BANDS, rope_theta=7e5), dtype="bfloat16")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    new = Config.from_checkpoint(tmp_path)
-    assert new == old and (new.rope_theta, new.dtype) == (7e5, torch.bfloat16) and new.rope_scaling == BANDS
-
-
-def test_qwens_window_needs_use_sliding_window(tmp_path):
-    def windows(**change):
-        return Config.from_checkpoint(write_checkpoint(tmp_path, "qwen2", **change)).windows
-    assert windows(use_sliding_window=False) == (None, None, None)
-    assert windows(use_sliding_window=True, max_window_layers=1) == (None, 8, 8)
-    kinds = ["sliding_attention", "full_attention", "full_attention"]
-    assert windows(use_sliding_window=True, layer_types=kinds) == (8, None, None)
-
-
 # --------------------------------------------------------------------------------------------------------------- rotary
 
 YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=128)
 ROPES = {
-    "default": dict(), "theta": dict(rope_theta=500_000.0), "whole theta": dict(rope_theta=1_000_000),
-    "linear": dict(rope_scaling=dict(type="linear", factor=4)),
+    "default": dict(), "theta": dict(rope_theta=500_000.0), "linear": dict(rope_scaling=dict(type="linear", factor=4)),
     "bands": dict(rope_scaling=BANDS),
     "bands of Llama-3.1": dict(rope_theta=5e5, max_position_embeddings=131_072,
                                rope_scaling=BANDS | dict(original_max_position_embeddings=8192)),
-    "bands without their context": dict(rope_scaling={k: v for k, v in BANDS.items() if not k.startswith("orig")}),
     "yarn": dict(rope_scaling=YARN), "yarn 1": dict(rope_scaling=YARN | {"factor": 1}),
-    "yarn of Qwen2.5": dict(rope_theta=1e6, max_position_embeddings=32_768,
-                            rope_scaling=YARN | dict(original_max_position_embeddings=32_768)),
     "yarn without its context": dict(rope_scaling=dict(type="yarn", factor=2.5)),
     "yarn with its context outside": dict(rope_scaling=YARN, original_max_position_embeddings=64),
     "yarn not rounded": dict(rope_scaling=YARN | dict(truncate=False, beta_fast=16, beta_slow=2)),
     "yarn with a factor": dict(rope_scaling=YARN | dict(attention_factor=0.7)),
-    "yarn with an unknown factor": dict(rope_scaling=YARN | dict(attn_factor=0.7)),
     "yarn with mscale": dict(rope_scaling=YARN | dict(mscale=0.7, mscale_all_dim=1.3)),
     "yarn with half of mscale": dict(rope_scaling=YARN | dict(mscale=0.7)),
     "yarn after a short context": dict(rope_scaling=YARN | dict(original_max_position_embeddings=1)),
@@ -144,7 +115,7 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("width", [2, 8, 64, 128])
+@pytest.mark.parametrize("width", [2, 8, 128])
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, width, tmp_path):
     for family, cls in (("llama2", llama.LlamaRotaryEmbedding), ("qwen3", qwen3.Qwen3RotaryEmbedding)):
@@ -155,10 +126,9 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, widt
         assert frequencies.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family, name", [("llama2", "linear"), ("llama2", "bands"), ("mistral", "theta"),
-                                          ("qwen2", "yarn"), ("qwen3", "yarn not rounded")])
+@pytest.mark.parametrize("family, name", [("llama2", "bands"), ("qwen3", "yarn not rounded")])
 def test_logits_match_transformers_at_position_4000(family, name, tmp_path):
-    """One bit in the last place of the frequencies is worth up to 2e-4 here."""
+    """One bit in the last place of the frequencies changes logits by up to 2e-4."""
     folder = write_checkpoint(tmp_path, family, **{"head_dim": 16, "max_position_embeddings": 8192} | ROPES[name])
     ids = torch.tensor([random_ids(4000, seed=1)])
     with torch.inference_mode():
@@ -169,29 +139,19 @@ def test_logits_match_transformers_at_position_4000(family, name, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_stored_head_is_used_instead_of_the_tied_embedding_if_it_differs(same, tmp_path):
+@pytest.mark.parametrize("stored", ["embedding", "head", "both", "both, different"])
+def test_a_stored_head_replaces_the_tied_embedding_if_it_differs(stored, tmp_path):
     weights = random_weights(FAMILIES["llama3.2"])
     embedding = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = embedding.clone() if same else embedding.flip(0)
+    if stored != "embedding":
+        weights["lm_head.weight"] = embedding.flip(0).contiguous() if "different" in stored else embedding.clone()
+    if stored == "head":                    # `save_model` of safetensors stores only one of the two names
+        del weights["model.embed_tokens.weight"]
     folder = write_checkpoint(tmp_path, "llama3.2", weights=weights)
-    ids = torch.tensor([random_ids(20)])
-    model = Transformer.load(folder)
+    ids, model = torch.tensor([random_ids(20)]), Transformer.load(folder)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-5, rtol=0)
-    assert model.config.tied_embeddings == same
-
-
-def test_a_tied_matrix_may_be_stored_as_the_head(tmp_path):
-    """safetensors' `save_model` keeps only one of two names."""
-    weights = random_weights(FAMILIES["llama3.2"])
-    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
-    folder = write_checkpoint(tmp_path, "llama3.2", weights=weights)
-    ids = torch.tensor([random_ids(20)])
-    model = Transformer.load(folder)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-5, rtol=0)
-    assert model.lm_head is model.embed and model.config.tied_embeddings
+    assert model.config.tied_embeddings == ("different" not in stored)
 
 
 def change_index(folder, change):
@@ -268,6 +228,12 @@ def test_one_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
     assert set(weight_files(tmp_path).values()) == {tmp_path / "model.safetensors"}
     theirs = load_theirs(tmp_path).model.norm.weight
     assert torch.equal(Transformer.load(tmp_path).norm.weight, theirs)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(shards, tmp_path):
+    hashes = fingerprint(write_checkpoint(tmp_path, "llama3.2", seed=3, shards=shards))
+    assert hashes == {"weights": "eaf221d0b0b7517d", "config.json": "fd4f00275fef4d33"}
 
 
 @pytest.mark.parametrize("content, words", [

@@ -178,10 +178,20 @@ def test_without_a_prompt_the_miniature_shows_its_example(call, monkeypatch, tmp
     assert status == 0 and out.splitlines()[3:] == ["        greedy   Kraskrigard.", "decore-entropy   Dasholm."]
 
 
+def test_the_example_has_a_prompt_without_context_and_a_method_that_fails_is_an_error(call):
+    status, out, _ = call(baselines.main, "--method", "cad")
+    assert status == 0 and out.endswith("cad   Dasholm.\n")
+    status, out, err = call(baselines.main, "--method", "ad")
+    assert status == 2 and "greedy" in out and "baselines.py: error: info_layer 24" in err
+
+
 def test_the_bundled_amateur_is_recognised_by_its_path(objects, monkeypatch):
     monkeypatch.chdir(cli.MINIATURE.parent)
-    [line] = objects("--amateur", "miniature/amateur", "--prompt", "Hi", "--max-new-tokens", 2)
+    [line] = objects("--amateur", "miniature/amateur", "--prompt", "Hello you", "--max-new-tokens", 4, "--sources")
     assert line["method"] == "decore-entropy-lite" and len(line["heads"]) == 4
+    heads = [tuple(map(int, head.split("-"))) for head in line["heads"]]
+    sources = find_sources(Transformer.load("miniature/amateur"), line["prompt_ids"], line["ids"], heads)
+    assert line["sources"] == [[[*place] for place in token] for token in sources]
 
 
 # ------------------------------------------------------------------------------------------------------- baselines.py

@@ -44,8 +44,6 @@ def prompt_of(tokenizer, length=900, depth=50, chat=None, seed=0):
     return needles.make_prompt(sample, NEEDLE, book, tokenizer, detect.TEMPLATE, chat, seed)
 
 
-# ----------------------------------------------------------------------------------------------------- the scoring rule
-
 # Prompt 10 11 12 13 11 14, its needle 11 12 13 11 (three distinct tokens). One layer of three heads, five steps.
 PROMPT, SPAN, GENERATED = [10, 11, 12, 13, 11, 14], (1, 5), [11, 12, 11, 14, 11]
 PATTERN = torch.tensor([[[1, 0, 4]], [[2, 2, 1]], [[4, 1, 2]], [[5, 5, 5]], [[1, 4, 9]]])
@@ -62,9 +60,6 @@ def test_the_published_position_is_the_first_window_with_the_needles_token_set()
     ids = [1, 7, 6, 5, 2, 5, 6, 7, 3]
     assert needles.locate_published(ids, [5, 6, 7]) == (1, 4)       # another order, and not the needle
     assert needles.locate_published(ids, [5, 6, 8]) == (-1, -1)
-
-
-# -------------------------------------------------------------------------------------------------------------- one run
 
 
 def reference_run(folder, prompt, needle, steps, published):
@@ -149,14 +144,9 @@ def test_the_heads_of_all_ranks_are_scored(tmp_path):
     assert torch.equal(detect.score_run(model, prompt, (0, 36), 16)[0], torch.cat([scores, scores], -1))
 
 
-# ------------------------------------------------------------------------------------------------ needles and haystacks
-
-
-def test_the_default_haystack_is_varied_and_does_not_hold_the_needles():
+def test_the_default_haystack_does_not_hold_the_needles():
     texts, rows = needles.read_haystack(detect.HAYSTACK), needles.read_needles(detect.HAYSTACK / "needles.jsonl")
     assert len(texts) == len(rows) == 3 and sum(len(text.split()) for text in texts) >= 50_000
-    sentences = re.split(r"(?<=[.!?])\s+|(?<=[.!?]\")\s+", " ".join(texts))
-    assert len(set(sentences)) > 0.99 * len(sentences)
     assert not any(row.real_needle in text for row in rows for text in texts)
 
 
@@ -170,10 +160,6 @@ def test_the_needle_stands_between_sentences_near_its_depth_and_its_span_is_its_
     assert tokenizer.decode(prompt.ids[slice(*prompt.span)]).strip() == NEEDLE.real_needle
     assert abs(prompt.at - depth) <= needles.NEAR
     assert 2700 < len(prompt.ids) <= 3000
-
-
-def test_other_seeds_put_the_needle_elsewhere(tokenizer):
-    assert len({prompt_of(tokenizer, 2000, seed=seed).at for seed in range(8)}) > 1
 
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
@@ -216,9 +202,6 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
     assert published(11) == f"^^^{context[:19]}^N n.{context[19:]}{question}"
     assert published(0) == f"^^N n.^^{context}{question}"
     assert published(50, length=0) == f"^^N n.{question}"               # the shortest of the authors' 20 lengths
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
 
 
 QUICK = ("--lengths", "500", "--depths", "1", "--min-success", "1")       # three runs
@@ -376,16 +359,14 @@ def test_bad_options_are_refused_before_the_first_run(command, monkeypatch, more
         command(*more)
 
 
-@pytest.mark.parametrize("line, message", [
-    ("{}", "line 1: a needle is a JSON object"),
-    ('["a"]', "line 1: a needle is a JSON object"),
-    ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "real_needle must be a part of needle"),
-    ("", "holds no needles"),
-])
-def test_bad_needles_are_named(tmp_path, line, message):
-    (tmp_path / "needles.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=message):
-        needles.read_needles(tmp_path / "needles.jsonl")
+def test_bad_needles_are_named(tmp_path):
+    path = tmp_path / "needles.jsonl"
+    for line, message in (("{}", "line 1: a needle is a JSON object"), ('["a"]', "line 1: a needle is a JSON object"),
+                          ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "must be a part of needle"),
+                          ("", "holds no needles")):
+        path.write_text(line)
+        with pytest.raises(ValueError, match=message):
+            needles.read_needles(path)
 
 
 def test_a_chat_template_that_rewrites_the_message_is_refused(tmp_path):

@@ -1,6 +1,6 @@
-"""The adapter for lm-evaluation-harness beside the harness's own backend, `hf`, and beside `score` and `generate`.
+"""The model for lm-evaluation-harness against the harness's own, `hf`, and against `score` and `generate`.
 
-Tasks are local, in the harness's YAML. The tokenizers are given to `hf` as objects: transformers 5 builds others from
+Tasks are local, in the harness's YAML. `hf` gets its tokenizers as objects, because transformers 5 builds others from
 some old files."""
 
 import copy
@@ -25,7 +25,7 @@ from tokenizers import processors
 import baselines
 from model import Transformer
 from tasks import harness
-from tasks.harness import Harness, split
+from tasks.harness_model import HarnessModel
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -109,20 +109,19 @@ def requests_of(tasks, name, lm, shots, chat):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("shots", [0, 2])
-def test_every_value_is_that_of_the_harness_s_own_backend(pair, tasks, shots, chat):
+def test_every_value_equals_that_of_hf(pair, tasks, shots, chat):
     model, tokenizer, hf = pair
     for batch in (1, 4):
-        ours, theirs = Harness(model, tokenizer, "greedy", batch), hf(batch)
-        found = {}
+        models, values = (HarnessModel(model, tokenizer, "greedy", batch), hf(batch)), {}
         for name, kind in (("choice", "loglikelihood"), ("until", "generate_until"),
                            ("rolling", "loglikelihood_rolling")):
-            asked = [requests_of(tasks, name, lm, shots, chat) for lm in (ours, theirs)]
-            assert [r.args for r in asked[0]] == [r.args for r in asked[1]]
-            found[name] = [getattr(lm, kind)(asked[0], disable_tqdm=True) for lm in (ours, theirs)]
-        (log_p, flags), (their_log_p, their_flags) = (zip(*pairs, strict=True) for pairs in found["choice"])
+            requests = [requests_of(tasks, name, lm, shots, chat) for lm in models]
+            assert [r.args for r in requests[0]] == [r.args for r in requests[1]]
+            values[name] = [getattr(lm, kind)(requests[0], disable_tqdm=True) for lm in models]
+        (log_p, flags), (their_log_p, their_flags) = (zip(*pairs, strict=True) for pairs in values["choice"])
         assert log_p == pytest.approx(their_log_p, abs=1e-4) and flags == their_flags
-        assert found["until"][0] == found["until"][1]
-        assert found["rolling"][0] == pytest.approx(found["rolling"][1], rel=1e-6)
+        assert values["until"][0] == values["until"][1]
+        assert values["rolling"][0] == pytest.approx(values["rolling"][1], rel=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------- the other decoders
@@ -149,15 +148,16 @@ def instances(kind, arguments):
 def test_a_decoder_gives_what_score_and_generate_give(small, name):
     model, tokenizer, amateur = small
     how = dict(method=name) | METHODS[name] | (dict(amateur=amateur) if name in ("cd", "decore-entropy-lite") else {})
-    lm = Harness(model, tokenizer, batch_size=2, **how, **dict(mask_prompt=True) if "heads" in how else {})
+    lm = HarnessModel(model, tokenizer, batch_size=2, **how, **dict(mask_prompt=True) if "heads" in how else {})
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     found = lm.loglikelihood(instances("loglikelihood", [(context, answer) for answer in answers]), disable_tqdm=True)
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
     assert [log_p for log_p, _ in found] == baselines.score(model, tokenizer.encode(context), ids, **how)
-    asked = [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in ("abc", "A longer prompt", "x")]
-    texts = lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
-    for (prompt, _), text in zip(asked, texts, strict=True):
-        g = baselines.generate(model, tokenizer.encode(prompt), max_new_tokens=20, eos_ids=tokenizer.eos_ids, **lm.how)
+    requests = [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in ("abc", "A longer prompt", "x")]
+    texts = lm.generate_until(instances("generate_until", requests), disable_tqdm=True)
+    for (prompt, _), text in zip(requests, texts, strict=True):
+        g = baselines.generate(model, tokenizer.encode(prompt), max_new_tokens=20, eos_ids=tokenizer.eos_ids,
+                               **lm.generate_settings)
         assert text == tokenizer.decode(g.ids).split("w")[0]
 
 
@@ -165,7 +165,7 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
 def test_the_flag_says_whether_decoding_gives_the_answer(small, name):
     """DoLa decodes from likely tokens only, so its flag needs the cut that its scores do not have."""
     model, tokenizer, _ = small
-    lm, others = Harness(model, tokenizer, name, **METHODS[name]), 0
+    lm, others = HarnessModel(model, tokenizer, name, **METHODS[name]), 0
     how = dict(method=name, max_new_tokens=12, eos_ids=()) | METHODS[name]
     for prompt in ("abc", "Where?", "A longer prompt", "mill"):
         context = tokenizer.encode(prompt)
@@ -180,7 +180,7 @@ def test_the_flag_says_whether_decoding_gives_the_answer(small, name):
 
 def test_a_stop_string_ends_decoding_and_is_cut_off(small, monkeypatch):
     model, tokenizer, _ = small
-    lm, seen = Harness(model, tokenizer, "greedy"), []
+    lm, seen = HarnessModel(model, tokenizer, "greedy"), []
     plain = tokenizer.decode(baselines.generate(model, tokenizer.encode("abc"), "greedy", max_new_tokens=40,
                                                 eos_ids=()).ids)
     letters = [c for c in plain if c.isascii() and c.isprintable()]
@@ -191,53 +191,46 @@ def test_a_stop_string_ends_decoding_and_is_cut_off(small, monkeypatch):
     assert seen[0].stop == "stop" and len(seen[0].ids) < 40
 
 
-def test_answers_share_one_reading_of_their_context_in_parts_that_fit(small, monkeypatch):
+def test_a_context_is_read_once_for_all_its_answers(small, monkeypatch):
     model, tokenizer, _ = small
-    assert split([5, 6, 7, 8], [1000, 1000, 1000, 5000]) == [[5, 6], [7], [8]]
     calls, score = [], baselines.score
     monkeypatch.setattr(baselines, "score", lambda *a, **how: calls.append(len(a[2])) or score(*a, **how))
     requests = [("one", " a"), ("two", " b"), ("one", " c"), ("one", " d"), ("two", " e")]
-    lm = Harness(model, tokenizer, "greedy")
-    found = lm.loglikelihood(instances("loglikelihood", requests), disable_tqdm=True)
+    lm = HarnessModel(model, tokenizer, "greedy")
+    together = lm.loglikelihood(instances("loglikelihood", requests), disable_tqdm=True)
     assert calls == [3, 2]
     alone = [lm.loglikelihood(instances("loglikelihood", [r]), disable_tqdm=True)[0][0] for r in requests]
-    assert [log_p for log_p, _ in found] == pytest.approx(alone, abs=1e-5)
+    assert [log_p for log_p, _ in together] == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize("context", ["", " "])
 def test_a_blank_context_begins_with_bos_or_the_end_token(pair, context):
     model, tokenizer, _ = pair
-    lm = Harness(model, tokenizer, "greedy")
+    lm = HarnessModel(model, tokenizer, "greedy")
     first = 257 if model.config.model_type == "qwen2" else 256
     found = lm.loglikelihood(instances("loglikelihood", [(context, "abc")]), disable_tqdm=True)
     answer = tokenizer.encode(context + "abc", bos=False)
     assert found[0][0] == pytest.approx(baselines.score(model, [first], answer, method="greedy"), abs=1e-6)
-    asked = instances("generate_until", [("", dict(until=[], max_gen_toks=8))])
+    request = instances("generate_until", [("", dict(until=[], max_gen_toks=8))])
     g = baselines.generate(model, [first], method="greedy", max_new_tokens=8, eos_ids=tokenizer.eos_ids)
-    assert lm.generate_until(asked, disable_tqdm=True) == [tokenizer.decode(g.ids)]
+    assert lm.generate_until(request, disable_tqdm=True) == [tokenizer.decode(g.ids)]
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("asked, message", [
-    (dict(do_sample=True, temperature=0.7), "a task asks for do_sample True"),
-    (dict(temperature=0.7), "a task asks for temperature 0.7"),
-    (dict(num_beams=4), "a task asks for num_beams 4"),
-    (dict(repetition_penalty=1.2), "a task asks for repetition_penalty 1.2"),
-    (dict(max_gen_toks=512), "a task asks for 512 new tokens, but .* reads 512 with the prompt"),
+@pytest.mark.parametrize("options, message", [
+    (dict(do_sample=True, temperature=0.7), "a task needs do_sample True"),
+    (dict(temperature=0.7), "a task needs temperature 0.7"),
+    (dict(num_beams=4), "a task needs num_beams 4"),
+    (dict(repetition_penalty=1.2), "a task needs repetition_penalty 1.2"),
+    (dict(max_gen_toks=512), "a task needs 512 new tokens, but .* reads 512 with the prompt"),
 ])
-def test_what_is_not_greedy_or_does_not_fit_is_refused(small, asked, message):
-    lm = Harness(*small[:2], "greedy")
+def test_what_is_not_greedy_or_does_not_fit_is_refused(small, options, message):
+    lm = HarnessModel(*small[:2], "greedy")
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k", END), 5)
     with pytest.raises(ValueError, match=message):
-        lm.generate_until(instances("generate_until", [("abc", asked)]), disable_tqdm=True)
-
-
-@pytest.mark.parametrize("method", ["cad", "ad"])
-def test_cad_and_ad_are_refused(small, method):
-    with pytest.raises(ValueError, match=f"^{method} "):
-        Harness(*small[:2], method)
+        lm.generate_until(instances("generate_until", [("abc", options)]), disable_tqdm=True)
 
 
 # ------------------------------------------------------------------------------------------------------ chat templates
@@ -251,20 +244,20 @@ def test_a_prefilled_answer_is_left_open_as_transformers_does(tmp_path, template
     tokenizer = Tokenizer.load(write(tmp_path / "m", "llama3", template))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "m" / "tokenizer.json"))
     chat = [CHAT[0], {"role": "assistant", "content": last}]
-    wanted = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
-    assert Harness(None, tokenizer, "greedy").apply_chat_template(chat, add_generation_prompt=False) == wanted
-    assert END not in wanted.rpartition("assistant")[2]
+    expected = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
+    assert HarnessModel(None, tokenizer, "greedy").apply_chat_template(chat, add_generation_prompt=False) == expected
+    assert END not in expected.rpartition("assistant")[2]
 
 
 def test_a_template_without_system_message_gets_the_chat_without_it(small):
-    lm = Harness(*small[:2], "greedy")
+    lm = HarnessModel(*small[:2], "greedy")
     chat = [{"role": "system", "content": "Be brief."}, CHAT[0]]
     with pytest.warns(UserWarning, match="without their system message.*no system role"):
         assert lm.apply_chat_template(chat) == lm.apply_chat_template(chat[1:])
 
 
 def test_request_caches_tell_chat_templates_apart(tmp_path):
-    names = {Harness(None, Tokenizer.load(write(tmp_path / "m", "llama3", template)), "greedy").tokenizer_name
+    names = {HarnessModel(None, Tokenizer.load(write(tmp_path / "m", "llama3", template)), "greedy").tokenizer_name
              for template in (TEMPLATE, SPACED, TEMPLATE)}
     assert len(names) == 2 and not any("/" in name for name in names)
 
@@ -300,19 +293,19 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
                               env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         stored = max((tmp_path / "out").rglob("results_*.json"), key=os.path.getmtime)
-        found = json.loads(stored.read_text())
-        assert found["config"]["model"] == "miniature" and found["config"]["method"] == method
+        results = json.loads(stored.read_text())
+        assert results["config"]["model"] == "miniature" and results["config"]["method"] == method
         monkeypatch.setattr(sys, "argv", ["evaluate.py", "--task", "miniature-conflict", "--method", method,
                                           "--limit", str(n), "--out", str(tmp_path / "runs")])
         evaluate.main()
-        wanted = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]["exact_match"]
-        assert found["results"]["conflict"]["exact_match,sentence"] == wanted
-        numbers.append(wanted)
+        expected = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]["exact_match"]
+        assert results["results"]["conflict"]["exact_match,sentence"] == expected
+        numbers.append(expected)
     assert numbers[0] < numbers[1] and len(list(tmp_path.glob("cache-*"))) == 2
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--method", "cad", "--tasks", "x"], "cad needs the context apart"),
+    (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
     (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
     (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
     (["--num_fewshot", "2"], "--tasks is missing"),

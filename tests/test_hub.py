@@ -1,6 +1,6 @@
 """Downloads from a hub on the loopback interface: which files are requested, and what each failure prints.
 
-huggingface_hub reads its environment when it is imported, so every case runs in its own process."""
+huggingface_hub reads its environment when it is imported, so downloads run in processes of their own."""
 
 import hashlib
 import http.server
@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from runtime.weights import checkpoint_folder
 
+ROOT = Path(__file__).parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXT = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
 WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -22,22 +24,25 @@ FILES = [*TEXT, INDEX, *WEIGHTS, "pytorch_model.bin", "consolidated.safetensors"
          "original/params.json", "onnx/model.safetensors", "README.md", "tokenizer.model"]
 
 MODEL = """
-import sys
+import os, sys
 from runtime.weights import checkpoint_folder
-try:
-    folder = checkpoint_folder(sys.argv[1], weights=sys.argv[2] == "True")
-    print(*sorted(path.name for path in folder.rglob("*") if not path.is_dir()))
-except OSError as error:
-    sys.exit(str(error))
+for case in sys.argv[1:]:
+    name, weights, os.environ["HF_TOKEN"] = case.split(",")
+    try:
+        folder = checkpoint_folder(name, weights=weights == "weights")
+        print(*sorted(path.name for path in folder.rglob("*") if not path.is_dir()))
+    except OSError as error:
+        print(error)
 """
 DATA = """
 import json, sys
 from tasks import Home, sources
-try:
-    path, commit = sources.from_hub(Home(*json.loads(sys.argv[1])))
-    print(path.read_text(), commit)
-except (ValueError, OSError) as error:
-    sys.exit(str(error))
+for home in sys.argv[1:]:
+    try:
+        path, commit = sources.from_hub(Home(*json.loads(home)))
+        print(path.read_text(), commit)
+    except (ValueError, OSError) as error:
+        print(error)
 """
 
 
@@ -80,52 +85,49 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """hub(script, *arguments, **environment) → (status, standard output, last line of standard error)."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """hub(script, *arguments, **environment) → the lines that the script prints."""
+    server, folder = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub), tmp_path_factory.mktemp("hub")
     server.paths = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def run(script, *arguments, **environment):
         clean = {k: v for k, v in os.environ.items() if not k.upper().startswith("HF_") and "PROXY" not in k.upper()}
-        clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
-                  "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
-        done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], env=clean | environment,
-                              cwd=tmp_path, capture_output=True, text=True, timeout=180)
-        assert "Traceback" not in done.stderr
-        return done.returncode, done.stdout.strip(), done.stderr.strip().rpartition("\n")[2]
+        clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder), "PYTHONPATH": ".",
+                  "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        done = subprocess.run([sys.executable, "-c", script, *arguments], env=clean | environment, cwd=ROOT,
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
 
-    run.paths, run.close = server.paths, lambda: (server.shutdown(), server.server_close())
+    run.paths = server.paths
     yield run
-    run.close()
+    server.shutdown()
+    server.server_close()
 
 
-def test_only_json_jinja_and_safetensors_are_downloaded_and_then_used_offline(hub):
-    assert hub(MODEL, "open/model", False)[1].split() == sorted([*TEXT, INDEX])
-    assert not any(path.endswith(".safetensors") for path in hub.paths)
-    assert hub(MODEL, "open/model", True)[1].split() == sorted([*TEXT, INDEX, *WEIGHTS])
+def test_only_json_jinja_and_safetensors_are_downloaded_and_every_failure_is_one_line(hub):
+    text, everything, missing, gated, wrong_token, right_token, down, malformed = hub(
+        MODEL, "open/model,text,", "open/model,weights,", "open/modle,text,", "gated/model,text,",
+        "gated/model,text,bad", "gated/model,text,good", "down/model,text,", "a/b--c,text,")
+    assert text.split() == right_token.split() == sorted([*TEXT, INDEX])
+    assert everything.split() == sorted([*TEXT, INDEX, *WEIGHTS])
     for name in ("pytorch_model.bin", "consolidated", "original/", "onnx/", "README.md", "tokenizer.model"):
         assert not any(name in path for path in hub.paths), name
-    assert hub(MODEL, "open/model", True, HF_HUB_OFFLINE="1")[1].split() == sorted([*TEXT, INDEX, *WEIGHTS])
+    assert "open/modle is neither a folder nor a model on the hub" in missing and "check the spelling" in missing
+    for line in (gated, wrong_token):
+        assert "gated/model is gated: accept its terms at http://127.0.0.1:" in line and "HF_TOKEN" in line
+    for line, name in ((down, "down/model"), (malformed, "a/b--c")):
+        assert f"downloading {name} failed: check the connection and HF_HUB_OFFLINE" in line
 
 
-def test_a_gated_model_needs_its_terms_accepted_and_a_token(hub):
-    for environment in ({}, {"HF_TOKEN": "bad"}):
-        status, _, line = hub(MODEL, "gated/model", False, **environment)
-        assert status and "gated/model is gated: accept its terms at http://127.0.0.1:" in line and "HF_TOKEN" in line
-    assert hub(MODEL, "gated/model", False, HF_TOKEN="good")[0] == 0
-
-
-def test_every_failed_download_is_one_line_that_says_what_to_do(hub):
-    status, _, line = hub(MODEL, "open/modle", True)
-    assert status and "open/modle is neither a folder nor a model on the hub" in line and "check the spelling" in line
-    for name, environment in (("down/model", {}), ("a/b--c", {}), ("open/model", {"HF_HUB_OFFLINE": "1"})):
-        status, _, line = hub(MODEL, name, True, **environment)
-        assert status and f"downloading {name} failed: check the connection and HF_HUB_OFFLINE" in line
-    hub.close()
-    status, _, line = hub(MODEL, "open/model", True)
-    assert status and "downloading open/model failed: check the connection" in line and "give a folder" in line
+def test_without_a_connection_the_cache_is_used(hub):
+    hub(MODEL, "open/model,weights,")
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        cached, other = hub(MODEL, "open/model,weights,", "open/other,weights,", **environment)
+        assert cached.split() == sorted([*TEXT, INDEX, *WEIGHTS])
+        assert "downloading open/other failed: check the connection" in other and "give a folder" in other
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "./nothing", "/nothing/here", "~/nothing", "a/b/c", "a/", "a b", ""])
@@ -143,13 +145,10 @@ def test_a_folder_is_returned_as_it_is_and_a_file_is_refused(tmp_path):
 
 
 def test_a_data_sets_file_comes_from_its_home_with_the_commit_or_the_content_of_the_paper(hub):
-    def fetch(*home):
-        return hub(DATA, json.dumps(home))[1:]
-
-    assert fetch("open/data", "data/dev.parquet", COMMIT) == (f"data/dev.parquet {COMMIT}", "")
+    homes = [("open/data", "data/dev.parquet", COMMIT),
+             ("open/data", "d.jsonl", "main", hashlib.sha256(b"d.jsonl").hexdigest()),
+             ("open/data", "d.jsonl", "main", "0" * 64), ("other/data", "d.jsonl", COMMIT)]
+    lines = hub(DATA, *map(json.dumps, homes))
+    assert lines[:2] == [f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}"] and len(lines) == 4
+    assert "open/data" in lines[2] and "other/data" in lines[3] and all("--data FILE" in line for line in lines[2:])
     assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in hub.paths)
-    digest = hashlib.sha256(b"d.jsonl").hexdigest()
-    assert fetch("open/data", "d.jsonl", "main", digest) == (f"d.jsonl {COMMIT}", "")
-    assert "d.jsonl" in fetch("open/data", "d.jsonl", "main", "0" * 64)[1]
-    assert "--data FILE" in fetch("open/data", "d.jsonl", "main", "0" * 64)[1]
-    assert "other/data" in fetch("other/data", "d.jsonl", COMMIT)[1]

@@ -1,4 +1,4 @@
-"""The miniature as ITI edits it: a shift of heads is a bias of o, and the checkpoint loads as ITI's own do."""
+"""ITI on the miniature: the shift of heads is stored as a bias of o, in a checkpoint like ITI's own."""
 
 import torch
 
@@ -14,8 +14,8 @@ def test_the_bias_of_o_is_the_shift_of_the_heads(tmp_path):
     ids = torch.tensor([[0, 5, 80, 300, 7, 11]])
     assert not torch.allclose(edited(ids), plain(ids), atol=0.1)
     for (layer, head), shift in SHIFT.items():
-        def shifted(_, given, head=head, shift=shift):
-            y = given[0].clone()
+        def shifted(_, inputs, head=head, shift=shift):
+            y = inputs[0].clone()
             y[..., head * 24:(head + 1) * 24] += shift
             return (y,)
         plain.layers[layer].attn.o.register_forward_pre_hook(shifted)

@@ -234,7 +234,7 @@ def test_a_run_names_what_its_metrics_lack_before_anything_is_decoded(cache, cap
     assert capsys.readouterr().err.splitlines() == [
         "xsum: bertscore_f1 needs bert_score: pip install -e '.[evaluate]'",
         f"xsum: factkb needs the model {FACTKB} in the cache: hf download {FACTKB}",
-        "ifeval: IFEval needs lm_eval and langdetect and immutabledict and nltk: pip install -e '.[evaluate]'"]
+        "ifeval: IFEval needs lm_eval, langdetect, immutabledict, nltk: pip install -e '.[evaluate]'"]
     monkeypatch.setattr(model_metrics, "find_spec", lambda module: True)
     monkeypatch.setattr(model_metrics, "has_punkt", lambda: False)
     metrics.check_available(TASKS["ifeval"])

@@ -48,7 +48,8 @@ def test_a_packed_model_chooses_the_same_tokens(family, tmp_path, monkeypatch, a
     packed = Transformer.load(folder)
     monkeypatch.setattr(pack, "fastest", lambda weight: None)
     plain = Transformer.load(folder)
-    # every layer but the embedding, also if the head is tied to it
+    # every layer but the embedding, also a head that is tied to it
+    assert isinstance(packed.lm_head, Packed)
     assert [name for name, m in packed.named_modules() if isinstance(m, Linear)] == ["embed"]
     assert not any(isinstance(m, Packed) for m in plain.modules())
     prompts, how = [random_ids(n, seed=n) for n in (9, 1, 30)], dict(heads=[(1, 0), (2, 2)], max_new_tokens=12)

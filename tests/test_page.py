@@ -81,10 +81,10 @@ def test_a_page_that_cannot_be_written_is_one_line(call, tmp_path):
 
 # Where a token was read
 
-def linked(sources=None, name="g0"):
-    """An answer "abc" to the prompt "xyz", a token per letter."""
-    g = SimpleNamespace(ids=[*map(ord, "abc")], alphas=[0.5] * 3, entropies=[0.1] * 3, stop="length")
-    return page.answer_html(Letters(), "decore-entropy", g, name, None, ([*map(ord, "xyz")], "p0"), sources)
+def linked(sources=None, text="abc", prompt="xyz"):
+    """An answer to a prompt, a token per letter."""
+    g = SimpleNamespace(ids=[*map(ord, text)], alphas=[0.5] * 3, entropies=[0.1] * 3, stop="length")
+    return page.answer_html(Letters(), "decore-entropy", g, "g0", None, ([*map(ord, prompt)], "p0"), sources)
 
 
 class Letters:
@@ -96,16 +96,24 @@ class Letters:
 
 
 def test_pointing_at_a_token_lights_up_its_source_and_the_reverse():
-    answer = linked([[(0, 0.75), (2, 0.25)], [], [(2, 1.0)]])
+    answer = linked([[(0, 0.75), (2, 0.25)], [], [(2, 1.0), (0, 0.5)]])
     rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) { .*? / ([\d.]+)\) }", answer)
     assert sorted(rules) == [("g0h", "p0s0", "0.75"), ("g0h", "p0s2", "1.00"), ("g0t0", "p0s0", "0.75"),
-                             ("g0t0", "p0s2", "0.25"), ("g0t2", "p0s2", "1.00"), ("p0s0", "g0t0", "0.75"),
-                             ("p0s2", "g0t0", "0.25"), ("p0s2", "g0t2", "1.00")]
+                             ("g0t0", "p0s2", "0.25"), ("g0t2", "p0s0", "0.50"), ("g0t2", "p0s2", "1.00"),
+                             ("p0s0", "g0t0", "0.75"), ("p0s0", "g0t2", "0.50"), ("p0s2", "g0t0", "0.25"),
+                             ("p0s2", "g0t2", "1.00")]
     names = re.findall(r'id="(\w+)"', page.prompt_html(Letters(), [*map(ord, "xyz")], "p0") + answer)
     assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
     notes = [html.unescape(note) for note in re.findall(r'data-note="([^"]*)"', answer)]
     assert notes[0].endswith("from 'x' at 0 (75% of the heads)\nfrom 'z' at 2 (25% of the heads)")
     assert "from" not in notes[1]
+
+
+def test_markup_in_tokens_and_notes_stays_text():
+    answer = linked([[(0, 1.0)], [(1, 1.0)], []], text='<&"', prompt='<"x')
+    assert re.findall(r'data-note="([^"]*)">([^<]*)</span>', answer)[0][1] == "&lt;"
+    notes = re.findall(r'data-note="([^"]*)"', answer)
+    assert len(notes) == 3 and "'&lt;'" in notes[0].replace("&#x27;", "'") and "&quot;" in notes[1]
 
 
 def test_without_sources_nothing_is_linked():

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from baselines import generate
 from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
 from runtime import parallel
-from runtime.parallel import Ranks, Shard, check_split, first_on_node, rank_device
+from runtime.graph import GRAPHS
+from runtime.parallel import Ranks, Shard, first_on_node, rank_device
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -78,10 +81,50 @@ def collectives(folder):
             file.write(f"{shard.rank}\n")
         return shard.rank
 
-    return dict(disagreement=disagreement, gathered=gathered.tolist(), dtype=str(gathered.dtype),
+    return dict(disagreement=disagreement, graphs=graphs(folder, shard),
+                gathered=gathered.tolist(), dtype=str(gathered.dtype),
                 downloaded=first_on_node(download), first=ranks.shard().broadcast(shard.rank),
                 shared=ranks.share(lambda: f"of rank {shard.rank}"), lists=ranks.gather(lambda: [shard.rank]),
                 timeout=dist.distributed_c10d._get_default_store().timeout.total_seconds())
+
+
+class Replay:
+    """In place of a CUDA graph: computes the step again, into the tensors of the first time."""
+
+    def __init__(self, step, tokens, restore):
+        self.step, self.result = step, [x.clone() for x in step(tokens)]
+
+    def __call__(self, tokens):
+        result = self.step(tokens)
+        for old, new in zip(self.result, result, strict=True):
+            old.copy_(new)
+        return type(result)(*self.result)
+
+
+class Failing(Replay):
+    def __init__(self, *args):
+        super().__init__(*args)
+        raise RuntimeError("out of graphs")
+
+
+class Wrong(Replay):
+    def __call__(self, tokens):
+        result = super().__call__(tokens)
+        result.scores.add_(1)
+        return result
+
+
+def graphs(folder, shard):
+    """This rank's warnings and tokens, by what becomes of the last rank's graph."""
+    model, out = Transformer.load(folder / "llama3"), {}
+    for kind in (Replay, Failing, Wrong):
+        with (patch("runtime.graph.Graph", kind if shard.rank == shard.size - 1 else Replay),
+              warnings.catch_warnings(record=True) as caught):
+            warnings.simplefilter("always")
+            batch = generate(model, PROMPTS, method="decore-entropy", heads=HEADS, max_new_tokens=4, graph=True)
+        out[kind.__name__] = [str(w.message) for w in caught if "graph" in str(w.message)], [g.ids for g in batch]
+        GRAPHS.clear()
+    return out
 
 
 def worker(folder):
@@ -167,7 +210,7 @@ def test_several_ranks_give_the_logits_scores_and_tokens_of_one(ranks, one_rank,
 def test_ranks_that_load_another_model_than_rank_0_say_so(ranks):
     first, *others = [one["disagreement"] for one in ranks["collectives"]]
     assert first == ""
-    assert others and all("another config.json or other weights than rank 0" in message for message in others)
+    assert others and all("has another one than rank 0" in message for message in others)
 
 
 def test_collectives_keep_the_dtype_and_the_order_of_the_ranks(ranks):
@@ -183,6 +226,15 @@ def test_the_first_rank_of_each_machine_downloads_and_the_others_wait_for_all_of
     order = [int(line) for line in (folder / f"{n}.log").read_text().split()]
     assert sorted(order) == list(range(n)) and {rank % 2 for rank in order[:n // 2]} == {0}
     assert [one["downloaded"] for one in ranks["collectives"]] == list(range(n))
+
+
+def test_all_ranks_replay_graphs_or_none_does(ranks, one_rank):
+    expected, results = one_rank["llama3"]["decore-entropy, output"][0], [one["graphs"] for one in ranks["collectives"]]
+    for kind, reason in (("Replay", None), ("Failing", "out of graphs"), ("Wrong", "a replay differs")):
+        messages, ids = zip(*(one[kind] for one in results), strict=True)
+        assert all(one == expected for one in ids)
+        assert [len(lines) for lines in messages] == len(messages) * [reason is not None]
+        assert reason is None or reason in messages[-1][0] and "another rank" in messages[0][0]
 
 
 def test_ranks_that_have_met_wait_for_each_other_as_long_as_in_a_collective(ranks):
@@ -296,19 +348,21 @@ def test_a_model_that_does_not_divide_is_refused_with_the_reason(tmp_path, chang
         Transformer.load(folder, shard=Shard(1, size))
 
 
-@pytest.mark.parametrize("n, size", [(1, 4), (2, 4), (4, 4), (8, 4), (8, 2)])
-def test_every_query_head_finds_its_key_head_on_its_rank(n, size):
-    H = 16
-    for rank in range(size):
-        shard = Shard(rank, size)
-        queries, keys = range(H)[shard.part(H)], range(n)[shard.part(n, copies=True)]
-        for i, head in enumerate(queries):
-            assert keys[i // (len(queries) // len(keys))] == head // (H // n)
-
-
-def test_the_70b_shape_divides_among_as_many_ranks_as_people_have():
-    for size in (1, 2, 4, 8, 16):
-        check_split(SimpleNamespace(n_heads=64, n_kv_heads=8, d_ff=28_672), size)
+def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
+    """146 MB of weights, in a process of its own; some 20 MB are the libraries'."""
+    write_checkpoint(tmp_path, "llama3", hidden_size=1024, intermediate_size=2816, vocab_size=512)
+    code = f"""
+from benchmarks.measure import status, weights
+from model import Transformer
+from runtime.parallel import Shard
+open("/proc/self/clear_refs", "w").write("5")               # the peak counts from here on
+before = status("VmRSS")
+model = Transformer.load({str(tmp_path)!r}, shard=Shard(1, 4))
+print(weights(model), status("VmHWM") - before)
+"""
+    share, peak = map(int, run("-c", code).stdout.split())
+    assert share < 0.3 * (tmp_path / "model.safetensors").stat().st_size
+    assert peak < share + 40e6
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ from miniature import data as miniature_data
 from tests.checkpoints import random_weights, write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = sorted(path for path in subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True,
-                                                  text=True).stdout.split()
-                  if not path.startswith("tests/") and path != "tasks/harness.py"       # it passes on what it ignores
-                  and 'if __name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8"))
+ROOMS = ("benchmarks", "cli", "heads", "miniature", "report", "runtime", "tasks")
+FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in FILES
+                  if path.name != "harness.py"          # it passes unknown options to lm-evaluation-harness
+                  and 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,13 @@ def places(tmp_path_factory, chat_model):
 
     base, small = model("base"), model("small", max_position_embeddings=8)
     write_heads(base / "heads.json")
-    for name, changes in (("gpt2", dict(model_type="gpt2")), ("other", dict(vocab_size=300)), ("pickle", {}),
+    for name, changes in (("gpt2", dict(model_type="gpt2")), ("other", {}), ("pickle", {}),
                           ("shards", dict(shards=2))):
         model(name, **changes)
     (folder / "pickle" / "model.safetensors").rename(folder / "pickle" / "model.bin")
     (folder / "shards" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    tokenizer = folder / "other" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|turn|>", "<|user|>"))
     weights = random_weights(json.loads((small / "config.json").read_text()))
     weights["model.norm.weight"][0] = torch.nan
     model("nan", weights=weights)
@@ -70,7 +73,7 @@ MISTAKES = [
     ("decore", "--prompt Hi --model {shards} {heads}", "index.json"),
     ("decore", "--prompt Hi --model {nan} {heads}", "not finite"),
     ("decore", "--prompt 'more than eight tokens' --model {small} {heads}", "reads 8"),
-    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "vocabular"),
+    ("decore", "--prompt Hi {model} --amateur {other} --amateur-heads {base}/heads.json", "different vocabularies"),
     ("decore", BASE + " --device tpu", "--device tpu is not on this machine; choose from auto, "),
     ("decore", BASE + " --device cuda:99", "--device cuda:99 is not on this machine"),
     # prompts
@@ -111,6 +114,7 @@ MISTAKES = [
     ("decore", BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
     ("decore", BASE + " --sources", "--sources has no effect without --json or --html"),
     ("decore", BASE + " --alpha nan", "--alpha: 'nan' is not a finite number"),
+    ("decore", BASE + " --alpha inf", "--alpha: 'inf' is not a finite number"),
     ("decore", BASE + " --alpha-cap -1", "--alpha-cap: '-1' is not a finite number from 0"),
     ("decore", BASE + " --lookup -1", "--lookup: '-1' is not a whole number from 0"),
     ("decore", BASE + " --lookup 99999", "lookup 99999 is more than"),

@@ -52,7 +52,7 @@ def write_data(name, folder):
         return lines(folder / "x.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"})
     if name == "memotrap":
         rows = [["Say \"no\": one two", "[' three.', ' four.']", "1"], ["Q?\nAnswer:", '[" A", " B"]', "0"]]
-        table(folder / "1-proverb-ending.csv", ["prompt", "classes", "answer_index"], rows[0])
+        table(folder / "1-proverb-ending.csv", ["prompt", "classes", "answer_index"], rows[0], encoding="utf-8-sig")
         table(folder / "4-history-of-science-qa.csv", ["prompt", "classes", "answer_index"], rows[1])
         return folder
     if name == "ifeval":
@@ -70,7 +70,7 @@ def write_data(name, folder):
         return folder / "dev.parquet"
     if name.startswith("truthfulqa"):
         row = ["Adversarial", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "url"]
-        return table(folder / "t.csv", TRUTHFUL, row, encoding="utf-8-sig")
+        return table(folder / "t.csv", TRUTHFUL, row)
     if name == "triviaqa":
         row = {"question": "Which?", "question_id": "tc_1", "answer": {"aliases": ["A", "B"], "value": "V",
                                                                      "normalized_aliases": ["n"]}}
@@ -243,39 +243,41 @@ def test_the_paper_uses_seventeen_of_twenty_demonstrations(tmp_path):
     assert (record["source"], record["file"], record["paper"]) == ("file", "d.jsonl", False)
 
 
-def test_demonstrations_are_drawn_from_the_training_split_by_the_seed(tmp_path, monkeypatch):
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """training(task, rows, seed) → demonstrations and their record, from a training split of these rows."""
+    def load(name, rows, seed=1234):
+        path = lines(tmp_path / "train.jsonl", *rows)
+        monkeypatch.setattr(sources, "from_hub", lambda *home: (path, "c0ffee"))
+        return sources.load(TASKS[name], write_data(name, tmp_path), seed=seed)[2:]
+    return load
+
+
+def test_demonstrations_are_drawn_from_the_training_split_by_the_seed(training):
     rows = [{"question": f"q{i}", "answer": [f"a{i}", "other"]} for i in range(50)]
-    path = lines(tmp_path / "train.jsonl", *rows)
-    monkeypatch.setattr(sources, "from_hub", lambda *home: (path, "c0ffee"))
-    data = write_data("nq-closed", tmp_path)
-    drawn = [sources.load(TASKS["nq-closed"], data, seed=seed)[2:] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0][0]) == 8
-    record = drawn[0][1]
-    assert drawn[0][0][0]["answer"].startswith("a") and record["source"] == "train" and not record["paper"]
-    assert (record["revision"], record["seed"], record["file"]) == ("c0ffee", 1, "train.jsonl")
-    lines(path, {"question": "q"}, *rows[:7])
+    first, again, other = (training("nq-closed", rows, seed) for seed in (1, 1, 2))
+    demos, record = first
+    assert first == again and demos != other[0]
+    assert len(demos) == 8 and all(demo["answer"] == f"a{demo['question'][1:]}" for demo in demos)
+    assert (record["source"], record["paper"], record["revision"], record["seed"], record["file"]) == (
+        "train", False, "c0ffee", 1, "train.jsonl")
     with pytest.raises(ValueError, match="train.jsonl, line 1: field 'answer' is missing .*google-research-datasets"):
-        sources.load(TASKS["nq-closed"], data)
+        training("nq-closed", [{"question": "q"}] + rows[:7])
 
 
-def test_triviaqa_shows_the_first_rows_of_the_training_split_in_lower_case(tmp_path, monkeypatch):
-    path = lines(tmp_path / "train.jsonl", *({"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)))
-    monkeypatch.setattr(sources, "from_hub", lambda *home: (path, "c0ffee"))
-    data = write_data("triviaqa", tmp_path)
-    first, second = (sources.load(TASKS["triviaqa"], data, seed=seed)[2:] for seed in (1, 2))
+def test_triviaqa_shows_the_first_rows_of_the_training_split_in_lower_case(training):
+    rows = [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)]
+    first, second = (training("triviaqa", rows, seed) for seed in (1, 2))
     assert first == second and [demo["answer"] for demo in first[0]] == [f"a{i}" for i in range(8)]
     assert first[1]["seed"] is None
 
 
-def test_musiques_reasoning_is_made_of_the_single_questions(tmp_path, monkeypatch):
+def test_musiques_reasoning_is_built_from_the_single_questions(training):
     steps = [{"question": "Green >> performer", "answer": "Steve"}, {"question": "Who married #1?", "answer": "Miq"}]
     rows = [MUSIQUE | {"answer": "Miq", "question_decomposition": steps}] * 17
-    path = lines(tmp_path / "train.jsonl", *rows)
-    monkeypatch.setattr(sources, "from_hub", lambda *home: (path, "c0ffee"))
     reasoning = "Green, performer: Steve. Who married Steve? Miq. So the answer is: Miq."
     for name, answer in (("musique-direct-closed", "Miq"), ("musique-cot-closed", reasoning)):
-        demos = sources.load(TASKS[name], write_data(name, tmp_path))[2]
-        assert [demo["answer"] for demo in demos] == [answer] * 17
+        assert [demo["answer"] for demo in training(name, rows)[0]] == [answer] * 17
 
 
 def test_without_a_training_split_the_first_questions_are_demonstrations_and_are_not_scored(tmp_path, capsys):
@@ -302,42 +304,25 @@ def test_popqas_first_nine_items_are_its_published_demonstrations(tmp_path):
     assert len(items) == 12 and [item["index"] for item in items if item.get("demonstration")] == list(range(9))
 
 
-def test_demonstrations_are_known_as_the_papers_by_their_turns_whatever_file_they_come_in(tmp_path):
-    data = write_data("nq-swap", tmp_path)
-    known = lines(tmp_path / "known.jsonl", QA | {"context": "c"})
+def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp_path):
     demo = {"user": "Context: c\nQuestion: who won\nAnswer:", "answer": "Ann"}
-    task = replace(TASKS["nq-swap"], demos_hash=sources.demos_hash([demo]))
-    more = lines(tmp_path / "more.jsonl", QA | {"context": "c", "note": 1})
-    other = lines(tmp_path / "other.jsonl", QA | {"context": "d"})
-    unused = lines(tmp_path / "unused.jsonl", *[QA | {"context": "c"}] * 2)
-    task = replace(task, shots=1)
-    assert [sources.load(task, data, path)[3]["paper"] for path in (known, more, unused, other)] == [True] * 3 + [False]
+    task = replace(TASKS["nq-swap"], shots=1, demos_hash=sources.demos_hash([demo]))
+    paper = QA | {"context": "c"}
+    for rows, expected in (([paper], True), ([paper | {"note": 1}], True), ([paper] * 2, True),
+                           ([QA | {"context": "d"}], False)):
+        path = lines(tmp_path / "d.jsonl", *rows)
+        assert sources.load(task, write_data("nq-swap", tmp_path), path)[3]["paper"] is expected
     # The only demonstration of the paper that is part of this project is the dummy of NQ open book.
     record = sources.load(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
     assert record == {"source": "fixed", "paper": True}
 
 
-def test_demonstrations_that_lack_a_field_are_named_with_line(tmp_path):
-    path = lines(tmp_path / "d.jsonl", QA | {"context": "c"}, QA)
-    with pytest.raises(ValueError, match="d.jsonl, line 2: field 'context' is missing"):
-        sources.load(TASKS["nq-swap"], write_data("nq-swap", tmp_path), path)
-
-
-def test_demonstrations_for_a_task_that_takes_none_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="xsum takes no demonstrations"):
-        sources.load(TASKS["xsum"], write_data("xsum", tmp_path), lines(tmp_path / "d.jsonl", QA))
-
+# Data files
 
 def test_a_record_over_several_lines_is_one_row(tmp_path):
     items, _ = sources.load_items(TASKS["memotrap"], write_data("memotrap", tmp_path))
     assert [item["question"] for item in items] == ["Say \"no\": one two", "Q?\nAnswer:"]
     assert [item["split"] for item in items] == ["proverb-ending", "history-of-science-qa"]
-
-
-def test_the_limit_takes_the_first_items(tmp_path):
-    path = lines(tmp_path / "x.jsonl", *({"document": "D", "summary": "S", "id": i} for i in "abc"))
-    items, _ = sources.load_items(TASKS["xsum"], path, limit=2)
-    assert [(item["index"], item["id"]) for item in items] == [(0, "a"), (1, "b")]
 
 
 def test_the_number_of_items_is_compared_with_the_papers(tmp_path, capsys):
@@ -360,9 +345,10 @@ def test_the_number_of_items_is_compared_with_the_papers(tmp_path, capsys):
     ("nq-closed", [ORACLE | {"answers": []}], "field 'answers' should be a list of texts"),
     ("musique-cot-open", [MUSIQUE | {"answerable": False}], "full MuSiQue"),
     ("musique-cot-open", [MUSIQUE | {"paragraphs": []}], "field 'paragraphs' holds no supporting one"),
-    ("popqa", [{"question": "q", "possible_answers": "x"}], "should be a JSON list in a string, found 'x'"),
+    ("popqa", [{"question": "q", "possible_answers": "x"}],
+     "field 'possible_answers' should be a list of texts, found 'x'"),
     ("popqa", [{"question": "q"}], "field 'possible_answers' is missing"),
-    ("triviaqa", [{"question": "q", "answer": "a"}], "field 'answer' with its 'aliases' is missing"),
+    ("triviaqa", [{"question": "q", "answer": "a"}], "field 'golden_answers' is missing"),
     ("ifeval", [{"prompt": "p", "instruction_id_list": ["a", "b"], "kwargs": [{}]}], "one object for each of the 2"),
     ("memotrap", [{"prompt": "p", "classes": "[' a']", "answer_index": "0"}], "Python list of two strings"),
     ("memotrap", [{"prompt": "p", "classes": "[' a', ' b']", "answer_index": "2"}], "should be 0 or 1, found '2'"),
@@ -397,21 +383,19 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, kind, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_with_several_fitting_files_is_refused(tmp_path):
+def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
+    def refuse(message, name, *arguments):
+        with pytest.raises(ValueError, match=message):
+            sources.load(find(name), *arguments)
+
     for name in ("validation-1.parquet", "validation-2.parquet"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ValueError, match="several files fit triviaqa, name one"):
-        sources.load_items(TASKS["triviaqa"], tmp_path)
-
-
-def test_data_without_a_public_home_are_asked_for_with_their_address():
-    with pytest.raises(ValueError, match="memotrap needs --data; its data are the four csv files of github.com"):
-        sources.load_items(TASKS["memotrap"])
-
-
-def test_an_unknown_task_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown task 'nqswap'; known tasks: xsum, memotrap"):
-        find("nqswap")
+    demos = lines(tmp_path / "d.jsonl", QA | {"context": "c"}, QA)
+    refuse("several files fit triviaqa, name one", "triviaqa", tmp_path, demos)
+    refuse("memotrap needs --data; its data are the four csv files of github.com", "memotrap")
+    refuse("unknown task 'nqswap'; known tasks: xsum, memotrap", "nqswap")
+    refuse("d.jsonl, line 2: field 'context' is missing", "nq-swap", write_data("nq-swap", tmp_path), demos)
+    refuse("xsum takes no demonstrations", "xsum", write_data("xsum", tmp_path), demos)
 
 
 def test_the_table_holds_the_papers_sizes():

@@ -78,42 +78,26 @@ def save(folder, core, bos=True, generation=None, config=None, jinja=None, **tok
 
 # Templates with the constructs of each family.
 TEMPLATES = {
-    "llama-2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
-{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
-{% set system_message = false %}{% endif %}{% for message in loop_messages %}\
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
-{% if loop.index0 == 0 and system_message != false %}\
-{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}\
-{% else %}{% set content = message['content'] %}{% endif %}\
-{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
-{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "llama-2": """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}\
+{% set system = messages[0]['content'] %}{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
+{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate') }}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}\
+{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
     "llama-3": """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}
-        {%- set date_string = "26 Jul 2024" %}
-    {%- endif %}
+{%- if strftime_now is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
 {%- endif %}
 {%- if tools is not none %}{{ "tools: " + tools | tojson(indent=4) }}{%- endif %}
 {{- "Today: " + date_string + "\\n" }}
 {%- for message in messages %}
     {{- '<|start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|end|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start|>assistant\\n\\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n\\n' }}{%- endif %}
 """,
-    "qwen3": """{%- if tools %}{{- '# Tools' }}{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last=messages|length - 1) %}
+    "qwen3": """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last = index %}
-        {%- break %}
-    {%- endif %}
+    {%- if message.role == "user" %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- break %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if message.content is not string %}{%- continue %}{%- endif %}
@@ -123,12 +107,8 @@ TEMPLATES = {
     {%- endif %}
     {{- '<|start|>' + message.role + '\\n' + content + '<|end|>' + '\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if tools %}{{- '# Tools' }}{%- endif %}
 """,
     "blocks on lines of their own": """{{ bos_token }}
 {% for message in messages %}
@@ -136,20 +116,18 @@ TEMPLATES = {
 {{ message.content }}
   {% endif %}
 {% endfor %}
+{{ messages | tojson }}{{ documents is none }}{{ unknown }}
 """,
     "generation": """{% for message in messages %}
-{{ '<|start|>' + message.role + '\\n' }}
     {% if message.role == 'assistant' %}
         {% generation %}
 {{ message.content }}
-{{ '<|end|>' }}
         {% endgeneration %}
     {% else %}
         {%- generation -%}  {{ loop.index }} {{ message.content }}  {%- endgeneration -%}
     {% endif %}
 {% endfor %}{% generation %}{% set inner = 1 %}{{ inner }}{% endgeneration %}{{ inner is defined }}
 """,
-    "json": "{{ messages | tojson }}{{ eos_token }}{{ documents is none }}{{ unknown }}\n",
 }
 CONVERSATIONS = [
     [{"role": "user", "content": " What is <b>the</b> capital? 中文 "}],
@@ -174,11 +152,6 @@ def test_chat_templates_give_the_ids_of_transformers(name, kind, tmp_path):
     assert tokenizer.encode(TEXTS[0]) == oracle(TEXTS[0])["input_ids"]
 
 
-def test_a_chat_begins_with_one_bos(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
-    assert tokenizer.encode_chat(CONVERSATIONS[0]).count(tokenizer.bos_id) == 1
-
-
 def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
     tokenizer = save(tmp_path, core, bos=False)
     assert tokenizer.bos_id not in tokenizer.encode("the river")
@@ -198,14 +171,8 @@ def test_truncation_and_padding_of_a_training_run_are_ignored(tmp_path):
     assert tokenizer.decode(tokenizer.encode(WORDS)) == WORDS and len(tokenizer.encode("it")) < 64
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_plain_text_survives_the_round_trip(core, text, tmp_path):
-    tokenizer = save(tmp_path, core)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 @pytest.mark.parametrize("seed", range(12))
-def test_streamed_pieces_are_the_decoded_whole_for_random_ids(core, seed, tmp_path):
+def test_streamed_pieces_of_random_ids_join_to_the_decoded_text(core, seed, tmp_path):
     tokenizer = save(tmp_path, core)
     draw = random.Random(seed)
     pools = [range(len(tokenizer) + 20), range(len(tokenizer)), [i for t, i in core.get_vocab().items() if len(t) < 3],
@@ -217,12 +184,13 @@ def test_streamed_pieces_are_the_decoded_whole_for_random_ids(core, seed, tmp_pa
 
 
 @pytest.mark.parametrize("text", TEXTS + [WORDS, "中文 the 🙂 " * 30])
-def test_no_piece_ends_in_half_a_character(core, text, tmp_path):
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, text, tmp_path):
     tokenizer = save(tmp_path, core)
     ids = tokenizer.encode(text)
     stream = tokenizer.stream()
     pieces = [stream.push(i) for i in ids]
     assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
+    assert len(stream.window) <= 2 * Stream.WINDOW + 4      # the cost of a push is bounded
     if text == WORDS:
         assert sum(map(bool, pieces)) > len(ids) / 4        # it streams before the end
 
@@ -234,19 +202,6 @@ def test_an_unfinished_character_appears_at_the_end_only(tmp_path):
     stream = tokenizer.stream()
     assert [stream.push(i) for i in face] == [""] * (len(face) - 1) + ["🙃"]
     assert stream.push(face[0]) == "" and stream.end() == "\ufffd"
-
-
-def test_a_push_decodes_only_the_last_tokens(core, tmp_path, monkeypatch):
-    tokenizer = save(tmp_path, core)
-    longest = []
-    decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: longest.append(len(ids)) or decode(ids))
-    stream = tokenizer.stream()
-    ids = tokenizer.encode("the capital of France is Paris, 文 " * 80)
-    assert len(ids) > 500
-    for i in ids:
-        stream.push(i)
-    assert max(longest) <= 2 * Stream.WINDOW + 4        # a few more for the bytes of a character
 
 
 def test_special_tokens_and_unknown_ids_decode_to_nothing(core, tmp_path):
@@ -268,7 +223,7 @@ def test_special_tokens_and_unknown_ids_decode_to_nothing(core, tmp_path):
     (None, "<no-such-token>", {"eos_token_id": 5}, (5,)),
     (None, None, None, ()),
 ])
-def test_eos_ids_of_the_generation_config_go_before_the_tokenizers_with_the_configs(
+def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_and_the_configs(
         generation, token, config, eos, tmp_path):
     tokenizer = save(tmp_path, byte_level(), generation=generation, config=config, eos_token=token)
     assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos)
@@ -279,13 +234,13 @@ def test_special_ids_without_a_tokenizer_are_those_of_the_configuration(tmp_path
     assert special_ids(tmp_path) == (None, (3, 4)) and special_ids(None) == (None, ())
 
 
-@pytest.mark.parametrize("stated", ["2", [1, None], {"a": 1}, -1, True])
-def test_malformed_eos_ids_are_refused(stated, tmp_path):
+@pytest.mark.parametrize("ids", ["2", [1, None], {"a": 1}, -1, True])
+def test_malformed_eos_ids_are_refused(ids, tmp_path):
     with pytest.raises(ValueError, match="eos_token_id is .*; it must be an id or a list of ids"):
-        save(tmp_path, byte_level(), generation={"eos_token_id": stated})
+        save(tmp_path, byte_level(), generation={"eos_token_id": ids})
 
 
-def test_the_jinja_file_goes_before_the_configuration_and_the_default_before_other_names(tmp_path):
+def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "river"}]
     tokenizer = save(tmp_path, byte_level(), chat_template=named)
     assert tokenizer.has_chat_template and tokenizer.decode(tokenizer.encode_chat(CONVERSATIONS[0])) == "river"
@@ -410,10 +365,3 @@ def test_texts_that_cannot_be_encoded_are_refused(text, words, tmp_path):
     if isinstance(text, str):
         with pytest.raises(ValueError, match=words):
             tokenizer.encode_chat([{"role": "user", "content": text}])
-
-
-def test_a_chat_template_that_is_not_utf_8_is_named_with_its_place(tmp_path):
-    save(tmp_path, byte_level())
-    (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8: byte 2 is 0xff"):
-        Tokenizer.load(tmp_path)

@@ -1,6 +1,7 @@
-"""A really trained model: karpathy's Llama of 260 thousand parameters, stories260K, as a folder of safetensors.
+"""A trained model: karpathy's stories260K, a Llama of 260 thousand parameters.
 
-DECORE_WEIGHTS=FOLDER pytest -m weights tests/test_weights.py. The folder has the tokenizer of 512 tokens beside it."""
+DECORE_WEIGHTS=FOLDER pytest -m weights tests/test_weights.py. The folder holds safetensors and the tokenizer of 512
+tokens."""
 
 import os
 from pathlib import Path
@@ -13,9 +14,9 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 FOLDER = os.environ.get("DECORE_WEIGHTS", "")
-pytestmark = [pytest.mark.weights, pytest.mark.skipif(not FOLDER, reason="DECORE_WEIGHTS names no folder")]
+pytestmark = [pytest.mark.weights, pytest.mark.skipif(not FOLDER, reason="DECORE_WEIGHTS is not set")]
 
-# What llama2.c's own test expects of this model when it decodes greedily from BOS alone.
+# The greedy text after BOS that the test of llama2.c expects.
 STORY = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
          "One day, she saw a big, red ball.")
 HEADS = [(1, 0), (2, 3), (2, 5), (3, 1), (4, 7)]
@@ -38,7 +39,7 @@ def test_logits_of_the_story_match_transformers(model, theirs):
         torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=0)      # logits of the order of 20
 
 
-def test_a_hundred_greedy_tokens_equal_transformers_and_tell_the_published_story(model, theirs):
+def test_a_hundred_greedy_tokens_equal_transformers_and_the_published_story(model, theirs):
     settings = dict(max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.inference_mode():
         expected = theirs.generate(torch.tensor([[1]]), attention_mask=torch.ones(1, 1), **settings)[0, 1:].tolist()

@@ -1,0 +1,136 @@
+"""One run: a benchmark is decoded with one method, batch by batch, into a file of rows (runs.py)."""
+
+import datetime
+import gc
+import json
+import math
+import time
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+import baselines
+import cli
+from runtime import jsonl
+from runtime.files import short_hash
+from runtime.graph import GRAPHS
+from tasks import Task, metrics, prompts, runs
+
+PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
+DAY = datetime.date(2024, 7, 26)        # "today" in chat templates, so that runs compare; Llama 3.1's own default
+
+
+class Benchmark(NamedTuple):
+    task: Task
+    items: list
+    data: list                          # a record per file
+    demos: list
+    demo_record: dict | None
+    layout: str | None = None
+    template_args: dict | None = None   # arguments of the chat template
+
+
+def run(bench, settings, arguments, path, model, tokenizer, ranks):
+    """Decode the items that the file lacks. Returns all rows in the data's order; None on other ranks than 0.
+
+    settings: the first line of the file. arguments: those of baselines.generate and score."""
+    task, encoded = bench.task, encode(bench, tokenizer)
+    questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
+    auto = settings["batch_size"] == "auto"
+    size = (64 if model.device.type == "cuda" else 16) if auto else settings["batch_size"]
+    width = 1 if task.choice else size                      # in multiple choice, a batch is one item's candidates
+
+    def decode_in_parts(batch):
+        """The rows of a batch. With --batch-size auto, a part that runs out of memory is halved."""
+        nonlocal size
+        answers = []
+        while len(answers) < len(batch):
+            part = None
+            try:
+                part = decode(bench, batch[len(answers):len(answers) + size], settings, arguments, model, tokenizer)
+            except RuntimeError as error:
+                # Ranks that share the model cannot halve: the others may wait in the pass.
+                if not cli.out_of_memory(error) or not auto or size == 1 or model.shard.size > 1:
+                    raise
+            if part is None:
+                size //= 2
+                free_memory(model.device)
+            else:
+                answers += part
+        return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
+
+    with jsonl.locked(path) if ranks.rank == 0 else nullcontext():
+        done = ranks.share(lambda: runs.open_run(path, settings, questions,
+                                                 lambda rows: metrics.check_rows(task, rows, path)))
+        longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
+        batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
+        batches = [batch for batch in batches if any(e.index not in done for e in batch)]
+        with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
+            values = running_score(task, done.values())
+            for turn in range(math.ceil(len(batches) / ranks.replicas)):
+                number = turn * ranks.replicas + ranks.replica
+                batch = batches[number] if number < len(batches) else []
+                rows = ranks.gather(lambda batch=batch: decode_in_parts(batch))
+                rows = [row for row in rows if row["index"] not in done]
+                if ranks.rank == 0:
+                    jsonl.append(path, rows)
+                values += running_score(task, rows)
+                bar.update(len(rows))
+                bar.set_postfix_str(f"{task.running} {sum(values) / len(values):.3f}" if values else "")
+        return runs.finish(path) if ranks.rank == 0 else None
+
+
+def encode(bench, tokenizer):
+    """The token ids of all items."""
+    tokenizer.today = DAY
+    in_chat = bench.task.choice and bench.layout != "plain"
+    end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
+    return [prompts.encode(bench.task, item, bench.demos, tokenizer, bench.layout, end, bench.template_args)
+            for item in bench.items]
+
+
+def question_of(item, encoded):
+    """The part of a row that does not depend on the answer."""
+    fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
+    key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
+    return json.loads(json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}))
+
+
+def decode(bench, batch, settings, arguments, model, tokenizer):
+    """Decode or score a batch. Returns the part of each row that is the answer."""
+    start, cad = time.perf_counter(), arguments["method"] == "cad"
+    if bench.task.choice:
+        [e] = batch
+        # Answers are always scored with the heads masked at every position.
+        arguments = {name: value for name, value in arguments.items() if name != "mask_prompt"}
+        without = {"prompt_ids_without_context": e.without_context} if cad else {}
+        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments,
+                                 **without)
+        n_true = bench.items[e.index]["n_true"]
+        results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
+                    "tokens": sum(map(len, e.answers))}]
+    else:
+        without = {"ids_without_context": [e.without_context for e in batch]} if cad else {}
+        out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=settings["max_new_tokens"],
+                                 eos_ids=tokenizer.eos_ids, **arguments, **without)
+        results = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
+                    "alphas": [round(alpha, 6) for alpha in g.alphas],
+                    "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]
+    seconds = round((time.perf_counter() - start) / len(batch), 6)
+    return [result | {"seconds": seconds} for result in results]
+
+
+def free_memory(device):
+    """Drop the CUDA graphs and the memory that torch holds in reserve."""
+    GRAPHS.clear()
+    gc.collect()
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()
+
+
+def running_score(task, rows):
+    """The values of the score that the progress bar shows."""
+    values = metrics.score(task, list(rows)) if task.running else []
+    return [row[task.running] for row in values if row.get(task.running) is not None]
