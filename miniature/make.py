@@ -36,9 +36,9 @@ SWEEPS = (                              # task, options of evaluate.py
                   "--amateur-heads heads/miniature-amateur.json"),
     ("miniature", "--method greedy --model {iti}"),
     ("miniature-conflict", "--method decore-entropy --num-heads 4 --mask-prompt"),
-    ("miniature-conflict", f"--method decore-entropy --num-heads 1,2,4 {DRAWS}"),
+    ("miniature-conflict", f"--method decore-entropy --num-heads 1,4 {DRAWS}"),
     ("miniature-conflict", f"--method masked --num-heads 4 {DRAWS}"),
-    ("miniature-open", f"--method masked --num-heads 1,2,4 {DRAWS}"))
+    ("miniature-open", f"--method masked --num-heads 1,4 {DRAWS}"))
 
 
 def main():

@@ -288,3 +288,11 @@ def test_the_page_s_tables_are_replaced_and_its_text_is_not():
     page = "text\n<!-- claims -->\n\nold\n\n<!-- end -->\nmore\n<!-- methods -->\n<!-- end -->\n"
     page = make.replace_block(make.replace_block(page, "claims", "new"), "methods", "| table |\n")
     assert page == "text\n<!-- claims -->\n\nnew\n\n<!-- end -->\nmore\n<!-- methods -->\n\n| table |\n\n<!-- end -->\n"
+
+
+def test_the_readme_quotes_the_page_s_numbers():
+    root = FOLDER.parent
+    rows = [line for line in (root / "README.md").read_text().splitlines() if re.match(r"\| (greedy|DeCoRe)", line)]
+    quotes = re.findall(r"(\d+\.\d) \((\d+\.\d)–(\d+\.\d)\)", "\n".join(rows))
+    page = (root / "docs" / "miniature.md").read_text()
+    assert all(f"{mean} [{low}, {high}]" in page for mean, low, high in quotes)
