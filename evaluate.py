@@ -3,7 +3,7 @@
     python evaluate.py --task nq-swap --method greedy,decore-entropy --model M --data FILE --demos FILE --out DIR
     python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run      print the prompts, without a model
     python evaluate.py rescore --task nq-swap FILE.jsonl                      compute the metrics again, without a model
-    python evaluate.py report DIR                                             a folder's runs beside the paper's numbers
+    python evaluate.py report DIR                                             a folder's runs compared with the paper
 
 Lists with commas, `--task all` and `--task miniature` make a sweep. A run that was interrupted continues when the
 command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model."""

@@ -212,7 +212,7 @@ def rope(model, positions):
 
 def rotate(x, cos, sin):
     """Rotary position embedding: elements i and i + K/2 are a pair."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 # ------------------------------------------------------------------------------------------- cache and attention

@@ -11,15 +11,16 @@ asked about it. It answers greedily. A head *copies* at a step if the position w
 the needle and holds the token that the step generates. Its retrieval score in a run is |copied ∩ needle tokens| /
 |needle tokens|. Its score is the mean over the runs whose answer is right.
 
-    S generated tokens   B batch   P prompt tokens   L layers   H query heads
-"""
+    S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
+
+In this file: the score of one run; all runs, stored batch by batch; the head file; the command line. needles.py makes
+the prompts."""
 
 import json
 import sys
 from collections import Counter
 from contextlib import nullcontext
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,7 +29,6 @@ from tqdm import tqdm
 
 import cli
 from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prompt, plan, read_haystack, read_needles
-from heads.needles import shortest as shortest_prompt
 from model import Cache
 from runtime import jsonl
 from runtime.files import short_hash
@@ -36,71 +36,82 @@ from runtime.weights import fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
-SUCCESS = 0.5                   # an answer is right if its ROUGE-1 recall is larger
-STOPS = ("<0x0A>", 144)         # ends of a published run's answer: a new line as a token of its own, or this id
+SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
+NEWLINE, STOP_ID = "<0x0A>", 144            # a published run's answer ends at either: this token, or this id
+PUBLISHED_LENGTHS = [1000, 3579]
 
 
 # -------------------------------------------------------------------------------------------------------------- one run
 
 
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
-    """One run on ids → head scores [L, H] and the generated ids.
+    """Retrieval scores of all heads in one run [L, H], and the generated ids.
 
-    needle: (start, end) of its tokens in the prompt. The answer ends with an id of `eos_ids`, or when it holds every
-    token of the needle as often as the needle does. By the published rule it does not end with the needle."""
+    needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as the published runs
+    did."""
     prompt_ids = [int(i) for i in prompt_ids]
-    if not (0 <= needle[0] < needle[1] <= len(prompt_ids) or published and tuple(needle) == (-1, -1)):
+    if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
         raise ValueError(f"needle {tuple(needle)} is not a span of tokens in a prompt of {len(prompt_ids)}; "
                          "give (first token, last token + 1)")
-    (ids, attended), = answer(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+    (ids, attended), = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
     return head_scores(attended, ids, prompt_ids, needle, published), ids
 
 
-def head_scores(attended, generated, prompt_ids, needle, published=False):
-    """Retrieval score of every head in one run, float64 [L, H].
-
-    attended [S, L, H]: the position of each head's largest weight at the step that chose generated[s]. The paper's rule
-    counts each distinct token of the needle once, so a score is at most 1. The published runs added 1 / (tokens of the
-    needle) at every copy, repeats included. A needle that was not located, (-1, -1), scores 0."""
-    start, end = needle
-    ids, tokens = torch.tensor(prompt_ids), torch.tensor(generated)
-    inside = (attended >= start) & (attended < end)
-    copies = inside & (ids[attended.where(inside, 0)] == tokens[:, None, None])     # [S, L, H]
-    if published:
-        return copies.sum(0).double() / (end - start if end > start else 1)
-    distinct = set(prompt_ids[start:end])
-    return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
-
-
 @torch.inference_mode()
-def answer(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
-    """Greedy answers to a batch of prompts: for each its ids and the most attended positions [S, L, H]."""
+def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
+    """Greedy answers to a batch of prompts: [(ids, attended)], one per prompt.
+
+    attended [S, L, H]: the position with each head's largest attention weight at the step that generates ids[s]. An
+    answer ends with an id of `eos_ids`, or when it contains every token of the needle as often as the needle does. By
+    the published rule it does not end with the needle."""
     lengths = torch.tensor([len(ids) - 1 for ids in prompts])
     cache = Cache(model, lengths.tolist(), max_new_tokens)
     ids = pad_sequence([torch.tensor(ids[:-1], dtype=torch.long) for ids in prompts], batch_first=True)
     model.prefill(ids.to(model.device), cache)
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)        # [B, 1]
-    answers, ended, attended = [[] for _ in prompts], [False] * len(prompts), []
+    answers, ended, keys = [[] for _ in prompts], [False] * len(prompts), []
     while not all(ended):
         weights = []                                                                # L × [B, 1, 1, H, C]
         token = model(token, cache, weights=weights)[0].argmax(-1)
-        attended.append(torch.stack([layer[:, 0, 0].argmax(-1) for layer in weights]))
+        keys.append(torch.stack([layer[:, 0, 0].argmax(-1) for layer in weights]))
         for b, new in enumerate(token[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
                 ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
-    keys = model.shard.all_gather(torch.stack(attended)).cpu()                      # [S, L, B, H], all ranks' heads
+    keys = model.shard.all_gather(torch.stack(keys)).cpu()                          # [S, L, B, H], heads of all ranks
+    # Keys of new tokens are numbered from P on, after those of the padded prompts.
     positions = torch.where(keys < cache.P, keys, keys - cache.P + lengths[:, None])
     return [(ids, positions[:len(ids), :, b]) for b, ids in enumerate(answers)]
+
+
+def head_scores(attended, generated, prompt_ids, needle, published=False):
+    """Retrieval score of every head in one run, float64 [L, H].
+
+    The paper's rule counts each distinct token of the needle once, so a score is at most 1. The published runs added
+    1 / (tokens of the needle) at every copy, repeats included. A needle that was not located, (-1, -1), scores 0."""
+    start, end = needle
+    ids, tokens = torch.tensor(prompt_ids), torch.tensor(generated)
+    inside = (attended >= start) & (attended < end)
+    copies = inside & (ids[attended.where(inside, 0)] == tokens[:, None, None])     # [S, L, H]
+    if published:
+        return copies.sum(0).double() / max(end - start, 1)
+    distinct = set(prompt_ids[start:end])
+    return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
+
+
+def rouge_recall(reference, text):
+    """ROUGE-1 recall with stemming: the share of the reference's words that occur in the text."""
+    from rouge_score.rouge_scorer import RougeScorer
+    return RougeScorer(["rouge1"], use_stemmer=True).score(reference, text)["rouge1"].recall
 
 
 # ------------------------------------------------------------------------------------------------------------- all runs
 
 
 def run_all(model, tokenizer, prompts, needles, settings, part):
-    """One record per run. Every finished batch is a line of the file `part`; batches in it are not run again."""
+    """One record per run. Appends each batch to the file `part`, and skips the batches that the file already has."""
     records = model.shard.broadcast(read_part(part, settings) if model.shard.rank == 0 else None)
     size = settings["batch_size"]
     bar = tqdm(total=len(prompts), initial=len(records), unit="run", disable=model.shard.rank > 0)
@@ -114,68 +125,59 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
     return records
 
 
+def read_part(part, settings):
+    """The records of an interrupted detection. Starts a missing file, and removes a line that was cut off."""
+    stored, *batches = [line for _, line in jsonl.json_lines(part)] if part.exists() else [settings]
+    other = sorted(name for name in stored | settings if stored.get(name) != settings.get(name))
+    if other:
+        raise ValueError(f"{part} is an unfinished detection with another {', '.join(other)}; continue with its "
+                         "settings, delete it, or choose another --out")
+    jsonl.write(part, [settings, *batches])
+    return [record for batch in batches for record in batch["runs"]]
+
+
 def run_batch(model, tokenizer, prompts, needles, settings):
-    """One record per run: where the needle was, the answer, and the scores above zero."""
+    """One record per run: the needle's position, the answer, and the scores above zero."""
     published = settings["published"]
-    stops = [STOPS[1], tokenizer.core.token_to_id(STOPS[0])] if published else tokenizer.eos_ids
-    answers = answer(model, [prompt.ids for prompt in prompts], [prompt.span for prompt in prompts],
-                     settings["max_new_tokens"], stops, published)
+    stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
+    answers = answer_batch(model, [prompt.ids for prompt in prompts], [prompt.needle for prompt in prompts],
+                           settings["max_new_tokens"], stops, published)
     records = []
     for prompt, (ids, attended) in zip(prompts, answers, strict=True):
-        scores, text = head_scores(attended, ids, prompt.ids, prompt.span, published), tokenizer.decode(ids).strip()
-        recall = rouge_recall(needles[prompt.sample.needle].real_needle, text)
+        scores = head_scores(attended, ids, prompt.ids, prompt.needle, published)
+        sample, text = prompt.sample, tokenizer.decode(ids).strip()
+        recall = rouge_recall(needles[sample.needle].real_needle, text)
         records.append({
-            "needle": prompt.sample.needle, "length": prompt.sample.length, "depth": prompt.sample.depth,
-            "at": prompt.at, "tokens": len(prompt.ids), "span": list(prompt.span), "answer": text,
-            "recall": round(recall, 4), "right": recall > SUCCESS,
+            "needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": prompt.depth,
+            "tokens": len(prompt.ids), "span": list(prompt.needle), "answer": text, "recall": round(recall, 4),
+            "right": recall > SUCCESS,
             "scores": {f"{i}-{j}": round(scores[i, j].item(), 6) for i, j in scores.nonzero().tolist()}})
     return records
 
 
-def rouge_recall(reference, text):
-    """ROUGE-1 recall with stemming: the share of the reference's words that occur in the text."""
-    from rouge_score.rouge_scorer import RougeScorer
-    return RougeScorer(["rouge1"], use_stemmer=True).score(reference, text)["rouge1"].recall
+# -------------------------------------------------------------------------------------------------------- the head file
 
 
-def read_part(path, settings):
-    """The records of an interrupted detection. Afterwards the file holds them and nothing else."""
-    before, *batches = [line for _, line in jsonl.json_lines(path)] if path.exists() else [settings]
-    other = sorted(key for key in before | settings if before.get(key) != settings.get(key))
-    if other:
-        raise ValueError(f"{path} is an unfinished detection with another {', '.join(other)}; finish it with its own "
-                         "settings, delete it, or choose another --out")
-    jsonl.write(path, [settings, *batches])
-    return [record for batch in batches for record in batch["runs"]]
+def summarise(model, records, settings, min_success):
+    """The content of the head file: mean scores over the runs with a right answer, settings, and all runs.
 
-
-def summarise(model, records, settings):
-    """The head file: means over the runs with a right answer, and everything needed to judge and repeat them."""
+    ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c, right = model.config, [record["scores"] for record in records if record["right"]]
+    if len(right) < min_success:
+        raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer (ROUGE-1 recall > {SUCCESS}), fewer "
+                         f"than --min-success {min_success}; the first answer: {records[0]['answer'][:60]!r}: try "
+                         "shorter --lengths, --raw, another --template, simpler --needles, or another model")
     heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
-    return {
-        "model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
-        "success_rate": round(len(right) / len(records), 4), "settings": settings,
-        "scores": {head: round(sum(scores.get(head, 0) for scores in right) / max(len(right), 1), 6) for head in heads},
-        "runs": records}
-
-
-def check_result(result, min_success, part):
-    """Raise ValueError if the runs cannot rank the heads."""
-    samples, runs, settings = result["samples"], result["runs"], result["settings"]
-    if samples < min_success:
-        other = "" if settings["published"] else "--raw, " if settings["chat"] else "another --template, "
-        raise ValueError(
-            f"{samples} of {len(runs)} runs gave a right answer (ROUGE-1 recall > {SUCCESS}), fewer than --min-success "
-            f"{min_success}; the first: {runs[0]['answer'][:60]!r}, all are in {part}: try shorter --lengths, {other}"
-            "simpler --needles, or a model that was trained to follow instructions")
-    if not any(result["scores"].values()):
-        raise ValueError(f"every head scores 0 in all {samples} runs with a right answer, so the heads cannot be "
-                         f"ranked; all runs are in {part}: try longer --lengths or other --needles")
+    means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
+    if not any(means.values()):
+        raise ValueError(f"every head scores 0 in all {len(right)} runs with a right answer, so the heads cannot be "
+                         "ranked: try longer --lengths or other --needles")
+    return {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
+            "success_rate": round(len(right) / len(records), 4), "settings": settings, "scores": means, "runs": records}
 
 
 def write_result(path, result):
-    """JSON with a line per entry and per run, in one step."""
+    """Write the head file in one step: JSON with a line per entry and per run."""
     runs = ",\n  ".join(json.dumps(record, ensure_ascii=False) for record in result["runs"])
     rest = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
                        for key, value in result.items() if key != "runs")
@@ -188,7 +190,8 @@ def write_authors_format(path, result):
     """One line, "layer-head" → its score in each run with a right answer: the form that the paper's code reads."""
     right = [record["scores"] for record in result["runs"] if record["right"]]
     table = {head: [scores.get(head, 0.0) for scores in right] for head in result["scores"]}
-    Path(path).write_text(json.dumps(table), encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table), encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -220,82 +223,75 @@ def parse_args():
     add("--haystack", default=HAYSTACK, metavar="DIR|FILE",
         help="text; needle i is hidden in the i-th .txt file, in turn (default: heads/haystack)")
     add("--runs", type=cli.positive, metavar="N", help="draw N runs, needles in turn (default: every combination)")
-    add("--seed", type=int, metavar="S", help="of the needles' places and of --runs (default 0)")
+    add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
     add("--raw", action="store_true", default=None, help="plain text, no chat template")
-    add("--template", metavar="TEXT", help="holds {context} and {question}; \\n is a new line (default: the text, then "
-        "the question)")
+    add("--template", metavar="TEXT", help="contains {context} and {question}; \\n is a new line (default: the text, "
+        "then the question)")
     add("--max-new-tokens", type=cli.positive, default=50, metavar="N", help="of an answer (default 50)")
     add("--batch-size", type=cli.positive, default=4, metavar="N", help="runs decoded together (default 4)")
     add("--min-success", type=cli.positive, default=10, metavar="N",
         help="right answers needed for a result (default 10)")
-    add("--published", action="store_true", help="as the published runs: needle placed and located by token ids, their "
-        "prompt, repeated tokens counted, answers end only at a new line's token or id 144")
-    add("--authors-format", metavar="FILE", help="also write the scores in the form that the paper's code reads")
+    add("--published", action="store_true", help="as the published runs: needle inserted and located by token ids, "
+        "their prompt, repeated tokens counted, answers end only at a new line's token or id 144")
+    add("--authors-format", metavar="FILE", type=Path,
+        help="also write the scores in the form that the paper's code reads")
     return p.parse_args()
 
 
-def prepare(args):
-    """The model, the tokenizer, the needles, the prompts of all runs in order, and the settings."""
-    for name in ("template", "raw") + ("seed",) * (not args.runs):
+def make_settings(args, model, tokenizer, needles, texts):
+    """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
+    for name in ("template", "raw") if args.runs else ("template", "raw", "seed"):
         if args.published and getattr(args, name) is not None:
             raise ValueError(f"--{name} has no effect with --published, whose prompts are fixed; drop one of them")
-    seed, template = args.seed or 0, PUBLISHED if args.published else (args.template or TEMPLATE).replace("\\n", "\n")
+    template = PUBLISHED if args.published else (args.template or TEMPLATE).replace("\\n", "\n")
     if template.count("{context}") != 1 or "{question}" not in template:
-        raise ValueError("--template must hold {context}, once, and {question}")
-    needles, texts = read_needles(args.needles), read_haystack(args.haystack)
-    model, tokenizer = cli.load_model(args.model, args)
-    cli.limit_threads(model)
-    chat = None
-    if tokenizer.has_chat_template and not args.raw and not args.published:
-        chat = cli.benchmark_template_args(tokenizer, args.template_args) or {}
-    elif args.template_args:
+        raise ValueError("--template must contain {context}, once, and {question}")
+    chat = tokenizer.has_chat_template and not args.raw and not args.published
+    if args.template_args and not chat:
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
-    room = model.config.max_positions - args.max_new_tokens
-    if args.lengths is None and args.published:
-        args.lengths = [1000, 3579]
-    elif args.lengths is None:
-        last, bare = min(5000, room), [shortest_prompt(needle, tokenizer, template, chat) for needle in needles]
-        args.lengths = spread(max(last // 5, *bare), last, 5)
-    if args.lengths[-1] > room:
-        raise ValueError(f"--lengths: {args.lengths[-1]} tokens and {args.max_new_tokens} new ones exceed the context "
-                         f"of {model.name}, {model.config.max_positions}; use lengths up to {room}")
-    samples = plan(len(needles), len(texts), args.lengths, spread(0, 100, args.depths), args.runs, seed)
-    if args.published:
-        prompts = [make_published_prompt(s, needles[s.needle], texts[s.book], tokenizer) for s in samples]
-    else:
-        books = [make_book(tokenizer, texts, i, args.lengths[-1]) for i in range(min(len(texts), len(needles)))]
-        prompts = [make_prompt(s, needles[s.needle], books[s.book], tokenizer, template, chat, seed) for s in samples]
-        prompts = list({tuple(prompt.ids): prompt for prompt in prompts}.values())      # no run twice
-    if len(prompts) < args.min_success:
-        raise ValueError(f"{len(prompts)} runs cannot give --min-success {args.min_success} right answers; give "
-                         "more lengths or depths, or a smaller --min-success")
-    settings = {
-        "model": model.name, "fingerprint": fingerprint(args.model), "lengths": args.lengths, "depths": args.depths,
-        "runs": len(prompts), "seed": seed, "needles": short_hash(json.dumps(needles).encode()),
-        "haystack": short_hash(json.dumps(texts).encode()), "template": template, "chat": chat is not None,
-        "template_args": chat, "published": args.published, "max_new_tokens": args.max_new_tokens,
-        "batch_size": args.batch_size, "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."),
-        "ranks": model.shard.size,
+    longest = model.config.max_positions - args.max_new_tokens
+    default = PUBLISHED_LENGTHS if args.published else spread(min(5000, longest) // 5, min(5000, longest), 5)
+    prompt_lengths = args.lengths or default
+    if prompt_lengths[-1] > longest:
+        raise ValueError(f"--lengths: {prompt_lengths[-1]} tokens and {args.max_new_tokens} new ones exceed the "
+                         f"context of {model.name}, {model.config.max_positions}; use lengths up to {longest}")
+    return {
+        "model": model.name, "fingerprint": fingerprint(args.model), "lengths": prompt_lengths, "depths": args.depths,
+        "runs": args.runs, "seed": args.seed or 0, "needles": short_hash(json.dumps(needles).encode()),
+        "haystack": short_hash(json.dumps(texts).encode()), "template": template, "chat": chat,
+        "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {}) if chat else None,
+        "published": args.published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
+        "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "ranks": model.shard.size,
         "versions": {name: version(name) for name in ("torch", "tokenizers", "rouge-score")}}
-    return model, tokenizer, needles, prompts, settings
+
+
+def make_prompts(settings, needles, texts, tokenizer):
+    """The prompts of all runs, in order."""
+    depths, seed = spread(0, 100, settings["depths"]), settings["seed"]
+    samples = plan(len(needles), len(texts), settings["lengths"], depths, settings["runs"], seed)
+    if settings["published"]:
+        return [make_published_prompt(s, needles[s.needle], texts[s.book], tokenizer) for s in samples]
+    books = [make_book(tokenizer, texts, i, settings["lengths"][-1]) for i in range(min(len(texts), len(needles)))]
+    prompts = [make_prompt(s, needles[s.needle], books[s.book], tokenizer, settings["template"],
+                           settings["template_args"], seed) for s in samples]
+    return list({tuple(prompt.ids): prompt for prompt in prompts}.values())             # no run twice
 
 
 def main():
     args = parse_args()
-    if not find_spec("rouge_score"):
-        raise ValueError("rouge-score is not installed: pip install rouge-score")
-    for path in filter(None, (args.out, args.authors_format)):
-        if Path(path).is_dir():
-            raise ValueError(f"{path} is a folder; give the name of a file")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    model, tokenizer, needles, prompts, settings = prepare(args)
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a folder; give the name of a file")
+    needles, texts = read_needles(args.needles), read_haystack(args.haystack)
+    model, tokenizer = cli.load_model(args.model, args)
+    cli.limit_threads(model)
+    settings = make_settings(args, model, tokenizer, needles, texts)
+    prompts = make_prompts(settings, needles, texts, tokenizer)
     part = Path(f"{args.out}.part")
     with jsonl.locked(part) if model.shard.rank == 0 else nullcontext():
         records = run_all(model, tokenizer, prompts, needles, settings, part)
         if model.shard.rank:
             return
-        result = summarise(model, records, settings)
-        check_result(result, args.min_success, part)
+        result = summarise(model, records, settings, args.min_success)
         write_result(args.out, result)
         if args.authors_format:
             write_authors_format(args.authors_format, result)

@@ -1,10 +1,9 @@
 """Needles in haystacks: which runs there are, and the prompt of each.
 
-The needle is put at a sentence boundary of the text near the chosen depth. Its tokens are located by the characters
-they cover, which works with any tokenizer and chat template. The published runs placed and located it by token ids
-(`make_published_prompt`)."""
+The needle is inserted at a sentence boundary of the text near the chosen depth. Its tokens are located by the
+characters they cover, which works with any tokenizer and chat template. The published runs inserted and located it by
+token ids (`make_published_prompt`)."""
 
-import json
 import math
 import random
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.files import read_text
+from runtime.jsonl import json_lines
 
 NEAR = 5                        # largest distance of the needle from its depth, in % of the context
 PUBLISHED = "{context}Based on the content of the book, Question: {question}\nAnswer:"
@@ -38,15 +38,15 @@ class Book(NamedTuple):
 class Sample(NamedTuple):
     book: int
     length: int                 # tokens of the prompt, at most
-    depth: int                  # % of the haystack in front of the needle
+    depth: int                  # % of the haystack before the needle
     needle: int
 
 
 class Prompt(NamedTuple):
     sample: Sample
     ids: list
-    span: tuple                 # the needle's tokens: first, last + 1
-    at: float                   # position of the needle, in % of the context
+    needle: tuple               # its tokens: (first, last + 1)
+    depth: float                # % of the haystack that is before the needle
 
 
 # A full stop and the like, closing quotes, white space, and what looks like a beginning; not after Mr. or an initial.
@@ -55,19 +55,14 @@ SENTENCE_END = re.compile(r"""(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)(?<!
 
 
 def read_needles(path):
-    """Needles of a JSON Lines file: needle, question and real_needle, which is a part of the needle (in any case)."""
+    """The needles of a JSON Lines file."""
     needles = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            needles.append(Needle(*(row[field].strip() for field in Needle._fields)))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f'{path}, line {number}: a needle is a JSON object with texts "needle", "question" and '
-                             '"real_needle"') from None
-        if not needles[-1].real_needle or needles[-1].real_needle.lower() not in needles[-1].needle.lower():
-            raise ValueError(f"{path}, line {number}: real_needle must be a part of needle, word for word")
+    for number, row in json_lines(path, complete=True):
+        needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
+        if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
+            raise ValueError(f'{path}, line {number}: must have texts "needle", "question" and "real_needle", which is '
+                             "a part of needle, word for word")
+        needles.append(needle)
     if not needles:
         raise ValueError(f"{path} holds no needles")
     return needles
@@ -83,16 +78,6 @@ def read_haystack(path):
     return texts
 
 
-def make_book(tokenizer, texts, first, length):
-    """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as often as needed."""
-    joined = "".join(text + "\n\n" for text in texts[first:] + texts[:first])
-    size = 16 * length                                          # characters: longer tokens are rare
-    text = (joined * math.ceil(size / len(joined)))[:size]
-    bounds = [0] + [match.end() for match in SENTENCE_END.finditer(text)]
-    starts = [start for start, _ in tokenizer.core.encode(text, add_special_tokens=False).offsets]
-    return Book(text, bounds, [bisect_right(starts, bound - 1) for bound in bounds])
-
-
 def plan(n_needles, n_books, lengths, depths, runs=None, seed=0):
     """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another length and depth."""
     grid = list(product(lengths, depths))
@@ -104,50 +89,53 @@ def plan(n_needles, n_books, lengths, depths, runs=None, seed=0):
     return sorted(Sample(needle % n_books, *place, needle) for needle, place in chosen)
 
 
-def make_prompt(sample, needle, book, tokenizer, template, chat, seed):
-    """The prompt of a run. template: holds {context} and {question}; chat: as in `read_message`."""
-    head, tail = around(template, needle)
-    room = sample.length - shortest(needle, tokenizer, template, chat)
+def make_book(tokenizer, texts, first, length):
+    """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as often as needed."""
+    joined = "".join(text + "\n\n" for text in texts[first:] + texts[:first])
+    size = 16 * length                                          # characters: longer tokens are rare
+    text = (joined * math.ceil(size / len(joined)))[:size]
+    bounds = [0] + [match.end() for match in SENTENCE_END.finditer(text)]
+    starts = [start for start, _ in tokenizer.core.encode(text, add_special_tokens=False).offsets]
+    return Book(text, bounds, [bisect_right(starts, bound - 1) for bound in bounds])
+
+
+def make_prompt(sample, needle, book, tokenizer, template, template_args, seed):
+    """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack with a sentence.
+
+    template: holds {context} and {question}. template_args: arguments of the chat template; None: no chat template."""
+    head, tail = (part.replace("{question}", needle.question) for part in template.split("{context}"))
+    room = sample.length - len(encode_message(tokenizer, head + needle.needle + " " + tail, template_args)[0])
     if room < 0:
         raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, its question "
                          f"and the template; they take {sample.length - room}")
-    last = bisect_right(book.counts, room) - 1                  # the sentence before which the haystack ends
-    while True:
-        end = book.bounds[last]
-        target = end * sample.depth / 100
-        near = [b for b in book.bounds[:last + 1] if abs(b - target) <= end * NEAR / 100]
-        nearest = min(book.bounds[:last + 1], key=lambda b: abs(b - target))
-        at = random.Random(f"{seed} {sample}").choice(near or [nearest])
+    # The joined text may have more tokens than its parts, so that the first attempt may be too long.
+    for last in range(bisect_right(book.counts, room) - 1, -1, -1):
+        bounds = book.bounds[:last + 1]
+        at, end = choose_boundary(bounds, sample.depth, random.Random(f"{seed} {sample}")), bounds[-1]
         rest = book.text[at:end].rstrip()
         message = head + book.text[:at] + needle.needle + (" " + rest if rest else "") + tail
-        ids, offsets, shift = read_message(tokenizer, message, chat)
-        if len(ids) <= sample.length or last == 0:
+        ids, offsets, shift = encode_message(tokenizer, message, template_args)
+        if len(ids) <= sample.length:
             break
-        last -= 1                                               # joined texts may have more tokens than their parts
-    start = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
-    inside = [i for i, (a, b) in enumerate(offsets) if a < start + len(needle.real_needle) and b > start]
+    first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
+    inside = [i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first]
     return Prompt(sample, ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2))
 
 
-def around(template, needle):
-    """The parts of the prompt before and after the context."""
-    return [part.replace("{question}", needle.question) for part in template.split("{context}")]
+def choose_boundary(bounds, depth, rng):
+    """A random one of the boundaries near the depth, in % of the last boundary; if none is near, the nearest."""
+    end = bounds[-1]
+    target = end * depth / 100
+    near = [bound for bound in bounds if abs(bound - target) <= end * NEAR / 100]
+    return rng.choice(near or [min(bounds, key=lambda bound: abs(bound - target))])
 
 
-def shortest(needle, tokenizer, template, chat):
-    """Tokens of the prompt whose context is the needle alone."""
-    head, tail = around(template, needle)
-    return len(read_message(tokenizer, head + needle.needle + " " + tail, chat)[0])
-
-
-def read_message(tokenizer, message, chat):
-    """Ids of a prompt, the characters [start, end) of each, and the position of the message in the text.
-
-    chat: arguments of the chat template; None: plain text."""
-    if chat is None:
+def encode_message(tokenizer, message, template_args):
+    """Ids of a prompt, the characters [start, end) of each, and the position of the message in the rendered text."""
+    if template_args is None:
         encoding = tokenizer.core.encode(message)
         return encoding.ids, encoding.offsets, 0
-    text = tokenizer.render([{"role": "user", "content": message}], template_args=chat)
+    text = tokenizer.render([{"role": "user", "content": message}], template_args=template_args)
     start = text.find(message.strip())
     if start < 0:
         raise ValueError("the chat template rewrites the message, so the needle cannot be located in it; use --raw")
@@ -156,11 +144,11 @@ def read_message(tokenizer, message, chat):
 
 
 def make_published_prompt(sample, needle, text, tokenizer):
-    """The prompt of a published run: the needle is put, by tokens, at the depth or else the full stop before it.
+    """The prompt of a published run: the needle is inserted, by tokens, after the last full stop before the depth.
 
     A full stop is one of FULL_STOPS. In other vocabularies than Llama 2's these are other tokens, so that the needle
     comes before the whole text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
-    so a beginning of text is added each time. `span` is where the published runs located the needle."""
+    so a beginning-of-text token is added each time. `needle` is the position where the published runs located it."""
     def encode(text):
         return tokenizer.core.encode(text).ids
 
@@ -178,13 +166,13 @@ def make_published_prompt(sample, needle, text, tokenizer):
             at -= 1
     haystack = decode(context[:at] + inserted + context[at:])
     ids = encode(PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question))
-    span = locate_published(ids, tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids)
-    return Prompt(sample, ids, span, round(100 * at / max(len(context), 1), 2))
+    needle_ids = tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids
+    return Prompt(sample, ids, locate_published(ids, needle_ids), round(100 * at / max(len(context), 1), 2))
 
 
 @lru_cache(maxsize=1)
 def encode_haystack(tokenizer, text):
-    """The ids of a long text, which are the same for all runs of a needle and take a second."""
+    """The ids of a long text. Runs of one book and length share them, and they take a second."""
     return tokenizer.core.encode(text).ids
 
 

@@ -19,7 +19,7 @@ def attention(q, k, v, bias, return_weights=False):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias), None
     # A key head has few queries: fused kernels would leave most of a GPU idle.
     scores = product32(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, k.shape[:2])
-    weights = (scores * q.shape[-1] ** -0.5 + bias).softmax(-1)
+    weights = torch.add(bias, scores, alpha=q.shape[-1] ** -0.5).softmax(-1)
     y = weighted_sum(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2])
     return y, weights if return_weights else None
 

@@ -163,8 +163,8 @@ class HarnessModel(TemplateLM):
     def render_open(self, messages):
         mark = "<the message ends here> "
         last = messages[-1] | dict(content=messages[-1]["content"] + mark)
-        before, found, after = self.render([*messages[:-1], last], False).rpartition(mark.rstrip())
-        if not found:
+        before, separator, after = self.render([*messages[:-1], last], False).rpartition(mark.rstrip())
+        if not separator:
             raise ValueError(f"{self.tokenizer.name}: the chat template drops the last message, which cannot be "
                              "continued")
         return before if after.startswith(" ") else before.rstrip()     # some templates strip messages

@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
+import cli
 from heads import detect, load_heads, load_scores, needles
 from model import Transformer
 from runtime.parallel import Shard
@@ -44,6 +46,8 @@ def prompt_of(tokenizer, length=900, depth=50, chat=None, seed=0):
     return needles.make_prompt(sample, NEEDLE, book, tokenizer, detect.TEMPLATE, chat, seed)
 
 
+# The score of one run
+
 # Prompt 10 11 12 13 11 14, its needle 11 12 13 11 (three distinct tokens). One layer of three heads, five steps.
 PROMPT, SPAN, GENERATED = [10, 11, 12, 13, 11, 14], (1, 5), [11, 12, 11, 14, 11]
 PATTERN = torch.tensor([[[1, 0, 4]], [[2, 2, 1]], [[4, 1, 2]], [[5, 5, 5]], [[1, 4, 9]]])
@@ -54,12 +58,6 @@ def test_each_distinct_needle_token_counts_once_and_repeats_count_if_published()
     assert detect.head_scores(PATTERN, GENERATED, PROMPT, SPAN).tolist() == [[2 / 3, 2 / 3, 1 / 3]]
     assert detect.head_scores(PATTERN, GENERATED, PROMPT, SPAN, published=True).tolist() == [[1.0, 0.75, 0.25]]
     assert detect.head_scores(PATTERN, GENERATED, PROMPT, (-1, -1), published=True).tolist() == [[0.0, 0.0, 0.0]]
-
-
-def test_the_published_position_is_the_first_window_with_the_needles_token_set():
-    ids = [1, 7, 6, 5, 2, 5, 6, 7, 3]
-    assert needles.locate_published(ids, [5, 6, 7]) == (1, 4)       # another order, and not the needle
-    assert needles.locate_published(ids, [5, 6, 8]) == (-1, -1)
 
 
 def reference_run(folder, prompt, needle, steps, published):
@@ -81,51 +79,40 @@ def reference_run(folder, prompt, needle, steps, published):
     return torch.tensor([[scores[layer, head] for head in range(H)] for layer in range(L)]), ids[len(prompt):]
 
 
-@pytest.mark.parametrize("published", [False, True])
-@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+@pytest.mark.parametrize("family, published", [("llama3", False), ("qwen2", True)])
 def test_a_run_scores_heads_as_the_attention_of_transformers_does(tmp_path, family, published):
     write_checkpoint(tmp_path, family, vocab_size=12)
-    prompt, needle = random_ids(40, vocab_size=12), (0, 36)        # ids 3 … 11 only, so the answer never holds them all
+    prompt, needle = random_ids(40, vocab_size=12), (0, 36)     # ids 3 … 11 only, so no answer contains them all
     expected, ids = reference_run(tmp_path, prompt, needle, 16, published)
     scores, generated = detect.score_run(Transformer.load(tmp_path), prompt, needle, 16, published=published)
-    assert generated == ids
-    assert expected.max() > 0
+    assert generated == ids and expected.max() > 0
     torch.testing.assert_close(scores, expected.double(), atol=1e-6, rtol=0)    # the reference is float32
 
 
-def test_a_run_stops_at_an_end_token(model):
-    prompt = random_ids(30, vocab_size=259)
-    ids = detect.score_run(model, prompt, (0, 20), max_new_tokens=12)[1]
-    assert len(ids) == 12
-    stop = ids[4]
-    assert detect.score_run(model, prompt, (0, 20), 12, eos_ids=(stop,))[1] == ids[:ids.index(stop) + 1]
+def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
+    model, prompt = Transformer.load(write_checkpoint(tmp_path, "qwen2", vocab_size=8)), random_ids(40, vocab_size=8)
+    ids = detect.score_run(model, prompt, (0, 40), 12, published=True)[1]
+    assert ids == [0, 4, 6, 1, 3, 4, 6, 1, 3, 6, 0, 4]
+    assert detect.score_run(model, prompt, (0, 40), 12, eos_ids=(6,))[1] == ids[:3]
+    for start, needle, end in ((1, [3], 5), (2, [6, 6], 7), (16, [4, 3, 4], 6), (0, [7], 12)):
+        span = (start, start + len(needle))
+        assert prompt[slice(*span)] == needle
+        assert detect.score_run(model, prompt, span, 12)[1] == ids[:end]
+    assert detect.score_run(model, prompt, (1, 2), 12, published=True)[1] == ids
 
 
-@pytest.mark.parametrize("published, n", [(False, 4), (True, 6)])
-def test_a_run_stops_when_the_answer_holds_the_needle_unless_published(model, monkeypatch, published, n):
-    tokens = [7, 8, 9, 7, 7, 9]
-    steps = iter(tokens)
-
-    def forward(self, ids, cache, weights):
-        weights.append(torch.ones(1, 1, 1, 4, 64))
-        return torch.eye(259)[next(steps)].view(1, 1, 1, 259)
-    monkeypatch.setattr(Transformer, "forward", forward)
-    assert detect.score_run(model, [5, 7, 9, 8, 7, 6], (1, 5), 6, published=published)[1] == tokens[:n]
-
-
-@pytest.mark.parametrize("span", [(5, 5), (-1, 4), (4, 31), (-1, -1)])
+@pytest.mark.parametrize("span", [(5, 5), (-1, 4), (4, 31)])
 def test_a_needle_outside_the_prompt_is_refused(model, span):
     with pytest.raises(ValueError, match="is not a span of tokens in a prompt of 30"):
         detect.score_run(model, random_ids(30), span)
 
 
 def test_batches_change_nothing(model):
-    prompts, spans = [random_ids(n, seed=n, vocab_size=259) for n in (7, 180, 340, 1)], [(2, 6), (125, 150), (255, 300)]
-    together = detect.answer(model, prompts, [*spans, (0, 1)], 8)
-    for prompt, span, (ids, attended) in zip(prompts, [*spans, (0, 1)], together, strict=True):
-        (alone, attended_alone), = detect.answer(model, [prompt], [span], 8)
-        assert ids == alone
-        assert torch.equal(attended, attended_alone)
+    prompts = [random_ids(n, seed=n, vocab_size=259) for n in (7, 180, 340, 1)]
+    spans = [(2, 6), (125, 150), (255, 300), (0, 1)]
+    for prompt, span, together in zip(prompts, spans, detect.answer_batch(model, prompts, spans, 8), strict=True):
+        (ids, attended), = detect.answer_batch(model, [prompt], [span], 8)
+        assert together[0] == ids and torch.equal(together[1], attended)
 
 
 class Twice(Shard):
@@ -144,6 +131,14 @@ def test_the_heads_of_all_ranks_are_scored(tmp_path):
     assert torch.equal(detect.score_run(model, prompt, (0, 36), 16)[0], torch.cat([scores, scores], -1))
 
 
+# Needles and prompts
+
+def test_the_published_position_is_the_first_window_with_the_needles_token_set():
+    ids = [1, 7, 6, 5, 2, 5, 6, 7, 3]
+    assert needles.locate_published(ids, [5, 6, 7]) == (1, 4)       # another order, and not the needle
+    assert needles.locate_published(ids, [5, 6, 8]) == (-1, -1)
+
+
 def test_the_default_haystack_does_not_hold_the_needles():
     texts, rows = needles.read_haystack(detect.HAYSTACK), needles.read_needles(detect.HAYSTACK / "needles.jsonl")
     assert len(texts) == len(rows) == 3 and sum(len(text.split()) for text in texts) >= 50_000
@@ -152,13 +147,13 @@ def test_the_default_haystack_does_not_hold_the_needles():
 
 @pytest.mark.parametrize("chat", [None, {}])
 @pytest.mark.parametrize("depth", [0, 33, 100])
-def test_the_needle_stands_between_sentences_near_its_depth_and_its_span_is_its_text(tmp_path, depth, chat):
+def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(tmp_path, depth, chat):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, CHAT))
     prompt = prompt_of(tokenizer, 3000, depth, chat)
     before, after = tokenizer.core.decode(prompt.ids, skip_special_tokens=False).split(NEEDLE.needle)
     assert re.search(r'([.!?]"?\s+|: |^)$', before) and re.match(r"\s", after)
-    assert tokenizer.decode(prompt.ids[slice(*prompt.span)]).strip() == NEEDLE.real_needle
-    assert abs(prompt.at - depth) <= needles.NEAR
+    assert tokenizer.decode(prompt.ids[slice(*prompt.needle)]).strip() == NEEDLE.real_needle
+    assert abs(prompt.depth - depth) <= needles.NEAR
     assert 2700 < len(prompt.ids) <= 3000
 
 
@@ -190,7 +185,7 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
 
     def published(depth, length=400):
         prompt = needles.make_published_prompt(needles.Sample(0, length, depth, 0), needle, text, tokenizer)
-        assert tokenizer.decode(prompt.ids[slice(*prompt.span)]) == "N n."
+        assert tokenizer.decode(prompt.ids[slice(*prompt.needle)]) == "N n."
         return tokenizer.core.decode(prompt.ids, skip_special_tokens=False).replace("<|begin|>", "^")
 
     # 400 tokens less 200 for question and answer less five of the needle: two beginnings and 193 letters.
@@ -204,165 +199,10 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
     assert published(50, length=0) == f"^^N n.{question}"               # the shortest of the authors' 20 lengths
 
 
-QUICK = ("--lengths", "500", "--depths", "1", "--min-success", "1")       # three runs
-
-
-@pytest.fixture
-def command(folder, monkeypatch, tmp_path):
-    """Calls the command line on the tiny model, whose every answer counts as right."""
-    monkeypatch.setattr(detect, "rouge_recall", lambda reference, text: 1.0)
-
-    def call(*more, out="heads.json"):
-        monkeypatch.setattr(sys, "argv", ["detect", "--model", str(folder), "--out", str(tmp_path / out), "--lengths",
-                                          "420:600:2", "--depths", "3", "--max-new-tokens", "5", *map(str, more)])
-        detect.main()
-        return tmp_path / out
-    return call
-
-
-@pytest.fixture
-def prepared(command, monkeypatch):
-    """Stops the command line before the first run and returns the prompts and the settings."""
-    def call(*more):
-        calls = []
-        monkeypatch.setattr(detect, "run_all", lambda *args: calls.append(args) or 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            command(*more)
-        return calls[0][2], calls[0][4]
-    return call
-
-
-def test_the_file_is_read_by_load_heads_and_says_where_it_comes_from(command, tmp_path):
-    path = command("--authors-format", tmp_path / "authors.json")
-    content = json.loads(path.read_text())
-    assert len(load_heads(path, 3, 4)) == 12
-    assert content["samples"] == len(content["runs"]) == 18 and content["success_rate"] == 1
-    assert content["settings"]["seed"] == 0 and content["settings"]["fingerprint"]["weights"]
-    authors = (tmp_path / "authors.json").read_text()
-    assert "\n" not in authors
-    assert {len(scores) for scores in json.loads(authors).values()} == {18}
-    assert load_scores(tmp_path / "authors.json") == pytest.approx(load_scores(path), abs=1e-6)     # six digits
-
-
-def test_an_interrupted_detection_ends_in_the_same_bytes(command, monkeypatch):
-    complete = command(out="complete.json")
-    run_batch, calls = detect.run_batch, []
-
-    def killed(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return run_batch(*args)
-
-    monkeypatch.setattr(detect, "run_batch", killed)
-    with pytest.raises(KeyboardInterrupt):
-        command(out="cut.json")
-    part = complete.with_name("cut.json.part")
-    with open(part, "a") as file:
-        file.write('{"runs": [{"nee')                               # the line that was being written
-    cut = command(out="cut.json")
-    assert not part.exists()
-    assert len(calls) == 4 + 2                                      # five batches in all, three of them stored
-    assert cut.read_bytes() == complete.read_bytes()
-
-
-def test_a_detection_with_other_settings_or_weights_is_not_continued(command, folder, tmp_path, monkeypatch):
-    model = shutil.copytree(folder, tmp_path / "model")
-    monkeypatch.setattr(detect, "rouge_recall", lambda reference, text: 0.0)
-    with pytest.raises(ValueError, match="0 of 3 runs"):
-        command("--model", model, *QUICK)
-    with pytest.raises(ValueError, match="unfinished detection with another seed; finish it"):
-        command("--model", model, *QUICK, "--seed", 1)
-    write_checkpoint(model, seed=1, vocab_size=259, max_position_embeddings=2048)
-    with pytest.raises(ValueError, match="unfinished detection with another fingerprint"):
-        command("--model", model, *QUICK)
-
-
-def test_published_runs_are_placed_ended_and_scored_by_the_published_rules(command, monkeypatch, tokenizer):
-    answer, calls = detect.answer, []
-    monkeypatch.setattr(detect, "answer", lambda *args: calls.append(args) or answer(*args))
-    content = json.loads(command("--published", "--batch-size", 3).read_text())
-    for _, prompts, spans, _, stops, published in calls:
-        assert published and set(stops) == {144, None}              # the end token does not end an answer
-        for ids, (start, end) in zip(prompts, spans, strict=True):
-            assert tokenizer.decode(ids).count("Based on the content of the book, Question: ") == 1
-            assert set(ids[start:end]) and end - start > 10
-    # No full stop of Llama 2's vocabulary: in front of everything, or behind it. Equal runs count each time.
-    assert [run["at"] for run in content["runs"]] == ([0] * 2 + [100]) * 6
-    assert content["settings"]["published"] is True and content["settings"]["template"] == needles.PUBLISHED
-
-
-def test_the_authors_grid_and_folders_are_taken(prepared, tokenizer, tmp_path):
-    for i in (1, 2, 3):
-        (tmp_path / f"part{i}").mkdir()
-        (tmp_path / f"part{i}" / "p1.txt").write_text(f"This is text {i}. " * 20)
-    assert needles.read_haystack(tmp_path)[1].startswith("This is text 2.")
-    prompts, settings = prepared("--published", "--lengths", "0:1900:20", "--depths", 3, "--haystack", tmp_path)
-    assert settings["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 180
-    for prompt in prompts[10:]:
-        assert prompt.sample.length < 400 or f"text {1 + prompt.sample.needle}" in tokenizer.decode(prompt.ids)
-    assert detect.lengths("0:5000:20")[:4] == [0, 263, 526, 789]
-
-
-def test_the_default_lengths_fit_the_context(prepared, folder, monkeypatch):
-    rows = needles.read_needles(detect.HAYSTACK / "needles.jsonl")      # one token per byte
-    least = max(len(detect.TEMPLATE.format(context=row.needle + " ", question=row.question)) for row in rows)
-    monkeypatch.setattr(detect, "lengths", lambda text: None)
-    assert prepared()[1]["lengths"] == [408, 817, 1226, 1634, 2043]
-    assert prepared("--max-new-tokens", 1500)[1]["lengths"] == [least, 346, 413, 480, 548]
-
-
-def test_thinking_is_off_and_the_settings_say_so(prepared, folder, tmp_path):
-    template = CHAT + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
-    model = shutil.copytree(folder, tmp_path / "model")
-    core = Tokenizer.load(write_tokenizer(model, template)).core
-    for more, end, arguments in (((), "<think></think>", {"enable_thinking": False}),
-                                 (("--template-args", '{"enable_thinking": true}'), "assistant:",
-                                  {"enable_thinking": True})):
-        prompts, settings = prepared("--model", model, *QUICK, *more)
-        assert core.decode(prompts[0].ids, skip_special_tokens=False).endswith(end)
-        assert settings["template_args"] == arguments
-
-
-def test_results_that_cannot_rank_heads_say_what_to_try(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(detect, "rouge_recall", lambda reference, text: 0.5)        # a right answer has more
-    with pytest.raises(ValueError, match="0 of 18 runs gave a right answer .* shorter --lengths, another --template"):
-        command()
-    with pytest.raises(ValueError, match="shorter --lengths, simpler --needles"):       # its prompts are fixed
-        command("--published", *QUICK, out="published.json")
-    monkeypatch.setattr(detect, "rouge_recall", lambda reference, text: 1.0)
-    monkeypatch.setattr(detect, "head_scores", lambda *args: torch.zeros(3, 4))
-    with pytest.raises(ValueError, match="every head scores 0 in all 3 runs"):
-        command(*QUICK, out="zero.json")
-    assert not (tmp_path / "zero.json").exists() and (tmp_path / "zero.json.part").exists()
-
-
-@pytest.mark.parametrize("more, message", [
-    (["--lengths", "1000:3000:2"], r"3000 tokens and 5 new ones exceed the context of .* use lengths up to 2043"),
-    (["--lengths", "0:600:2"], r"0 tokens cannot hold the needle .*, its question and the template; they take \d+"),
-    (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
-    (["--depths", "0"], "argument --depths: "),
-    (["--template", "{context} and that is all"], "must hold {context}, once, and {question}"),
-    (["--haystack", "/nowhere.txt"], "/nowhere.txt is missing"),
-    (["--haystack", "/proc/self/fdinfo"], "holds no text"),
-    (["--lengths", "500", "--depths", "1"], "3 runs cannot give --min-success 10"),
-    (["--runs", "99"], "3 needles at 6 places make 18 runs"),
-    (["--authors-format", "."], ". is a folder"),
-    (["--published", "--raw"], "--raw has no effect with --published"),
-    (["--published", "--template", "{context}{question}"], "--template has no effect with --published"),
-    (["--published", "--seed", "0"], "--seed has no effect with --published"),
-    (["--template-args", '{"a": 1}'], "--template-args has no effect: no prompt goes through a chat template"),
-])
-def test_bad_options_are_refused_before_the_first_run(command, monkeypatch, more, message):
-    monkeypatch.setattr(detect, "run_all", lambda *args: pytest.fail("ran"))
-    with pytest.raises((ValueError, OSError), match=message):
-        command(*more)
-
-
 def test_bad_needles_are_named(tmp_path):
     path = tmp_path / "needles.jsonl"
-    for line, message in (("{}", "line 1: a needle is a JSON object"), ('["a"]', "line 1: a needle is a JSON object"),
-                          ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "must be a part of needle"),
+    for line, message in (("{}", 'line 1: must have texts "needle"'), ('["a"]', "line 1: should be a JSON object"),
+                          ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "which is a part of needle"),
                           ("", "holds no needles")):
         path.write_text(line)
         with pytest.raises(ValueError, match=message):
@@ -373,3 +213,133 @@ def test_a_chat_template_that_rewrites_the_message_is_refused(tmp_path):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "{{ messages[0].content | upper }}"))
     with pytest.raises(ValueError, match="rewrites the message"):
         prompt_of(tokenizer, chat={})
+
+
+# Settings and prompts from the command line
+
+
+@pytest.fixture
+def prepare(folder, monkeypatch):
+    """The settings and the prompts of a command on the tiny model."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["detect", "--model", str(folder), "--out", "x", *map(str, arguments)])
+        args = detect.parse_args()
+        rows, texts = needles.read_needles(args.needles), needles.read_haystack(args.haystack)
+        model, tokenizer = cli.load_model(args.model, args)
+        settings = detect.make_settings(args, model, tokenizer, rows, texts)
+        return settings, detect.make_prompts(settings, rows, texts, tokenizer)
+    return run
+
+
+def test_the_authors_grid_and_folders_are_read(prepare, tokenizer, tmp_path):
+    for i in (1, 2, 3):
+        (tmp_path / f"part{i}").mkdir()
+        (tmp_path / f"part{i}" / "p1.txt").write_text(f"This is text {i}. " * 20)
+    settings, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1, "--haystack", tmp_path)
+    assert settings["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
+    assert settings["published"] is True and settings["template"] == needles.PUBLISHED
+    for prompt in prompts:
+        text = tokenizer.decode(prompt.ids)
+        assert prompt.sample.length < 400 or f"text {1 + prompt.sample.needle}" in text
+        assert text.count("Based on the content of the book, Question: ") == 1
+    assert detect.lengths("0:5000:20")[:4] == [0, 263, 526, 789]
+
+
+def test_the_default_lengths_fit_the_context(prepare):
+    assert prepare("--depths", 1)[0]["lengths"] == [399, 799, 1198, 1598, 1998]
+
+
+def test_thinking_is_off_and_the_settings_say_so(prepare, folder, tmp_path):
+    template = CHAT + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    model = shutil.copytree(folder, tmp_path / "model")
+    core = Tokenizer.load(write_tokenizer(model, template)).core
+    for more, end, arguments in (((), "<think></think>", {"enable_thinking": False}),
+                                 (("--template-args", '{"enable_thinking": true}'), "assistant:",
+                                  {"enable_thinking": True})):
+        settings, prompts = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
+        assert core.decode(prompts[0].ids, skip_special_tokens=False).endswith(end)
+        assert settings["template_args"] == arguments
+
+
+def test_published_answers_end_at_their_two_ids_only_and_right_ones_recall_more_than_half(prepare, model, tokenizer,
+                                                                                            monkeypatch):
+    stops, answer_batch = [], detect.answer_batch
+    monkeypatch.setattr(detect, "answer_batch", lambda *args: stops.append(set(args[4])) or answer_batch(*args))
+    rows = needles.read_needles(detect.HAYSTACK / "needles.jsonl")
+    for recall, more in ((0.5, ["--published"]), (0.51, [])):
+        settings, prompts = prepare("--lengths", 500, "--depths", 1, "--max-new-tokens", 2, *more)
+        monkeypatch.setattr(detect, "rouge_recall", lambda *_, recall=recall: recall)
+        records = detect.run_batch(model, tokenizer, prompts, rows, settings)
+        assert [record["right"] for record in records] == [recall > 0.5] * 3
+    assert stops == [{144, None}, set(tokenizer.eos_ids)]       # this vocabulary has no "<0x0A>"
+    monkeypatch.undo()
+    assert detect.rouge_recall("under the blue stone", "The stones under") == 0.75
+
+
+# The program, on the miniature
+
+DETECTION = cli.MINIATURE / "detection"
+MINIATURE = ["--model", cli.MINIATURE, "--needles", DETECTION / "needles.jsonl", "--haystack", DETECTION / "haystack",
+             "--template", "Context: {context}\\n{question}", "--lengths", "60:120:2", "--runs", "8",
+             "--batch-size", "3", "--max-new-tokens", "9"]
+
+
+def test_the_file_is_read_by_load_heads_and_says_where_it_comes_from(call, tmp_path):
+    path, authors = tmp_path / "heads.json", tmp_path / "new" / "authors.json"
+    status, out, err = call(detect.main, *MINIATURE, "--min-success", 4, "--out", path, "--authors-format", authors)
+    assert status == 0 and f"wrote {path}" in out, err
+    content = json.loads(path.read_text())
+    assert {*load_heads(path, 4, 8)[:3]} == {(2, 0), (2, 1), (3, 1)}
+    right = [run for run in content["runs"] if run["recall"] > 0.5]
+    assert content["samples"] == len(right) >= 4 and content["success_rate"] == round(len(right) / 8, 4)
+    assert content["settings"]["seed"] == 0 and content["settings"]["fingerprint"]["weights"]
+    assert "\n" not in authors.read_text()
+    assert {len(scores) for scores in json.loads(authors.read_text()).values()} == {len(right)}
+    assert load_scores(authors) == pytest.approx(load_scores(path), abs=1e-6)       # six digits
+    assert not path.with_name("heads.json.part").exists()
+
+
+def test_an_interrupted_detection_ends_in_the_same_bytes(call, tmp_path):
+    path, part = tmp_path / "heads.json", tmp_path / "heads.json.part"
+    status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
+    assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
+    lines, results = part.read_bytes().splitlines(keepends=True), []
+    stored = lines[1].replace(b'"answer": "', b'"answer": "stored: ', 1)
+    for content in (b"".join(lines[:2]) + lines[2][:-9], b"".join([lines[0], stored, *lines[2:]])):
+        part.write_bytes(content)
+        assert call(detect.main, *MINIATURE, "--min-success", 4, "--out", path)[0] == 0
+        results.append(path.read_bytes())
+    assert results[0] == results[1].replace(b"stored: ", b"") != results[1]     # stored runs are not run again
+
+
+def test_a_detection_with_other_settings_or_weights_is_not_continued(call, folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "model")
+    command = ["--model", model, "--out", tmp_path / "h.json", "--lengths", 500, "--depths", 1, "--max-new-tokens", 2]
+    assert "0 of 3 runs gave a right answer" in call(detect.main, *command)[2]
+    assert "unfinished detection with another seed; " in call(detect.main, *command, "--seed", 1)[2]
+    write_checkpoint(model, seed=1, vocab_size=259, max_position_embeddings=2048)
+    assert "unfinished detection with another fingerprint; " in call(detect.main, *command)[2]
+
+
+def test_scores_that_are_all_zero_are_refused():
+    model = SimpleNamespace(name="m", config=SimpleNamespace(n_layers=1, n_heads=2))
+    with pytest.raises(ValueError, match="every head scores 0 in all 3 runs"):
+        detect.summarise(model, [{"right": True, "scores": {}}] * 3, {}, 1)
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--lengths", "1000:3000:2"], "3000 tokens and 50 new ones exceed the context of"),
+    (["--lengths", "0:600:2"], "0 tokens cannot hold the needle"),
+    (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
+    (["--template", "{context} and that is all"], "must contain {context}, once, and {question}"),
+    (["--haystack", "/nowhere.txt"], "/nowhere.txt is missing"),
+    (["--haystack", "/proc/self/fdinfo"], "holds no text"),
+    (["--lengths", "500", "--depths", "2", "--runs", "99"], "3 needles at 2 places make 6 runs"),
+    (["--out", "."], "--out . is a folder"),
+    (["--published", "--raw"], "--raw has no effect with --published"),
+    (["--published", "--seed", "0"], "--seed has no effect with --published"),
+    (["--template-args", '{"a": 1}'], "--template-args has no effect: no prompt goes through a chat template"),
+])
+def test_bad_options_are_refused_before_the_first_run(call, folder, tmp_path, more, message):
+    status, _, err = call(detect.main, "--model", folder, "--out", tmp_path / "h.json", *more)
+    assert status == 2 and message in err.splitlines()[-1] and not list(tmp_path.iterdir())

@@ -78,7 +78,7 @@ def test_a_model_and_its_graphs_are_freed_together(tmp_path):
 
 def test_detection_scores_the_heads_as_the_cpu_does(folder):
     prompts, needles = [random_ids(n, seed=n) for n in (30, 41)], [(3, 9), (20, 30)]
-    cpu, cuda = (detect.answer(Transformer.load(folder, device=device), prompts, needles, 12)
+    cpu, cuda = (detect.answer_batch(Transformer.load(folder, device=device), prompts, needles, 12)
                  for device in ("cpu", "cuda"))
     for (ids, top), (expected_ids, expected_top) in zip(cuda, cpu, strict=True):
         assert ids == expected_ids and torch.equal(top, expected_top)

@@ -150,9 +150,9 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     how = dict(method=name) | METHODS[name] | (dict(amateur=amateur) if name in ("cd", "decore-entropy-lite") else {})
     lm = HarnessModel(model, tokenizer, batch_size=2, **how, **dict(mask_prompt=True) if "heads" in how else {})
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
-    found = lm.loglikelihood(instances("loglikelihood", [(context, answer) for answer in answers]), disable_tqdm=True)
+    scores = lm.loglikelihood(instances("loglikelihood", [(context, answer) for answer in answers]), disable_tqdm=True)
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
-    assert [log_p for log_p, _ in found] == baselines.score(model, tokenizer.encode(context), ids, **how)
+    assert [log_p for log_p, _ in scores] == baselines.score(model, tokenizer.encode(context), ids, **how)
     requests = [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in ("abc", "A longer prompt", "x")]
     texts = lm.generate_until(instances("generate_until", requests), disable_tqdm=True)
     for (prompt, _), text in zip(requests, texts, strict=True):
@@ -172,8 +172,8 @@ def test_the_flag_says_whether_decoding_gives_the_answer(small, name):
         answer = baselines.generate(model, context, **how, **{} if "dola" in name else dict(mask_prompt=True)).ids
         uncut = baselines.generate(model, context, **how, relative_top=0).ids if "dola" in name else answer[::-1]
         requests = [(None, context, answer), (None, context, uncut)]
-        found = [flag for _, flag in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
-        assert found == [True, answer == uncut]
+        flags = [flag for _, flag in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
+        assert flags == [True, answer == uncut]
         others += answer != uncut
     assert others
 
@@ -208,9 +208,9 @@ def test_a_blank_context_begins_with_bos_or_the_end_token(pair, context):
     model, tokenizer, _ = pair
     lm = HarnessModel(model, tokenizer, "greedy")
     first = 257 if model.config.model_type == "qwen2" else 256
-    found = lm.loglikelihood(instances("loglikelihood", [(context, "abc")]), disable_tqdm=True)
+    scores = lm.loglikelihood(instances("loglikelihood", [(context, "abc")]), disable_tqdm=True)
     answer = tokenizer.encode(context + "abc", bos=False)
-    assert found[0][0] == pytest.approx(baselines.score(model, [first], answer, method="greedy"), abs=1e-6)
+    assert scores[0][0] == pytest.approx(baselines.score(model, [first], answer, method="greedy"), abs=1e-6)
     request = instances("generate_until", [("", dict(until=[], max_gen_toks=8))])
     g = baselines.generate(model, [first], method="greedy", max_new_tokens=8, eos_ids=tokenizer.eos_ids)
     assert lm.generate_until(request, disable_tqdm=True) == [tokenizer.decode(g.ids)]

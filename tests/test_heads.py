@@ -56,24 +56,19 @@ def test_the_twenty_best_heads_are_in_the_authors_order(name):
     assert " ".join(f"{layer}-{head}" for layer, head in load_heads(name, *SHAPES[name][:2])[:20]) == TOP_20[name]
 
 
-def test_every_file_states_its_model_shape_samples_measure_and_source():
-    assert {path.stem for path in known()} == {*SHAPES, "miniature", "miniature-amateur"}
+def test_every_file_and_its_row_of_the_readme_state_shape_samples_and_source():
+    rows = dict(re.findall(r"^\| .*?`([^`]+)\.json` (\|.*)$", (FOLDER / "README.md").read_text(), re.M))
+    assert {path.stem for path in known()} == {*SHAPES, "miniature", "miniature-amateur"} and set(rows) == set(SHAPES)
     for name, (L, H, samples) in SHAPES.items():
         content = json.loads((FOLDER / f"{name}.json").read_text())
+        source = content["source"]
         assert content["model"].endswith(f"/{name}")
         assert (content["n_layers"], content["n_heads"], content["samples"]) == (L, H, samples)
+        assert len(content["scores"]) == L * H
         assert re.match("needle in a haystack|teacher-forced copy score", content["measure"])
-        assert content["source"]["repository"] and (content["source"].get("commit") or content["source"]["sha256"])
-        assert len(load_heads(name, L, H)) == L * H
-
-
-def test_the_readme_lists_every_file_with_its_samples_and_source():
-    rows = dict(re.findall(r"^\| .*?`([^`]+)\.json` (\|.*)$", (FOLDER / "README.md").read_text(), re.M))
-    assert set(rows) == set(SHAPES)
-    for name, (L, H, samples) in SHAPES.items():
-        source = json.loads((FOLDER / f"{name}.json").read_text())["source"]
+        assert source["repository"] in rows[name] and (source.get("commit") or source["sha256"])
         assert f"| {L} × {H} |" in rows[name] and f"| {samples} |" in rows[name]
-        assert f"{source['repository']}" in rows[name] and source.get("commit", "") in rows[name]
+        assert source.get("commit", "") in rows[name]
 
 
 @pytest.mark.parametrize("name, stem", [
@@ -89,17 +84,13 @@ def test_every_hub_name_of_a_model_finds_its_file(name, stem):
 @pytest.mark.parametrize("name, shape, hint", [
     ("meta-llama/Llama-3.2-3B-Instruct", (28, 24), "try those of a related model (--heads Llama-3.2-3B), or give"),
     ("Qwen/Qwen2-7B", (28, 28), "(--heads Qwen2-7B-Instruct), or give"),
-    ("meta-llama/Llama-3.3-70B-Instruct", (80, 64),
-     "(--heads Meta-Llama-3-70B-Instruct, --heads Meta-Llama-3-70B), or give"),
-    ("Qwen/Qwen2.5-14B-Instruct", (48, 40), "are known for Qwen/Qwen2.5-14B-Instruct: give --heads FILE"),
-    ("someone/Llama-3.2-3B-Instruct", (30, 24), "3B-Instruct: give --heads FILE"),
+    ("someone/Llama-3-70B-it", (80, 64), "(--heads Meta-Llama-3-70B), or give"),
+    ("someone/Llama-3.2-3B-Instruct", (30, 24), "are known for someone/Llama-3.2-3B-Instruct: give --heads FILE"),
 ])
-def test_a_model_without_a_file_is_told_of_related_ones(name, shape, hint):
+def test_a_model_without_a_file_gets_the_names_of_related_ones(name, shape, hint):
     model = SimpleNamespace(name=name, config=SimpleNamespace(n_layers=shape[0], n_heads=shape[1]))
-    with pytest.raises(ValueError, match=re.escape(hint)) as error:
+    with pytest.raises(ValueError, match=re.escape(hint)):
         choose_heads(model, None, 10)
-    for file in re.findall(r"--heads ([^ ,)]+\d[^ ,)]*)", str(error.value)):
-        assert len(load_heads(file, *shape)) == shape[0] * shape[1]
 
 
 def write(path, scores, **more):
@@ -117,19 +108,12 @@ def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file
 GOOD = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"2-0": 0.5}, "head 2-0 is outside the model; the model has 2 layers of 2 heads"),
-    ({"0-2": 0.5}, "head 0-2 is outside the model"),
-    ({"1-1": None}, "the score of head 1-1 must be a finite number"), ({"1-1": float("nan")}, "finite"),
-    ({"1-1": 10 ** 400}, "finite"), ({"1-1": "1"}, "finite"), ({"1-1": True}, "finite"),
-    ({"1-1": [0.5, None]}, "finite"), ({"1-1": []}, "finite"),
-    ({"1_1": 1}, "'1_1' is not a head"), ({"01-0": 1}, "not a head"),
-])
-def test_a_wrong_entry_is_named(tmp_path, change, message):
-    path = write(tmp_path / "wrong.json", GOOD | change)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+@pytest.mark.parametrize("key, score", [("1-1", None), ("1-1", float("nan")), ("1-1", 1e9), ("1-1", "1"), ("1-1", True),
+                                        ("1-1", [0.5, None]), ("1-1", []), ("1_1", 1), ("01-0", 1)])
+def test_a_wrong_entry_is_named(tmp_path, key, score):
+    path = write(tmp_path / "wrong.json", GOOD | {key: score})
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: '{key}' must be a head.* finite number"):
         load_heads(path, 2, 2)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("L, H, message", [(1, 2, "head 1-0 is outside"), (2, 1, "head 0-1 is outside"),

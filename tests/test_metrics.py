@@ -201,7 +201,8 @@ def test_instructions_are_counted_one_by_one_and_prompts_whole():
 
 
 def test_language_detection_gives_the_same_every_time():
-    assert len({ifeval("ok da bin", GERMAN)["prompt_strict"] for _ in range(20)}) == 1
+    # Without a seed "ist en" is German in about half of the calls.
+    assert len({ifeval("ist en", GERMAN)["prompt_strict"] for _ in range(40)}) == 1
 
 
 # TruthfulQA, generation
