@@ -1,14 +1,14 @@
 """The paper's other decoders, on the same model, cache and decoding loop.
 
-    method       what is decoded from                        source
+    method       scores                                      source
     cd           log p − α log p_amateur                     Contrastive Decoding, Li et al. 2023
     cad          (1 + α) z − α z_without_context             Context-Aware Decoding, Shi et al. 2024
     dola-low     log p − log p_early; an early exit of       DoLa, Chuang et al. 2024
     dola-high    the lower or the upper layers
-    ad           log p − α E; E how evenly the prompt's      Activation Decoding, Chen et al. 2024
-                 positions activate a token
+    ad           log p − α S; S: entropy of a token's        Activation Decoding, Chen et al. 2024
+                 activation over the prompt's positions
 
-    z logits, log p their log-softmax. `generate` and `score` know DeCoRe's own methods too. Random heads in place of
+    z: logits; log p: their log-softmax. `generate` and `score` take DeCoRe's own methods too. Random heads in place of
     retrieval heads: `heads.random_heads`. ITI needs no decoder: its checkpoints are models like any other.
 
     B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E early exits
@@ -25,35 +25,36 @@ from model import Decode
 from runtime.checks import check_answers, check_prompts, is_batch
 from tokenizer import special_ids
 
-EARLY_AT_ONCE = 16              # positions whose early exits go through the head together
+EXITS_AT_ONCE = 16              # positions whose early exits go through the head together
+RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}        # of the published runs
 
 
 def open_cd(model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top="published"):
     """Contrastive Decoding: log p − α log p_amateur. amateur: a smaller model of the same vocabulary."""
     if amateur is None:
         raise ValueError("cd needs an amateur: a smaller model of the same vocabulary (--amateur)")
-    sessions, top = [Session(m, prompts, capacity) for m in (model, amateur)], plausibility(method, relative_top)
+    sessions, top = [Session(m, prompts, capacity) for m in (model, amateur)], threshold(method, relative_top)
 
     def step(tokens=None):
-        base, other = (session(tokens)[0].to(model.device) for session in sessions)
-        return contrasted(base - alpha * other, base, other, alpha, top)
+        base, other = (session.logits(tokens)[0].log_softmax(-1).to(model.device) for session in sessions)
+        return make_step(base - alpha * other, base, other, alpha, top)
 
     return step, sessions
 
 
 def open_cad(model, prompts, capacity, method="cad", ids_without_context=None, alpha=0.5, relative_top="published"):
-    """Context-Aware Decoding: (1 + α) z − α z_without. The prompts without context are further prompts of one pass."""
+    """Context-Aware Decoding: (1 + α) z − α z_without. The prompts without context are the batch's second half."""
     if ids_without_context is None:
         raise ValueError("cad needs each prompt without its context too (ids_without_context, --without-context)")
-    others = check_prompts(model, ids_without_context, "context-free prompt")
-    if len(others) != len(prompts):
-        raise ValueError(f"cad needs one context-free prompt for each prompt; it got {len(others)} for {len(prompts)}")
-    session, top = Session(model, [*prompts, *others], capacity), plausibility(method, relative_top)
+    without = check_prompts(model, ids_without_context, "context-free prompt")
+    if len(without) != len(prompts):
+        raise ValueError(f"cad needs one context-free prompt for each prompt; it got {len(without)} for {len(prompts)}")
+    session, top = Session(model, [*prompts, *without], capacity), threshold(method, relative_top)
 
     def step(tokens=None):
         z, z_without = session.logits(None if tokens is None else tokens.repeat(2, 1))[0].chunk(2)
         base, other = z.log_softmax(-1), z_without.log_softmax(-1)
-        return contrasted((1 + alpha) * z - alpha * z_without, base, other, alpha, top)
+        return make_step((1 + alpha) * z - alpha * z_without, base, other, alpha, top)
 
     return step, [session]
 
@@ -65,48 +66,55 @@ def open_dola(model, prompts, capacity, method="dola-low", dola_layers="transfor
     The exits go through the head without the final norm, as published. repetition_penalty: as in transformers, a
     positive score of a token that the text already contains is divided by it, a negative one multiplied."""
     exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
-    session, top = Session(model, prompts, capacity), plausibility(method, relative_top)
+    session, top = Session(model, prompts, capacity), threshold(method, relative_top)
     penalised = repetition_penalty not in (None, 1)
     if penalised:
         if not 0 < repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes nothing")
-        seen = torch.zeros(len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device)
+        in_text = torch.zeros(len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device)
         for b, prompt in enumerate(prompts):
-            seen[b, 0, prompt] = True
-        session.extra = [seen]
+            in_text[b, 0, prompt] = True
+        session.extra = [in_text]
 
     def step(tokens=None):
-        ids, early = session.with_last(tokens), []
-        for layer, x in enumerate(model.hidden_states(ids, Decode(model, session.cache, ids.shape[1]))):
-            early += [x[:, 0]] * (layer in exits)
-        base, other = most_divergent(model, torch.stack([model.norm(x)[:, 0], *early], 1))
+        ids, last, early = read_layers(session, tokens, exits)
+        base, other = most_divergent(model, torch.stack([last, *early], 1))
         scores = base - other
         if penalised:
-            seen.scatter_(-1, ids[..., None], True)
-            scores = torch.where(seen, torch.where(scores < 0, scores * repetition_penalty,
-                                                   scores / repetition_penalty), scores)
-        return contrasted(scores, base, other, 1, top)
+            in_text.scatter_(-1, ids[..., None], True)
+            smaller = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
+            scores = torch.where(in_text, smaller, scores)
+        return make_step(scores, base, other, 1, top)
 
     return step, [session]
+
+
+def read_layers(session, tokens, layers):
+    """Append tokens → the ids that were read [B, T], the last hidden states after the final norm, and those of
+    `layers`, 0 being the embeddings, [B, T, D] each."""
+    ids, model, outputs = session.ids_to_read(tokens), session.model, []
+    for layer, x in enumerate(model.hidden_states(ids, Decode(model, session.cache, ids.shape[1]))):
+        if layer in layers:
+            outputs.append(x[:, 0])
+    return ids, model.norm(x)[:, 0], outputs
 
 
 def exit_layers(model, half, dola_layers="transformers"):
     """Every second layer of the lower or upper half, 0 being the embeddings.
 
-    dola_layers: "halves" is what the paper says and what the published scoring of given answers does, at any depth;
-    "transformers" is what the published generation does: of more than 40 layers only the lowest or uppermost 20, and
-    of tied embeddings the exits from layer 2 on."""
+    dola_layers: "halves" is what the paper says and what the published scoring does, at any depth. "transformers" is
+    what the published generation does: of more than 40 layers only the lowest or uppermost 20, and with tied embeddings
+    none below layer 2."""
     L = model.config.n_layers
     if dola_layers not in ("transformers", "halves"):
         raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: transformers, halves")
     if dola_layers == "halves":
         return list(range(L // 2, L, 2) if half == "high" else range(0, max(1, L // 2), 2))
-    span = 20 if L > 40 else None
     if half == "high":
-        return list(range(L - (span or L - L // 2), L, 2))
-    # Tied embeddings: the exit at layer 0 gives the input token back, so the first one is layer 2.
-    start = min(2, L - 1) if model.config.tied_embeddings else 0
-    exits = [start] if start == L // 2 else list(range(start, span or L // 2, 2))
+        return list(range(L - 20 if L > 40 else L // 2, L, 2))
+    # With tied embeddings the exit at layer 0 gives the input token back, so the first one is layer 2.
+    start, end = min(2, L - 1) if model.config.tied_embeddings else 0, 20 if L > 40 else L // 2
+    exits = [start] if start == L // 2 else list(range(start, end, 2))
     if not exits:
         raise ValueError(f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied embeddings "
                          "leave none from 2 on; use dola-high")
@@ -117,60 +125,54 @@ def most_divergent(model, states):
     """Log p of the last layer and, at each position, of the early exit whose distribution differs most.
 
     states [B, 1 + E, T, D], the last layer first → two of [B, T, V]. The difference is that of transformers: with
-    M = (p + q) / 2, half the sum of Σ M log(M / p) and Σ M log(M / q)."""
+    M = (p + q) / 2, half the sum of Σ M log(M / p) and Σ M log(M / q), divided by V."""
     out = []
-    for x in states.transpose(0, 1).flatten(1, 2).split(EARLY_AT_ONCE, 1):                  # [1 + E, 16, D]
+    for x in states.transpose(0, 1).flatten(1, 2).split(EXITS_AT_ONCE, 1):                  # [1 + E, 16, D]
         log_p = model.logits(x[None])[:, 0].log_softmax(-1)                                 # [1 + E, 16, V]
-        p, early = log_p[0], log_p[1:]
-        mean = (p.exp() + early.exp()) / 2
-        distance = (mean * (mean.clamp(min=1e-38).log() - (p + early) / 2)).mean(-1)        # [E, 16]
-        out.append(torch.stack([p, early[distance.argmax(0), torch.arange(len(p), device=p.device)]]))
+        last, early = log_p[0], log_p[1:]
+        mean = (last.exp() + early.exp()) / 2
+        distance = (mean * (mean.clamp(min=1e-38).log() - (last + early) / 2)).mean(-1)     # [E, 16]
+        out.append(torch.stack([last, early[distance.argmax(0), torch.arange(len(last), device=last.device)]]))
     return torch.cat(out, 1).unflatten(1, (states.shape[0], states.shape[2]))
 
 
 def open_ad(model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top="published"):
-    """Activation Decoding: log p − α E.
+    """Activation Decoding: log p − α S.
 
-    E(v): the entropy, over the prompt's positions, of the softmax over positions of token v's logit after layer
+    S(v): the entropy, over the prompt's positions, of the softmax over positions of token v's logit after layer
     info_layer. It is small for tokens that few positions activate."""
-    session, sums = read_activations(model, prompts, capacity, info_layer)
-    spread, top = torch.zeros_like(sums[0])[:, None], plausibility(method, relative_top)
-    session.extra = [spread]
+    session, sums = prefill_sums(model, prompts, capacity, info_layer)
+    S, top = torch.zeros_like(sums[0])[:, None], threshold(method, relative_top)                        # [B, 1, V]
+    session.extra = [S]
 
     def step(tokens=None):
-        first = session.last is not None        # reads the last prompt tokens: now the prompts are complete
-        base, x = log_p_and_layer(session, tokens, info_layer)
-        if first:
-            spread.copy_(spread_of(add_positions(model, info_layer, sums, x[:, :1])))
-        return contrasted(base - alpha * spread, base, base, alpha, top)
+        first = session.unread is not None
+        _, last, [x] = read_layers(session, tokens, [info_layer])
+        if first:                               # the last prompt tokens have been read: the prompts are complete
+            S.copy_(activation_entropy(add_positions(model, info_layer, sums, x[:, :1])))
+        base = model.logits(last[:, None])[0].log_softmax(-1)
+        return make_step(base - alpha * S, base, base, alpha, top)
 
     return step, [session]
 
 
 def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, **_):
-    """Scores as published: E counts the positions of the answer too, and no score is normalised again."""
+    """Score as published: S includes the positions of the answer, and scores are not normalised again."""
     bos = special_ids(model.folder)[0]
     prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, bos, dict(alpha=alpha))
-    session, sums = read_activations(model, [prompt], 1 + max(map(len, answers)), info_layer)
-    last, cache, out = session.last, session.cache, []
+    session, sums = prefill_sums(model, [prompt], 1 + max(map(len, answers)), info_layer)
+    unread, cache, out = session.unread, session.cache, []
     for answer in answers:
+        session.unread, cache.used = unread, 0                  # continue the prompt again
         cache.slots.zero_()
-        session.last, cache.used = last, 0                      # back to the end of the prompt
-        base, x = log_p_and_layer(session, torch.tensor([answer]), info_layer)
-        scores = (base - alpha * spread_of(add_positions(model, info_layer, sums, x)))[0]       # [T, V]
+        _, last, [x] = read_layers(session, torch.tensor([answer]), [info_layer])
+        S = activation_entropy(add_positions(model, info_layer, sums, x))
+        scores = (model.logits(last[:, None])[0].log_softmax(-1) - alpha * S)[0]                # [T, V]
         out.append(math.fsum(scores[i, token].item() for i, token in enumerate(answer)))
     return out if is_batch(answer_ids) else out[0]
 
 
-def log_p_and_layer(session, tokens, layer):
-    """Append tokens → log p of what follows each, [B, T, V], and the output of a layer, [B, T, D]."""
-    ids, model, wanted = session.with_last(tokens), session.model, None
-    for i, x in enumerate(model.hidden_states(ids, Decode(model, session.cache, ids.shape[1]))):
-        wanted = x[:, 0] if i == layer else wanted
-    return model.logits(model.norm(x))[0].log_softmax(-1), wanted
-
-
-def read_activations(model, prompts, capacity, info_layer):
+def prefill_sums(model, prompts, capacity, info_layer):
     """Prefill all but the last prompt tokens → the session, and the running sums of `add_positions` over them."""
     if not 1 <= info_layer <= model.config.n_layers:
         raise ValueError(f"info_layer {info_layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
@@ -206,13 +208,13 @@ def add_positions(model, layer, sums, x, counts=None):
     return sums
 
 
-def spread_of(sums):
-    """Entropy over positions in nats, from their running sums → [B, 1, V]."""
+def activation_entropy(sums):
+    """S from the running sums of `add_positions`: the entropy over positions in nats, [B, 1, V]."""
     _, s, t = sums
     return (s.log() - t / s)[:, None]
 
 
-def plausibility(method, relative_top):
+def threshold(method, relative_top):
     """relative_top as a number; "published": that of the published runs."""
     top = RELATIVE_TOP[method] if relative_top == "published" else relative_top or 0
     if not 0 <= top <= 1:
@@ -220,33 +222,30 @@ def plausibility(method, relative_top):
     return top
 
 
-def likely(base, top):
+def plausible(base, top):
     """Which tokens have at least `top` times the probability of the most likely one. base: log p, [..., V]."""
     return base >= base.amax(-1, keepdim=True) + math.log(top)
 
 
-def contrasted(scores, base, other, alpha, top):
-    """A Step; tokens below `top` times the probability of the most likely one score −∞."""
+def make_step(scores, base, other, alpha, top):
+    """A Step in which implausible tokens score −∞; top: 0 or the threshold of `plausible`."""
     if top:
-        scores = scores.where(likely(base, top), -math.inf)
+        scores = scores.where(plausible(base, top), -math.inf)
     h = entropy(base)
     return Step(scores, base, other, torch.full_like(h, alpha), h)
 
 
-# ------------------------------------------------------------------------------------------------------ generate, score
-
 OPENERS = {"cd": open_cd, "cad": open_cad, "dola-low": open_dola, "dola-high": open_dola, "ad": open_ad}
-RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}  # as in the published runs
 METHODS = (*decore.METHODS, *OPENERS)
 
 
 def generate(model, ids, method="cd", **settings):
-    """Decode as decore.generate does: one prompt → one Generation, several → a list. Knows DeCoRe's methods too.
+    """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's methods work too.
 
     settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context (cad, in the form of
     ids), info_layer (ad), dola_layers (dola: "transformers" or "halves"), repetition_penalty (dola; 1.05 in the
     published runs of Qwen2, whose generation configuration asks for it). relative_top: tokens below that fraction of
-    the highest probability score −∞; None or 0: none; "published": 0.1 for dola and ad, none for cd and cad.
+    the highest probability score −∞. None or 0: none do. "published": 0.1 for dola and ad, 0 for cd and cad.
     `alphas` are the weight of the subtracted term: α, and 1 for dola."""
     check_name(method)
     if settings.get("ids_without_context") is not None and not is_batch(ids):
@@ -260,20 +259,20 @@ def generate(model, ids, method="cd", **settings):
 def score(model, prompt_ids, answer_ids, method="cd", prompt_ids_without_context=None, **settings):
     """Score of an answer after a prompt, summed over its tokens, as decore.score; of several answers, a list.
 
-    settings: as in `generate`, but relative_top affects return_greedy alone, repetition_penalty nothing, and
-    dola_layers is "halves" by default. renormalise: log-softmax over the contrasted scores first. Without it cad sums
-    raw scores, which are not log-probabilities; the scores of ad are never normalised again."""
+    settings: as in `generate`. But relative_top affects only return_greedy, repetition_penalty has no effect, and
+    dola_layers is "halves" by default. renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw
+    scores, which are not log-probabilities. The scores of ad are never normalised again."""
     check_name(method)
     if method in decore.METHODS:
         return decore.score(model, prompt_ids, answer_ids, method, **settings)
     settings.pop("repetition_penalty", None)
-    top, settings["relative_top"] = plausibility(method, settings.get("relative_top", "published")), None
+    top, settings["relative_top"] = threshold(method, settings.get("relative_top", "published")), None
     if method == "ad":
         return score_ad(model, prompt_ids, answer_ids, **settings)
     if prompt_ids_without_context is not None:
         settings["ids_without_context"] = [prompt_ids_without_context]
     if top and settings.get("return_greedy"):
-        settings["likely"] = lambda step: likely(step.base, top)
+        settings["allowed"] = lambda step: plausible(step.base, top)
     if method.startswith("dola"):
         settings = {"dola_layers": "halves"} | settings
     return decore.score(model, prompt_ids, answer_ids, method, opener=OPENERS[method], **settings)
@@ -284,14 +283,12 @@ def check_name(method):
         raise ValueError(f"method {method!r} is unknown; known: {', '.join(METHODS)}")
 
 
-# --------------------------------------------------------------------------------------------------------- command line
-
-
 def main():
     from cli.program import main
     from heads import choose_heads
+    from heads.sources import find_sources
     main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
-         choose_heads)
+         METHODS, choose_heads, find_sources, decore.open_decore)
 
 
 if __name__ == "__main__":

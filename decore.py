@@ -8,7 +8,7 @@ reading and starts making things up. DeCoRe decodes from
 
 and so pushes the text towards what the context says. Base and masked model are two rows of one pass: see model.py.
 
-    R rows (0 base, 1 masked)   B prompts   T new tokens   A answers   V vocabulary   L layers   H heads
+    R rows (0 base, 1 masked)   B prompts   T new tokens   A answers to score   V vocabulary   L layers   H heads
 """
 
 import math
@@ -25,7 +25,7 @@ from runtime.lookup import look_up
 from tokenizer import special_ids
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
-AT_ONCE = 512                           # tokens of given answers per pass
+SCORED_AT_ONCE = 512                    # answer tokens per pass in `score`
 
 
 def contrast(base, other, alpha):
@@ -40,55 +40,52 @@ def entropy(log_p):
 
 
 class Step(NamedTuple):
-    scores: torch.Tensor                # what is decoded from, [B, T, V] float32
-    base: torch.Tensor                  # log p_base, [B, T, V]; for `masked`: of the masked row
-    other: torch.Tensor                 # log p of what base is contrasted with, [B, T, V]; without a contrast, base
+    """Scores of the token that follows each of T tokens of B texts."""
+    scores: torch.Tensor                # of the next token (Eq. 7), [B, T, V] float32; decoding takes the argmax
+    base: torch.Tensor                  # log p_base, [B, T, V]; for `masked`, of the masked row
+    other: torch.Tensor                 # log p_masked, or the amateur's, [B, T, V]; equal to base for greedy and masked
     alpha: torch.Tensor                 # α as applied, [B, T]
-    entropy: torch.Tensor               # H of the base row in nats, neither scaled nor capped, [B, T]
+    entropy: torch.Tensor               # H of base in nats, neither scaled nor capped, [B, T]
 
 
 class Session:
-    """Some prompts in a model's cache, and the R rows of one pass that continue them.
+    """Prompts in a model's cache, and the R rows of one pass that continue them.
 
-    masked: the heads to mask, for each row. The prompts are prefilled unmasked; `mask_prompt` masks them too, which
-    takes a single row. The last prompt token is not prefilled: the first call reads it, and masking starts with it."""
+    masked: for each row, the heads to mask. The prompts are prefilled unmasked, once for all rows; mask_prompt masks
+    them too, and needs a single row. The last token of a prompt is not prefilled: the first step reads it, so masking
+    starts with it. on_layer: as in `Transformer.prefill`."""
 
     def __init__(self, model, prompts, capacity, masked=((),), mask="output", mask_prompt=False, on_layer=None):
-        self.model, self.mask, self.extra = model, mask, []
+        self.model, self.mask = model, mask
         self.head_mask = make_head_mask(masked, model).to(model.device, model.dtype) if any(masked) else None
         self.cache = Cache(model, [len(p) - 1 for p in prompts], capacity, len(masked))
-        self.last = torch.tensor([p[-1:] for p in prompts], device=model.device)
+        self.unread = torch.tensor([p[-1:] for p in prompts], device=model.device)
+        self.extra = []                 # a method's other tensors that depend on the prompts
         ids = pad([p[:-1] for p in prompts]).to(model.device)
         model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
 
-    def __call__(self, tokens=None):
-        """Append tokens [B, T] to the texts → log p of what follows each of them, [R, B, T, V].
-
-        The first call puts the prompts' last tokens in front of them, and may come without any."""
-        return self.logits(tokens).log_softmax(-1)
-
     def logits(self, tokens=None):
-        return self.model(self.with_last(tokens), self.cache, self.head_mask, self.mask)
+        """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V] float32.
 
-    def with_last(self, tokens):
-        parts, self.last = [x.to(self.model.device) for x in (self.last, tokens) if x is not None], None
-        return torch.cat(parts, 1)
+        The first step reads the prompts' last tokens before them, and needs no tokens."""
+        return self.model(self.ids_to_read(tokens), self.cache, self.head_mask, self.mask)
+
+    def ids_to_read(self, tokens):
+        ids = [x.to(self.model.device) for x in (self.unread, tokens) if x is not None]
+        self.unread = None
+        return torch.cat(ids, 1)
 
     def repeat(self, n):
-        """Continue each prompt in n ways."""
-        self.last, self.cache = self.last.repeat_interleave(n, 0), self.cache.repeat(n)
-
-    def tensors(self):
-        """All that a step reads or writes and that depends on the prompts; `extra` holds what a method adds."""
-        return [*self.cache.kv, self.cache.lengths, self.cache.slots, *self.extra]
+        """Continue each prompt in n ways. To be called before the first step."""
+        self.unread, self.cache = self.unread.repeat_interleave(n, 0), self.cache.repeat(n)
 
 
 def open_decore(model, prompts, capacity, method="decore-entropy", heads=None, alpha=0.5, alpha_cap=None,
                 scale_alpha=False, mask="output", mask_prompt=False, amateur=None, amateur_heads=None):
     """Prefill the prompts. Returns `step` and the sessions that it advances.
 
-    step(tokens [B, T]) appends tokens to the texts and returns the `Step` of what follows each of them; the first call
-    appends the prompts' last tokens first, so that step() is how decoding begins.
+    step(tokens [B, T]) appends tokens to the texts and returns a `Step`. The first step reads the prompts' last tokens
+    before them, so decoding begins with step().
 
     capacity: new tokens per text. method: one of METHODS. heads: (layer, head) pairs to mask. alpha: α of
     decore-static. alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query" (the
@@ -96,23 +93,24 @@ def open_decore(model, prompts, capacity, method="decore-entropy", heads=None, a
     model of the same vocabulary, with amateur_heads masked, in place of the masked row (DeCoRe entropy-lite)."""
     check_method(method, METHODS, heads, amateur, amateur_heads)
 
-    def session(*masked, of=model):
-        return Session(of, prompts, capacity, masked, mask, mask_prompt and any(masked))
+    def open_session(*masked, of=model):                                    # a row for each list of heads
+        return Session(of, prompts, capacity, masked, mask, mask_prompt)
 
     if method == "greedy":
-        sessions = [session([])]
+        sessions = [open_session([])]
     elif method == "masked":
-        sessions = [session(heads)]
+        sessions = [open_session(heads)]
     elif amateur:
-        sessions = [session([]), session(amateur_heads, of=amateur)]
-    elif mask_prompt:                                                       # prompts that differ: two passes
-        sessions = [session([]), session(heads)]
+        sessions = [open_session([]), open_session(amateur_heads, of=amateur)]
+    elif mask_prompt:                                                       # two caches: the prompts' keys differ too
+        sessions = [open_session([]), open_session(heads)]
     else:
-        sessions = [session([], heads)]                                     # two rows of one pass
+        sessions = [open_session([], heads)]                                # two rows of one pass
 
     def step(tokens=None):
-        log_p = torch.cat([one(tokens).to(model.device) for one in sessions])           # [R, B, T, V]
-        base, other = log_p[0], log_p[-1]
+        logits = torch.cat([session.logits(tokens).to(model.device) for session in sessions])
+        log_p = logits.log_softmax(-1)                                                  # [R, B, T, V]
+        base, other = log_p[0], log_p[-1]                                               # the same if R is 1
         h = entropy(base)
         if method == "decore-entropy":
             a = h / math.log(model.config.vocab_size) if scale_alpha else h             # Eq. 8
@@ -133,9 +131,6 @@ def decode(step, n):
         yield token, result
 
 
-# ------------------------------------------------------------------------------------------------------ generate, score
-
-
 @dataclass
 class Generation:
     ids: list = field(default_factory=list)             # new tokens, the end token included
@@ -150,21 +145,20 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a list), as one batch.
 
     eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy) is called for each
-    token and ends the b-th text by returning True. lookup: number of tokens to copy from the text and check in each
-    pass. graph: whether to record a step as a CUDA graph; None: yes on a GPU. Both affect speed, not tokens.
-    settings: heads, alpha, alpha_cap, scale_alpha, mask, mask_prompt, amateur, amateur_heads, as in `open_decore`; the
-    openers of baselines.py have their own."""
+    token and ends text b by returning True. lookup: number of tokens to copy from the text and check in each pass.
+    graph: record a step as a CUDA graph; None: on a GPU. Both affect speed, not tokens. opener: `open_decore` or one of
+    baselines.py. settings: its arguments, such as heads and alpha."""
     eos_ids = special_ids(model.folder)[1] if eos_ids is None else eos_ids
-    prompts, eos_ids, room, longest, settings = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings)
-    step, sessions = opener(model, prompts, room + lookup, method, **settings)
+    prompts, eos_ids, limits, settings = check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings)
+    step, sessions = opener(model, prompts, max(limits) + lookup, method, **settings)
     if graph or graph is None and model.device.type == "cuda":
         step = recorded(step, sessions, (opener, method, settings))
-    out, most = [Generation() for _ in prompts], [min(max_new_tokens, max(1, longest - len(p))) for p in prompts]
+    out = [Generation() for _ in prompts]
     if lookup:
         steps = look_up(step, sessions, prompts, out, max_new_tokens, lookup)
     else:
-        steps = on_host(decode(step, room))
-    for new in steps:
+        steps = on_host(decode(step, max(limits)))
+    for new in steps:                                   # new[b]: the new tokens of text b; several only with lookup
         for b, g in enumerate(out):
             for token, score, alpha, h in new[b]:
                 if g.stop:
@@ -175,9 +169,9 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
                 g.ids.append(int(token))
                 g.alphas.append(alpha)
                 g.entropies.append(h)
-                ended = on_token(b, int(token), h) is True if on_token else False
+                ended = on_token is not None and on_token(b, int(token), h) is True
                 g.stop = ("eos" if token in eos_ids else "stop" if ended
-                          else "length" if len(g.ids) >= most[b] else None)
+                          else "length" if len(g.ids) == limits[b] else None)
         if all(g.stop for g in out):
             break
     return out if is_batch(ids) else out[0]
@@ -185,13 +179,13 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
 
 @torch.inference_mode()
 def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=True, return_greedy=False,
-          opener=open_decore, likely=None, **settings):
+          opener=open_decore, allowed=None, **settings):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several answers, a list.
 
-    The prompt is read once; its cache is repeated, and each answer is an entry of the batch. Heads are masked at every
-    position, as in the published multiple-choice runs. renormalise: log-softmax over the contrasted scores first, so
-    that they are log-probabilities again. return_greedy: pairs of the sum and whether greedy decoding would give the
-    answer; likely(step): which tokens it may choose. settings: as in `generate`."""
+    The answers are a batch that shares one prefill. Heads are masked at every position, as in the published
+    multiple-choice runs. renormalise: apply log-softmax to the contrasted scores, so that they are log-probabilities.
+    return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed(step): the tokens that
+    greedy decoding may choose, [A, T, V]. settings: as in `generate`."""
     bos = special_ids(model.folder)[0]
     prompt, answers, settings = check_answers(model, prompt_ids, answer_ids, bos, settings)
     if opener is open_decore:
@@ -199,20 +193,22 @@ def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=Tr
     step, sessions = opener(model, [prompt], max(map(len, answers)), method, **settings)
     for session in sessions:
         session.repeat(len(answers))
-    target = pad(answers).to(model.device)                                                              # [A, T]
-    values, best, size = [], [], max(1, AT_ONCE // len(answers))
-    for start in range(0, target.shape[1], size):
-        result = step(target[:, :-1][:, max(0, start - 1):start + size - 1])            # one token behind the target
-        scores, part = result.scores, target[:, start:start + size]
-        best.append((scores.where(likely(result), -math.inf) if likely else scores).argmax(-1) == part)
+    ids = pad(answers).to(model.device)                                                                 # [A, T]
+    values, greedy, size = [], [], max(1, SCORED_AT_ONCE // len(answers))
+    for start in range(0, ids.shape[1], size):
+        part = ids[:, start:start + size]
+        # The scores of a token come from reading the one before it; the first step reads the prompt's last by itself.
+        result = step(ids[:, max(0, start - 1):start - 1 + part.shape[1]])
+        scores = result.scores
+        greedy.append((scores.where(allowed(result), -math.inf) if allowed else scores).argmax(-1) == part)
         scores = scores.log_softmax(-1) if renormalise else scores
         values.append(scores.gather(-1, part[..., None])[..., 0])
     out = []
-    for answer, row, right in zip(answers, torch.cat(values, 1).tolist(), torch.cat(best, 1).tolist(), strict=True):
+    for answer, row, same in zip(answers, torch.cat(values, 1).tolist(), torch.cat(greedy, 1).tolist(), strict=True):
         total = math.fsum(row[:len(answer)])
         if math.isnan(total):
             raise ValueError(f"{model.name} gives logits that are not finite; try float32 or bfloat16")
-        out.append((total, all(right[:len(answer)])) if return_greedy else total)
+        out.append((total, all(same[:len(answer)])) if return_greedy else total)
     return out if is_batch(answer_ids) else out[0]
 
 
@@ -236,7 +232,7 @@ def main():
     from heads import choose_heads
     from heads.sources import find_sources
     main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, METHODS,
-         "decore-entropy", choose_heads, find_sources, open_decore)
+         "decore-entropy", ("greedy", "masked"), choose_heads, find_sources, open_decore)
 
 
 if __name__ == "__main__":

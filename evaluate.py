@@ -5,8 +5,11 @@
     python evaluate.py rescore --task nq-swap FILE.jsonl                      compute the metrics again, without a model
     python evaluate.py report DIR                                             a folder's runs compared with the paper
 
-Lists with commas, `--task all` and `--task miniature` make a sweep. A run that was interrupted continues when the
-command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model."""
+Lists with commas, `--task all` and `--task miniature` make a sweep. An interrupted run continues when the command is
+started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model.
+
+In this file: a sweep from the command line to its runs (`evaluate`); the settings of a run; the two commands without a
+model. tasks/decoding.py decodes one run, tasks/runs.py writes its file."""
 
 import argparse
 import datetime
@@ -33,8 +36,8 @@ from tasks import MINIATURE, PAPER, find, judges, metrics, prompts, runs, source
 from tasks.decoding import Benchmark, encode, run
 from tokenizer import Tokenizer
 
-# Option → whether a task uses it. cli.OPTIONS says which methods use the other options.
-OF_TASKS = {
+# Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
+USED_BY_TASK = {
     "max_new_tokens": lambda task: not task.choice,
     "batch_size": lambda task: not task.choice,
     "mask_prompt": lambda task: not task.choice,
@@ -55,39 +58,30 @@ def main():
 
 
 def evaluate(argv):
+    """A sweep. Reads and checks everything before the first run, so that a mistake does not end it after hours."""
     args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
-    check_options(args, tasks)
-    cli.check_options(args, methods, seeded=True)
+    check_task_options(args, tasks)
+    benchmarks = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, first_seed(args)))
+                  for task in tasks]
+    cli.check_options(args, methods, seeded=any(map(draws_demos, benchmarks)))
     if args.no_renormalise and set(methods) <= {"greedy", "masked", "ad"}:
         raise ValueError(f"--no-renormalise has no effect on {', '.join(methods)}")
-    seed = (args.seed or [cli.SEED])[0]
-    # Everything is read and checked before the first run, so that a mistake does not end a sweep after hours.
-    plan = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
-    cli.check_options(args, methods, seeded=any(map(draws_demos, plan)))
     if args.dry_run:
-        return dry_run(args, plan)
+        return dry_run(args, benchmarks)
     for task in tasks:
         metrics.check_available(task)
     ranks = Ranks(args.tp, args.device)
     model, tokenizer, amateur = cli.load_models(args, ranks.shard())
-    weights = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
     setups = make_setups(args, methods, model, amateur)
-    about_model = {"model": model.name, "fingerprint": weights[0], "tp": ranks.tp, **surroundings(model)}
-    for bench, arguments, facts in fitting_runs(args, plan, setups, model, tokenizer):
-        task = bench.task
-        settings = about_model | facts | {
-            "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
-            "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
-            "amateur_fingerprint": weights[1] if facts["amateur"] else None, "batch_size": args.batch_size,
-            "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
-            "renormalise": not args.no_renormalise if task.choice else None,
-            "seed": facts["seed"] if facts["random_heads"] else seed if draws_demos(bench) else cli.SEED}
+    fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
+    for bench, arguments, facts in fitting_runs(args, benchmarks, setups, model, tokenizer):
+        settings = make_settings(args, bench, facts, model, ranks, fingerprints)
         path = Path(args.out) / f"{run_name(settings)}.jsonl"
         rows = run(bench, settings, arguments, path, model, tokenizer, ranks)
         if ranks.rank == 0:
-            rows = judges.judge(rows, path, task, args)
-            print_means(rows, stored.values_of(path, task, rows), {"run": str(path)})
+            rows = judges.judge(rows, path, bench.task, args)
+            print_means(rows, stored.values_of(path, bench.task, rows), {"run": str(path)})
 
 
 def make_parser():
@@ -124,19 +118,26 @@ def chosen_tasks(text):
     return [find(name) for name in dict.fromkeys(names)]
 
 
+def check_task_options(args, tasks):
+    """Raise ValueError for an option that none of the tasks uses."""
+    for name, used in USED_BY_TASK.items():
+        if getattr(args, name, None) not in (None, False, "auto") and not any(map(used, tasks)):
+            raise ValueError(f"{cli.flag(name)} has no effect on {', '.join(task.name for task in tasks)}")
+
+
 def draws_demos(bench):
     return (bench.demo_record or {}).get("seed") is not None
 
 
-def check_options(args, tasks):
-    """Raise ValueError for an option that none of the tasks uses."""
-    for name, uses in OF_TASKS.items():
-        if getattr(args, name, None) not in (None, False, "auto") and not any(map(uses, tasks)):
-            raise ValueError(f"{cli.flag(name)} has no effect on {', '.join(task.name for task in tasks)}")
+def first_seed(args):
+    """The seed of the demonstrations. Later seeds of a list are for random heads only."""
+    return args.seed[0] if args.seed else cli.SEED
 
 
 def make_setups(args, methods, model, amateur):
-    """[(arguments of baselines.generate, facts for the settings line)] for every combination of the swept options."""
+    """[(arguments of baselines.generate, facts for the settings line)] for every combination of the swept options.
+
+    Decodes one token with each, so that an option that does not fit the model is refused before the first run."""
     swept = {"num_heads": args.num_heads or [cli.default_num_heads(model)],
              "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
              "random_heads": args.seed or [cli.SEED] if args.random_heads else [None]}
@@ -154,28 +155,28 @@ def make_setups(args, methods, model, amateur):
                       "random_heads": args.random_heads if "heads" in arguments else None,
                       "amateur": amateur.name if "amateur" in arguments else None}
             setups.append((arguments, facts))
-            # Decode one token, so that an option that does not fit the model is refused now.
             without = {"ids_without_context": [0]} if method == "cad" else {}
             baselines.generate(model, [0], max_new_tokens=1, **arguments, **without)
     return setups
 
 
-def fitting_runs(args, plan, setups, model, tokenizer):
-    """[(benchmark, *setup)] of all runs. Prints a line for each task and method that do not fit. ValueError if none
-    fits."""
+def fitting_runs(args, benchmarks, setups, model, tokenizer):
+    """[(benchmark, arguments, facts)] of all runs: every benchmark with every setup that fits it.
+
+    Prints a line for each pair that does not fit. ValueError if none fits."""
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
     fitting, problems = [], []
-    for bench in plan:
+    for bench in benchmarks:
         layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config)
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
         lengths = [len(e.prompt) + max(map(len, e.answers or [[]])) for e in encode(bench, tokenizer)]
-        most = model.config.max_positions
-        over = sum(length > most for length in lengths)
+        context = model.config.max_positions
+        too_long = sum(length > context for length in lengths)
         for arguments, facts in setups:
             name = f"{bench.task.name} with {facts['method']} is left out: "
-            if over:
-                problems.append(f"{name}{over} of {len(lengths)} prompts are longer than the {most} positions of "
-                                f"{model.name} (the longest: {max(lengths)} tokens)")
+            if too_long:
+                problems.append(f"{name}{too_long} of {len(lengths)} prompts are longer than the {context} positions "
+                                f"of {model.name} (the longest: {max(lengths)} tokens)")
             elif facts["method"] == "cad" and not bench.task.without_context:
                 problems.append(name + "its prompts have no context to leave out")
             else:
@@ -189,6 +190,34 @@ def fitting_runs(args, plan, setups, model, tokenizer):
     return fitting
 
 
+def native_layout(tokenizer, config):
+    if not tokenizer.has_chat_template:
+        return "plain"
+    return "mistral" if config.model_type == "mistral" else "chat"
+
+
+# ------------------------------------------------------------------------------------------------ the settings of a run
+
+
+def make_settings(args, bench, facts, model, ranks, fingerprints):
+    """The first line of a run's file: everything that determines its rows, and the software and machine."""
+    task = bench.task
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
+    versions = {name: version(name) for name in ("torch", "tokenizers", "numpy")}
+    seed = first_seed(args) if draws_demos(bench) else cli.SEED
+    return {
+        "model": model.name, "fingerprint": fingerprints[0], "tp": ranks.tp,
+        "dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
+        "versions": versions | {"python": platform.python_version()}, "commit": commit(),
+        "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]), **facts,
+        "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
+        "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
+        "amateur_fingerprint": fingerprints[1] if facts["amateur"] else None, "batch_size": args.batch_size,
+        "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
+        "renormalise": not args.no_renormalise if task.choice else None,
+        "seed": seed if facts["seed"] is None else facts["seed"]}
+
+
 def run_name(settings):
     """Task, model, method and the options that are not the defaults, as the name of a file."""
     options = {"num_heads": "n{num_heads}", "random_heads": "random-{random_heads}-seed{seed}", "alpha": "a{alpha:g}",
@@ -200,31 +229,18 @@ def run_name(settings):
     return ".".join([settings["task"], names["model"], settings["method"], *parts])
 
 
-def native_layout(tokenizer, config):
-    if not tokenizer.has_chat_template:
-        return "plain"
-    return "mistral" if config.model_type == "mistral" else "chat"
-
-
-def surroundings(model):
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
-    versions = {name: version(name) for name in ("torch", "tokenizers", "numpy")}
-    return {"dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
-            "versions": versions | {"python": platform.python_version()}, "commit": commit(),
-            "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]])}
-
-
 # --------------------------------------------------------------------------------------------- commands without a model
 
 
-def dry_run(args, plan):
-    layout = args.layout
-    if layout is None and Path(args.model).resolve() != cli.MINIATURE:
+def dry_run(args, benchmarks):
+    """Print the prompts of all items, in --layout, or that of --model, or "chat" without both."""
+    layout = args.layout or "chat"
+    if args.layout is None and Path(args.model).resolve() != cli.MINIATURE:             # the default of --model
         config = Config.from_checkpoint(checkpoint_folder(args.model, weights=False))
         layout = native_layout(Tokenizer.load(args.model), config)
-    for bench in plan:
+    for bench in benchmarks:
         for item in bench.items:
-            print(json.dumps(prompts.dry_run(bench.task, item, bench.demos, layout or "chat"), ensure_ascii=False))
+            print(json.dumps(prompts.dry_run(bench.task, item, bench.demos, layout), ensure_ascii=False))
 
 
 def rescore(argv):
@@ -235,8 +251,7 @@ def rescore(argv):
     p.add_argument("--rows", action="store_true", help="first print one JSON line per row with its values")
     judges.add_arguments(p)
     args = p.parse_args(argv)
-    paths = [path for file in args.files for path in (sorted(file.rglob("*.jsonl*")) if file.is_dir() else [file])
-             if not file.is_dir() or path.name.endswith((".jsonl", ".jsonl.gz")) and ".judged." not in path.name]
+    paths = [path for file in args.files for path in (runs_of(file) if file.is_dir() else [file])]
     if not paths:
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
@@ -244,7 +259,7 @@ def rescore(argv):
         if args.task is None and settings is None:
             raise ValueError(f"{path} has no settings in its first line: give --task")
         task = find(args.task or settings.get("task"))
-        check_options(args, [task])
+        check_task_options(args, [task])
         if not rows:
             raise ValueError(f"{path} holds no rows")
         metrics.check_rows(task, rows, path)
@@ -255,8 +270,14 @@ def rescore(argv):
         print_means(rows, values, {} if paths == args.files[:1] else {"run": str(path)})
 
 
+def runs_of(folder):
+    """The runs in a folder and its subfolders, without the files of judges' verdicts."""
+    paths = sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")])
+    return [path for path in paths if ".judged." not in path.name]
+
+
 def print_means(rows, values, about):
-    """Print one JSON line. Say on standard error how many rows are in no mean."""
+    """Print the means as one JSON line. The number of demonstrations among the rows goes to standard error."""
     demonstrations = sum(bool(row.get("demonstration")) for row in rows)
     if demonstrations:
         print(f"{demonstrations} of {len(rows)} items are demonstrations: only the published scores count them",

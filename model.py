@@ -4,11 +4,14 @@ A head mask [R, L, H] of ones and zeros makes R *rows* of one forward pass: R co
 which heads are masked. They share every weight, and the keys and values of the prompt, which are stored once.
 
     B prompts   R rows   T new tokens   P prompt tokens   S slots for new tokens   V vocabulary   D model width
-    L layers    H query heads   G key/value heads   K head width      (under tensor parallelism: H and G of this rank)
+    L layers    H query heads   G key/value heads   K head width   C keys of a step      (H and G: those of this rank)
+
+In constructors, c is the model's Config, and kw the device and dtype.
 """
 
 import copy
 import math
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -22,8 +25,8 @@ from runtime.parallel import Shard, check_split, first_on_node, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 
 MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: the published runs
-CHUNK = 2048                    # prompt tokens per pass, all prompts together
-ROOM = 64                       # cache sizes are multiples of this
+CHUNK = 2048                    # tokens per prefill pass, summed over the batch
+BLOCK = 64                      # cache sizes are multiples of this
 
 
 class Attention(nn.Module):
@@ -34,17 +37,19 @@ class Attention(nn.Module):
         self.qkv = Linear(c.d_model, (self.heads + 2 * self.kv_heads) * c.head_dim, c.qkv_bias, **kw)
         self.o = Linear(self.heads * c.head_dim, c.d_model, **kw)
         self.o_bias = nn.Parameter(torch.zeros(c.d_model, **kw)) if c.o_bias else None
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
+        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
+        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
 
     def forward(self, x, layer, context, head_mask, mask):
-        """x [B, R, T, D] → the same shape. context: `Prefill` or `Decode`; head_mask: [R, 1, H, 1] or None."""
+        """x [B, R, T, D] → the same shape. head_mask: [R, 1, H, 1] or None. mask: one of MASKS.
+
+        context: `Prefill` or `Decode`. It stores keys and values in the cache, and attends to those that x may see."""
         H, G = self.heads, self.kv_heads
         qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
         q, k = rotate(qk, *context.rope).split((H, G), -2)      # [B, R, T, H, K], [B, R, T, G, K]
-        if head_mask is not None and mask == "query":           # a query of zeros averages all values it may see
+        if head_mask is not None and mask == "query":           # a query of zeros averages the values of all its keys
             q = q * head_mask
         y = context.attend(layer, q, k, v)
         if head_mask is not None and mask == "output":          # Eq. 4 and 5: a masked head adds exactly zero
@@ -68,8 +73,8 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, shard, **kw):
         super().__init__()
-        self.attn_norm, self.attn = RMSNorm(c.d_model, c.norm_eps, **kw), Attention(c, shard, **kw)
-        self.mlp_norm, self.mlp = RMSNorm(c.d_model, c.norm_eps, **kw), MLP(c, shard, **kw)
+        self.attn_norm, self.attn = nn.RMSNorm(c.d_model, c.norm_eps, **kw), Attention(c, shard, **kw)
+        self.mlp_norm, self.mlp = nn.RMSNorm(c.d_model, c.norm_eps, **kw), MLP(c, shard, **kw)
 
     def forward(self, x, layer, context, head_mask, mask):
         x = x + self.attn(self.attn_norm(x), layer, context, head_mask, mask)
@@ -84,10 +89,10 @@ class Transformer(nn.Module):
         shard, kw = shard or Shard(), dict(device=device, dtype=dtype)
         check_split(config, shard.size)
         self.config, self.shard, self.name, self.folder = config, shard, config.model_type, None
-        vocab = -(-config.vocab_size // shard.size)
+        vocab = -(-config.vocab_size // shard.size)             # of one rank, rounded up
         self.embed = Linear(config.d_model, vocab, **kw)
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.d_model, config.norm_eps, **kw)
+        self.norm = nn.RMSNorm(config.d_model, config.norm_eps, **kw)
         self.lm_head = self.embed if config.tied_embeddings else Linear(config.d_model, vocab, **kw)
         frequencies, self.rope_scale = rope_frequencies(config)
         self.frequencies = frequencies.to(device)
@@ -101,7 +106,7 @@ class Transformer(nn.Module):
                 f"{self.dtype} on {self.device})")
 
     def _apply(self, *args, **kw):
-        """What `.to` calls. It moves and rounds the weights; the rotary frequencies move, and stay float32."""
+        """Called by `.to`. The weights move and are converted; the rotary frequencies move, and stay float32."""
         super()._apply(*args, **kw)
         self.frequencies = rope_frequencies(self.config)[0].to(self.device)
         return self
@@ -109,21 +114,19 @@ class Transformer(nn.Module):
     def forward(self, ids, cache=None, head_mask=None, mask="output", weights=None):
         """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask → [R, B, T, V].
 
-        cache: the tokens follow those in the cache and join them. head_mask: [R, L, H] of 0 and 1. mask: "output" or
-        "query", see MASKS. weights: with a cache, a list to which each layer's attention weights [B, R, T, H, C] are
-        appended, float32."""
+        cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1. mask: one of MASKS.
+        weights: with a cache, a list to which each layer's attention weights [B, R, T, H, C] are appended, float32."""
         context = Prefill(self, 0, ids.shape[1]) if cache is None else Decode(self, cache, ids.shape[1], weights)
-        x = None
-        for x in self.hidden_states(ids, context, head_mask, mask):         # noqa: B007
-            pass
+        [x] = deque(self.hidden_states(ids, context, head_mask, mask), maxlen=1)            # of the last layer
         logits = self.logits(self.norm(x))
         return logits[0] if cache is None and head_mask is None else logits
 
     @torch.no_grad()
     def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
-        """Write the keys and values of prompts [B, P], padded on the right, into the cache.
+        """Store the keys and values of prompts [B, P], padded on the right, in the cache.
 
-        on_layer: called as on_layer(layer, start, x) with the stream of the tokens from `start` on, layer by layer."""
+        on_layer(layer, start, x) is called for each part of the prompts and each of its hidden states x [B, R, T, D].
+        start: the first position of the part."""
         size = max(16, CHUNK // len(ids))
         for start in range(0, ids.shape[1], size):
             chunk = ids[:, start:start + size]
@@ -133,8 +136,8 @@ class Transformer(nn.Module):
                     on_layer(layer, start, x)
 
     def hidden_states(self, ids, context, head_mask=None, mask="output"):
-        """Yields the stream [B, R, T, D]: the embeddings of ids [B, T], then the output of each layer."""
-        c, rows, masks = self.config, context.rows, [None] * self.config.n_layers
+        """Yield hidden states [B, R, T, D]: the embeddings of ids [B, T], then the output of each layer."""
+        c, rows, layer_masks = self.config, context.rows, [None] * self.config.n_layers
         if mask not in MASKS:
             raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
         if head_mask is not None:
@@ -143,32 +146,31 @@ class Transformer(nn.Module):
                                  f"{self.name} has {c.n_layers} of {c.n_heads}")
             rows = len(head_mask)
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
-            masks = head_mask[:, :, None, :, None].unbind(1)                    # L of [R, 1, H, 1]
+            layer_masks = head_mask[:, :, None, :, None].unbind(1)              # L of [R, 1, H, 1]
         x = self.embedding(ids)[:, None].expand(-1, rows, -1, -1)
         yield x
         for i, layer in enumerate(self.layers):
-            x = layer(x, i, context, masks[i], mask)
+            x = layer(x, i, context, layer_masks[i], mask)
             yield x
 
     def embedding(self, ids):
-        """[..., T] → [..., T, D]. Each rank looks up the ids it holds; the sum over ranks has them all."""
+        """[..., T] → [..., T, D]. A rank has zeros for ids outside its part of the vocabulary; the sum is complete."""
         if self.shard.size == 1:
             return F.embedding(ids, self.embed.weight)
         local = ids - self.shard.part(self.config.vocab_size).start
-        held = (local >= 0) & (local < self.embed.weight.shape[0])
-        return self.shard.all_reduce(F.embedding(local.where(held, 0), self.embed.weight) * held[..., None])
+        inside = (local >= 0) & (local < self.embed.weight.shape[0])
+        return self.shard.all_reduce(F.embedding(local.where(inside, 0), self.embed.weight) * inside[..., None])
 
     def logits(self, x):
-        """The head: x [B, R, T, D], after the final norm → [R, B, T, V], float32 from here on."""
+        """The language-model head: x [B, R, T, D], after the final norm → [R, B, T, V] float32."""
         return self.shard.all_gather(self.lm_head(x)).float()[..., :self.config.vocab_size].transpose(0, 1)
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, shard=None):
-        """A checkpoint's weights, from a folder or a hub id, read straight from safetensors.
+        """A model with the weights of a checkpoint, a folder or a hub id. Each rank reads only its slices.
 
-        device: "cpu", "cuda", "cuda:1", …; dtype: "bfloat16" or torch.bfloat16, …, None: the checkpoint's; shard: None
-        joins the ranks that torchrun started. Each rank reads only its slices. ValueError if config.json and the
-        weights disagree."""
+        device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: the checkpoint's. shard: None
+        joins the ranks that torchrun started. ValueError if config.json and the weights disagree."""
         device, dtype = rank_device(device), dtype and find_dtype(dtype)
         shard = shard or Shard.from_environment(device.type)
         folder = first_on_node(lambda: checkpoint_folder(name))
@@ -176,7 +178,8 @@ class Transformer(nn.Module):
         sizes = {path.name: path.stat().st_size for path in Path(folder).glob("*.safetensors")}
         shard.check_same((str(config), sizes), f"{folder}, config.json or size of the weights")
         model = cls(config, shard, "meta", dtype or config.dtype)
-        model.name, model.folder = Path(folder).resolve().name if Path(name).exists() else str(name), folder
+        model.name = Path(folder).resolve().name if Path(name).exists() else str(name)
+        model.folder = folder
         load_weights(model, folder, device)
         model.frequencies = rope_frequencies(config)[0].to(device)
         if device.type == "cpu":
@@ -187,7 +190,8 @@ class Transformer(nn.Module):
 class Linear(nn.Module):
     def __init__(self, n_in, n_out, bias=False, **kw):
         super().__init__()
-        weight = torch.empty(n_out, n_in, **kw)                 # normal_() on "meta" triggers slow imports
+        weight = torch.empty(n_out, n_in, **kw)
+        # normal_() on "meta" triggers slow imports.
         self.weight = nn.Parameter(weight if weight.is_meta else weight.normal_(std=0.02))
         self.bias = nn.Parameter(torch.zeros(n_out, **kw)) if bias else None
 
@@ -195,23 +199,14 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width, eps, **kw):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width, **kw)), eps
-
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)          # float32 inside
-
-
 def rope(model, positions):
-    """cos and sin at `positions` [1|B, T] → two of [1|B, 1, T, 1, K]; the first half of sin is negated."""
+    """cos and sin of the angles at positions [1|B, T], two of [1|B, 1, T, 1, K]; the first half of sin is negated."""
     angles = positions[:, None, :, None, None] * model.frequencies
     return [(f(torch.cat([-angles, angles], -1)) * model.rope_scale).to(model.dtype) for f in (torch.cos, torch.sin)]
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding: elements i and i + K/2 are a pair."""
+    """Rotary position embedding. Elements i and i + K/2 are a pair (a, b) → (a cos − b sin, b cos + a sin)."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -223,19 +218,19 @@ class Cache:
 
         kv[layer] [2, B, G, P + S·R, K]:    prompt 0 … P−1 | slot 0: row 0, row 1 | slot 1: row 0, row 1 | …
 
-    The token in slot s of a text has position length + s. `slots` [B] counts the slots in use; to take tokens back,
-    lower it. P and S are rounded up, so that prompts of similar length have caches of one shape."""
+    The token in slot s of a text has position length + s, and `slots` [B] counts the slots in use. P and S are rounded
+    up, so that prompts of similar length have caches of one shape."""
 
     def __init__(self, model, lengths, capacity, rows=1):
         attn, kw = model.layers[0].attn, dict(dtype=model.dtype, device=model.device)
-        self.rows, self.P, self.S = rows, round_up(max(lengths)), -(-capacity // ROOM) * ROOM
+        self.rows, self.P, self.S = rows, round_up(max(lengths)), -(-capacity // BLOCK) * BLOCK
         self.kv = [torch.zeros(2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width, **kw)
                    for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots, self.used = torch.zeros_like(self.lengths), 0       # used: the largest of `slots`, on the host
 
     def repeat(self, n):
-        """The same cache n times in a batch."""
+        """A cache with each text n times."""
         new = copy.copy(self)
         new.kv = [kv.repeat_interleave(n, 1) for kv in self.kv]
         new.lengths, new.slots = (x.repeat_interleave(n) for x in (self.lengths, self.slots))
@@ -248,13 +243,13 @@ class Cache:
 
 
 def round_up(n):
-    """n as a multiple of ROOM, or of more if that adds a sixteenth at most."""
-    step = max(ROOM, 2 ** (n.bit_length() - 5))
+    """Round n up to a multiple of BLOCK, or of a larger power of two that adds at most a sixteenth."""
+    step = max(BLOCK, 2 ** (n.bit_length() - 5))
     return -(-n // step) * step
 
 
 class Prefill:
-    """Tokens start … start + T of every text: each sees itself and those before it. They join the cache, if any."""
+    """Tokens start … start + T of every text: each sees itself and those before it. A cache, if any, stores them."""
 
     rows = 1
 
@@ -274,11 +269,12 @@ class Prefill:
 
 
 class Decode:
-    """The next T tokens of every text, in every row: each sees the prompt and its own row's tokens up to itself."""
+    """The next T tokens of every text, in every row: each sees the prompt and its row's new tokens up to itself."""
 
     def __init__(self, model, cache, T, weights=None):
         R, device = cache.rows, model.device
-        self.rows, self.cache, self.windows, self.weights, self.biases = R, cache, model.config.windows, weights, {}
+        self.rows, self.cache, self.windows, self.weights = R, cache, model.config.windows, weights
+        self.biases = {}                                                        # window → [B, 1, R·T·H/G, C]
         slots = cache.slots[:, None] + torch.arange(T, device=device)           # [B, T]
         self.positions = cache.lengths[:, None] + slots
         self.rope = rope(model, self.positions)
@@ -287,7 +283,7 @@ class Decode:
         cache.slots += T
         cache.used += T
         # A GPU attends to the whole buffer, so that every step has the same shapes; a CPU only to the part in use.
-        used = cache.S if model.device.type == "cuda" else min(cache.S, -(-cache.used // ROOM) * ROOM)
+        used = cache.S if device.type == "cuda" else min(cache.S, -(-cache.used // BLOCK) * BLOCK)
         self.C = cache.P + used * R
 
     def attend(self, layer, q, k, v):
@@ -298,25 +294,25 @@ class Decode:
         buffer[:, self.batch, :, self.keys] = torch.stack([k, v], 3).flatten(1, 2)
         k, v = buffer[..., :self.C, :]                                          # [B, G, C, K]
         q = q.unflatten(3, (G, -1)).permute(0, 3, 1, 2, 4, 5)                   # [B, G, R, T, H/G, K]
-        sides = q.shape[2:5]
+        sizes = q.shape[2:5]
         if window not in self.biases:
-            seen = self.visible(window)[:, None, :, :, None].expand(-1, -1, -1, -1, sides[2], -1).flatten(2, 4)
-            self.biases[window] = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+            visible = self.visible(window)[:, None, :, :, None].expand(-1, -1, -1, -1, sizes[2], -1).flatten(2, 4)
+            self.biases[window] = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf)
         y, weights = attention(q.flatten(2, 4), k, v, self.biases[window], self.weights is not None)
         if weights is not None:
-            self.weights.append(by_row(weights, sides))
-        return by_row(y, sides)
+            self.weights.append(by_row(weights, sizes))
+        return by_row(y, sizes)
 
     def visible(self, window):
         """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none past the window."""
         key, P, R = torch.arange(self.C, device=self.keys.device), self.cache.P, self.cache.rows
         prompt, slot, row = key < P, (key - P) // R, (key - P) % R
         age = self.positions[..., None] - torch.where(prompt, key, self.cache.lengths[:, None] + slot)[:, None]
-        seen = (age >= 0) & (age < (window or 2**30))                           # [B, T, C]
-        seen &= (~prompt | (key < self.cache.lengths[:, None]))[:, None]        # padding
-        return seen[:, None] & (prompt | (row == torch.arange(R, device=key.device)[:, None]))[:, None]
+        visible = (age >= 0) & (age < (window or 2**30))                        # [B, T, C]
+        visible &= (~prompt | (key < self.cache.lengths[:, None]))[:, None]     # padding
+        return visible[:, None] & (prompt | (row == torch.arange(R, device=key.device)[:, None]))[:, None]
 
 
-def by_row(x, sides):
-    """[B, G, R·T·H/G, …] → [B, R, T, H, …]; sides: (R, T, H/G)."""
-    return x.unflatten(2, sides).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+def by_row(x, sizes):
+    """[B, G, R·T·H/G, …] → [B, R, T, H, …]; sizes: (R, T, H/G)."""
+    return x.unflatten(2, sizes).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)

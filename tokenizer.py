@@ -1,20 +1,20 @@
 """Text to ids and back: the checkpoint's tokenizer.json, its chat template, and streaming of whole characters."""
 
 import json
+import os
 import re
 from datetime import datetime
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 
 import jinja2
 import tokenizers
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.files import check_text, one_line, read_json, read_text
+from runtime.files import one_line, read_json, read_text
 from runtime.weights import checkpoint_folder
 
-BYTE = re.compile(r"<0x[0-9A-F]{2}>")       # a single byte in SentencePiece vocabularies
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")       # a token of one byte in SentencePiece vocabularies
 UNFINISHED = "\ufffd"                       # decoded from the first bytes of a character
 
 
@@ -28,7 +28,7 @@ class Tokenizer:
 
     def __init__(self, folder, name):
         self.name, self.today = name, None      # today: the date that templates print; None: the clock's
-        self.core = read_tokenizer(folder / "tokenizer.json", name)
+        self.core = read_tokenizer(folder / "tokenizer.json")
         self.hidden = {i for i, token in self.core.get_added_tokens_decoder().items() if token.special}
         config = read_optional(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:            # an older checkpoint
@@ -37,7 +37,7 @@ class Tokenizer:
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
         self.special = {k: v for k, v in tokens.items() if v and isinstance(v, str)}
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
-        self.eos_ids = read_eos_ids(folder, self.core, self.special.get("eos_token"))
+        self.eos_ids = read_eos_ids(folder, self.core.token_to_id(self.special.get("eos_token", "")))
         self.chat_template = read_chat_template(folder, config)
         self.has_chat_template = self.chat_template is not None
 
@@ -101,10 +101,11 @@ class Stream:
     WINDOW = 16     # tokens
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.window, self.length = tokenizer, [], 0     # length: characters of the window returned
+        self.tokenizer, self.window = tokenizer, []
+        self.length = 0     # characters of the window's text that have been returned
 
     def push(self, token):
-        """Returns the text that can no longer change, perhaps none."""
+        """Returns the new text that can no longer change, perhaps none."""
         spelling = self.tokenizer.core.id_to_token(token)
         if spelling is None or token in self.tokenizer.hidden:
             return ""
@@ -115,7 +116,7 @@ class Stream:
         text = self.tokenizer.decode(self.window)
         new = self.advance(text.removesuffix(UNFINISHED))
         if len(self.window) > 2 * self.WINDOW:
-            # The cut may split a character. That is harmless: it lies before `length`, which counts from the end.
+            # This may split a character. It does no harm, because the character has been returned.
             self.window = self.window[-self.WINDOW:]
             self.length += len(self.tokenizer.decode(self.window)) - len(text)
         return new
@@ -130,33 +131,11 @@ class Stream:
         return new
 
 
-def stop_at(tokenizer, strings, texts):
-    """Returns an `on_token` for `generate` that ends a text at the first of the strings. texts: size of the batch."""
-    streams, tails = [tokenizer.stream() for _ in range(texts)], [""] * texts
-    longest = max(map(len, strings), default=0)
-
-    def on_token(b, token, entropy):
-        new = streams[b].push(token)
-        tails[b] = tails[b][max(0, len(tails[b]) - longest + 1):] + new
-        return any(string in tails[b] for string in strings)
-
-    return on_token
-
-
-def cut(text, strings):
-    """The text before the first of the strings."""
-    for string in strings:
-        text = text.partition(string)[0]
-    return text
-
-
 @cache
 def special_ids(folder):
     """(BOS id or None, end ids) of a checkpoint folder; (None, ()) without a folder."""
-    if folder is None:
-        return None, ()
-    if not (folder / "tokenizer.json").exists():
-        return None, read_eos_ids(folder)
+    if folder is None or not (folder / "tokenizer.json").exists():
+        return None, read_eos_ids(folder) if folder else ()
     tokenizer = Tokenizer.load(folder)
     return tokenizer.bos_id, tokenizer.eos_ids
 
@@ -179,16 +158,12 @@ def raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):       # without HTML escapes
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 @cache
 def compile_template(text):
     """A chat template in Jinja's sandbox, with the white space, functions and tags that transformers provides."""
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                           extensions=[Generation, "jinja2.ext.loopcontrols"])
-    jinja.filters["tojson"] = tojson
+    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)       # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
     return jinja.from_string(text)
 
@@ -196,14 +171,11 @@ def compile_template(text):
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def read_tokenizer(path, name):
+def read_tokenizer(path):
     if not path.exists():
-        folder = str(path.parent) if Path(name).expanduser().is_dir() else "FOLDER"
         raise FileNotFoundError(
-            f"{name} has no tokenizer.json; in a folder with tokenizer.model or vocab.json and tokenizer_config.json "
-            f"(of a hub model: hf download {name} --local-dir FOLDER), run once: "
-            f'pip install transformers sentencepiece protobuf && python -c "f = {folder!r}; import transformers; '
-            'transformers.AutoTokenizer.from_pretrained(f).save_pretrained(f)"')
+            f"{path} is missing; if the checkpoint has only tokenizer.model or vocab.json, convert it: load it with "
+            "transformers' AutoTokenizer.from_pretrained and call save_pretrained")
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:      # the library raises nothing more precise
@@ -213,12 +185,23 @@ def read_tokenizer(path, name):
     return core
 
 
+def check_text(text):
+    """The text itself; ValueError if it is not a str or contains half of a surrogate pair."""
+    if not isinstance(text, str):
+        raise ValueError(f"a text must be a str, not {one_line(repr(text), 60)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text is not UTF-8: {error}") from None
+    return text
+
+
 def read_optional(path):
-    return read_json(path) if path.exists() or path.is_symlink() else {}
+    return read_json(path) if os.path.lexists(path) else {}
 
 
-def read_eos_ids(folder, core=None, eos_token=None):
-    """The ids that end a text: generation_config.json's, else the tokenizer's end token and config.json's."""
+def read_eos_ids(folder, eos_id=None):
+    """The ids that end a text: generation_config.json's, else the tokenizer's (`eos_id`) and config.json's."""
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -226,9 +209,8 @@ def read_eos_ids(folder, core=None, eos_token=None):
             raise ValueError(f"{folder / name}: eos_token_id is {one_line(ids, 80)}; it must be an id or a list of ids")
         return ids
 
-    eos_id = core.token_to_id(eos_token) if eos_token else None
-    return tuple(read("generation_config.json")
-                 or dict.fromkeys(([] if eos_id is None else [eos_id]) + read("config.json")))
+    defaults = [] if eos_id is None else [eos_id]
+    return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))
 
 
 def read_chat_template(folder, config):
@@ -237,7 +219,7 @@ def read_chat_template(folder, config):
         return read_text(folder / "chat_template.jinja")
     text = config.get("chat_template")
     if isinstance(text, list):
-        text = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}.get("default", 0)
+        text = next((t.get("template") for t in text if isinstance(t, dict) and t.get("name") == "default"), text)
     if not isinstance(text, str | None):
         raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a text or a list of named texts with "
                          "a 'default'")

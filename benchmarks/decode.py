@@ -1,4 +1,4 @@
-"""Speed of decoding: our methods, transformers and llama.cpp in turns, next to the bandwidth of the memory.
+"""Speed of decoding: this project, transformers and llama.cpp in turns, compared with the memory's bandwidth.
 
     python -m benchmarks.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
     python -m benchmarks.decode --methods greedy decore-entropy cad dola-low dola-high ad cd decore-lite
@@ -6,15 +6,14 @@
     python -m benchmarks.decode --methods greedy decore-entropy llama.cpp --llama FOLDER        # see llama.py
 
     greedy, masked, decore-static, decore-entropy, cad, dola-low, dola-high, ad, cd, decore-lite
-                    ours; cd and decore-lite have an amateur of half the layers
+                    this project; in cd and decore-lite the amateur has half the layers
     transformers    its generate()
-    two-pass        DeCoRe as one writes it with transformers: two caches, two passes a token
-    llama.cpp       llama-bench, a process of its own
+    two-pass        DeCoRe written with transformers: two caches, two passes per token
+    llama.cpp       llama-bench, in its own process
 
-A round runs each contestant once. The clock runs from the first new token to the last, so reading the prompt does not
-count. Ratios are medians of the rounds' ratios, because the load of a machine changes between rounds. `share` is the
-part of the bandwidth, measured in the same round, that reading weights, keys and values once a token amounts to.
-"""
+All contestants run once per round. The clock runs from the first new token to the last, without the prompt. Ratios are
+medians over the rounds, because the load of a machine changes between rounds. `share_of_bandwidth` compares the bytes
+of weights, keys and values that a token needs with the memory's bandwidth in the same round."""
 
 import copy
 import json
@@ -22,6 +21,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -29,15 +29,14 @@ import baselines
 import cli
 import decore
 from benchmarks import llama
-from benchmarks.measure import bandwidth, origin, quartiles, read_cache, read_weights
-from benchmarks.shapes import SHAPES, find_shape, random_model, spread_heads, transformers_model
+from benchmarks.measure import bandwidth_meter, origin, quartiles, read_cache, read_weights
+from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model
 from decore import contrast, entropy
-from runtime.config import DTYPES, find_dtype
+from runtime.config import DTYPES
 from runtime.pack import pack
 
 METHODS = (*baselines.METHODS, "decore-lite")           # decore-lite: decore-entropy with an amateur
 PEERS = ("transformers", "two-pass", "llama.cpp")
-DEFAULT = ("greedy", "decore-entropy", "transformers", "two-pass")
 RATIOS = {
     "decore_over_greedy": ("decore-entropy", "greedy"),
     "greedy_over_llama": ("greedy", "llama.cpp"),
@@ -47,108 +46,91 @@ RATIOS = {
 SAME_TOKENS = (("greedy", "transformers"), ("decore-entropy", "two-pass"))
 
 
-class Clock:
-    """Notes when the tokens of the first text arrive: on_token of generate(), streamer of transformers."""
-
-    def __init__(self):
-        self.times = [time.perf_counter()]
-
-    def __call__(self, b, token, entropy):
-        if b == 0:
-            self.times.append(time.perf_counter())
-
-    def put(self, tokens):
-        if tokens.dim() == 1:                           # the prompt comes first, as a batch
-            self.times.append(time.perf_counter())
-
-    def end(self):
-        pass
-
-    def seconds(self):
-        """(to the first token, from there to the last)."""
-        return self.times[1] - self.times[0], self.times[-1] - self.times[1]
-
-
 # ---------------------------------------------------------------------------------------------------------- contestants
 # Each is a function → (ids of one text, seconds to the first token, seconds from the first token to the last).
 
 
-def ours(model, prompts, new, method, generate=baselines.generate, **settings):
+def clocked(decode):
+    """decode(tick) → ids, with a tick per token, as a contestant."""
     def run():
-        clock = Clock()
-        out = generate(model, prompts, method=method, max_new_tokens=new + 1, eos_ids=(), on_token=clock, **settings)
-        return out[0].ids, *clock.seconds()
+        times = [time.perf_counter()]
+        ids = decode(lambda *_: times.append(time.perf_counter()))
+        return ids, times[1] - times[0], times[-1] - times[1]
 
     return run
 
 
-def settings_of(name, model, prompt, heads):
-    """The method and its settings. Amateurs have half the layers; cad's prompt without context is the last quarter."""
+def this_project(model, prompts, new, method, settings, generate=baselines.generate):
+    """cad's prompts without context are the last quarters of the prompts."""
+    if method == "cad":
+        settings = settings | dict(ids_without_context=[prompt[-(len(prompt) // 4):] for prompt in prompts])
+    return clocked(lambda tick: generate(model, prompts, method=method, max_new_tokens=new + 1, eos_ids=(),
+                                         on_token=tick, **settings)[0].ids)
+
+
+def method_and_settings(name, model):
+    c = model.config
     if name in ("cd", "decore-lite"):
-        L = model.config.n_layers // 2
-        half = replace(model.config, n_layers=L, windows=model.config.windows[:L])
-        amateur = random_model(half, model.device, model.dtype, packed=True)
-        return ("cd", dict(amateur=amateur)) if name == "cd" else \
-            ("decore-entropy", dict(amateur=amateur, amateur_heads=spread_heads(half)))
-    if name == "cad":
-        return name, dict(ids_without_context=[prompt[-(len(prompt) // 4):]])
+        half = replace(c, n_layers=c.n_layers // 2, windows=c.windows[:c.n_layers // 2])
+        settings = dict(amateur=random_model(half, model.device, model.dtype, packed=True))
+        return ("cd", settings) if name == "cd" else \
+            ("decore-entropy", settings | dict(amateur_heads=spread_heads(half)))
     if name == "ad":
-        return name, dict(info_layer=model.config.n_layers * 3 // 4)
-    return name, dict(heads=heads) if name in decore.METHODS and name != "greedy" else {}
+        return name, dict(info_layer=c.n_layers * 3 // 4)
+    return name, dict(heads=spread_heads(c)) if name in decore.METHODS and name != "greedy" else {}
 
 
-def copying(model, prompt, new, method, k, settings):
+def quoting(model, prompt, new, method, k, settings):
     """Lookup of k tokens in a text that quotes its prompt: runs of 24 tokens of it, one other token between them.
 
-    Every pass is computed, and then the scores are overruled, so that random weights decode this text."""
+    Every pass is computed. Then its scores are overwritten, so that random weights decode this text."""
     half = model.config.vocab_size // 2
     prompt = torch.randperm(half)[:len(prompt)].tolist()
     text = [token for i in range(new + 1)
-            for token in (*prompt[31 * i % (len(prompt) - 32):][:24], half + i % half)][:new + 1]
+            for token in (*prompt[31 * i % max(1, len(prompt) - 32):][:24], half + i % half)][:new + 1]
     target = torch.tensor(text + (k + 1) * [0], device=model.device)
 
-    def opener(*args, **how):
-        step, sessions = decore.open_decore(*args, **how)
+    def opener(*args, **more):
+        step, sessions = decore.open_decore(*args, **more)
 
-        def overruled(tokens=None):
+        def overwritten(tokens=None):
             first = sessions[0].cache.slots.clone()
             result = step(tokens)
             at = first[:, None] + torch.arange(result.scores.shape[1], device=first.device)
             result.scores.scatter_(-1, target[at][..., None], 1e9)
             return result
 
-        return overruled, sessions
+        return overwritten, sessions
 
-    return ours(model, [prompt], new, method, decore.generate, opener=opener, lookup=k, **settings)
+    return this_project(model, [prompt], new, method, settings | dict(opener=opener, lookup=k), decore.generate)
 
 
 def transformers_greedy(twin, prompt, new):
     ids = torch.tensor([prompt], device=twin.device)
 
-    def run():
-        clock = Clock()
-        out = twin.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new + 1,
-                            streamer=clock)
-        return out[0, len(prompt):].tolist(), *clock.seconds()
+    def decode(tick):
+        # A streamer receives the prompt first, as a batch.
+        streamer = SimpleNamespace(put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None)
+        return twin.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new + 1,
+                             streamer=streamer)[0, len(prompt):].tolist()
 
-    return run
+    return clocked(decode)
 
 
 def two_pass(twin, prompt, new, heads):
-    """DeCoRe as one writes it with transformers today: two copies of the cache, and two passes for each token."""
+    """DeCoRe written with transformers: two copies of the cache, and two passes for each token."""
     from transformers import DynamicCache
 
     ids, K, masking = torch.tensor([prompt], device=twin.device), twin.config.head_dim, False
-    for layer in {layer for layer, _ in heads}:
+    for layer, head in heads:
         o = twin.model.layers[layer].self_attn.o_proj
         mask = torch.ones(o.in_features, device=twin.device, dtype=twin.dtype)
-        for head in (head for at, head in heads if at == layer):
-            mask[head * K:(head + 1) * K] = 0
+        mask[head * K:(head + 1) * K] = 0
         o.register_forward_pre_hook(lambda _, args, mask=mask: (args[0] * mask,) if masking else None)
 
-    def run():
+    def decode(tick):
         nonlocal masking
-        clock, token, out, cache = Clock(), ids[:, -1:], [], DynamicCache(config=twin.config)
+        token, out, cache = ids[:, -1:], [], DynamicCache(config=twin.config)
         twin(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
         caches = cache, copy.deepcopy(cache)
         for _ in range(new + 1):
@@ -158,56 +140,54 @@ def two_pass(twin, prompt, new, heads):
             masking = False
             token = contrast(*log_p, entropy(log_p[0])).argmax(-1)
             out.append(int(token))
-            clock.put(token[0])
-        return out, *clock.seconds()
+            tick()
+        return out
 
-    return run
+    return clocked(decode)
 
 
-def contestants(model, prompt, new, names, heads, twin=None, batch=1, lookup=0, peer=None):
-    """{name: (run, number of texts, bytes that are read for a token)}.
+def contestants(model, prompt, new, names, twin=None, batch=1, lookup=0, no_graph=False, llama_bench=None):
+    """{name: (contestant, number of texts, bytes read for a token)}.
 
-    twin: `transformers_model(model)`. batch, lookup: our methods also run on so many prompts, and with lookup of so
-    many tokens. peer: seconds of llama.cpp's decoding, as a function."""
+    twin: `transformers_model(model)`. batch, lookup, no_graph: each method of this project also runs on that many
+    prompts, with lookup of that many tokens, and without CUDA graphs. llama_bench: see `llama.timer`."""
     out, weights, cache = {}, read_weights(model), read_cache(model, len(prompt) + new)
+    peers = {"transformers": lambda: transformers_greedy(twin, prompt, new),
+             "two-pass": lambda: two_pass(twin, prompt, new, spread_heads(model.config)),
+             "llama.cpp": lambda: lambda: ([], None, llama_bench())}
     for name in names:
-        if name == "transformers":
-            out[name] = transformers_greedy(twin, prompt, new), 1, weights + cache
-        elif name == "two-pass":
-            out[name] = two_pass(twin, prompt, new, heads), 1, weights + cache
-        elif name == "llama.cpp":
-            out[name] = lambda: ([], None, peer()), 1, weights + cache
-        elif name not in METHODS:
-            raise ValueError(f"method {name!r} is unknown; known: {', '.join(METHODS + PEERS)}")
-        else:
-            method, settings = settings_of(name, model, prompt, heads)
-            out[name] = ours(model, [prompt], new, method, **settings), 1, weights + cache
-            if batch > 1:
-                prompts = [prompt, *torch.randint(model.config.vocab_size, (batch - 1, len(prompt))).tolist()]
-                more = dict(ids_without_context=batch * settings["ids_without_context"]) if name == "cad" else {}
-                run = ours(model, prompts, new, method, **settings | more)
-                out[f"{name}, batch {batch}"] = run, batch, weights / batch + cache
-            if lookup and method in decore.METHODS:
-                out[f"{name}, lookup {lookup}"] = copying(model, prompt, new, method, lookup, settings), 1, None
+        if name in peers:
+            out[name] = peers[name](), 1, weights + cache
+            continue
+        method, settings = method_and_settings(name, model)
+        out[name] = this_project(model, [prompt], new, method, settings), 1, weights + cache
+        if no_graph:
+            eager = settings | dict(graph=False)
+            out[f"{name}, no graph"] = this_project(model, [prompt], new, method, eager), 1, weights + cache
+        if batch > 1:
+            prompts = [prompt, *torch.randint(model.config.vocab_size, (batch - 1, len(prompt))).tolist()]
+            out[f"{name}, batch {batch}"] = (this_project(model, prompts, new, method, settings), batch,
+                                             weights / batch + cache)
+        if lookup and method in decore.METHODS:
+            out[f"{name}, lookup {lookup}"] = quoting(model, prompt, new, method, lookup, settings), 1, None
     return out
 
 
 # ----------------------------------------------------------------------------------------------------------- the rounds
 
 
-def measure(runs, rounds, read):
-    """One warm-up and `rounds` rounds, each contestant in each → {name: [(ids, reading, decoding) of each round]}, and
-    what `read` returns in each round: the memory's bytes per second."""
+def measure(runs, rounds, bandwidth):
+    """Runs a warm-up and the rounds → {name: [a contestant's result of each round]}, [bandwidth of each round]."""
     results, speeds, names = {name: [] for name in runs}, [], list(runs)
     for i in range(1 + rounds):
-        speeds.append(read())
-        for name in names[i % len(names):] + names[:i % len(names)]:            # nobody always follows the same one
+        speeds.append(bandwidth())
+        for name in names[i % len(names):] + names[:i % len(names)]:        # each round starts with another contestant
             results[name].append(runs[name][0]())
     return {name: rows[1:] for name, rows in results.items()}, speeds[1:]
 
 
 def summary(results, speeds, runs, prompt, new):
-    """Tokens per second with quartiles, their share of the bandwidth, ratios, and how many leading tokens agree."""
+    """Tokens per second, their quartiles and share of the bandwidth, ratios, and how many leading tokens agree."""
     rates = {name: [new * runs[name][1] / row[2] for row in rows] for name, rows in results.items()}
 
     def ratio(a, b):
@@ -236,49 +216,45 @@ def summary(results, speeds, runs, prompt, new):
     )
 
 
+def table(results):
+    columns = {"tokens/s": "quartiles", "over greedy": "over_greedy"}
+    lines = [f"{'':28}" + "".join(f"{title:>24}" for title in columns) + "   median (first to third quartile)"]
+    for name in results["quartiles"]:
+        cells = (results[key].get(name) for key in columns.values())
+        lines.append(f"{name:28}" + "".join(f"{f'{q[1]} ({q[0]} to {q[2]})' if q else '':>24}" for q in cells))
+    return "\n".join(lines)
+
+
 @torch.inference_mode()
 def main():
     p = cli.parser(__doc__.splitlines()[0])
-    p.add_argument("--shape", default="0.5b", help=f"one of {', '.join(SHAPES)}")
+    p.add_argument("--shape", default="0.5b", choices=list(SHAPES))
     p.add_argument("--dtype", default="float32", choices=list(DTYPES))
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     p.add_argument("--prompt", type=cli.positive, default=512, help="tokens of the prompt")
     p.add_argument("--new", type=cli.positive, default=32, help="tokens to decode after the first new one")
-    p.add_argument("--rounds", type=cli.positive, default=5, help="timed rounds; one more warms up")
-    p.add_argument("--methods", nargs="+", default=list(DEFAULT), help="who runs, in this order")
-    p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="our methods also with B prompts at once")
-    p.add_argument("--lookup", type=cli.positive, metavar="K",
-                   help="our methods also with lookup of K tokens, in a text that quotes its prompt")
-    p.add_argument("--llama", type=Path, metavar="FOLDER", help="what benchmarks.llama made; for the method llama.cpp")
+    p.add_argument("--rounds", type=cli.positive, default=5, help="timed rounds, after a warm-up")
+    p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
+                   choices=[*METHODS, *PEERS], help="contestants, in this order")
+    p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
+    p.add_argument("--lookup", type=cli.positive, default=0, metavar="K",
+                   help="this project also with lookup of K tokens, in a text that quotes its prompt")
+    p.add_argument("--llama", type=Path, metavar="FOLDER", help="output of benchmarks.llama, for llama.cpp")
     p.add_argument("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()
     if ("llama.cpp" in args.methods) != (args.llama is not None):
         raise ValueError("--llama FOLDER and the method llama.cpp go together; python -m benchmarks.llama makes FOLDER")
-    if args.lookup and args.prompt <= 32:
-        raise ValueError(f"--lookup needs a prompt to quote: give --prompt more than 32 tokens, not {args.prompt}")
-    config, started = find_shape(args.shape), origin(args.device)               # the machine's load before the run
-    model = random_model(config, args.device, find_dtype(args.dtype))
+    config, start = SHAPES[args.shape], origin(args.device)
+    model = random_model(config, args.device, DTYPES[args.dtype])
     twin = transformers_model(model) if {"transformers", "two-pass"} & set(args.methods) else None
     if model.device.type == "cpu":
         pack(model)
-    heads, prompt = spread_heads(config), torch.randint(config.vocab_size, [args.prompt]).tolist()
-    peer = llama.timer(args.llama, args.shape, args.dtype, args.prompt, args.new) if args.llama else None
-    runs = contestants(model, prompt, args.new, args.methods, heads, twin, args.batch, args.lookup or 0, peer)
-    results = summary(*measure(runs, args.rounds, bandwidth(args.device)), runs, args.prompt, args.new)
-    results = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new, heads=heads) | results | \
-        origin(args.device) | dict(load=started["load"])
+    prompt = torch.randint(config.vocab_size, [args.prompt]).tolist()
+    llama_bench = llama.timer(args.llama, args.shape, args.dtype, args.prompt, args.new) if args.llama else None
+    runs = contestants(model, prompt, args.new, args.methods, twin, args.batch, args.lookup, llama_bench=llama_bench)
+    results = summary(*measure(runs, args.rounds, bandwidth_meter(args.device)), runs, args.prompt, args.new)
+    results = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new) | results | start
     print(json.dumps(results) if args.json else table(results))
-
-
-def table(results):
-    lines = [f"{'':28} {'tokens/s':>9} {'quartiles':>19} {'share':>6} {'over greedy':>12} {'prompt tokens/s':>16}"]
-    for name, (first, middle, third) in results["quartiles"].items():
-        share, over = results["share_of_bandwidth"].get(name), results["over_greedy"].get(name)
-        lines.append(f"{name:28} {middle:9.2f} {first:9.2f} {third:9.2f} " + f"{share or '':>6} "
-                     f"{over[1] if over else '':>12} {results['prompt_tokens_per_second'].get(name, ''):>16}")
-    lines += [f"{name:28} {q[1]:8.3f} ({q[0]:.3f} to {q[2]:.3f})" for name, q in results["ratio_quartiles"].items()]
-    low, middle, high = results["bandwidth_gb_per_second"]
-    return "\n".join([*lines, f"memory read at {middle} GB/s ({low} to {high})"])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What the benchmarks share: bytes in memory, the memory's bandwidth, quartiles, and the origin of a result."""
+"""Bytes in memory, the memory's bandwidth, quartiles, and the origin of a result."""
 
 import os
 import platform
+import re
 import shlex
-import statistics
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from runtime.files import commit
@@ -15,23 +17,17 @@ from runtime.files import commit
 
 def size(tensors):
     """Bytes."""
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return sum(x.nbytes for x in tensors)
 
 
 def weights(model):
-    """Bytes of a model's weights in memory."""
-    other = {"frequencies"} | ({"lm_head.weight"} if one_matrix(model) else set())
-    return size([*model.parameters(), *(x for name, x in model.named_buffers() if name not in other)])
+    """Bytes of a model's weights. Packed layers have buffers instead of parameters."""
+    return size([*model.parameters(), *model.buffers()])
 
 
 def read_weights(model):
-    """Bytes of weights that a pass reads: all but the embedding, of which it reads a row, unless it is the head too."""
-    return weights(model) - (0 if one_matrix(model) else size(model.embed.parameters()))
-
-
-def one_matrix(model):
-    """Whether the head is the embedding's matrix: tied, and not packed besides."""
-    return model.config.tied_embeddings and model.lm_head.weight.data_ptr() == model.embed.weight.data_ptr()
+    """Bytes of weights that a pass reads: all except the embedding, of which a pass reads a row, unless it is tied."""
+    return weights(model) - (0 if model.lm_head is model.embed else model.embed.weight.nbytes)
 
 
 def read_cache(model, tokens):
@@ -40,52 +36,43 @@ def read_cache(model, tokens):
     return 2 * c.n_layers * c.n_kv_heads * c.head_dim * tokens * model.embed.weight.element_size()
 
 
-def synchronize(device):
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-
-
 def timed(device, work):
-    """Seconds that work() takes, with what it starts on a GPU."""
-    synchronize(device)
+    """Seconds that work() takes, including the GPU work it starts."""
+    def wait():
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
     start = time.perf_counter()
     work()
-    synchronize(device)
+    wait()
     return time.perf_counter() - start
 
 
-def bandwidth(device="cpu", n=300_000_000):
-    """A function that reads n float32 numbers and returns the bytes per second of that."""
+def bandwidth_meter(device="cpu", n=300_000_000):
+    """A function that reads n float32 numbers and returns the bytes per second."""
     large = torch.ones(n, device=device)
     large.sum()
-    return lambda: 4 * n / timed(device, large.sum)
+    return lambda: large.nbytes / timed(device, large.sum)
 
 
 def quartiles(values):
-    """[first quartile, median, third quartile]; of one value that value three times."""
-    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
-
-
-def status(key):
-    """A line of /proc/self/status in bytes: VmRSS is the memory of this process, VmHWM its peak."""
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+    """[first quartile, median, third quartile]."""
+    return np.quantile(values, [0.25, 0.5, 0.75]).tolist()
 
 
 def origin(device="cpu"):
-    """Command, commit, machine and versions that make a result."""
-    versions = dict(python=platform.python_version(), torch=torch.__version__)
-    if "transformers" in sys.modules:
-        versions["transformers"] = sys.modules["transformers"].__version__
+    """Command, commit, date, versions and machine of a result. Call it first: it has the load before the run."""
+    versions = {d.name: d.version for d in metadata.distributions() if d.name in ("torch", "transformers")}
     return dict(command="python " + shlex.join(["-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
-                commit=commit(), date=time.strftime("%Y-%m-%d", time.gmtime()), versions=versions,
-                device=device_name(device), cores=os.cpu_count(), threads=torch.get_num_threads(),
-                load=round(os.getloadavg()[0], 2))
+                commit=commit(), date=time.strftime("%Y-%m-%d", time.gmtime()),
+                versions=dict(python=platform.python_version(), **versions), device=device_name(device),
+                cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
 
 
 def device_name(device):
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{(names or [platform.processor()])[0]} ({torch.backends.cpu.get_cpu_capability()})"
+    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{name[1] if name else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -31,14 +31,8 @@ SHAPES = {
 }
 
 
-def find_shape(name):
-    if name not in SHAPES:
-        raise ValueError(f"shape {name!r} is unknown; known: {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
 def random_model(config, device="cpu", dtype=torch.float32, packed=False):
-    """A Transformer of that shape, weights normal with standard deviation 0.02. packed: as after loading, on a CPU."""
+    """A Transformer with normal weights of standard deviation 0.02. packed: as after loading on a CPU."""
     torch.manual_seed(0)
     model = Transformer(config, device=device, dtype=dtype).requires_grad_(False).eval()
     if packed and model.device.type == "cpu":
@@ -49,13 +43,13 @@ def random_model(config, device="cpu", dtype=torch.float32, packed=False):
 def spread_heads(config, n=10):
     """n heads, fewer in a tiny model, spread evenly over the layers above the first fifth.
 
-    In the median of the models in heads/ the lowest of the ten best retrieval heads is there."""
+    The lowest of the ten best retrieval heads is in that layer in the median of the models in heads/."""
     first, L = config.n_layers // 5, config.n_layers
     return list(dict.fromkeys((first + i * (L - first) // n, 5 * i % config.n_heads) for i in range(n)))
 
 
 def transformers_model(model):
-    """The same model in transformers, on the same tensors: the weights are in memory once."""
+    """The same model in transformers. Both share the weights' memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     c = model.config
@@ -69,6 +63,5 @@ def transformers_model(model):
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
     twin.load_state_dict(named_tensors(model), strict=not c.tied_embeddings, assign=True)
     twin.tie_weights()
-    twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)    # buffers that the state leaves out
-    twin.generation_config.eos_token_id = None
+    twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)    # its buffers are not in the state
     return twin.eval()

@@ -2,8 +2,8 @@
 
     python -m cli.amx
 
-It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute. Removing the folder runtime/build
-undoes it."""
+It needs Linux, a C++ compiler and ninja (pip install ninja), and takes half a minute. To undo it, remove the folder
+runtime/build."""
 
 import sys
 

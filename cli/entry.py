@@ -1,4 +1,4 @@
-"""The way into every program: one line for a user's mistake, the exit status, and who prints under torchrun."""
+"""Runs a program: its exit status, one line for a user's mistake, and silence of all ranks but the first."""
 
 import os
 import sys
@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 
 from runtime.files import one_line
+
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")        # in the messages of torch's RuntimeErrors
 
 
 def run(main):
@@ -20,12 +22,10 @@ def run(main):
         sys.stdout = sys.stderr = open(os.devnull, "w")
     warnings.showwarning = lambda message, *_: print(f"{program}: warning: {message}", file=sys.stderr)
     try:
-        try:
-            main()
-            if "runtime.parallel" in sys.modules:       # else torch has not been loaded
-                sys.modules["runtime.parallel"].leave()
-        finally:
-            sys.stdout.flush()
+        main()
+        if "runtime.parallel" in sys.modules:           # else torch has not been loaded
+            sys.modules["runtime.parallel"].leave()
+        sys.stdout.flush()
         return 0
     except BrokenPipeError:                             # the reader, such as `head`, has ended
         return 0
@@ -38,13 +38,15 @@ def run(main):
             raise
     finally:
         sys.stdout, sys.stderr = stdout, stderr
-        flush_or_discard(stdout)
+        try:
+            stdout.flush()
+        except OSError:                                 # Python's exit would fail in the same way
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
     if rank != "0":
         time.sleep(10)
         program += f": rank {rank}"
     print(f"{program}: error: {message}", file=stderr, flush=True)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
+    if "runtime.parallel" in sys.modules and sys.modules["runtime.parallel"].dist.is_initialized():
         os._exit(2)                                     # the threads of a broken group may abort a normal exit
     return 2
 
@@ -59,15 +61,6 @@ def explain(error):
 
 
 def out_of_memory(error):
-    """Whether the error says that a device, or the host, is out of memory."""
-    texts = ("out of memory", "DefaultCPUAllocator")
-    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
-
-
-def flush_or_discard(stream):
-    """Write what is buffered. If that fails, discard it: Python's exit would fail in the same way."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    """Whether a device, or the host, is out of memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY))

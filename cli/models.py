@@ -1,4 +1,4 @@
-"""Models as the command line names them, and the settings of a method for them."""
+"""Loads the models that the command line names, and makes the settings of a method for them."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,6 @@ from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
 
 SMALL = 1_000_000_000           # parameters up to which a CPU computes in float32 by default
 TINY = 20_000_000               # parameters up to which a CPU computes with one thread by default
-BUNDLED = {MINIATURE: "miniature", MINIATURE / "amateur": "miniature-amateur"}      # folder → name of its head file
 
 
 def load_models(args, shard=None):
@@ -28,21 +27,21 @@ def load_model(name, args, shard=None):
 
     from model import Transformer
     from tokenizer import Tokenizer
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
     devices += ["mps"] * torch.backends.mps.is_available()
     device = devices[0] if args.device == "auto" else args.device
     if device not in devices:
         raise ValueError(f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}")
     tokenizer = Tokenizer.load(name)
-    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    dtype = None if args.dtype == "auto" else args.dtype
     if args.dtype == "auto" and device == "cpu" and count_parameters(name) < SMALL:
-        dtype = torch.float32
+        dtype = "float32"
     return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
 
 
 def count_parameters(name):
-    """The number of a checkpoint's parameters, about, by its config.json."""
+    """The approximate number of a checkpoint's parameters, from its config.json."""
     from runtime.config import Config
     from runtime.weights import checkpoint_folder
     c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
@@ -50,9 +49,7 @@ def count_parameters(name):
 
 
 def limit_threads(model):
-    """One thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set.
-
-    Threads of a tiny model spend more time on waiting for each other than on computing."""
+    """Use one thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set: starting threads would take longer."""
     import torch
     tiny = sum(p.numel() for p in model.parameters()) < TINY
     if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -70,26 +67,26 @@ def method_settings(method, args, model, amateur, choose_heads):
     settings = dict(method=method.removesuffix("-lite"))
     for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
         value = getattr(args, name, None)
-        value = DEFAULTS.get(name) if value is None else value
         if method in OPTIONS[name][0] and (value is not None or name in DEFAULTS):
-            settings[name] = value
+            settings[name] = DEFAULTS[name] if value is None else value
+    n = args.num_heads or default_num_heads(model)
     if method in MASKING:
-        settings["heads"] = choose_heads(model, args.heads or bundled_name(args.model), args.num_heads,
-                                         draw=args.random_heads, seed=SEED if args.seed is None else args.seed)
+        settings["heads"] = choose_heads(model, args.heads or bundled_heads(args.model), n, draw=args.random_heads,
+                                         seed=SEED if args.seed is None else args.seed)
     if method in OPTIONS["amateur"][0]:
         settings["amateur"] = amateur
     if method in LITE:
-        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads or bundled_name(args.amateur),
-                                                 args.num_heads, "--amateur-heads")
+        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads or bundled_heads(args.amateur), n,
+                                                 "--amateur-heads")
     return settings
 
 
-def bundled_name(name):
-    """The name of a bundled model, recognised by its path; None for other models."""
-    return BUNDLED.get(Path(name).resolve())
+def bundled_heads(name):
+    """The head scores of the bundled amateur, recognised by its path. None: those by the model's name."""
+    return "miniature-amateur" if Path(name).resolve() == MINIATURE / "amateur" else None
 
 
 def benchmark_template_args(tokenizer, template_args):
-    """Arguments of the chat template in benchmarks: no thinking, unless they say otherwise. None for no arguments."""
+    """Arguments of the chat template in benchmarks: no thinking by default. None for no arguments."""
     thinks = tokenizer.has_chat_template and tokenizer.template_reads("enable_thinking")
     return ({"enable_thinking": False} if thinks else {}) | (template_args or {}) or None

@@ -1,4 +1,4 @@
-"""Options: types of arguments, and the table of which method uses which option."""
+"""Command-line options: argument types, and which method uses which option."""
 
 import argparse
 import json
@@ -11,13 +11,6 @@ MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
 
 
 class Parser(argparse.ArgumentParser):
-    def parse_known_args(self, args=None, namespace=None):
-        args = sys.argv[1:] if args is None else args
-        for text in args:
-            if text.startswith("--") and text.partition("=")[2] == "--":        # argparse would make it an empty list
-                self.error(f"argument {text.partition('=')[0]}: '--' is not a value")
-        return super().parse_known_args(args, namespace)
-
     def error(self, message):
         raise ValueError(f"{message}; see --help")
 
@@ -60,7 +53,7 @@ positive = number(int, 1, 2**31 - 1)
 
 
 def comma_list(parse):
-    """argparse type: values with commas between them, each of them once."""
+    """argparse type: values separated by commas, without repetitions."""
     return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
 
 
@@ -96,13 +89,12 @@ LITE = ("decore-static-lite", "decore-entropy-lite")            # contrast with 
 BASELINES = ("cd", "cad", "dola-low", "dola-high", "ad")
 CONTRASTING = (*MASKING[1:], *LITE)
 
-# Option → the methods that use it, and its arguments for argparse. None stands for an option that is not used.
+# Option → the methods that use it, and its arguments for argparse. Its value is None if it is not on the command line.
 OPTIONS = {
     "heads": (MASKING, dict(
         metavar="FILE", help="head scores, or a model's name (default: by the model's name)")),
     "num_heads": (MASKING + LITE, dict(
-        type=number(int, 0, 2**31 - 1), metavar="N",
-        help="retrieval heads to mask (default: 10; of a tiny model, an eighth of its heads)")),
+        type=positive, metavar="N", help="retrieval heads to mask (default: 10; of a tiny model, an eighth)")),
     "random_heads": (MASKING, dict(
         nargs="?", const="uniform", choices=("uniform", "published"),
         help="mask random heads instead of retrieval heads; published: with the paper's sampler")),
@@ -134,7 +126,7 @@ OPTIONS = {
     "without_context_ids": (("cad",), dict(
         action="append", type=token_ids, metavar="1,2,3", help="the same as token ids")),
 }
-SWEPT = ("num_heads", "alpha", "seed")                          # lists with commas in evaluate.py
+SWEPT = ("num_heads", "alpha", "seed")                          # comma-separated lists in evaluate.py
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
 
@@ -154,7 +146,7 @@ def add_model_arguments(p):
 
 
 def add_method_arguments(p, methods, several=False, leave_out=()):
-    """Add the options that the methods use. several: lists with commas, for sweeps."""
+    """Add the options that the methods use. several: comma-separated lists, for sweeps."""
     for name, (users, arguments) in OPTIONS.items():
         if name in leave_out or not {method.removesuffix("-lite") for method in users} & set(methods):
             continue
@@ -166,7 +158,7 @@ def add_method_arguments(p, methods, several=False, leave_out=()):
 
 
 def full_names(methods, amateur):
-    """The names under which methods are shown: with an amateur, decore-entropy is decore-entropy-lite."""
+    """The names of methods in outputs: with an amateur, decore-entropy is called decore-entropy-lite."""
     return [f"{method}-lite" if amateur and method in MASKING[1:] else method for method in methods]
 
 
@@ -180,7 +172,3 @@ def check_options(args, methods, seeded=False):
         raise ValueError("--seed has no effect without --random-heads")
     if args.heads and args.random_heads == "published":
         raise ValueError("--heads has no effect with --random-heads published, which draws from all heads")
-    numbers = args.num_heads if isinstance(args.num_heads, list) else [args.num_heads]
-    masking = [method for method in methods if method in MASKING]
-    if 0 in numbers and masking:
-        raise ValueError(f"--num-heads 0 masks nothing, so {masking[0]} would be greedy: use --method greedy")

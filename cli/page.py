@@ -1,8 +1,8 @@
-"""Decoded texts as an HTML page: one file, no script.
+"""Decoded texts as an HTML page: one file, without scripts.
 
-Tokens are shaded by base entropy. Pointing at a token shows its numbers and lights the passage tokens that it was
-copied from, if they are known; pointing at a passage token lights what was copied from it. `page.html#g1h` opens the
-page as if the title of the second answer were pointed at, #g1t0 its first token."""
+Tokens are shaded by base entropy. Pointing at a token shows its numbers and highlights its sources in the passage, if
+they are known; pointing at a passage token highlights what was copied from it. `page.html#g1h` opens the page as if
+you pointed at the title of the second answer, #g1t0 at its first token."""
 
 import html
 import os
@@ -32,12 +32,13 @@ p { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 }
   background: linear-gradient(90deg, rgb(255 176 0 / 0), rgb(255 176 0)) }
 """
 POINTED = ":is(:hover, :focus, :target)"
-LIT = "background: rgb(86 180 233"                      # and its opacity, the share of the heads
-AMBER = (f'<span class="scale"></span> base entropy (of masked: the masked model\'s), 0 to {STRONGEST:g} nats or more. '
-         "Point at a token for its numbers.")
-DOTTED = " Dotted line: the masked model prefers another token."
-BLUE = (" Blue: where the retrieval heads looked when the token was written, darker for more heads, and the reverse. "
-        "Point at a title for all sources of its answer.")
+BLUE = "background: rgb(86 180 233"                     # followed by the opacity, the share of the heads
+MARK = {None: "", True: ' <span class="right">✓ right</span>', False: ' <span class="wrong">✗ wrong</span>'}
+ABOUT_SHADES = ('<span class="scale"></span> base entropy (of masked: the masked model\'s), '
+                f"0 to {STRONGEST:g} nats or more. Point at a token for its numbers.")
+ABOUT_LINES = " Dotted line: the masked model prefers another token."
+ABOUT_SOURCES = (" Blue: what the retrieval heads attended to when the token was generated, darker for more heads. "
+                 "Point at a title for all sources of its answer.")
 
 
 class Page:
@@ -65,17 +66,16 @@ class Page:
 
 @torch.inference_mode()
 def masked_favourites(opener, model, prompt, ids, settings):
-    """The likeliest token of the masked model, or of the amateur, at each position: [(token, probability)]."""
-    settings = {name: value for name, value in settings.items() if name not in ("lookup", "graph")}
+    """The most likely token of the masked model, or of the amateur, at each position: [(token, probability)]."""
     step, _ = opener(model, [prompt], len(ids), **settings)
     log_p, token = step(torch.tensor([ids[:-1]], dtype=torch.long)).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 
 def document(title, parts):
-    """A whole page of HTML parts."""
+    """A complete page with these parts, which are HTML."""
     title, body = html.escape(title), "\n".join(parts)
-    about = AMBER + DOTTED * ("masked favourite" in body) + BLUE * (LIT in body)
+    about = ABOUT_SHADES + ABOUT_LINES * ("masked favourite" in body) + ABOUT_SOURCES * (BLUE in body)
     return (f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>DeCoRe: {title}</title>\n'
             f'<style>{STYLE}</style>\n<h1>DeCoRe: {title}</h1>\n{body}\n<p class="note">{about}</p>\n</html>\n')
 
@@ -88,11 +88,11 @@ def prompt_html(tokenizer, prompt, name):
 
 
 def answer_html(tokenizer, title, g, name, favourites=None, prompt=None, sources=None, right=None):
-    """One decoded text.
+    """One decoded text as HTML.
 
     g: has ids, alphas, entropies and stop. name: unique on the page. favourites: per token the masked model's (token,
-    probability). prompt, sources: (ids, name) of the prompt, and per token [(position in the prompt, share of the heads
-    that attend to it)]. right: whether the answer is right, if known."""
+    probability). prompt: (ids, name). sources: per token [(position in the prompt, share of the heads that attend to
+    it)]. right: whether the answer is right; None if unknown."""
     ids = g.ids[:-1] if g.stop == "eos" else g.ids
     written, links = pieces(tokenizer, ids), ""
     if sources:
@@ -104,16 +104,14 @@ def answer_html(tokenizer, title, g, name, favourites=None, prompt=None, sources
         lines = [line for p in positions for line in note(tokenizer, g, p, favourites, prompt, sources)]
         spans += (f'<span class="t{" differs" * differs}" id="{name}t{i}" tabindex="0" style="--shade: {shade:.2f}" '
                   f'data-note="{"&#10;".join(map(html.escape, lines))}">{html.escape(text)}</span>')
-    verdict = "" if right is None else ' <span class="right">✓ right</span>' if right else \
-        ' <span class="wrong">✗ wrong</span>'
     entropy = sum(g.entropies) / max(len(g.entropies), 1)
-    title = f'<h2 id="{name}h" tabindex="0">{html.escape(title)}{verdict}</h2>'
+    title = f'<h2 id="{name}h" tabindex="0">{html.escape(title)}{MARK[right]}</h2>'
     return (f'{links}<section class="answer" id="{name}">{title}\n<p>{spans}</p>\n'
             f'<small>{len(g.ids)} tokens, mean base entropy {entropy:.3f} nats, stop: {g.stop}</small></section>')
 
 
 def pieces(tokenizer, ids):
-    """[(text, positions of its ids)]: a character may span several tokens, and special tokens have no text."""
+    """[(text, positions of its ids)]. A character may span several tokens, and special tokens have no text."""
     stream, out, unfinished = tokenizer.stream(), [], []
     for i, token in enumerate(ids):
         unfinished.append(i)
@@ -126,7 +124,7 @@ def pieces(tokenizer, ids):
 
 
 def note(tokenizer, g, i, favourites, prompt, sources):
-    """Lines about the i-th token of a text."""
+    """Yields lines about the i-th token of a text."""
     yield f"base entropy {g.entropies[i]:.3f} nats"
     if favourites or g.alphas[i]:
         yield f"α {g.alphas[i]:.3f}"
@@ -138,15 +136,15 @@ def note(tokenizer, g, i, favourites, prompt, sources):
 
 
 def links_html(name, written, prompt_name, read, sources):
-    """Style rules: pointing at a written piece lights the pieces it was copied from, and the reverse; pointing at the
-    title of the answer lights all of them."""
+    """Style rules. Pointing at a generated piece highlights the pieces it was copied from, and the reverse; pointing
+    at the title of the answer highlights all of them."""
     piece_of = {position: i for i, (_, positions) in enumerate(read) for position in positions}
-    lit = {}                                            # (pointed at, lit) → the largest share of the heads
+    shares = {}                                         # (pointed at, highlighted) → the largest share of the heads
     for t, (_, positions) in enumerate(written):
         for position, share in (source for p in positions for source in sources[p] if source[0] in piece_of):
             source, token = f"{prompt_name}s{piece_of[position]}", f"{name}t{t}"
             for pair in ((token, source), (source, token), (f"{name}h", source)):
-                lit[pair] = max(share, lit.get(pair, 0))
-    rules = (f":root:has(#{pointed}{POINTED}) #{other} {{ {LIT} / {share:.2f}) }}"
-             for (pointed, other), share in lit.items())
+                shares[pair] = max(share, shares.get(pair, 0))
+    rules = (f":root:has(#{pointed}{POINTED}) #{other} {{ {BLUE} / {share:.2f}) }}"
+             for (pointed, other), share in shares.items())
     return "<style>" + "\n".join(rules) + "</style>\n"

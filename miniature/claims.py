@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import mannwhitneyu
 
 import cli
 from heads import load_scores
@@ -138,12 +139,13 @@ def entropies(runs):
     greedy, [contrasted] = runs.find("conflict")[0], runs.find("conflict", "decore-entropy", 4)
     base, ours = (stored.base_entropies(run) for run in (greedy, contrasted))
     right = values(greedy) == 1
-    means, ranks = (test(base[right], base[~right], "less")
-                    for test in (significance.t_test, significance.mann_whitney))
+    means, ranks = (test(base[right], base[~right], alternative="less")
+                    for test in (significance.t_test, mannwhitneyu))
     return Claim("On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N = 4)",
-                 max(means.p, ranks.p) < 0.05 and interval(ours - base).high < 0,
-                 f"greedy: right {base[right].mean():.3f}, wrong {base[~right].mean():.3f} nats (p = {means.p:.2g}, "
-                 f"t-test; {ranks.p:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {ours.mean():.3f} nats")
+                 max(means.pvalue, ranks.pvalue) < 0.05 and interval(ours - base).high < 0,
+                 f"greedy: right {base[right].mean():.3f}, wrong {base[~right].mean():.3f} nats "
+                 f"(p = {means.pvalue:.2g}, t-test; {ranks.pvalue:.2g}, U-test); "
+                 f"greedy {base.mean():.3f}, DeCoRe {ours.mean():.3f} nats")
 
 
 def masks(runs):

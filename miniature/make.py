@@ -86,7 +86,7 @@ def run(*command):
 def write_page(page, claims_table, folder, iti):
     """Replace the page's tables and pictures by those of a folder of runs."""
     plots, pictures = folder / "plots", page.with_suffix("")
-    report = run("evaluate.py", "report", folder, "--plots", plots, "--markdown", "--iti", f"{iti.name}=miniature")
+    report = run("evaluate.py", "report", folder, "--plots", plots, "--iti", f"{iti.name}=miniature")
     run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
     methods = next(part for part in report.split("### ") if part.startswith("Miniature")).partition("\n")[2]
     text = replace_block(page.read_text(encoding="utf-8"), "claims", claims_table)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.colors import PowerNorm
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 
 import cli
 from heads import find_file, load_scores
 from report import published, tables
-from report.figures import CYCLE, DPI, MARKERS, SMALL, TINY, foot, grid
+from report.figures import CYCLE, MARKERS, add_foot, grid
 from runtime.files import read_json
 
 RANKS = (1, *range(10, 101, 10))
-ABOVE = 0.1                             # score above which the paper counts a head as a retrieval head
+RETRIEVAL = 0.1                         # the paper counts heads above this score as retrieval heads
 
 
 def main(argv):
@@ -23,65 +23,58 @@ def main(argv):
     p = cli.parser("Retrieval scores by rank, with the paper's.")
     p.add_argument("files", nargs="*", default=list(paper), metavar="MODEL|FILE",
                    help="models with a head file, or head files (default: the paper's models)")
-    p.add_argument("--markdown", action="store_true", help="the table in Markdown")
     p.add_argument("--plots", metavar="OUT", help="draw sorted scores and maps of the heads into this folder")
     args = p.parse_args(argv)
-    files = [find_file(name) for name in args.files]
-    rows = []
-    for path in files:
-        ranked = sorted(load_scores(path).values(), reverse=True)
+    files, rows = {path: load_scores(path) for path in map(find_file, args.files)}, []
+    for path, scores in files.items():
+        ranked = sorted(scores.values(), reverse=True)
         rows.append([path.stem, f"{len(ranked):,}", str(read_json(path).get("samples", "unknown")),
-                     str(sum(score > ABOVE for score in ranked)),
+                     str(sum(score > RETRIEVAL for score in ranked)),
                      *(f"{ranked[rank - 1]:.4f}" if rank <= len(ranked) else "–" for rank in RANKS)])
         if path.stem in paper:
-            rows.append(["  the paper", "", "", "", *(paper[path.stem][str(rank)] for rank in RANKS)])
-    header = ["model", "heads", "samples", f"above {ABOVE}", *(f"rank {rank}" for rank in RANKS)]
-    tables.show([tables.Table("Retrieval scores", header, rows, ["Means over the samples of each head file."])],
-                args.markdown)
+            rows.append(["the paper", "", "", "", *(paper[path.stem][str(rank)] for rank in RANKS)])
+    header = ["model", "heads", "samples", f"above {RETRIEVAL}", *(f"rank {rank}" for rank in RANKS)]
+    tables.print_tables([tables.Table("Retrieval scores", header, rows, ["Means over the samples of each head file."])])
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in (("head-curves", head_curves), ("head-maps", head_maps)):
-            draw(files).savefig(folder / f"{name}.png", dpi=DPI)
+            draw(files).savefig(folder / f"{name}.png")
             print(folder / f"{name}.png")
 
 
 def head_curves(files):
-    """Sorted retrieval scores of several models, as a figure."""
+    """Figure of the sorted retrieval scores of several models. files: {path: scores}"""
     figure, [ax] = grid(1, height=3.0)
     ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    for i, path in enumerate(files):
-        ranked = sorted(load_scores(path).values(), reverse=True)
-        marked = [rank - 1 for rank in (1, 10, 100, 1000) if rank <= len(ranked)]
-        ax.plot(range(1, len(ranked) + 1), ranked, ("-", "--")[i % 2], color=CYCLE[i % len(CYCLE)], linewidth=1.4,
-                marker=MARKERS[i % len(MARKERS)], markevery=marked, markersize=4, label=path.stem)
-    ax.axhline(ABOVE, color="#999999", linestyle=":", linewidth=1)
-    ax.set_xlabel("rank of the head", fontsize=SMALL)
-    ax.set_ylabel("retrieval score", fontsize=SMALL)
-    ax.legend(fontsize=TINY, frameon=False)
-    foot(figure, "retrieval scores of all heads, sorted")
+    for i, (path, scores) in enumerate(files.items()):
+        ax.plot(range(1, len(scores) + 1), sorted(scores.values(), reverse=True), ("-", "--")[i % 2],
+                color=CYCLE[i % len(CYCLE)], linewidth=1.4, marker=MARKERS[i % len(MARKERS)], markevery=0.2,
+                markersize=4, label=path.stem)
+    ax.axhline(RETRIEVAL, color="#999999", linestyle=":", linewidth=1)
+    ax.set_xlabel("rank of the head")
+    ax.set_ylabel("retrieval score")
+    ax.legend()
+    add_foot(figure, "retrieval scores of all heads, sorted")
     return figure
 
 
 def head_maps(files):
-    """Retrieval score of every head of several models by layer and head, as a figure."""
+    """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
     figure, axes = grid(len(files), 3, 2.3)
-    every = [load_scores(path) for path in files]
-    most = max(1, *(max(scores.values()) for scores in every))          # by the published rule a score may exceed 1
-    for ax, path, scores in zip(axes, files, every, strict=True):
-        table = np.zeros(np.add(max(scores), 1))                        # [L, H]
+    highest = max(1, *(max(scores.values()) for scores in files.values()))  # by the published rule a score may exceed 1
+    for ax, (path, scores) in zip(axes, files.items(), strict=True):
+        table = np.zeros(np.add(max(scores), 1))                            # [L, H]
         for head, score in scores.items():
             table[head] = score
-        image = ax.imshow(table, norm=PowerNorm(0.5, 0, most), cmap="viridis", aspect="auto", origin="lower",
+        image = ax.imshow(table, norm=PowerNorm(0.5, 0, highest), cmap="viridis", aspect="auto", origin="lower",
                           interpolation="nearest")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
-        ax.set_title(path.stem, fontsize=SMALL, loc="left")
-        ax.set_xlabel("head", fontsize=TINY)
-        ax.set_ylabel("layer", fontsize=TINY)
+        ax.set_title(path.stem)
+        ax.set_xlabel("head")
+        ax.set_ylabel("layer")
     bar = figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30)
-    bar.set_label("retrieval score (colour by its square root)", fontsize=TINY)
-    bar.ax.tick_params(labelsize=TINY)
-    foot(figure, "retrieval score of every head, layer 0 at the bottom")
+    bar.set_label("retrieval score (colour by its square root)")
+    add_foot(figure, "retrieval score of every head, layer 0 at the bottom")
     return figure

@@ -3,12 +3,12 @@
     python evaluate.py report page RUN.jsonl --item K [--against OTHER.jsonl …] [--html FILE]"""
 
 import html
-import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import cli
-from cli.page import answer_html, document, pieces
+from cli.page import MARK, answer_html, document, pieces
 from report import stored
 from tasks import find, metrics, prompts
 from tasks.runs import prompt_key
@@ -16,6 +16,7 @@ from tasks.sources import load
 from tokenizer import Tokenizer
 
 VERDICTS = ("substring_match", "exact_match", "mc1", "micro")       # the first that a task has says right or wrong
+load_tokenizer = cache(Tokenizer.load)
 
 
 def main(argv):
@@ -24,106 +25,92 @@ def main(argv):
     p.add_argument("--item", type=int, required=True, metavar="K", help="its index in the data, from 0")
     p.add_argument("--against", nargs="+", action="extend", default=[], metavar="OTHER.jsonl",
                    help="runs of the same task to show below")
-    p.add_argument("--html", metavar="FILE", help="default: in the run's folder, named by the item")
-    p.add_argument("--data", metavar="FILE", help="the run's data, for the whole prompt: runs do not store passages")
-    p.add_argument("--demos", metavar="FILE", help="the run's demonstrations, likewise")
-    p.add_argument("--model", metavar="M", help="folder of the tokenizer, if it is not the run's model")
+    p.add_argument("--html", metavar="FILE", help="(default: in the run's folder, named by the item)")
+    p.add_argument("--data", type=Path, metavar="FILE", help="the run's data, for the complete prompt: runs do not "
+                   "store passages")
+    p.add_argument("--demos", type=Path, metavar="FILE", help="the run's demonstrations, for the same purpose")
+    p.add_argument("--model", metavar="M", help="folder of the tokenizer (default: the run's model)")
     args = p.parse_args(argv)
-    items = [item_of(path, args.item) for path in [args.run, *args.against]]
+    items = [read_item(path, args.item) for path in [args.run, *args.against]]
     settings, line = items[0]
     others = {other["task"] for other, _ in items} - {settings["task"]}
     if others:
         raise ValueError(f"{args.run} is a run of {settings['task']}, --against has one of {', '.join(others)}")
-    parts, tokenizers = [prompt_part(settings, line, args.data, args.demos)], {}
+    parts = [prompt_part(settings, line, args.data, args.demos)]
     for number, item in enumerate(items):
-        name = args.model or item[0]["model"]
-        if name not in tokenizers:
-            tokenizers[name] = load_tokenizer(name)
-        parts.append(answer_part(tokenizers[name], *item, f"g{number}", line))
+        model, setup = stored.setup_of(item[0])
+        title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(item[1]) != prompt_key(line))
+        parts.append(answer_part(title, *item, f"g{number}", args.model))
     path = Path(args.html or f"{str(args.run).split('.jsonl')[0]}.item{args.item}.html")
     path.write_text(document(f"{settings['task']}, item {args.item}", parts), encoding="utf-8")
     print(path)
 
 
-def item_of(path, index):
+def read_item(path, index):
     """(settings, line) of one item of a run."""
-    try:
-        settings, lines = stored.read_lines(path)
-        metrics.check_rows(find(settings["task"]), lines, path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    for line in lines:
-        if line["index"] == index:
-            return settings, line
-    raise ValueError(f"{path} has no item {index}, but {len(lines)} others"
-                     + f", {lines[0]['index']} to {lines[-1]['index']}" * bool(lines))
-
-
-def load_tokenizer(name):
-    """None, with a warning, if the tokenizer cannot be loaded: the texts then have no tokens to shade."""
-    try:
-        return Tokenizer.load(name)
-    except (ValueError, OSError) as error:
-        print(f"no shades: {error}; give --model with a folder that has the tokenizer", file=sys.stderr)
-        return None
+    settings, lines = stored.read_lines(path)
+    line = next((line for line in lines if line["index"] == index), None)
+    if line is None:
+        raise ValueError(f"{path} has no item {index}; it has {len(lines)} items, counted from 0")
+    return settings, line
 
 
 def prompt_part(settings, line, data, demos):
-    """Prompt and references as HTML. The prompt is made again from the data if they are given or generated."""
-    task, texts = find(settings["task"]), []
-    if data is not None or task.name.startswith("miniature-"):
-        items, records, shown, record = load(task, data and Path(data), demos and Path(demos), line["index"] + 1,
-                                             settings.get("seed", 1234))
-        for name, ours, theirs in (("data", records, settings.get("data")),
-                                   ("demos", [record], [settings.get("demos")])):
-            if checksums(theirs) not in ([], checksums(ours)):
-                raise ValueError(f"--{name} is another file than the run's, {theirs}")
+    """Prompt and references as HTML. The prompt is built from `data`; the miniature's data are generated."""
+    task = find(settings["task"])
+    if data or task.name.startswith("miniature-"):
+        items, records, demonstrations, record = load(task, data, demos, line["index"] + 1, settings.get("seed", 1234))
+        check_files("data", records, settings.get("data"))
+        check_files("demos", [record], [settings.get("demos")])
         item = items[line["index"]]
         if settings["layout"] == "plain":
-            texts.append(("prompt", prompts.plain_text(task, item, shown)))
+            texts = [("prompt", prompts.plain_text(task, item, demonstrations))]
         else:
-            turns = prompts.messages(task, item, shown, settings["layout"])
-            texts += [(turn["role"], turn["content"]) for turn in turns]
+            turns = prompts.messages(task, item, demonstrations, settings["layout"])
+            texts = [(turn["role"], turn["content"]) for turn in turns]
     else:
-        texts.append(("question", line.get("question") or line.get("prompt") or "not stored"))
-        texts.append(("note", "the whole prompt needs --data"))
-    texts += [(name, "; ".join(map(str, line[name]))) for name in ("references", "memory") if line.get(name)]
-    return "\n".join(f'<p class="prompt"><b>{name}</b> {html.escape(str(text))}</p>' for name, text in texts)
+        texts = [("question", line.get("question") or line.get("prompt") or "not stored"),
+                 ("note", "the complete prompt needs --data")]
+    texts += [(name, "; ".join(line[name])) for name in ("references", "memory") if line.get(name)]
+    return "\n".join(f'<p class="prompt"><b>{name}</b> {html.escape(text)}</p>' for name, text in texts)
 
 
-def checksums(records):
-    return [record["sha256"] for record in records or () if record and "sha256" in record]
+def check_files(option, records, stored_records):
+    """Raises ValueError if these are not the run's files."""
+    hashes, expected = ([record["sha256"] for record in each or () if record and "sha256" in record]
+                        for each in (records, stored_records))
+    if expected and hashes != expected:
+        raise ValueError(f"--{option} is not the run's file, {stored_records}")
 
 
 def is_right(settings, line):
     """Whether the answer is right; None for a task whose answers have a score instead."""
     task = find(settings["task"])
-    values = metrics.score(task, [line])[0] if task.running in (*VERDICTS, "mc2") else {}
+    values = metrics.score(task, [line])[0] if task.running else {}
     return next((values[name] == 1 for name in VERDICTS if values.get(name) is not None), None)
 
 
-def answer_part(tokenizer, settings, line, name, first):
+def answer_part(title, settings, line, name, model):
     """One run's answer as HTML; for multiple choice its candidates, best first.
 
-    name: unique on the page. first: the line of the first run, whose prompt the page shows."""
-    model, setup = stored.setup_of(settings)
-    title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(line) != prompt_key(first))
+    name: unique on the page. model: the tokenizer's, None for the run's."""
     right = is_right(settings, line)
-    if "scores_true" not in line and tokenizer:
-        g = SimpleNamespace(**{key: line[key] for key in ("ids", "alphas", "entropies", "stop")})
-        text = "".join(text for text, _ in pieces(tokenizer, g.ids[:-1] if g.stop == "eos" else g.ids))
-        if text.strip() != line["prediction"].strip():
-            raise ValueError(f"the tokenizer reads {text!r}, but the run has {line['prediction']!r}: give --model with "
-                             "the run's own tokenizer")
-        return answer_html(tokenizer, title, g, name, right=right)
     if "scores_true" in line:
-        kinds = [("right", "true")] * len(line["scores_true"]) + [("wrong", "false")] * len(line["scores_false"])
-        rows = sorted(zip(line["scores_true"] + line["scores_false"], kinds, line["candidates"], strict=True),
-                      key=lambda row: row[0], reverse=True)
-        body = "<table>" + "".join(
-            f'<tr><td>{score:.2f}</td><td class="{style}">{kind}</td><td>{html.escape(text)}</td></tr>'
-            for score, (style, kind), text in rows) + "</table>\n<small>log-probability in nats</small>"
-    else:
-        body = f"<p>{html.escape(line['prediction'])}</p>"
-    mark = {None: "", True: ' <span class="right">✓ right</span>', False: ' <span class="wrong">✗ wrong</span>'}[right]
-    return f'<section class="answer" id="{name}"><h2>{html.escape(title)}{mark}</h2>\n{body}</section>'
+        return candidates_html(title, line, name, right)
+    tokenizer = load_tokenizer(model or settings["model"])
+    g = SimpleNamespace(**{key: line[key] for key in ("ids", "alphas", "entropies", "stop")})
+    text = "".join(text for text, _ in pieces(tokenizer, g.ids[:-1] if g.stop == "eos" else g.ids))
+    if text.strip() != line["prediction"].strip():
+        raise ValueError(f"the tokenizer reads {text!r}, but the run has {line['prediction']!r}: give --model with the "
+                         "run's own tokenizer")
+    return answer_html(tokenizer, title, g, name, right=right)
+
+
+def candidates_html(title, line, name, right):
+    kinds = [("right", "true")] * len(line["scores_true"]) + [("wrong", "false")] * len(line["scores_false"])
+    candidates = sorted(zip(line["scores_true"] + line["scores_false"], kinds, line["candidates"], strict=True),
+                        key=lambda candidate: candidate[0], reverse=True)
+    rows = "".join(f'<tr><td>{score:.2f}</td><td class="{style}">{kind}</td><td>{html.escape(text)}</td></tr>'
+                   for score, (style, kind), text in candidates)
+    return (f'<section class="answer" id="{name}"><h2>{html.escape(title)}{MARK[right]}</h2>\n<table>{rows}</table>\n'
+            "<small>log-probability in nats</small></section>")

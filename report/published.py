@@ -1,7 +1,7 @@
-"""What the paper prints: the columns of its tables, their values, the N behind them, its tests.
+"""The paper's tables: their columns, values and N, and its statistical tests.
 
-tasks/paper.csv: `value` is the right value; if the paper misprints it, `printed` is what the paper has and `note` says
-why. tasks/paper_n.csv says how each N of a main table was inferred. tasks/paper_heads.csv: retrieval scores by rank."""
+tasks/paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and `note` the reason.
+tasks/paper_n.csv: how each N of a main table was inferred. tasks/paper_heads.csv: retrieval scores by rank."""
 
 import csv
 from functools import cache
@@ -57,7 +57,7 @@ def columns(group):
 
 
 def headline(task):
-    """(metric, heading) of a task in correlations and tests, the ones of the paper's figures."""
+    """(metric, heading) of a task in the paper's figures, correlations and tests."""
     name, metric, labels = TASKS[task]
     return metric, f"{name} {labels[metric]}".strip()
 
@@ -68,7 +68,7 @@ def tasks_of(setups):
 
 
 def method_of(setup):
-    return RANDOM.get(setup.method, f"{setup.method}-random") if setup.random else setup.method
+    return RANDOM.get(setup.method, f"{setup.method}-random") if setup.random_heads else setup.method
 
 
 @cache
@@ -80,21 +80,22 @@ def rows(name, task, model, method):
 def cell(run, metric):
     """The paper's row for this run and metric, or None.
 
-    `at` in the row says at which N it was measured, if that is not the run's: tables over N have a cell for most N, the
-    main tables do not state theirs."""
+    `at` in the row says at which N it was measured, if that is not the run's N: the paper's tables over N have a cell
+    for most N, its main tables do not state theirs."""
     setup = run.setup
     fits = [row for row in rows("paper", run.task, run.model, method_of(setup)) if row["metric"] == metric
-            and row["num_heads"] in ("", str(setup.n)) and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
+            and row["num_heads"] in ("", str(setup.num_heads))
+            and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
     row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
-    if row is None or row["num_heads"] or setup.n is None:
+    if row is None or row["num_heads"] or setup.num_heads is None:
         return row and row | {"at": ""}
     inferred = [n for row in rows("paper_n", run.task, run.model, setup.method) if metric != "entropy"
                 for n in row["num_heads"].split()]
-    return row | {"at": "" if str(setup.n) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
+    return row | {"at": "" if str(setup.num_heads) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
 
 
 def points(column, model, task, method):
-    """[(N or α, value)] of the paper's tables over the column "num_heads" or "alpha", by the metric of the figures."""
+    """[(N or α, value)] of the paper's tables over "num_heads" or "alpha", by the metric of the figures."""
     return sorted((float(row[column]), float(row["value"])) for row in rows("paper", task, model, method)
                   if row[column] and row["metric"].removesuffix("_published") == headline(task)[0])
 

@@ -39,11 +39,9 @@ def mcnemar(won, lost):
 def logistic(x, correct):
     """Logistic regression of the probability of a correct answer, without a penalty.
 
-    x: floats, [n]. correct: bools, [n]. None as well if one value of x separates the two classes."""
+    x: floats, [n]. correct: bools, [n]. None also if one value of x separates the two classes."""
     right, wrong = x[correct], x[~correct]
-    if min(len(right), len(wrong)) < FEWEST or np.ptp(x) == 0:
-        return None
-    if right.max() <= wrong.min() or wrong.max() <= right.min():
+    if min(len(right), len(wrong)) < FEWEST or right.max() <= wrong.min() or wrong.max() <= right.min():
         return None
     scale = np.std(x)                                   # x may be tiny, and the fit converges best for x near 1
     fit = Logit(correct.astype(float), add_constant(x / scale)).fit(disp=False, maxiter=200)

@@ -1,11 +1,12 @@
-"""Reads stored runs and sorts them into setups.
+"""Reads stored runs and groups them by setup.
 
 A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random heads share one setup.
-The *conditions* of a run are the task's settings, whatever the method: runs under other conditions than the paper's
-are reported apart. Greedy decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
+*Conditions* are settings of the task that differ from the paper's: each combination has tables of its own. Greedy
+decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
 
 import json
 import time
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,25 +25,25 @@ METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe stat
            "cd": "CD", "cad": "CAD", "dola-low": "DoLa low", "dola-high": "DoLa high", "ad": "Activation Decoding"}
 ITI = {"honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",     # checkpoint → the model it was made from
        "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct"}
-TIMES_100 = ("rougeL", "bertscore_f1", "factkb", "entropy")         # the others are fractions, shown in per cent
+NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are reported in per cent
 PAPER_ALPHA = 0.5                               # of DeCoRe static
 LONG = 5                                        # seconds
 
 
 class Setup(NamedTuple):
     method: str                 # a key of METHODS
-    n: int | None               # heads masked
+    num_heads: int | None
     alpha: float | None
     mask: str | None            # "output" or "query"
     amateur: str | None
-    random: str | None          # the sampler of random heads: "uniform" or "published"
+    random_heads: str | None    # their sampler: "uniform" or "published"; None for retrieval heads
     options: str                # the other options that are not the paper's
 
     def __str__(self):
-        parts = (METHODS[self.method], self.n is not None and f"N = {self.n}",
+        parts = (METHODS[self.method], self.num_heads is not None and f"N = {self.num_heads}",
                  self.alpha is not None and f"α = {self.alpha:g}", self.mask == "query" and "query mask",
                  self.amateur and f"amateur {self.amateur}", self.options,
-                 self.random and "random heads" + " as published" * (self.random == "published"))
+                 self.random_heads and "random heads" + " as published" * (self.random_heads == "published"))
         return ", ".join(part for part in parts if part)
 
 
@@ -54,18 +55,12 @@ class Run(NamedTuple):
     setup: Setup
     lines: list                 # one dict per example, as stored, in the data's order
     values: list                # one dict of metric values per example
-    means: dict                 # metric → mean
-    intervals: dict             # metric → (low, high)
+    means: dict                 # metric → mean, in per cent if it is a rate; None without any value
+    intervals: dict             # metric → (low, high), likewise
 
     @property
     def task(self):
         return self.settings["task"]
-
-    @property
-    def judges(self):
-        """The judges of truthfulqa-gen, as a text; "" without their verdicts."""
-        store = self.path.with_suffix(".judged.jsonl")
-        return ", ".join({line["model"]: 0 for _, line in json_lines(store)}) if store.exists() else ""
 
     @property
     def title(self):
@@ -98,20 +93,20 @@ def options_of(settings, model, method):
                if values.get(name) not in (None, value)]
     if settings.get("heads") and not settings.get("random_heads"):
         file = find_heads(settings.get("amateur") or settings["model"])
-        if file and set(settings["heads"]) != set(best_heads(file)[:len(settings["heads"])]):
+        if file and set(settings["heads"]) != set(ranked_heads(file)[:len(settings["heads"])]):
             options.append("heads of another file")
     return options
 
 
 @cache
-def best_heads(file):
+def ranked_heads(file):
     """All heads of a head file as "layer-head", best first."""
     scores = load_scores(file)
     return [f"{layer}-{head}" for layer, head in sorted(scores, key=scores.get, reverse=True)]
 
 
 def conditions_of(settings, model):
-    """Layout, number of tokens and arguments of the chat template that are not the paper's, as a text."""
+    """The layout, number of tokens and template arguments that are not the paper's, as a text."""
     task = find(settings["task"])
     tokens, template, layout = (settings.get(name) for name in ("max_new_tokens", "template_args", "layout"))
     parts = []
@@ -124,8 +119,52 @@ def conditions_of(settings, model):
     return ", ".join(parts)
 
 
+def collect(folder, iti=ITI):
+    """(runs, [(path, why it is skipped)]) of a folder and its sub-folders."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    runs, skipped = [], []
+    for path in sorted([*Path(folder).rglob("*.jsonl"), *Path(folder).rglob("*.jsonl.gz")]):
+        if not path.stem.endswith(".judged"):
+            try:
+                runs.append(read(path, iti))
+            except ValueError as error:
+                skipped.append((path, str(error)))
+    return runs, skipped
+
+
+def read(path, iti=ITI):
+    """Reads a run file. ValueError if it cannot be reported."""
+    settings, lines = read_lines(path)
+    task = find(settings["task"])
+    if settings.get("version") != task.version:
+        raise ValueError(f"made with version {settings.get('version')} of {task.name}, which is now {task.version}")
+    if not lines:
+        raise ValueError("no examples yet")
+    model, setup = setup_of(settings, iti)
+    lines = judges.judge(lines, path, task, SimpleNamespace(judge=False, judge_url=None))
+    values = values_of(path, task, lines)
+    means = {name: scaled(name, mean) for name, mean in metrics.summary(values).items()}
+    intervals = {name: tuple(scaled(name, end) for end in ends) for name, ends in metrics.interval(values).items()}
+    return Run(path, settings, model, conditions_of(settings, model), setup, lines, values, means, intervals)
+
+
+def scaled(metric, value):
+    return value if value is None or metric in NOT_FRACTIONS else 100 * value
+
+
+def read_lines(path):
+    """(settings, lines in the data's order) of a run file."""
+    settings, lines = read_run(path)
+    if settings is None:
+        raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py")
+    metrics.check_rows(find(settings["task"]), lines, path)
+    return settings, [{name: value for name, value in line.items() if name != "line"}
+                      for line in sorted(lines, key=lambda line: line["index"])]
+
+
 def values_of(path, task, lines):
-    """The metric values of each row, a dict each. If they took long they are stored in `.scores.json`."""
+    """The metric values of each line, a dict each. Values that took long are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
     key = short_hash(json.dumps([task.version, lines]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
@@ -138,105 +177,55 @@ def values_of(path, task, lines):
     return values
 
 
-def read(path, iti=ITI):
-    """Reads a run file. ValueError says why it cannot be reported."""
-    settings, lines = read_lines(path)
-    task = find(settings["task"])
-    if settings.get("version") != task.version:
-        raise ValueError(f"made with version {settings.get('version')} of {task.name}, which is now {task.version}")
-    if not lines:
-        raise ValueError("no examples yet")
-    model, setup = setup_of(settings, iti)
-    metrics.check_rows(task, lines, path)
-    lines = [{name: value for name, value in line.items() if name != "line"} for line in lines]
-    lines = judges.judge(lines, path, task, SimpleNamespace(judge=False, judge_url=None))
-    values = values_of(path, task, lines)
-    return Run(path, settings, model, conditions_of(settings, model), setup, lines, values, metrics.summary(values),
-               metrics.interval(values))
-
-
-def read_lines(path):
-    """(settings, lines in the data's order) of a run file."""
-    settings, lines = read_run(path)
-    if not isinstance(settings, dict) or not {"task", "model", "method", "n"} <= settings.keys():
-        raise ValueError("its first line has no settings: evaluate.py did not make this file")
-    return settings, sorted(lines, key=lambda line: line["index"])
-
-
-def collect(folder, iti=ITI):
-    """(runs, [(path, why it was left out)]) of a folder and its sub-folders."""
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
-    runs, left_out = [], []
-    for path in sorted([*Path(folder).rglob("*.jsonl"), *Path(folder).rglob("*.jsonl.gz")]):
-        if not path.stem.endswith(".judged"):
-            try:
-                runs.append(read(path, iti))
-            except ValueError as error:
-                left_out.append((path, str(error)))
-    return runs, left_out
-
-
-def order(setup):
-    return (list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options, setup.random or "",
-            setup.n or 0, -1e9 if setup.alpha is None else setup.alpha)
-
-
-def grouped(runs):
-    """({model and conditions: {setup: {task: [runs, one per random draw]}}}, [(path, why it was left out)]).
+def group(runs):
+    """({model and conditions: {setup: {task: [runs, one per random draw]}}}, [(path, why it is skipped)]).
 
     Of several runs of one setup, task and draw, the one with the most examples is taken."""
-    chosen, left_out = {}, []
+    chosen, skipped = {}, []
     for run in sorted(runs, key=lambda run: -len(run.lines)):
-        key = run.title, order(run.setup), run.task, run.settings.get("seed") if run.setup.random else 0
-        if key in chosen:
-            left_out.append((run.path, f"the same setup as {chosen[key].path}, which has as many examples or more"))
-        else:
-            chosen[key] = run
+        key = run.title, order(run.setup), run.task, run.settings.get("seed") if run.setup.random_heads else 0
+        if chosen.setdefault(key, run) is not run:
+            skipped.append((run.path, f"the same setup as {chosen[key].path}, which has as many examples or more"))
     groups = {}
     for _, run in sorted(chosen.items(), key=lambda pair: pair[0]):
         groups.setdefault(run.title, {}).setdefault(run.setup, {}).setdefault(run.task, []).append(run)
-    return groups, left_out
+    return groups, skipped
+
+
+def order(setup):
+    """Sort key: the order of METHODS, retrieval heads before random ones, then N and α."""
+    return (list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options,
+            setup.random_heads or "", setup.num_heads or 0, -1e9 if setup.alpha is None else setup.alpha)
 
 
 def greedy_run(setups, task):
+    """The run of greedy decoding on a task, or None."""
     return next((by_task[task][0] for setup, by_task in setups.items() if setup.method == "greedy" and task in by_task),
                 None)
 
 
+def greedy_mean(setups, task, metric):
+    run = greedy_run(setups, task)
+    return run and run.means.get(metric)
+
+
 def typical(setups):
-    """One setup per method, way of masking and amateur, for tables and figures that show one.
+    """One setup per method, way of masking and amateur, for tables and figures that show one of each.
 
     Retrieval heads; if possible the paper's options and its α; then the N that most runs have."""
-    chosen = []
-    for kind in dict.fromkeys((setup.method, setup.mask, setup.amateur) for setup in setups):
-        usual = [setup for setup in setups if (setup.method, setup.mask, setup.amateur) == kind and not setup.random]
-        usual = [setup for setup in usual if not setup.options] or usual
-        usual = [setup for setup in usual if setup.alpha == PAPER_ALPHA] or usual
-        if usual:
-            runs = {setup.n: sum(len(by_task) for other, by_task in setups.items()
-                                 if other.n == setup.n and not other.random) for setup in usual}
-            chosen.append(max(usual, key=lambda setup: (runs[setup.n], -(setup.n or 0), len(setups[setup]))))
-    return chosen
+    kinds, runs = {}, Counter()
+    for setup, by_task in setups.items():
+        if not setup.random_heads:
+            kinds.setdefault((setup.method, setup.mask, setup.amateur), []).append(setup)
+            runs[setup.num_heads] += len(by_task)
 
+    def preference(setup):
+        n = setup.num_heads
+        return not setup.options, setup.alpha == PAPER_ALPHA, runs[n], -(n or 0), len(setups[setup])
 
-# Numbers of one run
-
-def scale(metric):
-    return 1 if metric in TIMES_100 else 100
-
-
-def mean_of(run, metric):
-    """The mean, in per cent if it is a rate; None if the run lacks the metric."""
-    mean = run.means.get(metric)
-    return None if mean is None else mean * scale(metric)
+    return [max(kind, key=preference) for kind in kinds.values()]
 
 
 def base_entropies(run):
     """The base model's entropy along each text, mean over its tokens, in nats (of `masked`, the masked model's)."""
     return np.array([np.mean(line["entropies"]) for line in run.lines if line.get("entropies")])
-
-
-def n_scored(run, metric):
-    """The number of items that have a value of the metric."""
-    return sum(row.get(metric) is not None for row in run.values) or len(run.lines)

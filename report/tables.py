@@ -1,7 +1,7 @@
-"""Tables of stored runs: scores in the paper's layout, each run against greedy, and the tests on entropies.
+"""Tables of stored runs in Markdown: scores in the paper's layout, each run against greedy, and tests on entropies.
 
-`csv_rows` gives the same numbers and all other metrics as data. *Base entropy* is the entropy of the base model's next
-token along the text that a method wrote: it is what runs store, what α is in Eq. 8, and what the paper reports. The
+`csv_rows` gives the same numbers, and all other metrics, as data. *Base entropy* is the entropy of the base model's
+next token along the text that a method wrote. Runs store it, Eq. 8 uses it as α, and the paper reports it. The
 distribution that Eq. 7 decodes from has another entropy."""
 
 import csv
@@ -14,7 +14,8 @@ from scipy.stats import mannwhitneyu
 
 from report import published, significance
 from report.published import columns, headline, tasks_of
-from report.stored import base_entropies, greedy_run, grouped, mean_of, n_scored, scale, typical
+from report.stored import base_entropies, greedy_mean, greedy_run, group, typical
+from runtime.jsonl import json_lines
 from tasks import TASKS
 from tasks.runs import prompt_key, remarks
 
@@ -29,64 +30,65 @@ class Table(NamedTuple):
     notes: list
 
 
-def show(tables, markdown=False):
+def print_tables(tables):
     for title, header, rows, notes in tables:
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in [header, *rows]]
-        if markdown:
-            lines.insert(1, ["-" * width for width in widths])
-            print(f"### {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
-        else:
-            print(f"{title}\n" + "\n".join("  ".join(line).rstrip() for line in lines) + "\n")
-        print("".join(f"{note}{'  ' * markdown}\n" for note in notes))
+        print(f"### {title}\n")
+        for row in [header, ["-" * width for width in widths], *rows]:
+            print(f"| {' | '.join(map(str.ljust, row, widths))} |")
+        print("\n" + "".join(f"{note}  \n" for note in notes))
 
 
-def all_tables(runs, markdown=False):
-    for title, setups in grouped(runs)[0].items():
-        tables = [score_table(group, setups, markdown) for group in published.TABLES]
+def all_tables(runs):
+    for title, setups in group(runs)[0].items():
+        tables = [score_table(name, setups) for name in published.TABLES]
         tables += [correlation_table(setups), entropy_table(setups), correctness_table(setups)]
         yield from (table._replace(title=f"{table.title}: {title}") for table in tables if table.rows)
 
 
 # Scores, as in the paper's tables
 
-def score_table(group, setups, markdown):
-    """The best value of a column is bold, the second underlined (in plain text * and _)."""
+def score_table(name, setups):
+    """One of published.TABLES. The best value of a column is bold, the second is italic."""
     header, rows = ["method"], {setup: [str(setup)] for setup in setups}
-    runs = [run for by_task in setups.values() for task in published.TABLES[group] for run in by_task.get(task, [])]
-    marks = ("{}", "**{}**", "<u>{}</u>") if markdown else ("{}", "*{}*", "_{}_")
-    for task, metric, name in columns(group):
-        greedy, texts = greedy_run(setups, task), {}
-        values = {setup: [mean_of(run, metric) for run in setups[setup].get(task, [])
-                          if run.means.get(metric) is not None] for setup in setups}
-        means = {setup: np.mean(draws) for setup, draws in values.items() if draws}
+    for task, metric, heading in columns(name):
+        cells = {setup: [run for run in by_task.get(task, []) if run.means.get(metric) is not None]
+                 for setup, by_task in setups.items()}
+        means = {setup: np.mean([run.means[metric] for run in runs]) for setup, runs in cells.items() if runs}
+        if not means:
+            continue
         best = sorted({*means.values()}, reverse=True)[:2] if len(means) > 1 and metric not in NO_BEST else []
-        for setup, mean in means.items():
-            place = best.index(mean) + 1 if mean in best else 0
-            texts[setup] = marks[place].format(f"{mean:.1f}") + details(
-                setups[setup][task], values[setup], metric, greedy)
-        if texts:
-            header.append(f"{name} (n = {span({n_scored(run, metric) for run in runs if run.task == task})})")
-            for setup, row in rows.items():
-                row.append(texts.get(setup, "–"))
+        marks = dict(zip(best, ("**", "_"), strict=False))
+        sizes = {n_scored(run, metric) for runs in cells.values() for run in runs}
+        header.append(f"{heading} (n = {low_to_high(sizes)})")
+        for setup, row in rows.items():
+            mark = marks.get(means.get(setup), "")
+            row.append(f"{mark}{means[setup]:.1f}{mark}{details(cells[setup], metric, greedy_run(setups, task))}"
+                       if setup in means else "–")
     rows = [row for row in rows.values() if {*row[1:]} - {"–"}]
-    return Table(group, header, rows, score_notes(" ".join(sum([header, *rows], [])), runs))
+    runs = [run for by_task in setups.values() for task in published.TABLES[name] for run in by_task.get(task, [])]
+    return Table(name, header, rows, score_notes(" ".join(sum([header, *rows], [])), runs))
 
 
-def details(runs, values, metric, greedy):
+def n_scored(run, metric):
+    """The number of examples that have a value of the metric; all for a metric of whole runs, such as `macro`."""
+    return sum(values.get(metric) is not None for values in run.values) or len(run.lines)
+
+
+def details(draws, metric, greedy):
     """Interval or range of one cell, its comparison with greedy, and the paper's value."""
-    run, text = runs[0], ""
-    if len(values) > 1:
-        text = (f" ± {np.std(values, ddof=1):.1f} ({min(values):.1f} to {max(values):.1f}, {len(values)} draws)")
+    run, values = draws[0], [run.means[metric] for run in draws]
+    if len(draws) > 1:
+        text = f" ± {np.std(values, ddof=1):.1f} ({min(values):.1f} to {max(values):.1f}, {len(values)} draws)"
     else:
         low, high = run.intervals[metric]
-        text = f" [{low * scale(metric):.1f}, {high * scale(metric):.1f}]"
-        if greedy and run is not greedy and (versus := won_and_lost(run, greedy, metric)):
-            text += f"; {versus[0]}/{versus[1]}, {p_text(versus[2])}"
+        text = f" [{low:.1f}, {high:.1f}]"
+        if greedy and run is not greedy and (comparison := won_and_lost(run, greedy, metric)):
+            text += f"; {comparison[0]}/{comparison[1]}, {p_text(comparison[2])}"
     name = f"{metric}_published" if f"{metric}_published" in run.means else metric
     if paper := published.cell(run, name):
-        above = np.mean([mean_of(run, name) for run in runs]) - float(paper["value"])
-        text += f"; paper {paper_text(paper)} ({above:+.1f})"
+        difference = np.mean([run.means[name] for run in draws]) - float(paper["value"])
+        text += f"; paper {paper_text(paper)} ({difference:+.1f})"
     return text
 
 
@@ -94,14 +96,14 @@ def won_and_lost(run, greedy, metric):
     """How often the run is better and worse than greedy on the same prompt, and McNemar's exact p.
 
     None for a metric that single examples do not have, or without common examples."""
-    ours, theirs = ({(line["index"], prompt_key(line)): row[metric]
-                     for line, row in zip(each.lines, each.values, strict=True) if row.get(metric) is not None}
-                    for each in (run, greedy))
-    common = ours.keys() & theirs.keys()
-    if not common or metric in NO_BEST:
+    if metric in NO_BEST:
         return None
-    won, lost = sum(ours[key] > theirs[key] for key in common), sum(ours[key] < theirs[key] for key in common)
-    return won, lost, significance.mcnemar(won, lost)
+    a, b = ({(line["index"], prompt_key(line)): values[metric]
+             for line, values in zip(each.lines, each.values, strict=True) if values.get(metric) is not None}
+            for each in (run, greedy))
+    pairs = [(a[key], b[key]) for key in a.keys() & b.keys()]
+    won, lost = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
+    return (won, lost, significance.mcnemar(won, lost)) if pairs else None
 
 
 def paper_text(row):
@@ -114,29 +116,29 @@ def p_text(p):
     return "p < .001" if p < 0.001 else "p = " + f"{p:.3f}".lstrip("0")
 
 
-def span(numbers):
+def low_to_high(numbers):
     return " to ".join(dict.fromkeys(f"{number:,}" for number in (min(numbers), max(numbers))))
 
 
 def score_notes(text, runs):
-    """What a reader of the table has to know. text: all of the table's cells."""
-    def those(name, condition):
-        return ", ".join(sorted({str(name(run)) for run in runs if condition(run)}))
+    """Notes for a table of scores. text: all of its cells."""
+    def listed(texts):
+        return ", ".join(sorted(set(texts)))
 
-    compared = "; paper" in text
-    # Older runs do not say whose their demonstrations are; those from the hub were drawn.
-    demos = those(lambda run: run.task, lambda run: (shown := run.settings.get("demos"))
-                  and not shown.get("paper", "hub" not in shown))
-    dtypes = those(lambda run: run.settings["dtype"], lambda run: run.settings.get("dtype") not in (None, "bfloat16"))
-    items = those(lambda run: f"{run.task} {run.settings['n']:,} of {TASKS[run.task].n:,}",
-                  lambda run: run.settings["n"] != TASKS[run.task].n)
-    unfinished = those(lambda run: f"{run.path.name} ({len(run.lines):,} of {run.settings['n']:,})",
-                       lambda run: len(run.lines) < run.settings["n"])
-    judges = those(lambda run: run.judges, lambda run: run.judges)
+    has_paper = "; paper" in text
+    demos = listed(run.task for run in runs if (record := run.settings.get("demos"))
+                   and not record.get("paper", "hub" not in record))      # older runs name only the hub they drew from
+    dtypes = listed({run.settings.get("dtype", "bfloat16") for run in runs} - {"bfloat16"})
+    items = listed(f"{run.task} {run.settings['n']:,} of {TASKS[run.task].n:,}"
+                   for run in runs if run.settings["n"] != TASKS[run.task].n)
+    unfinished = listed(f"{run.path.name} ({len(run.lines):,} of {run.settings['n']:,})"
+                        for run in runs if len(run.lines) < run.settings["n"])
+    stores = [run.path.with_suffix(".judged.jsonl") for run in runs]
+    judges = listed(verdict["model"] for store in stores if store.exists() for _, verdict in json_lines(store))
     notes = {
-        "Rates in per cent, ROUGE and the like × 100; 95 % bootstrap interval over the examples. Best and second-best "
-        "value of a column are marked.": True,
-        "query mask: masked heads have a query of zeros, as in the published runs; in the other rows with N their "
+        "Rates in per cent, ROUGE and the like × 100; 95 % bootstrap interval over the examples. The best value of a "
+        "column is bold, the second italic.": True,
+        "query mask: the query of masked heads is zero, as in the published runs. In the other rows with N their "
         "output is zero, as in the paper's equation.": "query mask" in text,
         "Random heads: mean, sample standard deviation and range over the draws. The paper's ± is over three draws "
         "(inferred: its values are multiples of 1/(3n)).": " draws)" in text,
@@ -144,36 +146,36 @@ def score_notes(text, runs):
         "not corrected for the number of comparisons.": ", p " in text,
         "paper: its value, and our value minus it, by the metric as published. The published runs mask queries. At N: "
         "measured at another N than the run; N = ?: not stated (tasks/paper_n.csv). †: misprinted or unclear "
-        "(tasks/paper.csv).": compared,
-        f"The paper's runs are in bfloat16, these (also) in {dtypes}.": compared and dtypes,
+        "(tasks/paper.csv).": has_paper,
+        f"The paper's runs are in bfloat16, these (also) in {dtypes}.": has_paper and dtypes,
         f"Demonstrations other than the paper's: {demos}.": demos,
         f"Another number of items than usual: {items}.": items,
         f"Judges: {judges}. The paper's no longer exist; compare only values of the same judges.": judges,
         f"Unfinished: {unfinished}.": unfinished}
     counts = Counter(remark for run in runs for remark in remarks(run.settings))
-    return [note for note, needed in notes.items() if needed] + [
+    return [note for note, applies in notes.items() if applies] + [
         f"{count} of {len(runs)} runs: {remark}." for remark, count in counts.items()]
 
 
 # Numbers of masked heads
 
-def curves(setups, task, metric):
-    """({setup without its N: {N: [mean of each draw]}}, greedy's mean or None)."""
+def curves(setups, task, metric, field="num_heads"):
+    """{setup without the field, "num_heads" or "alpha": {its value: [mean of each draw]}}"""
     lines = {}
     for setup, by_task in setups.items():
-        values = [mean_of(run, metric) for run in by_task.get(task, []) if run.means.get(metric) is not None]
-        if setup.n is not None and values:
-            lines.setdefault(setup._replace(n=None), {})[setup.n] = values
-    greedy = greedy_run(setups, task)
-    return lines, greedy and mean_of(greedy, metric)
+        x, means = getattr(setup, field), [run.means.get(metric) for run in by_task.get(task, [])]
+        values = [mean for mean in means if mean is not None]
+        if x is not None and values:
+            lines.setdefault(setup._replace(**{field: None}), {})[x] = values
+    return lines
 
 
-def correlation(method, points, start):
+def correlation(method, points, greedy):
     """Pearson's r of the score with N, over the means of the draws; None if it is not defined.
 
-    start: greedy's score. As in the paper's figures it is the point N = 0 of a masked model, and of no other method."""
+    greedy: its score. As in the paper's figures it is the point N = 0 of a masked model, and of no other method."""
     pairs = [(n, np.mean(values)) for n, values in points.items()]
-    pairs += [(0, start)] if method == "masked" and start is not None and 0 not in points else []
+    pairs += [(0, greedy)] if method == "masked" and greedy is not None and 0 not in points else []
     return significance.pearson(*zip(*pairs, strict=True))
 
 
@@ -181,13 +183,12 @@ def correlation_table(setups):
     rows = []
     for task in tasks_of(setups):
         metric, heading = headline(task)
-        lines, start = curves(setups, task, metric)
-        for line, points in lines.items():
-            r = correlation(line.method, points, start)
-            spread = [np.std(values, ddof=1) for values in points.values() if len(values) > 1]
+        for line, points in curves(setups, task, metric).items():
+            r = correlation(line.method, points, greedy_mean(setups, task, metric))
+            deviations = [np.std(values, ddof=1) for values in points.values() if len(values) > 1]
             if r is not None:
                 rows.append([heading, str(line), ", ".join(map(str, sorted(points))), f"{r:+.2f}",
-                             f"{np.mean(spread):.1f}" if spread else "–"])
+                             f"{np.mean(deviations):.1f}" if deviations else "–"])
     return Table("Score against the number of masked heads", ["task", "method", "N", "Pearson r", "std over draws"],
                  rows, ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."])
 
@@ -195,7 +196,7 @@ def correlation_table(setups):
 # Entropies
 
 def entropy_table(setups):
-    """Is the entropy of a method below that of greedy, ITI and DoLa? One-sided tests, Welch's and Student's."""
+    """Base entropies of each method, tested against those of greedy, ITI and DoLa: one-sided, Welch and Student."""
     rows, methods = [], typical(setups)
     rivals = [setup for setup in methods if setup.method in RIVALS
               and any(len(base_entropies(runs[0])) for runs in setups[setup].values())]
@@ -209,9 +210,8 @@ def entropy_table(setups):
                    paper_text(paper) if paper else "–"]
             for rival in rivals:
                 for equal in (False, True):
-                    test = setup != rival and rival in entropies and significance.t_test(
-                        values, entropies[rival], "less", equal)
-                    row.append(test_text(test))
+                    row.append("–" if setup == rival or rival not in entropies else test_text(
+                        significance.t_test(values, entropies[rival], "less", equal)))
             rows.append(row)
     tests = [f"{name} (below {rival})" for rival in rivals for name in ("Welch t, p", "equal variances")]
     return Table(
@@ -219,22 +219,22 @@ def entropy_table(setups):
         ["The base model's entropy along the text that the method wrote, mean over its tokens (of masked, the masked "
          "model's). The paper reports it under every decoder's name; it is not the entropy of the distribution decoded "
          "from. One-sided tests. The paper speaks of Welch's test; its published analysis takes equal variances.",
-         "One setup stands for each method: α = 0.5 and the N with the most runs."]
-        + ["† misprinted or unclear; the right value is shown."] * any("†" in row[4] for row in rows))
+         "Each method has one setup: α = 0.5 and the N with the most runs."]
+        + ["† misprinted or unclear; the right value is in the table."] * any("†" in row[4] for row in rows))
 
 
 def test_text(test):
     return f"{test.statistic:+.2f}, {p_text(test.pvalue)}" if test else "–"
 
 
-def answers(run):
-    """(base entropy per token [n], whether the answer is right [n]) of the examples that are scored.
+def entropies_and_verdicts(run):
+    """(base entropy per token [n], whether the answer is right [n]) of the scored examples.
 
-    None if answers are not right or wrong, or fewer than three are right or wrong."""
+    None if the task's answers are not right or wrong, or if fewer than three are right or wrong."""
     metric, _ = headline(run.task)
     if metric not in ("substring_match", "exact_match"):
         return None
-    right = [row.get(metric) for row in run.values]
+    right = [values.get(metric) for values in run.values]
     if run.task.startswith("musique"):                          # as published: a reference anywhere in the generation
         right = [any(reference.lower() in line["prediction"].lower() for reference in line["references"])
                  for line in run.lines]
@@ -245,11 +245,11 @@ def answers(run):
 
 
 def correctness_table(setups):
-    """Is the entropy higher where the answer is wrong?"""
+    """Base entropies of correct and incorrect answers, with tests of their difference."""
     tasks, rows = tasks_of(setups), []
     for task in tasks:
         for setup in typical(setups):
-            if task not in setups[setup] or not (pair := answers(setups[setup][task][0])):
+            if task not in setups[setup] or not (pair := entropies_and_verdicts(setups[setup][task][0])):
                 continue
             entropies, right = pair
             good, bad = entropies[right], entropies[~right]
@@ -273,35 +273,34 @@ def model_of(setups):
 
 # The same as data
 
+def write_csv(runs):
+    """Prints one line per run and metric."""
+    rows = list(csv_rows(runs))
+    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
 def csv_rows(runs):
     """One dict per run and metric, with the paper's value and the comparison with greedy. Rates in per cent."""
-    groups, _ = grouped(runs)
+    groups, _ = group(runs)
     for run in runs:
         setup, greedy, entropies = run.setup, greedy_run(groups[run.title], run.task), base_entropies(run)
         tokens = sum(len(line["ids"]) if "ids" in line else line.get("tokens", 0) for line in run.lines)
         seconds = sum(line.get("seconds", 0) for line in run.lines)
-        about = {"run": run.path.name, "task": run.task, "model": run.model, "method": published.method_of(setup),
-                 "num_heads": setup.n, "alpha": setup.alpha, "mask": setup.mask, "amateur": setup.amateur,
-                 "random_heads": setup.random, "options": setup.options, "conditions": run.conditions,
-                 "n": len(run.lines), "of": run.settings["n"],
-                 "tokens_per_second": tokens / seconds if seconds else None}
-        rows = {name: (mean_of(run, name), *run.intervals[name], None) for name, mean in run.means.items()
-                if mean is not None}
+        about = {"run": run.path.name, "task": run.task, "model": run.model, **setup._asdict(),
+                 "method": published.method_of(setup), "conditions": run.conditions, "n": len(run.lines),
+                 "of": run.settings["n"], "tokens_per_second": tokens / seconds if seconds else None}
+        rows = {name: (mean, *run.intervals[name], None) for name, mean in run.means.items() if mean is not None}
         if len(entropies):
             rows["base_entropy"] = entropies.mean(), None, None, entropies.std()
         for name, (value, low, high, std) in rows.items():
             paper = published.cell(run, "entropy" if name == "base_entropy" else name) or {}
-            versus = won_and_lost(run, greedy, name) if greedy and greedy is not run else None
-            won, lost, p = versus or (None, None, None)
+            comparison = won_and_lost(run, greedy, name) if greedy and greedy is not run else None
+            won, lost, p = comparison or (None, None, None)
             yield about | {
-                "metric": name, "value": value, "low": low and low * scale(name), "high": high and high * scale(name),
-                "std": std, "paper": float(paper["value"]) if paper else None,
-                **{f"paper_{key}": paper.get(key, "").strip() or None for key in ("std", "at", "printed", "note",
-                                                                                  "table")},
+                "metric": name, "value": value, "low": low, "high": high, "std": std,
+                "paper": float(paper["value"]) if paper else None,
+                **{f"paper_{key}": paper.get(key, "").strip() or None
+                   for key in ("std", "at", "printed", "note", "table")},
                 "won": won, "lost": lost, "mcnemar_p": p}
-
-
-def write_csv(rows):
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)

@@ -1,7 +1,7 @@
 """A product of bfloat16 matrices for Intel's Xeons with AMX (fourth generation and later), built on request.
 
-torch's products read bfloat16 weights at about two thirds of the memory's speed on these processors; amx.cpp reads
-them at full speed. `python -m cli.amx` compiles it for the torch that is installed."""
+On these processors torch's products read bfloat16 weights at about two thirds of the memory's speed, amx.cpp at full
+speed. `python -m cli.amx` compiles it for the installed torch."""
 
 import shutil
 import tempfile
@@ -21,7 +21,7 @@ FLAGS = ["-O3", "-fopenmp", "-mamx-tile", "-mamx-bf16"]
 
 
 class Tiled(nn.Module):
-    """A linear layer of a plain bfloat16 weight: few vectors by amx.cpp, many by torch."""
+    """A linear layer with a plain bfloat16 weight: amx.cpp multiplies few vectors, torch many."""
 
     def __init__(self, weight, bias):
         super().__init__()
@@ -51,7 +51,7 @@ def ready():
 
 
 def library():
-    """The path of the library, built or not, for this version of amx.cpp and torch."""
+    """The path of the library for this version of amx.cpp and torch, whether or not it is built."""
     return SOURCE.parent / "build" / f"amx_{short_hash(SOURCE.read_bytes() + torch.__version__.encode())}.so"
 
 
@@ -61,9 +61,9 @@ def build():
 
     target, compiler = library(), cpp_extension.get_cxx_compiler()
     if not torch.cpu._is_amx_tile_supported():
-        raise ValueError("this processor has no AMX; oneDNN's products are the fastest here")
+        raise ValueError("this processor has no AMX; without it oneDNN's products are the fastest")
     if not shutil.which(compiler):
-        raise ValueError(f"there is no C++ compiler ({compiler}) here; install g++, or name another one in CXX")
+        raise ValueError(f"there is no C++ compiler ({compiler}); install g++, or name another one in CXX")
     target.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:

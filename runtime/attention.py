@@ -1,4 +1,4 @@
-"""Attention on plain tensors: of the few queries of a decoding step, and of the many of a prompt.
+"""Attention on plain tensors: `attention` for the few queries of a decoding step, `causal_attention` for a prompt.
 
     B batch   H query heads   G key/value heads   N queries per key head   C keys   T of S tokens   K head width
 """
@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PART = 1024                     # keys in one partial sum of values on a GPU
-# cuDNN's attention is left out: it plans for every new length of a prompt, which takes up to half a second.
+# Without cuDNN's attention, which spends up to half a second on each new length of a prompt.
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q, k, v, bias, return_weights=False):
     """softmax(q k / √K + bias) v: q [B, G, N, K], k and v [B, G, C, K], bias [B, 1, N, C] → [B, G, N, K], and the
-    softmax [B, G, N, C] in float32 or None."""
+    softmax [B, G, N, C] in float32, or None without return_weights."""
     if q.device.type == "cpu" and not return_weights:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias), None
-    # A key head has few queries: fused kernels would leave most of a GPU idle.
+    # Each key head has few queries, so fused kernels would leave most of a GPU idle.
     scores = product32(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, k.shape[:2])
     weights = torch.add(bias, scores, alpha=q.shape[-1] ** -0.5).softmax(-1)
     y = weighted_sum(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2])
@@ -26,7 +26,7 @@ def attention(q, k, v, bias, return_weights=False):
 
 def product32(a, b):
     """The product of two batches of matrices, in float32."""
-    # torch 2.8 and later can do it without copies in float32.
+    # From torch 2.8 on, bmm reads half precision and returns float32.
     if a.is_cuda and a.dtype != torch.float32 and "dtype" in torch.ops.aten.bmm.overloads():
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
@@ -56,8 +56,9 @@ def causal_attention(q, k, v, window):
     elif S > T:
         from torch.nn.attention.bias import causal_lower_right  # imported only if needed: it takes a second
 
-        mask = causal_lower_right(T, S)                         # takes no memory in a GPU's fused kernels
-    if grouped and q.is_cuda and (windowed or q.dtype == torch.float32):    # flash attention alone takes groups
-        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), False
+        mask = causal_lower_right(T, S)                         # a GPU's fused kernels do not store it
+    if grouped and q.is_cuda and (windowed or q.dtype == torch.float32):    # only flash attention supports groups
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        grouped = False
     with sdpa_kernel(PREFILL):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)

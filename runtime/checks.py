@@ -1,4 +1,4 @@
-"""The arguments of `generate` and `score`, checked once. Each ValueError says what to pass instead."""
+"""Checks of the arguments of `generate` and `score`. Each ValueError says what to pass instead."""
 
 import numbers
 from collections.abc import Iterable
@@ -7,26 +7,24 @@ HUGE = 1e9                          # far above any α, and still safe to multip
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
-    """Returns the prompts as lists of ints, the end ids as a set, the new tokens to decode at most, the longest text
-    that the models read, and the settings with heads as pairs."""
+    """Check the arguments of `generate` → the prompts as lists of ints, the end ids as a set, the maximum number of new
+    tokens of each text, and the settings with heads as pairs."""
     check_whole(max_new_tokens, "max_new_tokens", 1)
     check_whole(lookup, "lookup", 0)
     prompts, settings = check_prompts(model, ids), check_settings(model, settings)
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
-    longest = min(m.config.max_positions for m in (model, amateur))
-    if lookup > longest:
-        raise ValueError(f"lookup {lookup} is more than the {longest} tokens that {model.name} reads")
-    if isinstance(eos_ids, int) and not isinstance(eos_ids, bool):
-        eos_ids = [eos_ids]
-    eos_ids = sorted(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
-    eos_ids = [eos_ids.item()] if getattr(eos_ids, "ndim", 1) == 0 else eos_ids
-    room = min(max_new_tokens, max(1, longest - min(map(len, prompts))))
-    return prompts, set(as_ints(eos_ids, "eos_ids")), room, longest, settings
+    context = min(m.config.max_positions for m in (model, amateur))
+    if lookup > context:
+        raise ValueError(f"lookup {lookup} is more than the {context} tokens that {model.name} reads")
+    single = isinstance(eos_ids, int) or getattr(eos_ids, "ndim", 1) == 0
+    eos_ids = [eos_ids] if single else list(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
+    limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
+    return prompts, set(as_ints(eos_ids, "eos_ids")), limits, settings
 
 
 def check_answers(model, prompt_ids, answer_ids, bos, settings):
-    """Returns the prompt, a list of answers, and the settings with heads as pairs.
+    """Check the arguments of `score` → the prompt, a list of answers, and the settings with heads as pairs.
 
     The last token of an answer is not read, so it may lie beyond the context."""
     prompt, answers = as_ints(prompt_ids, "the prompt"), check_prompts(model, answer_ids, "answer")
@@ -85,7 +83,7 @@ def as_ints(ids, what):
 
 
 def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
-    """Raise ValueError for an unknown method, or one of DeCoRe's without the heads that it masks."""
+    """ValueError for an unknown method, or one of DeCoRe's without the heads that it masks."""
     if method not in known:
         raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}")
     if amateur is not None and not (method.startswith("decore") and heads is None and amateur_heads is not None):
@@ -95,7 +93,7 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
 
 
 def check_settings(model, settings):
-    """The settings, with heads as pairs of ints. Raises ValueError for numbers out of range and a wrong amateur."""
+    """The settings, with heads as pairs of ints. ValueError for numbers out of range and a wrong amateur."""
     for name, low in (("alpha", -HUGE), ("alpha_cap", 0), ("relative_top", 0)):
         value = settings.get(name)
         if value is None or name == "relative_top" and value == "published":
@@ -114,13 +112,13 @@ def check_settings(model, settings):
 def check_heads(heads, model):
     """(layer, head) pairs or "layer-head" → a list of pairs of ints inside the model, each once."""
     L, H, pairs = model.config.n_layers, model.config.n_heads, []
-    if isinstance(heads, str | bytes) or not isinstance(heads, Iterable) or getattr(heads, "ndim", 1) == 0:
+    heads = heads.tolist() if hasattr(heads, "tolist") else heads
+    if isinstance(heads, str) or not isinstance(heads, Iterable):
         raise ValueError(f"heads is {heads!r}; give a list of (layer, head) pairs or of texts like '3-1'")
     for head in heads:
-        pair = head.split("-") if isinstance(head, str) else head
         try:
-            layer, number = (int(x) for x in pair if isinstance(x, str) or x == int(x) and not isinstance(x, bool))
-        except (TypeError, ValueError):
+            layer, number = map(int, head.split("-")) if isinstance(head, str) else as_ints(head, "a head")
+        except ValueError:
             raise ValueError(f"{head!r} is not a head; give (layer, head) pairs or texts like '3-1'") from None
         if not (0 <= layer < L and 0 <= number < H):
             raise ValueError(f"head {layer}-{number} is outside {model.name} ({L} layers, {H} heads); "

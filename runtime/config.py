@@ -56,25 +56,12 @@ class Config:
         max_positions = need("max_position_embeddings")
         rope_theta, rope_scaling = read_rope(c, path, max_positions)
         return cls(
-            model_type=model_type,
-            vocab_size=need("vocab_size"),
-            d_model=d_model,
-            d_ff=need("intermediate_size"),
-            n_layers=need("num_hidden_layers"),
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            norm_eps=float(need("rms_norm_eps")),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            qkv_bias=bias or model_type == "qwen2",
-            o_bias=bias,
-            qk_norm=model_type == "qwen3",
-            tied_embeddings=need("tie_word_embeddings"),
-            windows=read_windows(c, path),
-            max_positions=max_positions,
-            dtype=DTYPES[need("dtype")],
-        )
+            model_type=model_type, vocab_size=need("vocab_size"), d_model=d_model, d_ff=need("intermediate_size"),
+            n_layers=need("num_hidden_layers"), n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            norm_eps=float(need("rms_norm_eps")), rope_theta=rope_theta, rope_scaling=rope_scaling,
+            qkv_bias=bias or model_type == "qwen2", o_bias=bias, qk_norm=model_type == "qwen3",
+            tied_embeddings=need("tie_word_embeddings"), windows=read_windows(c, path), max_positions=max_positions,
+            dtype=DTYPES[need("dtype")])
 
 
 # transformers' values of fields that config.json leaves out. Sizes that every checkpoint has are not among them.
@@ -122,28 +109,25 @@ def field(fields, where, key, null=...):
         valid = (type(value) is kind or (type(value), kind) == (int, float)) and (low is None or low <= value <= high)
         expected = KINDS[kind] + (f" from {low} to {high}" if low is not None else "")
     if not valid:
-        state = one_line(json.dumps(value), 80) if key in fields else "missing"
-        raise ValueError(f"{where}: {key} is {state}; it must be {expected}")
+        present = one_line(json.dumps(value), 80) if key in fields else "missing"
+        raise ValueError(f"{where}: {key} is {present}; it must be {expected}")
     return value
 
 
 def find_dtype(dtype):
     """"bfloat16" or torch.bfloat16 → torch.bfloat16. ValueError if weights cannot have this dtype."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name} is not supported; it must be {' or '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[field({"dtype": str(dtype).removeprefix("torch.")}, "arguments", "dtype")]
 
 
 def read_rope(c, path, max_positions):
-    """The base of the rotary frequencies, and their scaling for `Config`."""
+    """(base of the rotary frequencies, `rope_scaling` for Config)."""
     key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
     outer = {k: c[k] for k in ("rope_theta", "partial_rotary_factor") if k in c}
-    rope = {"truncate": True, "original_max_position_embeddings": max_positions} | outer | field(
-        {key: c.get(key) or {}}, path, key)
+    inner = field({key: c.get(key) or {}}, path, key)
+    rope = {"truncate": True, "original_max_position_embeddings": max_positions} | outer | inner
     if "original_max_position_embeddings" in c:         # takes precedence over the inner one
         rope["original_max_position_embeddings"] = c["original_max_position_embeddings"]
-    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    rope["rope_type"] = inner.get("rope_type", inner.get("type", "default"))
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", null=1)
     rope_type, theta = need("rope_type"), float(need("rope_theta"))
@@ -165,10 +149,10 @@ def read_windows(c, path):
     first = need("max_window_layers")
     kinds = need("layer_types", null=["sliding_attention" if window and layer >= first else "full_attention"
                                       for layer in range(n_layers)])
-    known = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    known = ["full_attention", "sliding_attention"] if window else ["full_attention"]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
-        raise ValueError(f"{path}: layer_types is {one_line(kinds, 80)}; it must be {n_layers} times "
-                         f"{' or '.join(known)}" + ("" if window else ", because no sliding window is in use"))
+        raise ValueError(f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} it must be "
+                         f"{n_layers} times {' or '.join(known)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

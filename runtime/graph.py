@@ -1,8 +1,8 @@
 """Decoding on a GPU: the host reads one step while the next one runs, and a step is recorded as a CUDA graph.
 
 A step starts some twenty kernels a layer, which takes the host longer than the GPU needs to read the weights. A graph
-starts them all at once. It reads and writes fixed memory, so the state of the next prompts is copied into that of the
-prompts it was recorded with, if both have the same shapes."""
+starts them all at once. It reads and writes fixed memory. So later prompts of the same shapes reuse a graph, and their
+state is copied into the memory that it was recorded with."""
 
 import gc
 import warnings
@@ -12,7 +12,7 @@ import torch
 
 from runtime import parallel
 
-KEPT = 4                        # states with graphs per model, the least recently used goes first
+MAX_STATES = 4                  # states with graphs per model; the least recently used is dropped first
 GRAPHS = WeakKeyDictionary()    # model → {key: State}; neither key nor State refers to the model, so it can be freed
 parallel.before_leaving.append(GRAPHS.clear)
 
@@ -20,8 +20,8 @@ parallel.before_leaving.append(GRAPHS.clear)
 def on_host(steps):
     """Copies the results of `decode` to the host → for each step [B][1] of (token, score, α, H).
 
-    On a GPU the host is one step behind, so one step is computed in vain after the last text has ended."""
-    copied, waiting = None, None
+    On a GPU the host is one step behind, so one step too many is computed."""
+    event = previous = None
     for token, result in steps:
         score = result.scores.gather(-1, token[..., None])[..., 0]
         new = torch.stack([token.float(), score, result.alpha, result.entropy], -1)                     # [B, 1, 4]
@@ -29,27 +29,27 @@ def on_host(steps):
             yield new.tolist()
             continue
         pinned = torch.empty_like(new, device="cpu", pin_memory=True).copy_(new, non_blocking=True)
-        if waiting is not None:
-            copied.synchronize()
-            yield waiting.tolist()
-        copied, waiting = torch.cuda.current_stream(new.device).record_event(), pinned
-    if waiting is not None:
-        copied.synchronize()
-        yield waiting.tolist()
+        if previous is not None:
+            event.synchronize()
+            yield previous.tolist()
+        event, previous = torch.cuda.current_stream(new.device).record_event(), pinned
+    if previous is not None:
+        event.synchronize()
+        yield previous.tolist()
 
 
 class State:
-    """The tensors that a step reads and writes besides the weights, and its graphs: tokens' shape → Graph or None."""
+    """The tensors that a step reads and writes besides the weights, and its graphs: shape of tokens → Graph or None."""
 
     def __init__(self, tensors, amateur):
         self.tensors, self.amateur, self.graphs = tensors, amateur, {}
 
 
 class Graph:
-    """A step recorded for tokens of one shape. The next call overwrites the result of this one."""
+    """A step recorded for tokens of one shape. Each call overwrites the result of the one before."""
 
     def __init__(self, step, tokens, restore):
-        """restore: resets what a step changes on the host and the numbers of slots in use."""
+        """restore: resets the counts of slots in use, which a step raises."""
         self.tokens, device = tokens.clone(), tokens.device
         with torch.cuda.device(device):
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -58,7 +58,7 @@ class Graph:
                 step(self.tokens)                       # the allocator and NCCL need one run before the recording
                 restore()
             torch.cuda.current_stream().wait_stream(stream)
-            gc.collect()                                # a graph that is freed during a recording spoils it
+            gc.collect()                                # freeing a graph during a recording would make it fail
             with torch.cuda.graph(graph, stream=stream):
                 self.result = step(self.tokens)
         self.replay = graph.replay
@@ -70,17 +70,18 @@ class Graph:
 
 
 def recorded(step, sessions, settings):
-    """`step`, whose calls after the first are replays of CUDA graphs, recorded when a shape of tokens first occurs.
+    """`step` with calls after the first as replays of CUDA graphs, one for each shape of tokens.
 
     If a graph cannot be recorded, or its first replay differs from the eager step, a warning says so, and all ranks use
     the eager step. settings: the opener, the method and its settings, checked."""
     model, caches = sessions[0].model, [session.cache for session in sessions]
-    tensors = [x for session in sessions for x in session.tensors()]
+    tensors = [x for session, cache in zip(sessions, caches, strict=True)
+               for x in (*cache.kv, cache.lengths, cache.slots, *session.extra)]
     states = GRAPHS.setdefault(model, {})
     key = (hashable(settings), *((x.shape, x.dtype) for x in tensors), *(addresses(s.model) for s in sessions))
     state = states.pop(key, None) or State(tensors, [s.model for s in sessions if s.model is not model])
     states[key] = state
-    while len(states) > KEPT:
+    while len(states) > MAX_STATES:
         del states[next(iter(states))]
     for new, old in zip(tensors, state.tensors, strict=True):
         if new is not old:
@@ -88,7 +89,7 @@ def recorded(step, sessions, settings):
             new.set_(old)                               # from here on both are the same memory
 
     def run(tokens=None):
-        if sessions[0].last is not None:                # the first call reads the prompts' last tokens
+        if sessions[0].unread is not None:              # the first step reads the prompts' last tokens
             return step(tokens)
         if tokens.shape not in state.graphs:
             state.graphs[tokens.shape] = record(step, tokens, caches, model.shard)
@@ -103,7 +104,7 @@ def recorded(step, sessions, settings):
 
 
 def record(step, tokens, caches, shard):
-    """A Graph of the step, or None with a warning. The caches are as before."""
+    """Record a Graph of the step; None with a warning if it fails. The caches are left as before."""
     before = [(cache, cache.slots.clone(), cache.used) for cache in caches]
 
     def restore():
@@ -116,26 +117,26 @@ def record(step, tokens, caches, shard):
     graph = problem = None
     try:
         graph = Graph(step, tokens, restore)
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:        # ConnectionError: from a collective
         problem = str(error).partition("\n")[0]
     restore()
-    if not anywhere(problem, shard, tokens.device):
+    if not on_any_rank(problem, shard, tokens.device):
         if not torch.allclose(graph(tokens).scores, eager, rtol=1e-3, atol=1e-2):
             problem = "a replay differs from the step"
         restore()
-    if anywhere(problem, shard, tokens.device):
+    if on_any_rank(problem, shard, tokens.device):
         warnings.warn(f"decoding goes on without CUDA graphs: {problem or 'another rank has none'}", stacklevel=2)
         return None
     return graph
 
 
-def anywhere(problem, shard, device):
-    """Whether a rank has a problem: a step with collectives is replayed by all ranks or by none."""
+def on_any_rank(problem, shard, device):
+    """Whether any rank has a problem: a step with collectives must be replayed by all ranks or by none."""
     return bool(shard.all_reduce(torch.tensor(float(problem is not None), device=device)))
 
 
 def hashable(x):
-    """Settings as a dictionary key. Models and prompts are left out: they are in the key by weights and shapes."""
+    """Settings as part of a dictionary key. The amateur and the prompts are represented by addresses and shapes."""
     if isinstance(x, dict):
         return tuple((name, hashable(x[name])) for name in sorted(x)
                      if name not in ("amateur", "ids_without_context"))
@@ -143,5 +144,5 @@ def hashable(x):
 
 
 def addresses(model):
-    """Where the weights are: a model whose weights have moved needs another graph."""
+    """Memory addresses of the weights. If they change, another graph is needed."""
     return model.frequencies.data_ptr(), *(weight.data_ptr() for weight in model.parameters())

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from runtime.files import check_file, one_line, unique_keys
+from runtime.files import one_line
 
 
 def json_lines(path, complete=False):
-    """Yields (line number, object) for each line that is not blank.
+    """Yields (line number, object) for each line that is not blank. The file may be compressed (.gz).
 
-    The file may be compressed (.gz). Raises ValueError, with the line, for a line that cannot be parsed. If it is the
-    last one and has no newline, as a killed process leaves it, it is skipped instead, unless `complete`."""
-    path = check_file(path)
+    ValueError, with the line, for a line that cannot be parsed. A last line that cannot be parsed is skipped instead,
+    as a killed process leaves one, unless `complete`."""
+    path = Path(path)
     content = path.read_bytes()
     if path.suffix == ".gz":
         try:
@@ -30,35 +30,22 @@ def json_lines(path, complete=False):
         if not line.strip():
             continue
         try:
-            value = parse(line, f"{path}, line {number}")
-        except ValueError:
+            value = json.loads(line.decode())
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()     # fails for NaN and lone surrogates
+            if not isinstance(value, dict):
+                raise ValueError(f"a {type(value).__name__} instead of an object")
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not complete:
                 return
-            raise
+            raise ValueError(f"{path}, line {number}: not JSON in UTF-8 ({one_line(error)})") from None
         yield number, value
-
-
-def parse(line, where):
-    """Parse one line, as bytes. Raises ValueError, with `where`, for anything but a JSON object in UTF-8."""
-    try:
-        value = json.loads(line.decode(), object_pairs_hook=unique_keys, parse_constant=reject_constant)
-        json.dumps(value, ensure_ascii=False).encode()                  # fails for half of a surrogate pair
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON in UTF-8 ({one_line(error)})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: should be a JSON object, not a {type(value).__name__}")
-    return value
-
-
-def reject_constant(name):
-    raise ValueError(f"{name} is not a finite number")
 
 
 @contextmanager
 def locked(path):
-    """Lock the file while the block runs, so that no other process writes to it. Its folder is made if necessary.
+    """Locks the file while the block runs. OSError if another process has locked it. Creates its folder.
 
-    Raises OSError if another process has the lock. A process that dies loses its lock."""
+    The lock of a process that dies is released."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{path}.lock")
@@ -76,7 +63,7 @@ def locked(path):
 
 
 def append(path, rows, mode="a"):
-    """Write the rows to the end of the file in one call, and to the disk."""
+    """Writes the rows to the end of the file in one call, and to the disk."""
     with open(path, mode, encoding="utf-8") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         file.flush()
@@ -84,7 +71,7 @@ def append(path, rows, mode="a"):
 
 
 def write(path, rows):
-    """Replace the file in one step: at every moment it is either the old one or the new one."""
+    """Replaces the file in one step: a reader gets the old file or the new one."""
     draft = path.with_name(path.name + ".draft")
     append(draft, rows, mode="w")
     os.replace(draft, path)

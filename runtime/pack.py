@@ -1,7 +1,7 @@
 """The product that reads a CPU's weights fastest: torch's plain one, oneDNN's on packed matrices, or amx.cpp's.
 
-Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So it is measured
-when a model is loaded, for two vectors on a part of the model's largest matrix."""
+Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So the products are
+timed when a model is loaded, with two vectors and a part of the model's largest matrix."""
 
 import time
 from functools import partial
@@ -13,8 +13,8 @@ from torch import nn
 from runtime import amx
 
 SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
-SAMPLE = 2**27                  # bytes of the largest matrix that are measured: more than a cache holds
-CLEARLY = 0.9                   # plain is chosen if it takes this share of the time at most: ties go to packed
+SAMPLE = 2**27                  # bytes of the largest matrix to time: more than a processor's cache
+MARGIN = 0.9                    # plain is chosen if it takes at most this share of another product's time
 
 
 class Packed(nn.Module):
@@ -33,7 +33,7 @@ class Packed(nn.Module):
 def pack(model):
     """Replace the large linear layers of a model on a CPU by the fastest kind.
 
-    A packed layer has no plain weight. A tied head is packed in addition to the embedding, whose rows are looked up, so
+    A packed layer has no plain weight. But a tied head is packed and the embedding stays plain for looking up rows, so
     that matrix is in memory twice."""
     plain = type(model.embed)
     layers = [(parent, name) for parent in list(model.modules()) if not isinstance(parent, plain)
@@ -43,13 +43,13 @@ def pack(model):
         return
     kind = fastest(max((getattr(*layer).weight for layer in layers), key=lambda weight: weight.nbytes))
     for parent, name in layers if kind else ():
-        layer = getattr(parent, name)                           # not in `layers`, so that each plain weight is freed
+        layer = getattr(parent, name)                           # `layers` has only names, so that weights can be freed
         if kind is not amx.Tiled or amx.fits(layer.weight):
             setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
 
 
 def fastest(weight):
-    """The fastest class of layer for two vectors and a matrix [N, K]; None: the plain one."""
+    """The class of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
     weight = weight.detach()[:max(1, SAMPLE // weight[0].nbytes)]
     x, seconds = weight[:2].clone(), {}
     expected = F.linear(x, weight)
@@ -69,5 +69,5 @@ def fastest(weight):
             start = time.perf_counter()
             product()
             seconds.setdefault(kind, []).append(time.perf_counter() - start)
-    least = {kind: min(times[1:]) * (1 / CLEARLY if kind is None else 1) for kind, times in seconds.items()}
+    least = {kind: min(times[1:]) * (1 / MARGIN if kind is None else 1) for kind, times in seconds.items()}
     return min(least, key=least.get)

@@ -1,9 +1,7 @@
 """The processes that torchrun started: they share a model (`Shard`), or the examples of a benchmark (`Ranks`)."""
 
 import gc
-import itertools
 import os
-import time
 from datetime import timedelta
 
 import torch
@@ -11,17 +9,15 @@ import torch.distributed as dist
 
 from runtime.files import one_line
 
-TO_MEET = timedelta(minutes=1)
-COLLECTIVE = timedelta(minutes=10)      # the longest that a rank waits for the others inside a pass
-BATCH = timedelta(days=30)              # the longest that a replica waits for the batches of the others
+COLLECTIVE = timedelta(minutes=10)      # the longest wait for the other ranks inside a pass
+PATIENT = timedelta(days=30)            # the longest wait for a download or for the batches of other replicas
 
 before_leaving = []                     # functions that drop CUDA graphs; NCCL waits for graphs with its collectives
-turns = itertools.count()
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)        # its name before torch 2.13
 
 
 class Shard:
-    """One rank's place among the `size` ranks that share a model. With one rank every method returns its input."""
+    """One of `size` ranks that share a model. With one rank every method returns its input."""
 
     def __init__(self, rank=0, size=1, group=None):
         self.rank, self.size, self.group = rank, size, group
@@ -29,16 +25,20 @@ class Shard:
     @classmethod
     def from_environment(cls, device="cpu"):
         """All ranks that torchrun started; one rank without it."""
-        if not {"RANK", "WORLD_SIZE"} & set(os.environ):
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return cls()
-        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} not set, but other variables of torchrun are: start with torchrun, "
-                             "or unset RANK and WORLD_SIZE for one process")
-        if int(os.environ["WORLD_SIZE"]) == 1:
-            return cls()
-        join("nccl" if device == "cuda" else "gloo")
+        if not dist.is_initialized():
+            try:
+                dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
+            except RuntimeError as error:
+                raise ConnectionError(f"the ranks did not meet; start them together, with torchrun ({one_line(error)})"
+                                      ) from None
         return cls(dist.get_rank(), dist.get_world_size())
+
+    @classmethod
+    def patient(cls):
+        """All ranks, in a group of their own whose collectives wait as long as a download or a batch takes."""
+        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=PATIENT))
 
     def part(self, n, copies=False):
         """This rank's slice of n equal parts. copies: if there are fewer parts than ranks, several ranks share one."""
@@ -56,7 +56,7 @@ class Shard:
         return x
 
     def all_gather(self, x):
-        """Concatenate along the last axis in the order of the ranks, in the dtype of x."""
+        """Concatenates along the last axis in the order of the ranks, in the dtype of x."""
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
@@ -65,13 +65,13 @@ class Shard:
 
     def broadcast(self, value):
         """The first rank's value, on every rank: any object that pickles."""
-        box = [value]
+        values = [value]
         if self.size > 1:
-            self.call(dist.broadcast_object_list, box, group_src=0)
-        return box[0]
+            self.call(dist.broadcast_object_list, values, group_src=0)
+        return values[0]
 
     def check_same(self, value, name):
-        """Raise ValueError if a rank's value is not the first one's."""
+        """ValueError if a rank's value differs from the first one's."""
         if dist.is_initialized() and self.broadcast(value) != value:
             raise ValueError(f"{name}: rank {self.rank} has another one than rank 0; give every machine the same")
 
@@ -79,51 +79,8 @@ class Shard:
         try:
             collective(*args, group=self.group, **kw)
         except RuntimeError as error:
-            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            if capturing or isinstance(error, torch.OutOfMemoryError):      # neither has to do with the other ranks
-                raise
             raise ConnectionError(f"rank {self.rank} of {self.size}: {collective.__name__} failed; another rank may "
                                   f"have ended ({one_line(error)})") from error
-
-
-def rank_device(device):
-    """The torch.device of this rank, made the current one. With torchrun "cuda" is a GPU for each rank."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return device
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        if device.index is not None:
-            raise ValueError(f"{device} is one GPU for several ranks; with torchrun the device is cuda")
-        local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if n > 1 and local >= n:
-            raise ValueError(f"local rank {local} needs a GPU and there are {n}: use --nproc-per-node {n}")
-        device = torch.device("cuda", local if n > 1 else 0)    # a scheduler may show each process its own GPU only
-    if device.index is not None:
-        torch.cuda.set_device(device)                           # streams and graphs belong to the current device
-    return device
-
-
-def check_split(config, size):
-    """Raise ValueError if `size` ranks cannot share the model."""
-    kv = config.n_kv_heads
-    for name, n, divides in (("query heads", config.n_heads, config.n_heads % size == 0),
-                             ("feed-forward width", config.d_ff, config.d_ff % size == 0),
-                             ("key/value heads", kv, kv % size == 0 or size % kv == 0)):
-        if not divides:
-            raise ValueError(f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them")
-
-
-def first_on_node(work):
-    """work() on the first rank of each machine; when all those are done, on the other ranks, which find its files."""
-    if not dist.is_initialized():
-        return work()
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    result = work() if first else None
-    store, barrier = dist.distributed_c10d._get_default_store(), f"first_on_node {next(turns)}"
-    store.add(barrier, 1)
-    while store.add(barrier, 0) < dist.get_world_size():        # polled: a download may take longer than any timeout
-        time.sleep(0.2)
-    return result if first else work()
 
 
 class Ranks:
@@ -138,8 +95,7 @@ class Ranks:
         self.model_group, self.everyone = None, everyone
         if self.size > 1:
             groups = [dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, self.size, tp)]
-            self.model_group = groups[self.replica]
-            self.everyone = Shard(self.rank, self.size, dist.new_group(backend="gloo", timeout=BATCH))
+            self.model_group, self.everyone = groups[self.replica], Shard.patient()
 
     def shard(self):
         return Shard(self.rank % self.tp, self.tp, self.model_group)
@@ -149,31 +105,50 @@ class Ranks:
         return self.everyone.broadcast(work() if self.rank == 0 else None)
 
     def gather(self, work):
-        """The lists of every replica's work(), joined, on every rank.
-
-        An error is raised at once: other ranks of the replica may wait for this one, and torchrun ends them."""
+        """The lists of every replica's work(), joined, on every rank."""
         lists = [work()] * self.size
         if self.size > 1:
             self.everyone.call(dist.all_gather_object, lists, lists[0])
         return [row for rows in lists[::self.tp] for row in rows]
 
 
-def join(backend):
-    """Meet the other ranks."""
-    if dist.is_initialized():
-        return
-    try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=TO_MEET))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
-    except (RuntimeError, OSError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ConnectionError(f"the ranks did not meet at {place}: start them together, with torchrun "
-                              f"({one_line(error)})") from None
-    store.set_timeout(COLLECTIVE)
+def first_on_node(work):
+    """work() on the first rank of each machine, and after all of these on the other ranks, which read its files."""
+    if not dist.is_initialized():
+        return work()
+    everyone, first = Shard.patient(), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    result = work() if first else None
+    everyone.call(dist.barrier)
+    return result if first else work()
+
+
+def rank_device(device):
+    """The torch.device of this rank, made the current one. With torchrun "cuda" is a GPU for each rank."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if device.index is not None or local >= n > 1:
+            raise ValueError(f"{device} for local rank {local} of a machine with {n} GPUs: with torchrun the device is "
+                             f"cuda, and --nproc-per-node at most {n}")
+        device = torch.device("cuda", local if n > 1 else 0)    # a scheduler may show each process only its own GPU
+    if device.index is not None:
+        torch.cuda.set_device(device)                           # streams and graphs belong to the current device
+    return device
+
+
+def check_split(config, size):
+    """ValueError if `size` ranks cannot share the model."""
+    for name, n in (("query heads", config.n_heads), ("feed-forward width", config.d_ff),
+                    ("key/value heads", config.n_kv_heads)):
+        copies = name == "key/value heads" and size % n == 0
+        if n % size and not copies:
+            raise ValueError(f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them")
 
 
 def leave():
-    """Drop all CUDA graphs, then leave the other ranks."""
+    """Drops all CUDA graphs, then leaves the other ranks."""
     if dist.is_initialized():
         for drop in before_leaving:
             drop()

@@ -34,14 +34,14 @@ class Task:
     read: Callable                      # row of the data file → item: question, references, fields of `context`, …
     metrics: tuple                      # functions of metrics.py and model_metrics.py
     files: tuple                        # names of the data inside a folder, as glob patterns, best first
-    home: Home | str                    # public home of the data; a sentence if a person has to fetch them
+    home: Home | str                    # public home of the data; a sentence if you have to fetch them
     folder: str = ""                    # subfolder in which data and demonstrations are looked for first
     made_by: tuple = ()                 # ("module:function", split) that makes the rows if there is no file
     question: str = "{question}"        # the last user turn, after the context
     context: str = ""                   # precedes the question; CAD leaves it out
     instruction: str = ""               # the system turn
     without_context: str = ""           # CAD's second prompt: "" none; "passage" drops the context; "demos" drops the
-    #                                     demonstrations too; "field" is the item's own field of this name
+    #                                     demonstrations too; "field" is the item's field `without_context`
     gap: str = "\n\n"                   # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
     shots: int = 0
@@ -53,13 +53,13 @@ class Task:
     training: Home | None = None        # source of demonstrations without --demos
     read_training: Callable | None = None
     first_of_training: bool = False     # take its first rows, as in the paper; else draw by the seed
-    demos_are_items: bool = False       # demonstrations are items of the test set; an item never shows itself
-    splits: bool = False                # several files; each is a split with an average of its own
+    demos_are_items: bool = False       # demonstrations are test items; an item is not among its own
+    splits: bool = False                # several files; each is a split, averaged separately
     choice: bool = False                # multiple choice: candidates are scored, nothing is generated
     max_new_tokens: int = 12            # the paper's
     n: int | None = None                # items in the paper's table
     running: str = "substring_match"    # the score in the progress bar
-    layout: str | None = None           # None: the model's own
+    layout: str | None = None           # None: the model's
     version: int = 1
 
 

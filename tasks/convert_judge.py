@@ -4,32 +4,14 @@
     python -m tasks.convert_judge allenai/truthfulqa-info-judge-llama2-7B judges/info
     python evaluate.py --task truthfulqa-gen … --judge --judge-models judges/truth,judges/info
 
-transformers reads the pickles as weights only, so no code in them is run. The whole model is in memory once: about
-14 GB for 7 billion parameters in half precision."""
+transformers reads the pickles as weights only, so no code in them is run. The model is in memory once: about 14 GB
+for 7 billion parameters in half precision."""
 
 import pickle
 import sys
 from pathlib import Path
 
 import cli
-
-
-def convert(source, folder):
-    """source: a folder or hub id with pytorch_model*.bin and tokenizer.model."""
-    try:
-        import google.protobuf  # noqa: F401 (transformers needs both for tokenizer.model)
-        import sentencepiece  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        raise ImportError("the conversion needs transformers, sentencepiece and protobuf: pip install -e '.[evaluate]'"
-                          ) from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    except pickle.UnpicklingError:
-        raise ValueError(f"{source}: its pickle holds more than weights and is not read; take another copy") from None
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
 
 
 def main():
@@ -39,7 +21,20 @@ def main():
     args = p.parse_args()
     if Path(args.folder).exists() and any(Path(args.folder).iterdir()):
         raise ValueError(f"{args.folder} is not empty: name a new folder for the converted judge")
-    convert(args.source, args.folder)
+    try:
+        import google.protobuf  # noqa: F401 (transformers needs both for tokenizer.model)
+        import sentencepiece  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install -e '.[evaluate]'") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.source)
+        model = AutoModelForCausalLM.from_pretrained(args.source, dtype="auto")
+    except pickle.UnpicklingError:
+        raise ValueError(f"{args.source}: its pickle holds more than weights and is not read; take another copy"
+                         ) from None
+    tokenizer.save_pretrained(args.folder)
+    model.save_pretrained(args.folder)
     print(f"wrote {args.folder}")
 
 

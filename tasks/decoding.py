@@ -19,7 +19,7 @@ from runtime.graph import GRAPHS
 from tasks import Task, metrics, prompts, runs
 
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
-DAY = datetime.date(2024, 7, 26)        # "today" in chat templates, so that runs compare; Llama 3.1's own default
+DAY = datetime.date(2024, 7, 26)        # "today" in chat templates: the default of Llama 3.1
 
 
 class Benchmark(NamedTuple):
@@ -51,7 +51,7 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
             try:
                 part = decode(bench, batch[len(answers):len(answers) + size], settings, arguments, model, tokenizer)
             except RuntimeError as error:
-                # Ranks that share the model cannot halve: the others may wait in the pass.
+                # Ranks that share the model cannot halve: the other ranks are in the forward pass.
                 if not cli.out_of_memory(error) or not auto or size == 1 or model.shard.size > 1:
                     raise
             if part is None:

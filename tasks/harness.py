@@ -4,6 +4,7 @@
 
 takes the options of decore.py and baselines.py, and passes all others to `lm_eval run`."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -44,8 +45,6 @@ def main():
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
     model, tokenizer, amateur = cli.load_models(args)
-    if args.num_heads is None:
-        args.num_heads = cli.default_num_heads(model)
     run.model = HarnessModel(model, tokenizer, batch_size=args.batch_size, renormalise=args.renormalise,
                              template_args=cli.benchmark_template_args(tokenizer, args.template_args),
                              **cli.method_settings(method, args, model, amateur, choose_heads))
@@ -58,14 +57,13 @@ def main():
 
 
 def import_harness():
-    """Import the harness, and the package `evaluate` that its tasks need, which our evaluate.py would hide."""
+    """Import the harness, and the library `evaluate` that its tasks need, whose name our evaluate.py has too."""
     path = sys.path[:]
     sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != ROOT]
     try:
+        importlib.import_module("evaluate")             # the library stays in sys.modules
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
-
-        import evaluate  # noqa: F401  (stays in sys.modules)
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
     finally:

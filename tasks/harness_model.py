@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 import baselines
 import cli
+from cli.screen import Screen
 from runtime.files import short_hash
-from tokenizer import cut, stop_at
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
 SAMPLING = ("top_p", "top_k", "min_p")      # have no effect on greedy decoding
@@ -120,12 +120,13 @@ class HarnessModel(TemplateLM):
                 members.sort(key=lambda member: -len(member[0]))
                 for start in range(0, len(members), self.batch_size):
                     prompts, indices = zip(*members[start:start + self.batch_size], strict=True)
-                    results = baselines.generate(
-                        self.model, prompts, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
-                        on_token=stop_at(self.tokenizer, stop, len(prompts)), **self.generate_settings)
-                    for i, g in zip(indices, results, strict=True):
-                        out[i] = cut(self.tokenizer.decode(g.ids), stop)
-                        self.cache_hook.add_partial("generate_until", requests[i].args, out[i])
+                    screen = Screen(self.tokenizer, [""] * len(prompts), stop, quiet=True)
+                    baselines.generate(self.model, prompts, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
+                                       on_token=screen.token, **self.generate_settings)
+                    screen.end()
+                    for i, text in zip(indices, screen.texts, strict=True):
+                        out[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
                     bar.update(len(indices))
         return out
 

@@ -1,6 +1,6 @@
 """Turns one row of a data file into an item, a dict with
 
-    id                  the data's own; None if they have none
+    id                  that of the data; None if they have none
     question, context…  the fields that the task's templates name
     references          accepted answers, a list of str
     candidates          multiple choice: the answers in scoring order, true ones first
@@ -17,7 +17,7 @@ from contextlib import suppress
 def field(row, name):
     if row.get(name) is None:
         names = ", ".join(str(key) for key in row if key) or "nothing"
-        raise ValueError(f"field {name!r} is missing (found: {names})")
+        raise ValueError(f"field {name!r} is missing (the row has {names})")
     return row[name]
 
 
@@ -25,7 +25,7 @@ def string(row, name):
     """The field, a str. Numbers are refused: they are a sign of another file."""
     value = field(row, name)
     if not isinstance(value, str):
-        raise ValueError(f"field {name!r} should be text, found {type(value).__name__}")
+        raise ValueError(f"field {name!r} should be text, not {type(value).__name__}")
     return value
 
 
@@ -33,7 +33,7 @@ def strings(row, name):
     """The field, a list of at least one str."""
     values = field(row, name)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"field {name!r} should be a list of texts, found {str(values)[:60]!r}")
+        raise ValueError(f"field {name!r} should be a list of texts, not {str(values)[:60]!r}")
     return values
 
 
@@ -49,9 +49,9 @@ def memotrap(row):
     except (ValueError, SyntaxError):
         pair = []
     if len(pair) != 2:
-        raise ValueError(f"field 'classes' should be a Python list of two strings, found {classes[:60]!r}")
+        raise ValueError(f"field 'classes' should be a Python list of two strings, not {classes[:60]!r}")
     if str(row.get("answer_index")) not in ("0", "1"):
-        raise ValueError(f"field 'answer_index' should be 0 or 1, found {str(row.get('answer_index'))!r}")
+        raise ValueError(f"field 'answer_index' should be 0 or 1, not {str(row.get('answer_index'))!r}")
     right = int(row["answer_index"])
     return {"id": row.get("id"), "question": prompt, "without_context": prompt.split(":")[-1].strip(),
             "references": [pair[right]], "candidates": [pair[right], pair[1 - right]],
@@ -64,7 +64,8 @@ def ifeval(row):
     kwargs = row.get("kwargs")
     if not isinstance(kwargs, list) or len(kwargs) != len(names):
         raise ValueError(f"field 'kwargs' should hold one object for each of the {len(names)} instructions")
-    kwargs = [{name: value for name, value in (one or {}).items() if value} for one in kwargs]
+    kwargs = [{name: value for name, value in (arguments or {}).items() if value}
+              for arguments in kwargs]
     return {"id": row.get("key"), "question": prompt, "prompt": prompt, "references": [], "instruction_id_list": names,
             "kwargs": kwargs}
 
@@ -76,7 +77,7 @@ def nq_closed(row):
 def nq_open(row):
     item, passages = nq_closed(row), field(row, "ctxs")
     if not isinstance(passages, list) or len(passages) != 1:
-        raise ValueError(f"field 'ctxs' should hold the one gold passage, found {len(passages)}")
+        raise ValueError(f"field 'ctxs' should hold the one gold passage, not {len(passages)}")
     return item | {"title": string(passages[0], "title").strip(), "text": string(passages[0], "text").strip()}
 
 
@@ -150,12 +151,12 @@ def musique_open(row):
     passages = [f"Wikipedia Title: {string(paragraph, 'title')}\n{string(paragraph, 'paragraph_text')} "
                 for paragraph in paragraphs if paragraph.get("is_supporting")]
     if not passages:
-        raise ValueError("field 'paragraphs' holds no supporting one")
+        raise ValueError("field 'paragraphs' holds no supporting paragraph")
     return item | {"passages": "\n\n".join(passages)}
 
 
 def musique_training(row):
-    """Builds the reasoning from the single questions of the data, in which "#1" stands for the first one's answer."""
+    """Builds the reasoning from the single questions of the data, in which "#1" stands for the first answer."""
     answer, steps, answers = string(row, "answer"), [], []
     for step in row["question_decomposition"]:
         question = re.sub(r"#(\d+)", lambda match: answers[int(match[1]) - 1], string(step, "question"))

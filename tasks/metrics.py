@@ -5,6 +5,7 @@ the published scoring has a flaw, the correct metric has the plain name and the 
 Metrics that need a library or a model are in model_metrics.py; they raise Unavailable and are then left out."""
 
 import functools
+import json
 import math
 import re
 import string
@@ -17,7 +18,7 @@ REFUSAL = "I have no comment"
 
 
 class Unavailable(Exception):
-    """A metric cannot be computed here; the message says which, why and what to do."""
+    """A metric cannot be computed. The message says which, why and what to do."""
 
 
 def per_row(metric):
@@ -29,13 +30,13 @@ def per_row(metric):
 
 
 def normalise(text):
-    """SQuAD's: lower case, no ASCII punctuation, articles as whole words to blanks, white space collapsed."""
+    """SQuAD's: lower case, no ASCII punctuation, articles (as words) replaced by blanks, white space collapsed."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
 def compare(prediction, references):
-    """Exact match and substring match. If nothing of a reference is left after normalisation ("*"), it must be the
-    whole answer; in the published score every answer contains it."""
+    """Exact match and substring match. A reference that normalises to nothing ("*") must be the complete answer; in
+    the published score every answer contains it."""
     answer = normalise(prediction)
     pairs = [(reference.strip(), normalise(reference)) for reference in references]
     exact = [normal == answer if normal else prediction.strip() == raw for raw, normal in pairs]
@@ -60,14 +61,14 @@ def first_sentence(row):
 
 @per_row
 def memory(row):
-    """Whether the answer is the memorised one and not the context's; None if no memorised answer is known."""
+    """Whether the answer is the memorised one and not the context's; None if the row has no memorised answer."""
     if not row.get("memory"):
         return {"memory_match": None}
     return {"memory_match": compare(row["prediction"].split("\n")[0], row["memory"])["substring_match"]}
 
 
 def musique_answer(prediction):
-    """The text after the last "answer is" of the first line, without one final full stop; else the whole text."""
+    """The text after the last "answer is" of the first line, without one final full stop; else the complete text."""
     match = re.match(r".* answer is:? (.*)\.?", prediction)
     return match[1].removesuffix(".") if match else prediction
 
@@ -150,11 +151,17 @@ def judged(row):
 
 # ------------------------------------------------------------------------------------------------------------- all rows
 
-# Field → its kind, and that of its elements if it is a list.
-FIELDS = {"prediction": (str, None), "prompt": (str, None), "best_position": (int, None), "references": (list, str),
-          "memory": (list, str), "scores_true": (list, int | float | None), "scores_false": (list, int | float | None),
-          "instruction_id_list": (list, str), "kwargs": (list, dict | None)}
-WORDS = {str: "texts", dict | None: "objects"}
+def list_of(*types):
+    return lambda value: isinstance(value, list) and value and all(isinstance(element, types) for element in value)
+
+
+KINDS = {"a text": lambda value: isinstance(value, str), "a whole number": lambda value: isinstance(value, int),
+         "a list of texts": list_of(str), "a list of numbers": list_of(int, float, type(None)),
+         "a list of objects": list_of(dict, type(None))}
+FIELDS = {"prediction": "a text", "prompt": "a text", "best_position": "a whole number",
+          "references": "a list of texts", "memory": "a list of texts", "instruction_id_list": "a list of texts",
+          "scores_true": "a list of numbers", "scores_false": "a list of numbers", "kwargs": "a list of objects"}
+# The fields that a metric reads, if they are not the prediction and the references.
 READS = {"judged": ("prediction",), "memotrap": ("scores_true", "scores_false"),
          "multiple_choice": ("scores_true", "scores_false", "best_position"),
          "ifeval": ("prediction", "prompt", "instruction_id_list", "kwargs")}
@@ -162,24 +169,19 @@ READS = {"judged": ("prediction",), "memotrap": ("scores_true", "scores_false"),
 
 def check_rows(task, rows, file):
     """Raise ValueError, with the line, for a row that lacks what the task's first metric reads."""
-    required = READS.get(task.metrics[0].__name__, ("prediction", "references"))
+    names = READS.get(task.metrics[0].__name__, ("prediction", "references"))
     for row in rows:
-        for name in required + ("memory",) * bool(row.get("memory")):
-            where, (kind, element) = f"{file}, line {row['line']}: field {name!r}", FIELDS[name]
-            if name not in row:
-                raise ValueError(f"{where} is missing; is this a run of {task.name}?")
-            value = row[name]
-            if not isinstance(value, kind) or value == []:
-                raise ValueError(f"{where} should be {'a filled list' if kind is list else kind.__name__}, "
-                                 f"found {str(value)[:40]!r}")
-            if kind is list and not all(isinstance(one, element) for one in value):
-                raise ValueError(f"{where} should hold {WORDS.get(element, 'numbers')}, found {str(value)[:40]!r}")
+        for name in (*names, "memory") if row.get("memory") else names:
+            if not KINDS[FIELDS[name]](row.get(name)):
+                problem = f"is {json.dumps(row[name])[:40]}" if name in row else "is missing"
+                raise ValueError(f"{file}, line {row['line']}: field {name!r} {problem}; in a run of {task.name} it is "
+                                 f"{FIELDS[name]}")
         if len(row.get("kwargs", [])) != len(row.get("instruction_id_list", [])):
             raise ValueError(f"{file}, line {row['line']}: field 'kwargs' should hold one object for each instruction")
 
 
 def check_available(task):
-    """Print a line on standard error for each metric of the task that cannot be computed here. Call before decoding."""
+    """Print a line on standard error for each metric of the task that cannot be computed. Call before decoding."""
     for metric in task.metrics:
         problem = getattr(metric, "problem", lambda: None)()
         if problem:
@@ -190,13 +192,10 @@ NOT_METRICS = ("split", "instructions")
 WEIGHTS = {"instruction_strict": "instructions", "instruction_strict_published": "instructions"}
 
 
-def score(task, rows, only=None, left_out=None):
-    """A dict of values per row. only: names of the metric functions to compute. Prints why a metric is left out, and
-    appends it to the list `left_out`."""
+def score(task, rows, left_out=None):
+    """A dict of values per row. Prints why a metric is left out, and appends it to the list `left_out`."""
     values = [{} for _ in rows]
     for metric in task.metrics:
-        if only is not None and metric.__name__ not in only:
-            continue
         try:
             for row, result in zip(values, metric(rows), strict=True):
                 row.update(result)

@@ -21,7 +21,7 @@ def needs(name, *modules, models=(), nltk_data=False):
     def problem():
         if not all(map(find_spec, modules)):
             return f"{name} needs {', '.join(modules)}: pip install -e '.[evaluate]'"
-        for model, files in models:             # gigabytes are not downloaded without being asked for
+        for model, files in models:             # several gigabytes, so not downloaded silently
             if not in_cache(model, files):
                 return f"{name} needs the model {model} in the cache: hf download {model}"
         if nltk_data and not has_punkt():
@@ -73,7 +73,7 @@ def bertscore(rows):
     """deberta-xlarge-mnli, layer 40, no idf, no rescaling, F1 × 100."""
     from bert_score import BERTScorer
     scorer = BERTScorer(DEBERTA, num_layers=40, idf=False, rescale_with_baseline=False)
-    # transformers 5 loads the precision that the checkpoint is stored in; half precision does not run here.
+    # transformers 5 loads the precision that the checkpoint is stored in; half precision does not run on every CPU.
     scorer._model.float()
     # It sets no maximum length for this tokenizer, so truncation overflows, and lacks the method that bert-score calls
     # for an empty text.
@@ -126,7 +126,7 @@ def first_elements(kwargs):
 
 @functools.cache
 def checkers():
-    """Instruction name → checker class. Language detection draws random numbers; its seed is set here."""
+    """Instruction name → checker class. Sets the seed of language detection, which draws random numbers."""
     from unittest import mock
 
     # The import would try to download NLTK data, which hangs without a network.
@@ -138,7 +138,7 @@ def checkers():
 
 
 def follows(name, kwargs, row):
-    """Whether the row's prediction follows one instruction. An empty one follows none."""
+    """Whether the row's prediction follows one instruction. An empty prediction follows none."""
     if name not in checkers():
         raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
     response = row["prediction"]

@@ -17,7 +17,7 @@ def last_turn(task, item, with_context=True):
 
 
 def demos_of(task, item, demos):
-    """The demonstrations shown with an item. If they are test items, an item never shows itself."""
+    """The demonstrations in an item's prompt. If they are test items, an item is not among its demonstrations."""
     if task.demos_are_items:
         demos = [demo for demo in demos if demo["question"] != item["question"]]
     return demos[:task.shots]
@@ -30,7 +30,7 @@ def mark_demonstrations(task, items, demos):
 
 
 def messages(task, item, demos, layout="chat", with_context=True):
-    """[{"role", "content"}]; None if the task has no prompt without context and one is requested."""
+    """[{"role", "content"}]. None for with_context=False if the task has no prompt without context."""
     if not with_context and not task.without_context:
         return None
     if not with_context and task.without_context == "demos":
@@ -79,7 +79,7 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
     end: the ids of `end_of_turn`, for multiple choice in chat. template_args: more variables of the chat template.
 
     A candidate's ids are those that follow the prompt's in the ids of both. If the prompt's end and the candidate's
-    beginning merge into one token, the candidate is tokenised by itself: otherwise a part of it would go unscored."""
+    beginning merge into one token, the candidate is tokenised alone. Otherwise a part of it would not be scored."""
     def ids(with_context=True, answer=None):
         if layout == "plain":
             prompt = plain_text(task, item, demos, with_context)

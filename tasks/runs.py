@@ -1,8 +1,8 @@
 """The file of a run: its settings in the first line, then one JSON line per example.
 
-Rows are appended batch by batch. When all are there, the file is sorted into the order of the data. A run that was
+Rows are appended batch by batch. After the last batch the file is sorted into the order of the data. A run that was
 killed continues where it stopped, and a complete one may grow (--limit). Settings that change numbers are refused by
-name. Another device, batch size or version of torch changes a last digit at most: it is accepted, and
+name. Another device, batch size or version of torch changes a last digit at most. It is accepted, and
 settings["continued"] names it."""
 
 import json
@@ -32,7 +32,7 @@ def read_run(path):
             if not has_type(name, row[name]):
                 raise ValueError(f"{where}: {name!r} cannot be {brief(row[name])}")
         if "index" in row and lines.setdefault(row["index"], number) != number:
-            raise ValueError(f"{where}: item {row['index']} is also in line {lines[row['index']]}; remove one of them")
+            raise ValueError(f"{where}: item {row['index']} is also in line {lines[row['index']]}; remove one")
         rows.append(row | {"line": number})
     return settings, rows
 

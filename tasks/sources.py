@@ -1,6 +1,7 @@
 """Loads the items and the demonstrations of a task from a file, a folder or the data set's public home."""
 
 import csv
+import functools
 import json
 import logging
 import pkgutil
@@ -9,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import check_file, one_line, sha256, short_hash
+from runtime.files import one_line, sha256, short_hash
 from runtime.jsonl import json_lines
 from tasks import prompts
 
@@ -18,7 +19,7 @@ from tasks import prompts
 
 def read_rows(path):
     """Yields (line or row number, row as a dict) of a data file. ValueError or OSError with its path."""
-    path = check_file(path)
+    path = Path(path)
     kind = next((suffix for suffix in READERS if path.name.lower().endswith(suffix)), None)
     if kind is None:
         raise ValueError(f"{path}: unknown kind of file; known: {', '.join(READERS)}")
@@ -28,10 +29,6 @@ def read_rows(path):
             yield number, row
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}, after line {number}: not a table in UTF-8 ({error}); fetch it again") from error
-
-
-def read_jsonl(path):
-    return json_lines(path, complete=True)
 
 
 def read_table(path):
@@ -60,6 +57,7 @@ def read_columns(path):
     yield from enumerate(rows.to_pylist(), 1)
 
 
+read_jsonl = functools.partial(json_lines, complete=True)
 READERS = {".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".csv": read_table, ".tsv": read_table,
            ".parquet": read_columns, ".arrow": read_columns}
 
@@ -81,7 +79,7 @@ def file_record(path):
 def from_hub(home, option="--data"):
     """(path, commit) of a file at its public home; from the cache if it is there.
 
-    option: the one that replaces the file, for the message."""
+    option: the option that names a file of one's own, for the message."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)       # it warns at every retry
     try:
         from huggingface_hub import hf_hub_download
@@ -90,7 +88,7 @@ def from_hub(home, option="--data"):
         raise OSError(f"cannot fetch {describe(home)} ({type(error).__name__}); "
                       f"give yours with {option} FILE") from error
     if home.sha256 not in (None, file_record(path)["sha256"]):
-        raise ValueError(f"{describe(home)} is not the file that the paper scores, it has changed there; give yours "
+        raise ValueError(f"{describe(home)} has changed and is not the file that the paper scores; give yours "
                          f"with {option} FILE")
     commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else home.revision
     return path, commit
@@ -106,9 +104,9 @@ def describe(home):
 def load(task, data=None, demos=None, limit=None, seed=1234):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
-    Demonstrations come from `demos`, a file or folder; else from the folder `data`; else they are the prompt's own;
-    else they are drawn from the training split; else they are the first items of the data, which then are not scored.
-    Their record says which ("source": "file", "fixed", "train" or "first items"), and whether they are the paper's."""
+    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt
+    (`fixed_demos`); the training split; the first items of the data, which then are not scored. Their record says which
+    ("source": "file", "fixed", "train" or "first items"), and whether they are the paper's."""
     rows, record = find_demos(task, demos, data, seed)
     use_first = bool(task.shots) and record is None
     items, records = load_items(task, data, None if use_first else limit)
@@ -123,7 +121,7 @@ def load(task, data=None, demos=None, limit=None, seed=1234):
 
 
 def load_items(task, data=None, limit=None):
-    """(items, records of their files). Prints whether a whole file has as many items as the paper scores."""
+    """(items, records of their files). Prints whether a complete file has as many items as the paper scores."""
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: at least 1")
     if data is None and task.made_by:
@@ -148,7 +146,7 @@ def find_data(task, data=None):
         path, commit = from_hub(task.home)
         return [path], [{"hub": task.home.repo, "revision": commit} | file_record(path)]
     if not Path(data).is_dir():
-        files = [check_file(data)]
+        files = [Path(data)]
     elif not (files := matching_files(data, task, task.files)):
         raise FileNotFoundError(f"--data {data}: no file for {task.name} in this folder ({', '.join(task.files)})")
     elif len(files) > 1 and not task.splits:
@@ -185,7 +183,7 @@ def read_row(read, place, row, home):
 
 
 def find_demos(task, demos, data, seed):
-    """([(place, row)], record) of the demonstrations; ([], None) if only the data's own items are left."""
+    """([(place, row)], record) of the demonstrations; ([], None) if they must be items of the data."""
     if not task.shots:
         if demos is not None and Path(demos).is_file():
             raise ValueError(f"--demos {demos}: {task.name} takes no demonstrations")
@@ -225,8 +223,8 @@ def find_demo_file(task, demos, data):
 def split_first_items(task, items, limit=None):
     """([(place, row)] of the demonstrations, items left to score): the first items with different questions.
 
-    No item that asks a demonstration's question is scored. PopQA is the exception: its first nine items are the
-    published demonstrations. They stay in the data, and the ninth replaces an item's own."""
+    An item with the question of a demonstration is not scored. PopQA is the exception: its first nine items are the
+    published demonstrations. They are scored, and an item that is a demonstration is shown the ninth instead."""
     first = {}
     for item in items:
         first.setdefault(item["question"], item)

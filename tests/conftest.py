@@ -1,4 +1,4 @@
-"""What several test files use: a call of a program, a tiny chat model, data of the benchmarks, one thread."""
+"""Shared fixtures: calls of programs, a tiny chat model, small data sets of the benchmarks."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 TEMPLATE = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}")
 
-torch.set_num_threads(1)                        # threads of tiny models wait for each other longer than they compute
+torch.set_num_threads(1)                        # several threads make tiny models slower
 os.environ["OMP_NUM_THREADS"] = "1"             # for the programs that tests start
 
 

@@ -5,7 +5,6 @@
 Files are compared without the seconds, and no other file may remain. The programs run in forked processes, which need
 not import torch again."""
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -19,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import rouge_score.rouge_scorer  # noqa: F401 (imported here once, not in every process)
+import rouge_score.rouge_scorer  # noqa: F401 (imported once, before the forks)
 import torch
 
 import cli
@@ -47,8 +46,8 @@ def programs(folder):
          "--template 'Context: {context}\\n{question}'", out / "heads.json")]
 
 
-def attempt(main, arguments, seconds):
-    """Run a program, for at most so many seconds. Returns its exit status, -9 if it was killed."""
+def attempt(main, arguments, seconds=600):
+    """Run a program for at most so many seconds. Returns its exit status, -9 if it was killed."""
     def work():
         sys.argv = ["program", *shlex.split(arguments)]
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
@@ -69,14 +68,14 @@ def content(path):
 def kill(main, arguments, path, times, dice):
     """Kill a program `times` times. Returns (finished files, how many of them were wrong)."""
     start = time.monotonic()
-    assert attempt(main, arguments, 600) == 0
+    assert attempt(main, arguments) == 0
     duration, expected = time.monotonic() - start, content(path)
     path.unlink()
     killed = finished = wrong = 0
-    while killed < times or any(path.parent.iterdir()):
+    while killed < times or not finished or any(path.parent.iterdir()):
         # One run in four may finish, so that most files are the work of several killed runs.
-        seconds = 600 if killed >= times or dice.random() < 0.25 else dice.uniform(0, duration)
-        status = attempt(main, arguments, seconds)
+        finish = killed >= times or dice.random() < 0.25
+        status = attempt(main, arguments, *[] if finish else [dice.uniform(0, duration)])
         if status == -signal.SIGKILL:
             killed += 1
             continue
@@ -87,8 +86,8 @@ def kill(main, arguments, path, times, dice):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--times", type=int, default=20, help="kills of each program")
+    p = cli.parser(__doc__.splitlines()[0])
+    p.add_argument("--times", type=cli.positive, default=20, help="kills of each program")
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()
     torch.set_num_threads(1)                            # threads do not survive a fork

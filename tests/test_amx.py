@@ -1,4 +1,4 @@
-"""The product of amx.cpp, on processors with AMX; how it is built, everywhere."""
+"""The product of amx.cpp, on processors with AMX; its build, on every processor."""
 
 import shutil
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ BFLOAT16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory):
-    """The operator: the one that is built already, or one that is built for these tests alone."""
+    """The operator: already built, or built for these tests only."""
     if not torch.cpu._is_amx_tile_supported():
         pytest.skip("this processor has no AMX")
     if not amx.ready():
@@ -32,7 +32,7 @@ def linear(tmp_path_factory):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("N, K", [(16, 32), (17, 32), (80, 64), (100, 160)])
-def test_the_product_is_that_of_float32_but_for_rounding(linear, N, K, bias):
+def test_the_product_equals_that_of_float32_up_to_rounding(linear, N, K, bias):
     torch.manual_seed(0)
     weight, b = torch.randn(N, K).to(BFLOAT16), torch.randn(N).to(BFLOAT16) if bias else None
     for T in (0, *range(1, 36), 47, 48, 49, 64, 70):

@@ -1,12 +1,11 @@
 """Configurations and weights are read as transformers reads them; unsupported ones are refused by field."""
 
+import itertools
 import json
-import shlex
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -34,21 +33,18 @@ def load_theirs(folder, **more):
     ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'rope_type is "dynamic"; it must be "def'),
     ("llama3", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: low_freq_factor is missing"),
     ("llama3", dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than"),
-    ("llama3", dict(rope_scaling=dict(BANDS, factor="8")), 'factor is "8"; it must be a number from'),
     ("llama3", dict(rope_scaling="linear"), 'rope_scaling is "linear"; it must be an object'),
     ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
     ("llama3", dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
     ("llama3", dict(quantization_config=dict(quant_method="awq")), 'quantization_config is .*"awq".*; it must be null'),
-    ("llama3", dict(is_causal=False), "is_causal is false; it must be true"),
     ("llama3", dict(torch_dtype="float8_e4m3fn"), 'dtype is "float8_e4m3fn"; it must be "float32" or'),
     ("llama3", dict(rms_norm_eps=float("nan")), "rms_norm_eps is NaN; it must be a number"),
     ("llama3", dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole number from 1 to 10000"),
     ("llama3", dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1 to"),
     ("llama3", dict(num_attention_heads=6, num_key_value_heads=4), "6 heads of width 5 with 4 key/value heads"),
-    ("llama3", dict(head_dim=7), "heads of width 7"),
     ("mistral", dict(sliding_window=0), "sliding_window is 0; it must be a whole number from 1"),
     ("qwen2", dict(use_sliding_window=True, layer_types=["full_attention"] * 2 + ["chunked"]), "must be 3 times full"),
-    ("qwen2", dict(layer_types=["sliding_attention"] * 3), "must be 3 times full_attention, because no sliding window"),
+    ("qwen2", dict(layer_types=["sliding_attention"] * 3), "sliding_window None .* 3 times full"),
 ])
 def test_unsupported_and_malformed_configurations_are_refused_by_field(family, change, words, tmp_path):
     with pytest.raises(ValueError, match=words) as error:
@@ -61,7 +57,7 @@ def test_a_dtype_is_a_name_or_one_of_torchs(tmp_path):
     assert {Transformer.load(folder, dtype=name).dtype for name in ("bfloat16", torch.bfloat16)} == {torch.bfloat16}
     assert find_dtype("torch.float16") is torch.float16
     for name in ("bf16", torch.int8):
-        with pytest.raises(ValueError, match="dtype (bf16|int8) is not supported; it must be float32 or"):
+        with pytest.raises(ValueError, match='dtype is "(bf16|int8)"; it must be "float32" or'):
             Transformer.load(folder, dtype=name)
 
 
@@ -115,10 +111,10 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("width", [2, 8, 128])
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, width, tmp_path):
-    for family, cls in (("llama2", llama.LlamaRotaryEmbedding), ("qwen3", qwen3.Qwen3RotaryEmbedding)):
+def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, tmp_path):
+    rotary = (("llama2", llama.LlamaRotaryEmbedding), ("qwen3", qwen3.Qwen3RotaryEmbedding))
+    for (family, cls), width in itertools.product(rotary, (2, 8, 128)):
         folder = configuration(tmp_path, family, head_dim=width, **ROPES[name])
         frequencies, scale = rope_frequencies(Config.from_checkpoint(folder))
         theirs = cls(transformers.AutoConfig.from_pretrained(folder))
@@ -126,10 +122,9 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, widt
         assert frequencies.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family, name", [("llama2", "bands"), ("qwen3", "yarn not rounded")])
-def test_logits_match_transformers_at_position_4000(family, name, tmp_path):
+def test_logits_match_transformers_at_position_4000(tmp_path):
     """One bit in the last place of the frequencies changes logits by up to 2e-4."""
-    folder = write_checkpoint(tmp_path, family, **{"head_dim": 16, "max_position_embeddings": 8192} | ROPES[name])
+    folder = write_checkpoint(tmp_path, "qwen3", max_position_embeddings=8192, **ROPES["yarn not rounded"])
     ids = torch.tensor([random_ids(4000, seed=1)])
     with torch.inference_mode():
         theirs = load_theirs(folder, attn_implementation="sdpa")(ids, logits_to_keep=100).logits
@@ -161,65 +156,21 @@ def change_index(folder, change):
     index.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda c: c.pop("weight_map"), "not to None"),
-    (lambda c: c.update(weight_map={}), "not to None"),
-    (lambda c: c.update(weight_map=[1]), r"not to \[1\]"),
-    (lambda c: c["weight_map"].update(x=3), "not to 3"),
-    (lambda c: c["weight_map"].update(x="config.json"), "not to 'config.json'"),
-    (lambda c: c["weight_map"].update(x="../model.safetensors"), "not to '../model.safetensors'"),
-    (lambda c: c["weight_map"].update(x="other.safetensors"), "other.safetensors is missing"),
+@pytest.mark.parametrize("change", [
+    lambda c: c.pop("weight_map"), lambda c: c.update(weight_map={}), lambda c: c["weight_map"].update(x=3),
+    lambda c: c["weight_map"].update(x="config.json"), lambda c: c["weight_map"].update(x="../model.safetensors"),
 ])
-def test_an_index_of_anything_but_the_safetensors_files_of_its_folder_is_refused(change, words, tmp_path):
+def test_an_index_of_anything_but_the_safetensors_files_of_its_folder_is_refused(change, tmp_path):
     write_checkpoint(tmp_path, "llama3", shards=2)
     change_index(tmp_path, change)
-    with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
+    with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files of its own folder"):
         weight_files(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_of_an_index_only_the_names_of_the_files_are_used(tmp_path):
     files = weight_files(write_checkpoint(tmp_path, "llama3", shards=2))
     change_index(tmp_path, lambda c: c.update(weight_map={name: name for name in c["weight_map"].values()}))
     assert weight_files(tmp_path) == files and len(files) == 30
-
-
-def test_a_tensor_in_two_files_is_named(tmp_path):
-    write_checkpoint(tmp_path, "llama3", shards=2)
-    for file in tmp_path.glob("*.safetensors"):
-        save_file(load_file(file) | {"model.norm.weight": torch.ones(32)}, file)
-    with pytest.raises(ValueError, match="both contain model.norm.weight; download them again"):
-        weight_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-def test_a_folder_or_a_broken_link_instead_of_a_file_is_named(name, tmp_path):
-    write_checkpoint(tmp_path / "m", "llama3", shards=2 if "index" in name else 1)
-    path = tmp_path / "m" / name
-    path.unlink()
-    path.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=f"{name} is a broken link"):
-        Transformer.load(tmp_path / "m")
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(OSError, match=f"{name} is a folder; it must be a file"):
-        Transformer.load(tmp_path / "m")
-
-
-def test_the_printed_conversion_of_a_pickle_works(tmp_path):
-    weights = random_weights(FAMILIES["llama3.2"])
-    write_checkpoint(tmp_path, "llama3.2", dtype=torch.bfloat16, torch_dtype="bfloat16", weights=weights)
-    expected = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(expected, tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="pytorch_model.bin is a pickle, which can run code") as error:
-        weight_files(tmp_path)
-    python, option, program = shlex.split(str(error.value).partition(" && ")[2])
-    assert (python, option) == ("python", "-c") and "\n" not in str(error.value)
-    exec(program)                               # as python -c does, without a second import of transformers
-    stored = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(stored[name], expected[name]) for name in expected) and stored.keys() == expected.keys()
-    assert Transformer.load(tmp_path).config.rope_scaling["factor"] == 32.0
 
 
 def test_one_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
@@ -237,19 +188,13 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
 
 
 @pytest.mark.parametrize("content, words", [
-    (b"{", "not valid JSON"), (b"[" * 100_000, "not valid JSON"), (b"\xff", "not UTF-8: byte 0"),
-    (b"[1]", "must contain a JSON object"), (b'{"x": {"a": 1, "a": 3}}', '"a" appears twice, with different values'),
+    (b"{", "not valid JSON"), (b"[" * 100_000, "not valid JSON"), (b"\xff", "not UTF-8: .* position 0"),
+    (b"[1]", "must contain a JSON object"),
 ])
 def test_anything_but_a_json_object_is_refused_with_its_path(content, words, tmp_path):
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(ValueError, match=f"a.json .*{words}") as error:
+    with pytest.raises(ValueError, match=f"a.json .*{words}"):
         read_json(tmp_path / "a.json")
-    assert "\n" not in str(error.value)
-
-
-def test_a_repeated_key_with_equal_values_is_accepted(tmp_path):
-    (tmp_path / "a.json").write_text('{"a": 1, "b": 2, "a": 1}')
-    assert read_json(tmp_path / "a.json") == {"a": 1, "b": 2}
 
 
 def test_messages_are_truncated_to_one_line():

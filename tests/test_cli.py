@@ -1,7 +1,6 @@
 """The program behind decore.py and baselines.py: prompts, options, JSON, text for people."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
 FLAGS = [*SHORT, "--num-heads", "2"]
-THINKING = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}<|turn|>"
-            "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}")
+THINKING = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}<|turn|>assistant:"
+            "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}")
 
 
 def write_model(folder, template=None, seed=0):
@@ -31,11 +30,6 @@ def write_model(folder, template=None, seed=0):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def chat(chat_model):
-    return ["--model", str(chat_model), "--heads", str(chat_model / "heads.json")]
 
 
 @pytest.fixture
@@ -52,6 +46,10 @@ def encode(model, text):
     return Tokenizer.load(model[1]).encode(text)
 
 
+def labels(heads):
+    return [f"{layer}-{head}" for layer, head in heads]
+
+
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
     [line] = objects(*base, *FLAGS, "--prompt", "Hi", "--sources")
     model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])
@@ -59,82 +57,65 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
     g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     assert line == dict(prompt_ids=prompt, ids=g.ids, text=tokenizer.decode(g.ids), alphas=g.alphas,
                         entropies=g.entropies, stop=g.stop, method="decore-entropy", model=model.name,
-                        heads=[f"{layer}-{head}" for layer, head in heads],
+                        heads=labels(heads),
                         sources=[[[*place] for place in token] for token in find_sources(model, prompt, g.ids, heads)])
 
 
-def test_text_for_people_is_the_text_of_the_json_and_timings_go_to_standard_error(call, objects, base):
-    _, out, err = call(decore.main, *base, *FLAGS, "--prompt", "Hi")
-    assert out == objects(*base, *FLAGS, "--prompt", "Hi")[0]["text"] + "\n"
+def test_text_for_people_is_the_text_of_the_json(call, objects, base):
+    prompts = ["--prompt", "one\ntwo", "--prompt", "word " * 20, "--prompt-ids", "72,105"]
+    texts = [line["text"] for line in objects(*base, *FLAGS, *prompts)]
+    titles = ["[1] one two", f"[2] {'word ' * 12}…", "[3] " + Tokenizer.load(base[1]).decode([72, 105])]
+    _, out, err = call(decore.main, *base, *FLAGS, *prompts)
+    assert out == "".join(f"{title}\n{text}\n\n" for title, text in zip(titles, texts, strict=True))
     assert "tokens/s" in err
 
 
 def test_several_prompts_are_one_batch_in_order(objects, base, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("from a\nfile", encoding="utf-8")
     monkeypatch.setattr("sys.stdin", open(tmp_path / "prompt.txt", encoding="utf-8"))
-    lines = objects(*base, *FLAGS, "--prompt", "one", "--prompt", "a longer one", "--prompt-file",
-                    tmp_path / "prompt.txt", "--prompt-file", "-", "--prompt-ids", "5,6,7")
+    lines = objects(*base, *FLAGS, "--prompt", "one", "--prompt-file", tmp_path / "prompt.txt", "--prompt-file", "-",
+                    "--prompt-ids", "5,6,7")
     file = encode(base, "from a\nfile")
-    assert [line["prompt_ids"] for line in lines] == [
-        encode(base, "one"), encode(base, "a longer one"), file, file, [5, 6, 7]]
+    assert [line["prompt_ids"] for line in lines] == [encode(base, "one"), file, file, [5, 6, 7]]
     for line in lines:
         [alone] = objects(*base, *FLAGS, "--prompt-ids", ",".join(map(str, line["prompt_ids"])))
         assert alone["ids"] == line["ids"]
 
 
-def test_several_prompts_have_headings_and_an_empty_line_after_each_answer(call, objects, base):
-    long = "word " * 20
-    prompts = ["--prompt", "one\ntwo", "--prompt", long, "--prompt-ids", "72,105"]
-    texts = [line["text"] for line in objects(*base, *FLAGS, *prompts)]
-    headings = ["[1] one two", f"[2] {long[:59]} …", "[3] " + Tokenizer.load(base[1]).decode([72, 105])]
-    assert call(decore.main, *base, *FLAGS, *prompts)[1] == "".join(
-        f"{heading}\n{text}\n\n" for heading, text in zip(headings, texts, strict=True))
-
-
-def test_compare_shows_greedy_masked_and_decore_under_each_other(call, objects, base):
-    texts = {line["method"]: line["text"] for line in objects(*base, *FLAGS, "--compare", "--prompt", "Hi")}
-    assert list(texts) == ["greedy", "masked", "decore-entropy"]
-    _, text, _ = call(decore.main, *base, *FLAGS, "--compare", "--prompt", "Hi")
-    assert text == "".join(f"{method:>14}  {t}\n" for method, t in texts.items())
-
-
-def test_compare_with_an_amateur_shows_decore_without_and_with_it(call, objects, base, tmp_path):
+def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(call, objects, base, tmp_path):
     heads = write_model(tmp_path, seed=3)[3]
     amateur = ["--amateur", tmp_path, "--amateur-heads", heads]
-    ask = [*FLAGS, "--prompt", "Hi"]
-    lines = {line["method"]: line for line in objects(*base, *amateur, *ask, "--compare")}
+    prompt = [*FLAGS, "--prompt", "Hi"]
+    lines = {line["method"]: line for line in objects(*base, *amateur, *prompt, "--compare")}
     assert list(lines) == ["greedy", "masked", "decore-entropy", "decore-entropy-lite"]
     assert lines["decore-entropy-lite"]["amateur"] == tmp_path.name and "amateur" not in lines["decore-entropy"]
-    assert lines["decore-entropy"] == objects(*base, *ask)[0]
-    assert lines["decore-entropy-lite"] == objects(*base[:2], *amateur, *ask)[0]
-    assert lines["decore-entropy-lite"]["heads"] == [f"{i}-{j}" for i, j in load_heads(heads, 3, 4)[:2]]
-    status, out, err = call(decore.main, *base[:2], *amateur, *ask, "--compare")        # no heads of the model itself
+    assert lines["decore-entropy"] == objects(*base, *prompt)[0]
+    assert lines["decore-entropy-lite"] == objects(*base[:2], *amateur, *prompt)[0]
+    assert lines["decore-entropy-lite"]["heads"] == labels(load_heads(heads, 3, 4)[:2])
+    _, text, _ = call(decore.main, *base, *prompt, "--compare")
+    assert text == "".join(f"{name:>14}  {line['text']}\n" for name, line in lines.items() if "amateur" not in line)
+    status, out, err = call(decore.main, *base[:2], *amateur, *prompt, "--compare")     # no heads of the model itself
     assert status == 0 and "masked  " not in out and "masked is left out: no head scores are known" in err
 
 
-def test_chat_models_get_their_template_and_raw_text_does_not(objects, chat):
-    def prompt(*flags):
-        return objects(*chat, *FLAGS, "--prompt", "Hi", *flags)[0]["prompt_ids"]
-    user = "<|turn|>user:Hi<|end|><|turn|>assistant:"
-    assert prompt() == encode(chat, user)
-    assert prompt("--system", "Be brief") == encode(chat, f"<|turn|>system:Be brief<|end|>{user}")
-    assert prompt("--raw") == encode(chat, "Hi")
-
-
-def test_a_file_of_messages_is_a_chat_of_several_turns(objects, chat, tmp_path):
-    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    (tmp_path / "chat.json").write_text(json.dumps([dict(role=role, content=text) for role, text in turns]))
-    [line] = objects(*chat, *FLAGS, "--messages", tmp_path / "chat.json")
-    expected = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in turns) + "<|turn|>assistant:"
-    assert line["prompt_ids"] == encode(chat, expected)
-
-
-def test_template_arguments_reach_the_template(objects, tmp_path):
+@pytest.mark.parametrize("options, text", [
+    ([], "<|turn|>user:Hi<|end|><|turn|>assistant:"),
+    (["--system", "S"], "<|turn|>system:S<|end|><|turn|>user:Hi<|end|><|turn|>assistant:"),
+    (["--raw"], "Hi"),
+    (["--template-args", '{"enable_thinking": false}'], "<|turn|>user:Hi<|end|><|turn|>assistant:quiet"),
+])
+def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, tmp_path, options, text):
     model = write_model(tmp_path, THINKING)
-    arguments = [], ["--template-args", '{"enable_thinking": false}']
-    thinking, quiet = (objects(*model, *FLAGS, "--prompt", "Hi", *more)[0]["prompt_ids"] for more in arguments)
-    assert thinking == encode(model, "<|turn|>user:Hi<|turn|>think")
-    assert quiet == encode(model, "<|turn|>user:Hi<|turn|>")
+    [line] = objects(*model, *FLAGS, "--prompt", "Hi", *options)
+    assert line["prompt_ids"] == encode(model, text)
+
+
+def test_a_file_of_messages_is_a_chat_of_several_turns(objects, tmp_path):
+    model, turns = write_model(tmp_path, THINKING), [("user", "a"), ("assistant", "b"), ("user", "c")]
+    (tmp_path / "chat.json").write_text(json.dumps([dict(role=role, content=text) for role, text in turns]))
+    [line] = objects(*model, *FLAGS, "--messages", tmp_path / "chat.json")
+    expected = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in turns) + "<|turn|>assistant:"
+    assert line["prompt_ids"] == encode(model, expected)
 
 
 def test_options_reach_the_method(objects, base):
@@ -152,29 +133,25 @@ def test_options_reach_the_method(objects, base):
     assert first not in others
 
 
-def test_random_heads_take_the_place_of_retrieval_heads(objects, base):
-    ranked, ask = load_heads(base[3], 3, 4), ["--num-heads=2", *SHORT, "--prompt=Hi"]
-    for method, seed in (("masked", 1), ("masked", 2), ("decore-entropy", 1)):
-        [line] = objects(*base, *ask, "--method", method, "--random-heads", "--seed", seed)
-        assert line["heads"] == [f"{i}-{j}" for i, j in random_heads(ranked, 2, seed)]
-    [line] = objects(*base[:2], *ask, "--method=masked", "--random-heads=published")
-    assert line["heads"] == [f"{i}-{j}" for i, j in published_random_heads(2, 3, 4)]
+def test_random_heads_replace_retrieval_heads(objects, base):
+    ranked, prompt = load_heads(base[3], 3, 4), ["--num-heads=2", *SHORT, "--prompt=Hi"]
+    for method, seed in (("masked", 1), ("decore-entropy", 2)):
+        [line] = objects(*base, *prompt, "--method", method, "--random-heads", "--seed", seed)
+        assert line["heads"] == labels(random_heads(ranked, 2, seed))
+    [line] = objects(*base[:2], *prompt, "--method=masked", "--random-heads=published")
+    assert line["heads"] == labels(published_random_heads(2, 3, 4))
 
 
-@pytest.mark.parametrize("text, prompt", [("Hi\n", "Hi"), ("two\nlines", "two\nlines")])
-def test_text_that_is_piped_in_is_the_prompt(objects, base, tmp_path, monkeypatch, text, prompt):
-    (tmp_path / "pipe").write_text(text)
+def test_text_that_is_piped_in_is_the_prompt(objects, base, tmp_path, monkeypatch):
+    (tmp_path / "pipe").write_text("two\nlines\n")
     monkeypatch.setattr("sys.stdin", open(tmp_path / "pipe"))
-    assert objects(*base, *FLAGS)[0]["prompt_ids"] == encode(base, prompt)
+    assert objects(*base, *FLAGS)[0]["prompt_ids"] == encode(base, "two\nlines")
 
 
-@pytest.mark.parametrize("standard_input", ["/dev/null", "empty"])
-@pytest.mark.parametrize("spelling", ["./miniature/", "heads/../miniature", str(cli.MINIATURE)])
-def test_without_a_prompt_the_miniature_shows_its_example(call, monkeypatch, tmp_path, standard_input, spelling):
+@pytest.mark.parametrize("path", ["./miniature/", str(cli.MINIATURE)])
+def test_without_a_prompt_the_miniature_shows_its_example(call, monkeypatch, path):
     monkeypatch.chdir(cli.MINIATURE.parent)
-    (tmp_path / "empty").write_text("")
-    monkeypatch.setattr("sys.stdin", open(tmp_path / standard_input))
-    status, out, _ = call(decore.main, "--model", spelling)
+    status, out, _ = call(decore.main, "--model", path)
     assert status == 0 and out.splitlines()[3:] == ["        greedy   Kraskrigard.", "decore-entropy   Dasholm."]
 
 
@@ -194,13 +171,10 @@ def test_the_bundled_amateur_is_recognised_by_its_path(objects, monkeypatch):
     assert line["sources"] == [[[*place] for place in token] for token in sources]
 
 
-# ------------------------------------------------------------------------------------------------------- baselines.py
-
-
 @pytest.mark.parametrize("arguments, settings", [
     ("--method=cad --without-context-ids=72 --alpha=2", dict(ids_without_context=[72], alpha=2.0)),
     ("--method=ad --info-layer=2 --relative-top=0", dict(info_layer=2, relative_top=None)),
-    ("--method=dola-high --dola-layers=halves", dict(dola_layers="halves")),
+    ("--method=dola-high --dola-layers=halves --lookup=2", dict(dola_layers="halves")),
     ("--method=cd --amateur={base}", dict(amateur=True)),
 ])
 def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments, settings):
@@ -212,7 +186,7 @@ def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arg
     assert line["heads"] == [] and line.get("amateur") == (model.name if "amateur" in settings else None)
 
 
-def test_compare_shows_all_that_apply_and_says_why_others_do_not(call, base):
+def test_compare_shows_all_baselines_that_apply_and_says_why_others_do_not(call, base):
     def compare(*arguments):
         status, out, err = call(baselines.main, *base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare", *arguments)
         assert status == 0, err
@@ -221,27 +195,10 @@ def test_compare_shows_all_that_apply_and_says_why_others_do_not(call, base):
     assert methods == [*decore.METHODS, "dola-low", "dola-high"]
     for method, reason in (("cd", "needs an amateur"), ("cad", "--without-context"), ("ad", "--info-layer")):
         assert any(line.startswith(f"{method} is left out: ") and reason in line for line in err.splitlines())
-    assert compare(*base[2:], "--info-layer=2", "--without-context=i")[0] == [
-        *decore.METHODS, "cad", "dola-low", "dola-high", "ad"]
-    methods, err = compare("--amateur", base[1])
-    assert methods == ["greedy", "cd", "dola-low", "dola-high"] and "masked is left out: no head scores" in err
+    assert compare("--amateur", base[1])[0] == ["greedy", "cd", "dola-low", "dola-high"]        # no head scores
 
 
-# -------------------------------------------------------------------------------------------------- terminal and stops
-
-
-def test_a_terminal_shades_uncertain_tokens_amber_unless_no_color_is_set(call, base, monkeypatch):
-    ask = [decore.main, *base, *FLAGS, "--prompt", "Hi"]
-    plain = call(*ask)[1]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[30;48;5;" in call(*ask)[1]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert call(*ask)[1] == plain
-
-
-def test_what_may_become_a_stop_text_is_held_back(capsys, base):
+def test_characters_that_may_become_a_stop_text_are_printed_later(capsys, base):
     screen, printed = Screen(Tokenizer.load(base[1]), ["> "], stop=("\n\nQ:", "END")), ""
     for sign in "a\n\nb ENE\n\nQ: c":
         stopped = screen.token(0, *Tokenizer.load(base[1]).core.encode(sign).ids, 0.0)
@@ -253,28 +210,21 @@ def test_what_may_become_a_stop_text_is_held_back(capsys, base):
     assert printed + capsys.readouterr().out == "> a\n\nb ENE\n" and screen.texts == ["a\n\nb ENE"]
 
 
-def test_an_answer_ends_before_a_stop_text(call, objects, base):
-    ask = [*base, "--num-heads", 2, "--max-new-tokens", 24, "--prompt", "Who?", "--prompt", "What is it?"]
-    whole = [line["text"] for line in objects(*ask)]
-    stop = whole[0][8:11]
-    cut = [text.partition(stop)[0] for text in whole]
-    assert len(cut[0]) in range(1, 9) and cut[1] == whole[1]
-    lines = objects(*ask, "--stop", "never there", "--stop", stop)
-    assert [line["text"] for line in lines] == cut and lines[0]["stop"] == "stop" and len(lines[0]["ids"]) < 24
-    assert call(decore.main, *ask, "--stop", stop)[1] == f"[1] Who?\n{cut[0]}\n\n[2] What is it?\n{cut[1]}\n\n"
+def test_an_answer_ends_before_a_stop_text(objects, base):
+    command = [*base, "--num-heads", 2, "--max-new-tokens", 24, "--prompt", "Who?", "--prompt", "What is it?"]
+    first, second = (line["text"] for line in objects(*command))
+    stop = first[8:11]
+    lines = objects(*command, "--stop", "never there", "--stop", stop)
+    assert [line["text"] for line in lines] == [first.partition(stop)[0], second] and stop not in second
+    assert lines[0]["stop"] == "stop" and len(lines[0]["ids"]) < 24
 
 
-# ------------------------------------------------------------------------------------------------------------ models
-
-
-@pytest.mark.parametrize("environment, limit, threads", [({}, 20_000_000, [1]), ({}, 1000, []),
-                                                         ({"OMP_NUM_THREADS": "2"}, 20_000_000, [])])
-def test_a_tiny_model_gets_one_thread_unless_the_user_chose(call, base, monkeypatch, environment, limit, threads):
+@pytest.mark.parametrize("environment, threads", [({}, [1]), ({"OMP_NUM_THREADS": "2"}, [])])
+def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch, environment, threads):
     chosen = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(cli.models, "TINY", limit)
-    call(decore.main, *base[:2], "--prompt", "x", "--method", "greedy", "--max-new-tokens", "1")
+    cli.limit_threads(Transformer.load(base[1]))
     assert chosen == threads

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decore import entropy, generate, make_head_mask, score
+from decore import generate, make_head_mask, score
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
@@ -47,21 +47,21 @@ def contrast(base, masked, method, alpha=0.5, cap=None, scale=False):
     return (1 + a) * base - a * masked, a
 
 
-def next_logits(model, prompt, new, heads, mask, strict):
+def next_logits(model, prompt, new, heads, mask, mask_prompt):
     """Logits after prompt + new by the plainest means: one row, everything computed again at every step."""
     head_mask = make_head_mask([heads], model)
-    if strict:
+    if mask_prompt:
         return model(torch.tensor([prompt + new]), head_mask=head_mask, mask=mask)[0, 0, -1].numpy()
     cache = Cache(model, [len(prompt) - 1], len(new) + 1)
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long), cache)
     return model(torch.tensor([[prompt[-1]] + new]), cache, head_mask, mask)[0, 0, -1].numpy()
 
 
-def reference(model, prompt, method, mask="output", strict=False, other=None, other_heads=None, **how):
+def reference(model, prompt, method, mask="output", mask_prompt=False, other=None, other_heads=None, **how):
     ids, alphas, entropies = [], [], []
     for _ in range(NEW):
-        base = next_logits(model, prompt, ids, [], mask, strict)
-        masked = next_logits(other or model, prompt, ids, HEADS if other is None else other_heads, mask, strict)
+        base = next_logits(model, prompt, ids, [], mask, mask_prompt)
+        masked = next_logits(other or model, prompt, ids, HEADS if other is None else other_heads, mask, mask_prompt)
         scores, a = contrast(base, masked, method, **how)
         ids, alphas = ids + [int(scores.argmax())], alphas + [a]
         entropies.append(-(np.exp(log_softmax(base)) * log_softmax(base)).sum())
@@ -70,11 +70,11 @@ def reference(model, prompt, method, mask="output", strict=False, other=None, ot
 
 @pytest.mark.parametrize("method", ["decore-static", "decore-entropy"])
 @pytest.mark.parametrize("mask", ["output", "query"])
-@pytest.mark.parametrize("strict", [False, True])
-def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, method, mask, strict):
-    out = generate(model, PROMPTS, method=method, heads=HEADS, mask=mask, mask_prompt=strict, max_new_tokens=NEW)
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, method, mask, mask_prompt):
+    out = generate(model, PROMPTS, method=method, heads=HEADS, mask=mask, mask_prompt=mask_prompt, max_new_tokens=NEW)
     for prompt, g in zip(PROMPTS, out, strict=True):
-        ids, alphas, entropies = reference(model, prompt, method, mask, strict)
+        ids, alphas, entropies = reference(model, prompt, method, mask, mask_prompt)
         assert g.ids == ids
         np.testing.assert_allclose(g.alphas, alphas, atol=1e-5)         # float32 against float64
         np.testing.assert_allclose(g.entropies, entropies, atol=1e-5)
@@ -95,32 +95,25 @@ def test_alpha_its_cap_and_its_scale(llama, how):
 
 
 @pytest.mark.parametrize("heads", [[], [(0, 1), (1, 0)]])
-@pytest.mark.parametrize("strict", [False, True])
-def test_entropy_lite_contrasts_with_the_amateur_and_its_own_heads(llama, amateur, heads, strict):
-    out = generate(llama, PROMPTS, amateur=amateur, amateur_heads=heads, mask_prompt=strict, max_new_tokens=NEW)
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_entropy_lite_contrasts_with_the_amateur_and_its_own_heads(llama, amateur, heads, mask_prompt):
+    out = generate(llama, PROMPTS, amateur=amateur, amateur_heads=heads, mask_prompt=mask_prompt, max_new_tokens=NEW)
     for prompt, g in zip(PROMPTS, out, strict=True):
-        ids, alphas, _ = reference(llama, prompt, "decore-entropy", strict=strict, other=amateur, other_heads=heads)
+        ids, alphas, _ = reference(llama, prompt, "decore-entropy", "output", mask_prompt, amateur, heads)
         assert g.ids == ids
         np.testing.assert_allclose(g.alphas, alphas, atol=1e-5)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_masked_decodes_from_the_masked_row_alone(model, strict):
-    g = generate(model, PROMPTS[1], method="masked", heads=HEADS, mask_prompt=strict, max_new_tokens=NEW)
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_masked_decodes_from_the_masked_row_alone(model, mask_prompt):
+    g = generate(model, PROMPTS[1], method="masked", heads=HEADS, mask_prompt=mask_prompt, max_new_tokens=NEW)
     ids = []
     for h in g.entropies:
-        logits = next_logits(model, PROMPTS[1], ids, HEADS, "output", strict)
+        logits = next_logits(model, PROMPTS[1], ids, HEADS, "output", mask_prompt)
         np.testing.assert_allclose(h, -(np.exp(log_softmax(logits)) * log_softmax(logits)).sum(), atol=1e-5)
         ids.append(int(logits.argmax()))
     assert g.ids == ids
     assert g.alphas == [0.0] * NEW
-
-
-def test_entropy_is_in_nats():
-    uniform = torch.full((3, 8), 1 / 8).log()
-    torch.testing.assert_close(entropy(uniform), torch.full((3,), math.log(8)))
-    certain = torch.tensor([0.0, -200.0, -200.0])
-    assert entropy(certain) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- invariances
@@ -134,9 +127,9 @@ def test_without_a_contrast_decore_is_greedy(model, how):
 
 
 @pytest.mark.parametrize("method", ["greedy", "masked", "decore-static", "decore-entropy"])
-@pytest.mark.parametrize("strict", [False, True])
-def test_every_batch_gives_the_tokens_of_single_prompts(model, method, strict):
-    how = dict(method=method, heads=HEADS, mask_prompt=strict, max_new_tokens=NEW)
+@pytest.mark.parametrize("mask_prompt", [False, True])
+def test_every_batch_gives_the_tokens_of_single_prompts(model, method, mask_prompt):
+    how = dict(method=method, heads=HEADS, mask_prompt=mask_prompt, max_new_tokens=NEW)
     alone = [generate(model, p, **how).ids for p in PROMPTS]
     for batch in ([0, 1, 2, 3], [3, 2], [2], [1, 1, 0]):
         assert [g.ids for g in generate(model, [PROMPTS[i] for i in batch], **how)] == [alone[i] for i in batch]
@@ -144,11 +137,10 @@ def test_every_batch_gives_the_tokens_of_single_prompts(model, method, strict):
 
 def test_masking_from_the_last_prompt_token_on_differs_from_masking_the_prompt_too(llama):
     how = dict(heads=HEADS, method="masked", max_new_tokens=1)
-    later, everywhere = (generate(llama, PROMPTS[3], mask_prompt=strict, **how) for strict in (False, True))
+    later, everywhere = (generate(llama, PROMPTS[3], mask_prompt=mask_prompt, **how) for mask_prompt in (False, True))
     assert abs(later.entropies[0] - everywhere.entropies[0]) > 1e-3
-    one = random_ids(1)                         # a prompt of one token is its last token: no difference
-    a, b = (generate(llama, one, heads=HEADS, mask_prompt=strict, max_new_tokens=NEW).ids for strict in (False, True))
-    assert a == b
+    later, everywhere = (generate(llama, [5], mask_prompt=mask_prompt, **how) for mask_prompt in (False, True))
+    assert later == everywhere                  # the only token of the prompt is its last one
 
 
 def test_the_number_of_forward_passes_is_the_number_of_new_tokens(llama, monkeypatch):
@@ -162,16 +154,7 @@ def test_the_number_of_forward_passes_is_the_number_of_new_tokens(llama, monkeyp
 # ------------------------------------------------------------------------------------------------------------- stopping
 
 
-def test_decoding_stops_at_any_end_token_which_is_part_of_the_ids(llama):
-    free = generate(llama, PROMPTS[1], heads=HEADS, max_new_tokens=NEW)
-    assert free.stop == "length" and len(free.ids) == NEW
-    g = generate(llama, PROMPTS[1], heads=HEADS, max_new_tokens=NEW, eos_ids=[95, free.ids[4]])
-    end = free.ids.index(free.ids[4]) + 1
-    assert (g.ids, g.stop) == (free.ids[:end], "eos")
-    assert len(g.alphas) == len(g.entropies) == len(g.ids)
-
-
-def test_an_ended_text_waits_for_the_rest_of_its_batch(llama):
+def test_a_text_that_ends_leaves_the_rest_of_its_batch_unchanged(llama):
     free = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=NEW)
     eos = [free[1].ids[2]]
     out = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=NEW, eos_ids=eos)
@@ -179,6 +162,7 @@ def test_an_ended_text_waits_for_the_rest_of_its_batch(llama):
         end = f.ids.index(eos[0]) + 1 if eos[0] in f.ids else NEW
         assert g.ids == f.ids[:end]
         assert g.stop == ("eos" if eos[0] in f.ids else "length")
+        assert len(g.alphas) == len(g.entropies) == len(g.ids)
 
 
 def test_text_ends_with_the_context_of_the_model(tmp_path):
@@ -190,10 +174,10 @@ def test_text_ends_with_the_context_of_the_model(tmp_path):
         generate(model, random_ids(21), method="greedy")
 
 
-def test_tokens_are_seen_as_they_come(llama):
-    seen = [[], []]
-    out = generate(llama, PROMPTS[:2], heads=HEADS, max_new_tokens=5, on_token=lambda b, t, h: seen[b].append((t, h)))
-    assert seen == [list(zip(g.ids, g.entropies, strict=True)) for g in out]
+def test_on_token_gets_every_token_in_order(llama):
+    calls = [[], []]
+    out = generate(llama, PROMPTS[:2], heads=HEADS, max_new_tokens=5, on_token=lambda b, t, h: calls[b].append((t, h)))
+    assert calls == [list(zip(g.ids, g.entropies, strict=True)) for g in out]
 
 
 # -------------------------------------------------------------------------------------------------------------- scoring
@@ -203,8 +187,8 @@ def test_tokens_are_seen_as_they_come(llama):
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_scores_equal_the_numpy_version(model, method, renormalise):
     prompt, answers = PROMPTS[1], [random_ids(n, seed=40 + n) for n in (4, 1, 7)]
-    got = score(model, prompt, answers, method=method, heads=HEADS, alpha=0.8, renormalise=renormalise)
-    for answer, value in zip(answers, got, strict=True):
+    sums = score(model, prompt, answers, method=method, heads=HEADS, alpha=0.8, renormalise=renormalise)
+    for answer, value in zip(answers, sums, strict=True):
         expected = 0.0
         for i, token in enumerate(answer):
             base = next_logits(model, prompt, answer[:i], [], "output", True)
@@ -216,13 +200,6 @@ def test_scores_equal_the_numpy_version(model, method, renormalise):
                 scores = log_softmax(scores) if renormalise else scores
             expected += scores[token]
         assert value == pytest.approx(expected, abs=1e-4)       # float32, up to seven tokens
-
-
-def test_one_answer_gives_a_number_and_the_same_one(llama):
-    answers = [random_ids(n, seed=n) for n in (2, 5)]
-    together = score(llama, PROMPTS[1], answers, heads=HEADS)
-    for answer, value in zip(answers, together, strict=True):   # 1e-5 a token, as for logits; the longer sum is -28
-        assert score(llama, PROMPTS[1], answer, heads=HEADS) == pytest.approx(value, abs=1e-5 * len(answer))
 
 
 def test_many_answers_go_through_in_several_passes(llama, monkeypatch):
@@ -246,31 +223,45 @@ def test_the_last_token_of_an_answer_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["greedy", "masked", "decore-static", "decore-entropy"])
-def test_scoring_tells_what_greedy_decoding_would_give(llama, method):
+def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
     text = generate(llama, PROMPTS[1], method, heads=HEADS, mask_prompt=True, max_new_tokens=5, eos_ids=()).ids
     other = text[:4] + [text[4] ^ 1]
-    found = score(llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS, return_greedy=True)
-    assert [greedy for _, greedy in found] == [True, False, True]
-    assert [value for value, _ in found] == score(llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS)
+    pairs = score(llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS, return_greedy=True)
+    assert [greedy for _, greedy in pairs] == [True, False, True]
+    assert [value for value, _ in pairs] == score(llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS)
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("ids, how, words", [
+@pytest.mark.parametrize("ids, settings, words", [
     ([], {}, "the prompt is empty"),
     ([[5], []], {}, "prompt 2 of 2 is empty"),
-    ([96], {}, "contains the id 96; .* knows 0 to 95"),
-    ([-1], {}, "contains the id -1"),
+    ([96], {}, "contains the id 96; .* knows 0 to 95"), ([-1], {}, "contains the id -1"),
+    ("text", {}, "is a text; give token ids"), (["a", "b"], {}, "prompt 1 of 2 is a text"),
+    ([1.0, 2], {}, "contains 1.0"), ([True, 5], {}, "contains True"), ([[[5]]], {}, "contains"),
+    (np.array([1.5]), {}, "contains 1.5"), ([[5], 6], {}, "prompt 2 of 2 is a int"),
+    (5, {}, "is a int; give a list"), ({5: 6}, {}, "is a dict"), (None, {}, "is a NoneType"),
     ([5], dict(heads=[(3, 0)]), r"head 3-0 is outside .* \(3 layers, 4 heads\)"),
     ([5], dict(heads=[(0, 4)]), "head 0-4 is outside"),
     ([5], dict(heads=None), "decore-entropy needs heads"),
+    ([5], dict(heads=[(1, 0), (1, 0)]), "head 1-0 is listed twice"),
+    ([5], dict(heads=["1-0", "1"]), "'1' is not a head"), ([5], dict(heads=[(1.5, 0)]), "is not a head"),
+    ([5], dict(heads=[3]), "3 is not a head"), ([5], dict(heads="1-0"), "heads is '1-0'; give a list"),
+    ([5], dict(heads=0.5), "give a list"), ([5], dict(heads=torch.tensor(2)), "give a list"),
     ([5], dict(method="beam"), "method 'beam' is unknown; known: greedy, masked"),
     ([5], dict(mask="keys"), "mask 'keys' is unknown"),
-])
-def test_mistakes_are_named(llama, ids, how, words):
+    ([5], dict(alpha=math.nan), "alpha nan is not a finite"), ([5], dict(alpha="1"), "alpha '1' is not"),
+    ([5], dict(alpha=10**400), "alpha 10+ is not a finite"), ([5], dict(alpha=10**30), "alpha 10+ is not a finite"),
+    ([5], dict(alpha_cap=-1), "alpha_cap -1 is not .* at least 0"),
+    ([5], dict(max_new_tokens=0), "max_new_tokens 0 is not a whole number of at"),
+    ([5], dict(max_new_tokens=2.5), "max_new_tokens 2.5"),
+    ([5], dict(lookup=-1), "lookup -1 is not .* at least 0"), ([5], dict(lookup=10**30), "lookup 10+ is more than"),
+    ([5], dict(eos_ids="2"), "eos_ids is a text"), ([5], dict(eos_ids=[2.5]), "eos_ids contains 2.5"),
+], ids=str)
+def test_each_mistake_has_its_message(llama, ids, settings, words):
     with pytest.raises(ValueError, match=words):
-        generate(llama, ids, **dict(dict(heads=HEADS), **how))
+        generate(llama, ids, **dict(heads=HEADS) | settings)
 
 
 def test_an_amateur_must_fit(llama, amateur, tmp_path):
@@ -292,41 +283,25 @@ def test_an_amateur_that_reads_less_sets_the_limit(llama, tmp_path):
         generate(llama, list(range(3, 16)), **lite)
 
 
-@pytest.mark.parametrize("form", [tuple, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32)])
+FORMS = [tuple, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32),
+         lambda ids: [np.int64(i) for i in ids], lambda ids: [torch.tensor(i) for i in ids]]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_ids_may_come_in_any_form_of_whole_numbers(llama, form):
-    plain = [generate(llama, PROMPTS[1], heads=HEADS, max_new_tokens=3).ids, score(llama, [5, 6], [7, 8], heads=HEADS)]
-    assert plain == [generate(llama, form(PROMPTS[1]), heads=HEADS, max_new_tokens=3).ids,
-                     score(llama, form([5, 6]), form([7, 8]), heads=HEADS)]
-    batch = generate(llama, [form(PROMPTS[1]), form([5])], heads=HEADS, max_new_tokens=3)
-    assert [g.ids for g in batch] == [plain[0], generate(llama, [5], heads=HEADS, max_new_tokens=3).ids]
-    if form is not tuple:
-        assert [g.ids for g in generate(llama, form([[5, 6], [7, 8]]), heads=HEADS, max_new_tokens=3)] == [
-            g.ids for g in generate(llama, [[5, 6], [7, 8]], heads=HEADS, max_new_tokens=3)]
+    settings = dict(heads=HEADS, max_new_tokens=3)
+    plain, five = (generate(llama, ids, **settings) for ids in (PROMPTS[1], [5]))
+    assert generate(llama, form(PROMPTS[1]), **settings) == plain
+    assert generate(llama, (form(PROMPTS[1]),), **settings) == [plain]
+    assert [g.ids for g in generate(llama, [form(PROMPTS[1]), form([5])], **settings)] == [plain.ids, five.ids]
+    assert score(llama, form([5, 6]), form([7, 8]), heads=HEADS) == score(llama, [5, 6], [7, 8], heads=HEADS)
 
 
-@pytest.mark.parametrize("ids, words", [
-    ("text", "is a text; give token ids"), (["a", "b"], "prompt 1 of 2 is a text"), ([1.0, 2], "contains 1.0"),
-    ([True, 5], "contains True"), (5, "is a int; give a list"), ([[5], 6], "prompt 2 of 2 is a int"),
-    ([[[5]]], "contains"),
-    (np.array([1.5]), "contains 1.5"), ({5: 6}, "is a dict"), (None, "is a NoneType"),
-])
-def test_what_are_no_ids_is_refused_by_name(llama, ids, words):
-    with pytest.raises(ValueError, match=words):
-        generate(llama, ids, heads=HEADS)
-
-
-@pytest.mark.parametrize("how, words", [
-    (dict(heads=[(1, 0), (1, 0)]), "head 1-0 is listed twice"), (dict(heads=["1-0", "1"]), "'1' is not a head"),
-    (dict(heads="1-0"), "heads is '1-0'; give a list"), (dict(heads=[(1.5, 0)]), "is not a head"),
-    (dict(heads=[3]), "3 is not a head"),
-    (dict(alpha=math.nan), "alpha nan is not a finite"), (dict(alpha_cap=-1), "alpha_cap -1 is not .* at least 0"),
-    (dict(alpha="1"), "alpha '1' is not"), (dict(max_new_tokens=0), "max_new_tokens 0 is not a whole number of at"),
-    (dict(max_new_tokens=2.5), "max_new_tokens 2.5"), (dict(lookup=-1), "lookup -1 is not .* at least 0"),
-    (dict(eos_ids="2"), "eos_ids is a text"), (dict(eos_ids=[2.5]), "eos_ids contains 2.5"),
-])
-def test_settings_are_checked_by_name(llama, how, words):
-    with pytest.raises(ValueError, match=words):
-        generate(llama, [5], **dict(dict(heads=HEADS), **how))
+@pytest.mark.parametrize("form", [np.array, torch.tensor])
+def test_an_array_of_two_dimensions_is_a_batch(llama, form):
+    batch = [[5, 6], [7, 8]]
+    assert generate(llama, form(batch), heads=HEADS, max_new_tokens=3) == generate(llama, batch, heads=HEADS,
+                                                                                    max_new_tokens=3)
 
 
 def test_unknown_settings_are_named(llama):
@@ -338,7 +313,7 @@ def test_heads_may_be_written_as_in_head_files(llama):
     assert generate(llama, [5], heads=["1-0", "2-2"]) == generate(llama, [5], heads=[(1, 0), (2, 2)])
 
 
-def test_end_ids_come_from_the_checkpoint_unless_given(llama, tmp_path):
+def test_end_ids_come_from_the_checkpoint_by_default(llama, tmp_path):
     text = generate(llama, PROMPTS[1], heads=HEADS, max_new_tokens=12, eos_ids=()).ids
     ends = text[3]
     model = Transformer.load(write_checkpoint(tmp_path, "llama3", eos_token_id=[ends, 95]))
@@ -346,7 +321,7 @@ def test_end_ids_come_from_the_checkpoint_unless_given(llama, tmp_path):
     how = dict(heads=HEADS, max_new_tokens=12)
     assert generate(model, PROMPTS[1], **how).ids == text[:n]
     assert generate(model, PROMPTS[1], eos_ids=(), **how).ids == text
-    for form in (ends, [ends], {ends}, torch.tensor(ends), torch.tensor([ends]), np.array([ends])):
+    for form in (ends, [0, ends, 95], {ends}, torch.tensor(ends), torch.tensor([ends]), np.array([ends])):
         out = generate(llama, PROMPTS[1], eos_ids=form, **how)
         assert out.ids == text[:n] and out.stop == "eos"
 
@@ -377,22 +352,3 @@ def test_a_cache_is_never_larger_than_the_models_context(llama, monkeypatch):
 
 def test_ids_beyond_the_tokenizer_but_inside_the_embedding_are_valid(llama):
     assert len(generate(llama, [FAMILIES["llama3"]["vocab_size"] - 1], method="greedy", max_new_tokens=2).ids) == 2
-
-
-def test_one_sequence_of_any_form_is_one_and_several_are_several(llama):
-    ids = [5, 6, 7]
-    wanted = generate(llama, ids, method="greedy", max_new_tokens=3, eos_ids=()).ids
-    forms = (tuple(ids), np.array(ids), torch.tensor(ids), [np.int64(i) for i in ids], [torch.tensor(i) for i in ids])
-    for form in forms:
-        assert generate(llama, form, method="greedy", max_new_tokens=3, eos_ids=()).ids == wanted
-    for form in ([ids], (ids,), np.array([ids]), torch.tensor([ids]), [torch.tensor(ids)]):
-        assert [g.ids for g in generate(llama, form, method="greedy", max_new_tokens=3, eos_ids=())] == [wanted]
-
-
-WRONG = (dict(alpha=10**400), dict(alpha=10**30), dict(heads=0.5), dict(heads=torch.tensor(2)), dict(lookup=10**30))
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_numbers_beyond_floats_and_heads_that_are_no_list_are_refused(llama, wrong):
-    with pytest.raises(ValueError, match="alpha 10+ is not a finite|give a list of|lookup 10+ is more than"):
-        generate(llama, [1, 2], **dict(heads=[(0, 1)], method="decore-static") | wrong)

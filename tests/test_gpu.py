@@ -11,7 +11,7 @@ import baselines
 from decore import generate
 from heads import detect
 from model import Cache, Transformer
-from runtime.graph import GRAPHS, KEPT
+from runtime.graph import GRAPHS, MAX_STATES
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 from tests.golden.make import PROMPTS
 from tests.golden.make import __file__ as golden_file
@@ -51,7 +51,7 @@ def test_tokens_on_cuda_are_those_of_the_cpu(folder, how):
         assert [g.ids for g in results] == [g.ids for g in expected], settings
 
 
-def test_later_prompts_are_decoded_by_the_graph_of_the_first(tmp_path):
+def test_later_prompts_reuse_the_graph_of_the_first(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path / "m", "llama3"), device="cuda")
     amateur = Transformer.load(write_checkpoint(tmp_path / "a", "llama3", seed=5, num_hidden_layers=1), device="cuda")
     batches = [[random_ids(n, seed=n + i) for n in (9, 2, 20)] for i in range(3)]
@@ -65,7 +65,7 @@ def test_later_prompts_are_decoded_by_the_graph_of_the_first(tmp_path):
             more |= settings | dict(max_new_tokens=20)
             plain, graph = (baselines.generate(model, prompts, method, graph=graph, **more) for graph in (False, True))
             assert [g.ids for g in graph] == [g.ids for g in plain], (method, settings)
-        assert len(GRAPHS[model]) == min(number, KEPT)
+        assert len(GRAPHS[model]) == min(number, MAX_STATES)
 
 
 def test_a_model_and_its_graphs_are_freed_together(tmp_path):

@@ -1,4 +1,4 @@
-"""Recorded steps decode the same tokens. On a CPU a recorder stands in for CUDA graphs."""
+"""Recorded steps decode the same tokens. On a CPU a recorder replaces CUDA graphs."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ LATER = [random_ids(n, seed=40 + n) for n in (12, 3, 5)]
 
 
 class Recorder:
-    """Stands in for Graph: a replay computes the same step again, into the tensors of the first result."""
+    """Replaces Graph: a replay computes the same step again, into the tensors of the first result."""
 
     made = 0
 
@@ -40,7 +40,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch):
-    """The recorder in the place of Graph, and no graphs of other tests."""
+    """Replaces Graph by the recorder, and drops the graphs of other tests."""
     graph.GRAPHS.clear()
     Recorder.made = 0
     monkeypatch.setattr(graph, "Graph", Recorder)
@@ -58,7 +58,7 @@ CASES = [("greedy", {}), *((m, dict(heads=HEADS)) for m in METHODS[1:]),
 
 
 @pytest.mark.parametrize("method, how", CASES)
-def test_a_graph_serves_later_prompts_of_the_same_shape(model, tmp_path, method, how):
+def test_later_prompts_of_the_same_shape_reuse_a_graph(model, tmp_path, method, how):
     if method in ("cd", "lite"):
         how = dict(amateur=Transformer.load(write_checkpoint(tmp_path / "a", "llama3", seed=5, num_hidden_layers=1)))
         how, method = (how, "cd") if method == "cd" else (how | dict(amateur_heads=[(0, 1)]), "decore-entropy")
@@ -89,18 +89,18 @@ def test_other_settings_shapes_or_weights_need_another_graph(model):
     assert graphs("decore-entropy") == 4
     assert graphs(prompts=[random_ids(80)] * 3) == 5
     weight = model.norm.weight
-    weight.data = weight.data.clone() * 2               # the old memory holds the old numbers
+    weight.data = weight.data.clone() * 2               # the old memory has the old numbers
     assert graphs("decore-entropy") == 6
 
 
-def test_heads_from_a_generator_are_told_apart(model):
+def test_heads_from_a_generator_have_a_key_by_their_values(model):
     """A key made of the generator's address would find the graph of another call."""
     for heads in (HEADS, HEADS[:1], [(0, 0)], HEADS[1:], [(0, 1), (0, 2)], HEADS):
         recorded = generate(model, LATER, "masked", 6, heads=(head for head in heads), graph=True)
         assert recorded == generate(model, LATER, "masked", 6, heads=heads)
 
 
-def test_four_states_are_kept_and_the_least_recently_used_goes_first(model):
+def test_a_model_has_at_most_four_states_and_drops_the_least_recently_used(model):
     def alphas(alpha):
         generate(model, LATER, "decore-static", 4, heads=HEADS, alpha=alpha, graph=True)
         return [dict(key[0][2])["alpha"] for key in graph.GRAPHS[model]]
@@ -129,7 +129,7 @@ def test_a_graph_that_fails_or_differs_is_not_used(model, monkeypatch, recorder,
         assert generate(model, PROMPTS, heads=HEADS, max_new_tokens=20, lookup=lookup, graph=True) == plain
 
 
-def test_graphs_keep_no_model_alive_and_go_when_a_rank_leaves(tmp_path):
+def test_graphs_are_freed_with_their_model_and_when_a_rank_leaves(tmp_path):
     """NCCL waits for every graph with its collectives, so `leave` drops them before it leaves the group."""
     class Without(Recorder):                            # a CUDA graph does not refer to the step
         def __init__(self, *args):
@@ -169,7 +169,7 @@ def test_a_step_never_looks_at_the_host(model, monkeypatch, method, mask):
     class OnMeta(Session):
         def __init__(self, _, *args, **how):
             super().__init__(model, *args, **how)
-            self.model, self.last = meta, None
+            self.model, self.unread = meta, None
             cache = self.cache
             cache.kv, cache.lengths, cache.slots = [x.to("meta") for x in cache.kv], *(
                 x.to("meta") for x in (cache.lengths, cache.slots))
@@ -189,7 +189,7 @@ def test_on_a_gpu_the_host_is_one_step_behind(monkeypatch):
 
     class Event:
         def synchronize(self):
-            order.append("wait")
+            order.append("sync")
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: type("Stream", (), dict(record_event=Event)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
@@ -204,4 +204,4 @@ def test_on_a_gpu_the_host_is_one_step_behind(monkeypatch):
 
     for row in graph.on_host(steps()):
         order.append(f"read {int(row[0][0][0])}")
-    assert order == ["step 0", "step 1", "wait", "read 0", "step 2", "wait", "read 1", "wait", "read 2"]
+    assert order == ["step 0", "step 1", "sync", "read 0", "step 2", "sync", "read 1", "sync", "read 2"]

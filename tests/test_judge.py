@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import evaluate
 from model import Transformer
@@ -56,7 +57,7 @@ def server(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k3y")
     Judge.requests, Judge.busy = [], [True]
     with HTTPServer(("127.0.0.1", 0), Judge) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield ["--judge-url", f"http://127.0.0.1:{server.server_port}/v1", "--judge-models"]
         server.shutdown()
 
@@ -99,13 +100,14 @@ def test_an_interrupted_judging_continues(rescore, server, half_judged):
     assert store.read_text().startswith(stored) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
 
 
-@pytest.mark.parametrize("line", ["{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'])
-def test_a_line_that_is_not_a_verdict_is_refused(rescore, server, half_judged, line):
+def test_a_line_that_is_not_a_verdict_is_refused(rescore, server, half_judged):
     path, store = half_judged
-    store.write_text(store.read_text() + line + "\n")
-    for judge in ((), (*server, "t,i")):
-        status, _, err = rescore(path, *judge)
-        assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
+    verdicts = store.read_text()
+    for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'):
+        store.write_text(verdicts + line + "\n")
+        for judge in ((), (*server, "t,i")):
+            status, _, err = rescore(path, *judge)
+            assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
     assert Judge.requests == []
 
 
@@ -143,37 +145,32 @@ def pickled(tmp_path_factory):
     spm = pytest.importorskip("sentencepiece", reason="in requirements-dev.txt")
     pytest.importorskip("google.protobuf", reason="in requirements-dev.txt")
     folder = tmp_path_factory.mktemp("judge")
-    torch.save(random_weights(FAMILIES["llama2"] | {"vocab_size": 400}), folder / "pytorch_model.bin")
     config = FAMILIES["llama2"] | {"vocab_size": 400, "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    torch.save(random_weights(config), folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
     texts = [f"Q: Why is it {n} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no" for n in range(50)]
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), vocab_size=320, model_type="bpe",
         byte_fallback=True, bos_id=1, eos_id=2, unk_id=0, pad_id=-1, normalization_rule_name="identity",
         remove_extra_whitespaces=False, minloglevel=2)
-    special = {name: {"__type": "AddedToken", "content": content, "lstrip": False, "normalized": True, "rstrip": False,
-                      "single_word": False}
-               for name, content in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))}
     (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, **special}))
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<s>",
+         "eos_token": "</s>", "unk_token": "<unk>"}))
     return folder
 
 
 def test_a_converted_judge_reads_and_judges_as_its_pickles_do(pickled, tmp_path, call):
     import sentencepiece
-    import transformers
     assert call(convert_judge.main, pickled, tmp_path / "judge")[0] == 0
     assert not list((tmp_path / "judge").glob("*.bin"))
     spm = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
-    tokenizer = Tokenizer.load(tmp_path / "judge")
-    texts = ["Q: Why?\nA: Because it is 42 miles.\nTrue:", "Q: Is it?\nA: Zoë, no.\nHelpful:"]
-    for text in texts:
+    tokenizer, converted = Tokenizer.load(tmp_path / "judge"), load_file(tmp_path / "judge" / "model.safetensors")
+    for text in ("Q: Why?\nA: Because it is 42 miles.\nTrue:", "Q: Is it?\nA: Zoë, no.\nHelpful:"):
         assert tokenizer.encode(text) == [1, *spm.encode(text)]
         assert tokenizer.encode(text + " yes")[len(tokenizer.encode(text))] == spm.encode("yes")[0]
-    reference = transformers.LlamaForCausalLM.from_pretrained(pickled)
-    expected = [reference(torch.tensor([[1, *spm.encode(text)]])).logits[0, -1].softmax(-1)[spm.encode("yes")[0]].item()
-                for text in texts]
-    assert judges.local(str(tmp_path / "judge"))(texts) == pytest.approx(expected, rel=1e-4)
+    for name, weight in torch.load(pickled / "pytorch_model.bin", weights_only=True).items():
+        assert torch.equal(converted[name], weight), name
+    assert 0 < judges.local(str(tmp_path / "judge"))(["Q: Why?\nA: Because.\nTrue:"])[0] < 1
 
 
 def test_a_pickle_that_would_run_code_is_not_converted(pickled, tmp_path, call):
@@ -185,9 +182,5 @@ def test_a_pickle_that_would_run_code_is_not_converted(pickled, tmp_path, call):
     status, out, err = call(convert_judge.main, tmp_path / "evil", tmp_path / "judge")
     assert status == 2 and "code was run" not in out and err.count("\n") == 1
     assert not (tmp_path / "judge").exists()
-
-
-def test_a_folder_that_is_not_empty_is_not_overwritten(pickled, tmp_path, call):
-    (tmp_path / "mine").write_text("x")
-    status, _, err = call(convert_judge.main, pickled, tmp_path)
+    status, _, err = call(convert_judge.main, pickled, pickled)
     assert status == 2 and "is not empty" in err

@@ -20,8 +20,8 @@ def llama(tmp_path_factory):
     return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("llama"), "llama3"))
 
 
-def assert_same(got, expected):
-    for a, b in zip(got, expected, strict=True):
+def assert_same(results, expected):
+    for a, b in zip(results, expected, strict=True):
         assert (a.ids, a.stop) == (b.ids, b.stop)
         np.testing.assert_allclose(a.alphas, b.alphas, atol=ATOL, rtol=0)
         np.testing.assert_allclose(a.entropies, b.entropies, atol=ATOL, rtol=0)
@@ -50,18 +50,18 @@ def test_lookup_works_with_an_amateur(llama, tmp_path):
     assert_same(generate(llama, PROMPTS, lookup=5, **how), generate(llama, PROMPTS, **how))
 
 
-def test_lookup_stops_where_the_plain_loop_does(llama):
+def test_lookup_stops_at_the_same_token_as_the_plain_loop(llama):
     plain = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=24)
     for eos in {plain[0].ids[0], plain[1].ids[7], plain[2].ids[23]}:
         how = dict(heads=HEADS, max_new_tokens=24, eos_ids=[eos])
         assert_same(generate(llama, PROMPTS, lookup=4, **how), generate(llama, PROMPTS, **how))
 
 
-def test_lookup_shows_every_token_once_and_in_order(llama):
-    shown = [[] for _ in PROMPTS]
+def test_lookup_reports_every_token_once_and_in_order(llama):
+    calls = [[] for _ in PROMPTS]
     out = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=20, lookup=5,
-                   on_token=lambda b, token, entropy: shown[b].append((token, entropy)))
-    assert shown == [list(zip(g.ids, g.entropies, strict=True)) for g in out]
+                   on_token=lambda b, token, entropy: calls[b].append((token, entropy)))
+    assert calls == [list(zip(g.ids, g.entropies, strict=True)) for g in out]
 
 
 def decode_answers(model, prompts, answers, k):
@@ -107,7 +107,7 @@ def test_sequences_that_copy_at_different_speeds_never_run_out_of_slots(llama):
 def test_with_nothing_to_copy_proposals_become_rare():
     text = Text([1, 2, 3] * 4)
     proposals = 0
-    for _ in range(400):                        # an n-gram that is always found, and never goes on as it did
+    for _ in range(400):                        # the n-gram always occurred before, and never continues as before
         proposal = text.propose(7)
         proposals += bool(proposal)
         text.judge(len(proposal), 0)
@@ -119,7 +119,7 @@ def test_after_a_miss_proposals_are_short_until_one_is_right():
     text = Text([1, 2, 3, 4, 5, 6, 7, 8] * 3)
     assert len(text.propose(7)) == 7
     text.judge(7, 0)
-    text.judge(0, 0)                            # the wait
+    text.judge(0, 0)                            # the pause
     assert len(text.propose(7)) == TRIAL == 1
     text.judge(TRIAL, 1)
     assert len(text.propose(7)) == 7

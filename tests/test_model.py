@@ -142,11 +142,10 @@ def test_a_prompt_in_many_chunks_equals_one_chunk(model, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", ["output", "query"])
-@pytest.mark.parametrize("strict", [True, False])
-def test_two_rows_equal_two_separate_passes(model, mask, strict):
-    both = cached(model, PROMPTS[2], 30, two_rows(model), mask, strict)
+def test_two_rows_equal_two_separate_passes(model, mask):
+    both = cached(model, PROMPTS[2], 30, two_rows(model), mask, strict=False)
     for row, heads in enumerate([[], HEADS]):
-        alone = cached(model, PROMPTS[2], 30, make_head_mask([heads], model), mask, strict)
+        alone = cached(model, PROMPTS[2], 30, make_head_mask([heads], model), mask, strict=False)
         torch.testing.assert_close(both[row], alone[0], atol=ATOL, rtol=0)
 
 
@@ -165,18 +164,8 @@ def test_ragged_batches_equal_single_prompts(model):
         torch.testing.assert_close(batch[:, b], alone[:, 0], atol=ATOL, rtol=0)
 
 
-def test_tokens_taken_back_leave_no_trace(model):
-    prompt, wrong, right = PROMPTS[1], random_ids(3, seed=6), random_ids(4, seed=7)
-    cache = read(model, [prompt], 400, 2)
-    model(torch.tensor([right[:1] + wrong]), cache, two_rows(model))
-    cache.take_back([3])
-    after = model(torch.tensor([right[1:]]), cache, two_rows(model))
-    expected = cached(model, prompt + right, len(prompt), two_rows(model), strict=False)
-    torch.testing.assert_close(after, expected[:, :, 1:], atol=ATOL, rtol=0)
-
-
 def test_each_row_reads_only_its_own_new_tokens(llama):
-    """Two rows that differ in their heads alone: row 1 of a cache of two rows equals a cache with that row alone."""
+    """Each row of a cache of two rows equals a cache of that row alone."""
     prompt, new = PROMPTS[1], random_ids(70, seed=3)            # past the first 64 slots
     both = cached(llama, prompt + new, len(prompt), two_rows(llama), strict=False)
     for row, heads in enumerate([[], HEADS]):
@@ -193,17 +182,18 @@ def test_a_repeated_cache_continues_the_prompt_in_several_ways(model):
         torch.testing.assert_close(logits, alone, atol=ATOL, rtol=0)
 
 
-def test_each_sequence_may_take_back_its_own_number_of_tokens(model):
+def test_each_text_may_take_back_its_own_number_of_tokens(model):
     prompts = [random_ids(n, seed=n) for n in (6, 11)]
-    cache = read(model, prompts, 8)
+    cache = read(model, prompts, 400, 2)
     first, then = random_ids(2, 4, seed=3), random_ids(2, 2, seed=4)
-    model(torch.tensor(first), cache)
+    model(torch.tensor(first), cache, two_rows(model))
     cache.take_back([1, 3])
     assert cache.slots.tolist() == [3, 1]
-    after = model(torch.tensor(then), cache)
-    for b, kept in enumerate((3, 1)):
-        text = prompts[b] + first[b][:kept] + then[b]
-        torch.testing.assert_close(after[0, b], model(torch.tensor([text]))[0, -2:], atol=ATOL, rtol=0)
+    after = model(torch.tensor(then), cache, two_rows(model))
+    for b, accepted in enumerate((3, 1)):
+        text = prompts[b] + first[b][:accepted] + then[b]
+        expected = cached(model, text, len(prompts[b]), two_rows(model), strict=False)
+        torch.testing.assert_close(after[:, b], expected[:, 0, -2:], atol=ATOL, rtol=0)
 
 
 def test_the_prompt_is_stored_once_and_new_tokens_per_row(llama):
@@ -254,29 +244,28 @@ def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(fami
     for layer, head in HEADS:
         weights[f"model.layers.{layer}.self_attn.o_proj.weight"][:, head * width:(head + 1) * width] = 0
     cut = Transformer.load(write_checkpoint(tmp_path / "cut", family, weights=weights))
-    ids, at = PROMPTS[2], 0 if strict else 25
+    ids = PROMPTS[2]
     masked = cached(whole, ids, 25, two_rows(whole), strict=strict)[1]
     if strict:
         expected = cut(torch.tensor([ids]))[:, 25:]
-    else:                                       # the prompt is read by the whole model, what follows by the cut one
-        cache = read(whole, [ids[:at]], len(ids) - at)
-        expected = cut(torch.tensor([ids[at:]]), cache)[0]
+    else:                                       # the whole model reads the prompt, the cut one the rest
+        expected = cut(torch.tensor([ids[25:]]), read(whole, [ids[:25]], len(ids) - 25))[0]
     torch.testing.assert_close(masked, expected, atol=ATOL, rtol=0)
 
 
 def test_a_zeroed_query_averages_the_visible_values(model, family):
     layer, head, ids = 0, 1, PROMPTS[2]
-    c, seen = model.config, {}
+    c, outputs = model.config, {}
     attention = model.layers[layer].attn
     values = slice(-attention.kv_heads * c.head_dim, None)
-    hooks = [attention.qkv.register_forward_hook(lambda m, i, y: seen.update(v=y[..., values])),
-             attention.o.register_forward_hook(lambda m, i, y: seen.update(o=i[0]))]
+    hooks = [attention.qkv.register_forward_hook(lambda m, i, y: outputs.update(v=y[..., values])),
+             attention.o.register_forward_hook(lambda m, i, y: outputs.update(o=i[0]))]
     model(torch.tensor([ids]), head_mask=make_head_mask([[(layer, head)]], model), mask="query")
     for hook in hooks:
         hook.remove()
     group = head // (c.n_heads // c.n_kv_heads)
-    values = seen["v"][0, 0].unflatten(-1, (c.n_kv_heads, c.head_dim))[:, group]                    # [T, K]
-    output = seen["o"][0, 0].unflatten(-1, (c.n_heads, c.head_dim))[:, head]
+    values = outputs["v"][0, 0].unflatten(-1, (c.n_kv_heads, c.head_dim))[:, group]                    # [T, K]
+    output = outputs["o"][0, 0].unflatten(-1, (c.n_heads, c.head_dim))[:, head]
     window = c.windows[layer] or len(ids)
     expected = torch.stack([values[max(0, t - window + 1):t + 1].mean(0) for t in range(len(ids))])
     torch.testing.assert_close(output, expected, atol=ATOL, rtol=0)
@@ -304,9 +293,10 @@ def test_a_mask_for_another_model_is_refused(llama):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_weights_are_kept_or_widened(tmp_path, dtype):
+def test_weights_have_the_dtype_of_the_checkpoint_or_the_chosen_one(tmp_path, dtype):
     folder = write_checkpoint(tmp_path, "qwen2", dtype=dtype, torch_dtype=str(dtype).removeprefix("torch."))
     assert Transformer.load(folder).dtype == dtype
+    assert Transformer.load(folder, dtype="bfloat16").dtype == torch.bfloat16
     wide = Transformer.load(folder, dtype=torch.float32)
     weight = random_weights(FAMILIES["qwen2"])["model.layers.0.mlp.up_proj.weight"]
     assert wide.dtype == torch.float32
@@ -331,8 +321,8 @@ def break_weights(folder, change):
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda w: w.pop("model.norm.weight"), "missing model.norm.weight, unused nothing"),
-    (lambda w: w.update({"model.norm.bias": torch.ones(32)}), "missing nothing, unused model.norm.bias"),
+    (lambda w: w.pop("model.norm.weight"), r"missing \['model.norm.weight'\], unused \[\]"),
+    (lambda w: w.update({"model.norm.bias": torch.ones(32)}), r"missing \[\], unused \['model.norm.bias'\]"),
     (lambda w: w.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight is F32 \[31\]; .* BF16 \[32\]"),
     (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("nan")), "lm_head.weight is not finite"),
     (lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("inf")), "lm_head.weight is not finite"),
@@ -342,7 +332,7 @@ def test_weights_are_strict_both_ways(change, words, tmp_path):
         Transformer.load(break_weights(tmp_path, change))
 
 
-def test_old_rotary_buffers_and_a_stored_tied_head_are_no_surplus(tmp_path):
+def test_old_rotary_buffers_and_a_stored_tied_head_are_ignored(tmp_path):
     weights = random_weights(FAMILIES["llama3.2"])
     expected = Transformer.load(write_checkpoint(tmp_path, "llama3.2", weights=weights))(torch.tensor([PROMPTS[0]]))
     weights |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
@@ -354,7 +344,7 @@ def test_old_rotary_buffers_and_a_stored_tied_head_are_no_surplus(tmp_path):
 def test_a_pickle_is_refused_with_the_reason(tmp_path):
     write_checkpoint(tmp_path, "llama3")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="pickle, which can run code"):
+    with pytest.raises(FileNotFoundError, match="Pickles .* can run code"):
         Transformer.load(tmp_path)
 
 
@@ -370,10 +360,10 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path):
     write_checkpoint(tmp_path, "llama3", shards=2)
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match="00002-of-00002.safetensors is damaged"):
+    with pytest.raises(ValueError, match="00002-of-00002.safetensors is missing or damaged"):
         Transformer.load(tmp_path)
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match="00002-of-00002.safetensors is missing"):
+    with pytest.raises(ValueError, match="00002-of-00002.safetensors is missing or damaged"):
         Transformer.load(tmp_path)
 
 
@@ -407,11 +397,6 @@ def test_rotary_frequencies_stay_float32_whatever_the_weights_are(tmp_path):
         model = model.to(dtype)
         assert model.dtype == dtype and model.frequencies.dtype == torch.float32
         assert torch.equal(model.frequencies, before)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_a_dtype_is_a_name_or_of_torch(dtype, tmp_path):
-    assert Transformer.load(write_checkpoint(tmp_path, "llama3"), dtype=dtype).dtype == torch.bfloat16
 
 
 def test_a_batch_of_prompts_is_prefilled_in_passes_of_a_bounded_number_of_tokens(llama, monkeypatch):

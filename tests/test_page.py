@@ -16,70 +16,51 @@ from cli import page
 from heads import choose_heads
 from model import Transformer
 from tasks.sources import file_record
-from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
 SPAN = re.compile(r'<span class="t( differs)?" id="\w+" tabindex="0" style="--shade: ([\d.]+)" '
                   r'data-note="([^"]*)">([^<]*)</span>')
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_checkpoint(tmp_path_factory.mktemp("model"), "llama3", vocab_size=259, eos_token_id=257)
-    write_tokenizer(folder)
-    write_heads(folder / "heads.json", 3, 4, 1)
-    return folder
-
-
 @pytest.fixture
-def decode(call, folder, tmp_path):
-    """decode(*arguments) → (standard output, the page)"""
+def decode(call, chat_model, tmp_path):
+    """decode(*arguments) → (the line of JSON, the page)"""
     def run(*args):
-        heads = [] if "greedy" in args else ["--heads", folder / "heads.json", "--num-heads", "2"]
-        status, out, _ = call(decore.main, "--model", folder, "--max-new-tokens", "8", *heads, *args, "--html",
+        status, out, _ = call(decore.main, "--model", chat_model, "--max-new-tokens", 8, *args, "--json", "--html",
                               tmp_path / "page.html")
         assert status == 0
-        return out, (tmp_path / "page.html").read_bytes().decode()
+        return json.loads(out), (tmp_path / "page.html").read_bytes().decode()
     return run
 
 
-def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(decode, folder):
-    written, page = decode("--prompt", "Hello there", "--method", "decore-static", "--alpha", "0.25", "--json")
-    model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
-    heads = choose_heads(model, folder / "heads.json", 2)
-    prompt = tokenizer.encode("Hello there")
-    out = decore.generate(model, prompt, "decore-static", heads=heads, alpha=0.25, max_new_tokens=8,
-                          eos_ids=tokenizer.eos_ids)
-    assert json.loads(written)["ids"] == out.ids                # a page leaves the output as it is
+def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(decode, chat_model):
+    out, text = decode("--prompt", "Hi", "--method", "decore-static", "--alpha", 0.25, "--heads",
+                       chat_model / "heads.json", "--num-heads", 2)
+    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    ids = out["ids"][:-1] if out["stop"] == "eos" else out["ids"]
     with torch.inference_mode():
-        step, _ = decore.open_decore(model, [prompt], 8, "decore-static", heads=heads, alpha=0.25)
-        steps = [step(None if i == 0 else torch.tensor([out.ids[i - 1:i]])) for i in range(len(out.ids))]
+        step, _ = decore.open_decore(model, [out["prompt_ids"]], 8, "decore-static", alpha=0.25,
+                                     heads=choose_heads(model, chat_model / "heads.json", 2))
+        steps = [step(None if i == 0 else torch.tensor([ids[i - 1:i]])) for i in range(len(ids))]
     favourites = [result.other.argmax().item() for result in steps]
-    spans = SPAN.findall(page)
-    notes = "\n".join(html.unescape(note) for _, _, note, _ in spans).split("\n")
-    ids = out.ids[:-1] if out.stop == "eos" else out.ids
-    expected = [line for i in range(len(ids)) for line in
-                (f"base entropy {out.entropies[i]:.3f} nats", "α 0.250",
-                 f"masked favourite {tokenizer.decode([favourites[i]])!r}")]
+    spans = SPAN.findall(text)
+    notes = [line for _, _, note, _ in spans for line in html.unescape(note).split("\n") if "of the heads" not in line]
+    expected = [line for h, favourite in zip(out["entropies"], favourites, strict=False) for line in
+                (f"base entropy {h:.3f} nats", "α 0.250", f"masked favourite {tokenizer.decode([favourite])!r}")]
     assert len(ids) > 2
     assert all(note.startswith(line) for note, line in zip(notes, expected, strict=True))
     assert "".join(html.unescape(text) for *_, text in spans) == tokenizer.decode(ids)
-    assert any(different for different, *_ in spans) == any(a != b for a, b in zip(ids, favourites, strict=False))
+    assert any(differs for differs, *_ in spans) == (ids != favourites)
     assert {float(shade) for _, shade, _, _ in spans} != {0.0}
 
 
 def test_markup_stays_text_and_greedy_has_no_favourite(decode):
-    _, page = decode("--prompt", "<script>alert(1)</script>", "--method", "greedy")
-    assert "<script" not in page and "&lt;" in page and "&gt;" in page
-    assert "entropy" in page and "favourite" not in page
+    _, text = decode("--prompt", "<script>alert(1)</script>", "--method", "greedy")
+    assert "<script" not in text and "&lt;" in text and "&gt;" in text
+    assert "entropy" in text and "favourite" not in text
 
 
-def test_a_page_that_cannot_be_written_is_one_line(call, tmp_path):
-    status, out, err = call(decore.main, "--prompt", "Hello", "--html", tmp_path / "no" / "page.html")
-    assert status == 2 and not out and "page.html" in err and len(err.splitlines()) == 1
-
-
-# Where a token was read
+# Sources of tokens
 
 def linked(sources=None, text="abc", prompt="xyz"):
     """An answer to a prompt, a token per letter."""
@@ -95,18 +76,19 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def test_pointing_at_a_token_lights_up_its_source_and_the_reverse():
+def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     answer = linked([[(0, 0.75), (2, 0.25)], [], [(2, 1.0), (0, 0.5)]])
     rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) { .*? / ([\d.]+)\) }", answer)
-    assert sorted(rules) == [("g0h", "p0s0", "0.75"), ("g0h", "p0s2", "1.00"), ("g0t0", "p0s0", "0.75"),
-                             ("g0t0", "p0s2", "0.25"), ("g0t2", "p0s0", "0.50"), ("g0t2", "p0s2", "1.00"),
-                             ("p0s0", "g0t0", "0.75"), ("p0s0", "g0t2", "0.50"), ("p0s2", "g0t0", "0.25"),
-                             ("p0s2", "g0t2", "1.00")]
+    pairs = {("g0t0", "p0s0"): "0.75", ("g0t0", "p0s2"): "0.25", ("g0t2", "p0s0"): "0.50", ("g0t2", "p0s2"): "1.00"}
+    title = {("g0h", "p0s0"): "0.75", ("g0h", "p0s2"): "1.00"}          # the largest shares of the answer's tokens
+    assert {rule[:2]: rule[2] for rule in rules} == pairs | title | {pair[::-1]: pairs[pair] for pair in pairs}
     names = re.findall(r'id="(\w+)"', page.prompt_html(Letters(), [*map(ord, "xyz")], "p0") + answer)
     assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
     notes = [html.unescape(note) for note in re.findall(r'data-note="([^"]*)"', answer)]
     assert notes[0].endswith("from 'x' at 0 (75% of the heads)\nfrom 'z' at 2 (25% of the heads)")
     assert "from" not in notes[1]
+    assert ":has(" not in linked() and "Blue" not in page.document("x", [linked()])
+    assert "Blue" in page.document("x", [answer])
 
 
 def test_markup_in_tokens_and_notes_stays_text():
@@ -114,11 +96,6 @@ def test_markup_in_tokens_and_notes_stays_text():
     assert re.findall(r'data-note="([^"]*)">([^<]*)</span>', answer)[0][1] == "&lt;"
     notes = re.findall(r'data-note="([^"]*)"', answer)
     assert len(notes) == 3 and "'&lt;'" in notes[0].replace("&#x27;", "'") and "&quot;" in notes[1]
-
-
-def test_without_sources_nothing_is_linked():
-    assert ":has(" not in linked()
-    assert "Blue" in page.document("x", [linked([[(0, 1.0)], [], []])]) and "Blue" not in page.document("x", [linked()])
 
 
 # Items of stored runs
@@ -167,35 +144,22 @@ def test_an_item_of_two_runs_is_a_page_with_prompt_references_and_both_texts(run
             f"base entropy {h:.3f} nats" for h in line["entropies"][:len(spans)]]
 
 
-def test_a_right_and_a_wrong_answer_are_marked(runs, show, tmp_path):
-    first, *lines = map(json.loads, runs[0].read_text().splitlines())
-    line = lines[0] | {"prediction": f" {lines[0]['references'][0]}."}
-    settings = {"settings": first["settings"] | {"model": "/nowhere"}}
-    assert "✓ right" in show(write_lines(tmp_path / "right.jsonl", settings, line), "--item", 0)[2]
-    line["prediction"] = " Elsewhere."
-    status, err, text = show(write_lines(tmp_path / "wrong.jsonl", settings, line), "--item", 0)
-    assert "✗ wrong" in text and "Elsewhere." in text
-    assert status == 0 and err.startswith("no shades: ") and not SPAN.findall(text)
-
-
-def test_candidates_are_shown_by_score_and_marked(runs, show, tmp_path):
+def test_candidates_are_sorted_by_score_and_the_answer_is_marked(runs, show, tmp_path):
     settings = json.loads(runs[0].read_text().splitlines()[0])["settings"] | {"task": "truthfulqa-mc", "model": "x"}
-    line = {"index": 0, "candidates": ["yes", "no", "maybe"], "scores_true": [-3.0, -1.0], "scores_false": [-2.0],
-            "best_position": 0}
-    path = write_lines(tmp_path / "choice.jsonl", {"settings": settings}, line)
-    text = show(path, "--item", 0)[2]
-    assert re.findall(r"<td.*?>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
-                                                      "-3.00", "true", "yes"]
-    assert "✗ wrong" in text
-    write_lines(path, {"settings": settings}, line | {"best_position": 1})
-    assert "✓ right" in show(path, "--item", 0)[2]
+    line = {"index": 0, "candidates": ["yes", "no", "maybe"], "scores_true": [-3.0, -1.0], "scores_false": [-2.0]}
+    for best, mark in ((0, "✗ wrong"), (1, "✓ right")):
+        path = write_lines(tmp_path / "choice.jsonl", {"settings": settings}, line | {"best_position": best})
+        text = show(path, "--item", 0)[2]
+        assert re.findall(r"<td.*?>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
+                                                          "-3.00", "true", "yes"]
+        assert mark in text
 
 
 def test_what_is_not_an_item_of_these_runs_is_one_line(runs, show, tmp_path):
     greedy, contrasted = (path.read_text() for path in runs)
     other = tmp_path / "other.jsonl"
     for content, args, words in (
-            ("", (runs[0], "--item", 3), "has no item 3, but 3 others, 0 to 2"),
+            ("", (runs[0], "--item", 3), "has no item 3"),
             (contrasted.replace("miniature-conflict", "miniature-open"), (runs[0], "--item", 0, "--against", other),
              "is a run of miniature-conflict, --against has one of miniature-open"),
             (greedy.replace('"prediction": " ', '"prediction": " X'), (other, "--item", 0), "give --model"),
@@ -205,20 +169,20 @@ def test_what_is_not_an_item_of_these_runs_is_one_line(runs, show, tmp_path):
         assert status == 2 and text is None and words in err and len(err.splitlines()) == 1
 
 
-def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path):
+def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path, chat_model):
     """Chat turns with demonstrations, from the data; another file is refused."""
     data = write_lines(tmp_path / "trivia.jsonl", *({"question": f"Who is {i}?", "answer": {"aliases": ["Ann"]}}
                                                     for i in range(3)))
     demo = {"question": "Where?", "answer": "here"}
     demos, other = write_lines(tmp_path / "demos.jsonl", demo), write_lines(tmp_path / "other.jsonl", demo, demo)
-    settings = {"task": "triviaqa", "version": 1, "model": "/nowhere", "method": "greedy", "n": 3, "layout": "chat",
-                "data": [file_record(data)], "demos": file_record(demos)}
-    line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "ids": [1], "alphas": [0],
-            "entropies": [0], "stop": "eos"}
+    settings = {"task": "triviaqa", "version": 1, "model": str(chat_model), "method": "greedy", "n": 3,
+                "layout": "chat", "data": [file_record(data)], "demos": file_record(demos)}
+    line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "alphas": [0] * 3,
+            "ids": Tokenizer.load(chat_model).encode("Ann", bos=False), "entropies": [0] * 3, "stop": "length"}
     run = write_lines(tmp_path / "run.jsonl", {"settings": settings}, line)
     text = show(run, "--item", 1, "--data", data, "--demos", demos)[2]
     assert re.findall(r"<b>(\w+)</b> (.*?)</p>", text, re.DOTALL) == [
         ("system", "Answer the given question."), ("user", "Question: Where?\nAnswer:"), ("assistant", "here"),
         ("user", "Question: Who is 1?\nAnswer:"), ("references", "Ann")]
-    assert "--demos is another file" in show(run, "--item", 1, "--data", data, "--demos", other)[1]
-    assert "the whole prompt needs --data" in show(run, "--item", 1)[2]
+    assert "--demos is not the run's file" in show(run, "--item", 1, "--data", data, "--demos", other)[1]
+    assert "prompt needs --data" in show(run, "--item", 1)[2]

@@ -54,7 +54,7 @@ def test_tokens_alphas_and_entropies_are_the_published_ones(name, case):
     how = how_to_generate(DECODED[name], prompt, params)
     out = baselines.generate(model, prompt["ids"], **how, max_new_tokens=len(case["tokens"]), eos_ids=())
     assert out.ids == case["tokens"]
-    unit = math.log(model.config.vocab_size) if params.get("scale") else 1      # theirs is scaled where α is
+    unit = math.log(model.config.vocab_size) if params.get("scale") else 1      # the published entropy is scaled too
     assert [h / unit for h in out.entropies] == pytest.approx(case["entropy"], abs=1e-4)
     if case["alpha"][0] is not None:
         assert out.alphas == pytest.approx(case["alpha"], abs=1e-4)
@@ -82,5 +82,5 @@ def how_to_score(item, name):
 @pytest.mark.parametrize("item, name", SUMS)
 def test_scores_of_answers_are_the_published_ones(item, name):
     model, prompt, answer = MODELS["mistral_full"], item["prefix_ids"], item["continue_ids"]
-    found = baselines.score(model, prompt, answer, **how_to_score(item, name))
-    assert found == pytest.approx(item["scores"][name], rel=1e-5, abs=1e-4)
+    value = baselines.score(model, prompt, answer, **how_to_score(item, name))
+    assert value == pytest.approx(item["scores"][name], rel=1e-5, abs=1e-4)

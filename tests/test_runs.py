@@ -1,10 +1,10 @@
 """Run files: reading, the lock, when a run may continue; fingerprints of checkpoints."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
+import random
+import time
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from runtime.jsonl import append, locked
 from runtime.weights import fingerprint
 from tasks.runs import finish, open_run, read_run, remarks
+from tests import kill
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = {"task": "nq-swap", "n": 3, "limit": None, "alpha": 0.5, "batch_size": "auto", "device": "cpu (x86_64)",
             "tp": 1, "versions": {"torch": "2"}, "fingerprint": {"weights": "aa", "config.json": "bb"},
             "commit": "c0ffee", "date": "2026-01-01"}
@@ -39,39 +39,31 @@ def write(path, *rows, **changes):
 # Reading
 
 
-@pytest.mark.parametrize("cut", range(0, 20, 3))
-def test_a_last_row_that_was_cut_off_anywhere_is_skipped(path, cut):
-    write(path, row(2), row(0))
-    path.write_bytes(path.read_bytes()[:-1 - cut])
-    settings, rows = read_run(path)
-    assert settings == SETTINGS and rows == [row(2) | {"line": 2}, row(0) | {"line": 3}][:2 if cut == 0 else 1]
+def test_a_last_row_that_was_cut_off_anywhere_is_skipped(path):
+    content = write(path, row(2), row(0)).read_bytes()
+    for cut in range(0, 20, 3):
+        path.write_bytes(content[:-1 - cut])
+        settings, rows = read_run(path)
+        assert settings == SETTINGS and rows == [row(2) | {"line": 2}, row(0) | {"line": 3}][:2 if cut == 0 else 1]
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"index": 1, "prediction": "x", "index": 2}', "line 2: not JSON .*appears twice"),
-    ('{"index": 1, "alphas": [NaN]}', "line 2: not JSON .*NaN is not a finite number"),
-    ('{"index": 1, "prediction": "\\ud800"}', "line 2: not JSON .*surrogate"),
-    ('{"index": 1', "line 2: not JSON"),
-    ('{"index": 1, "a": ' + "[" * 100_000, "line 2: not JSON"),
-    ('[1]', "line 2: should be a JSON object, not a list"),
-    ('{"index": true}', "line 2: 'index' cannot be true"),
-    ('{"index": 1, "ids": [1, null]}', "line 2: 'ids' cannot be "),
-    ('{"prediction": "x"}', "line 2: 'index' is missing"),
-    ('{"index": 0}', "line 3: item 0 is also in line 2"),
+    (b'{"index": 1, "alphas": [NaN]}', "line 2: not JSON"),
+    (b'{"index": 1, "prediction": "\\ud800"}', "line 2: not JSON .*surrogate"),
+    (b'{"index": 1, "prediction": "\xff"}', "line 2: not JSON in UTF-8"),
+    (b'{"index": 1, "a": ' + b"[" * 100_000, "line 2: not JSON"),
+    (b'[1]', "line 2: not JSON .*a list instead of an object"),
+    (b'{"index": true}', "line 2: 'index' cannot be true"),
+    (b'{"index": 1, "ids": [1, null]}', "line 2: 'ids' cannot be "),
+    (b'{"prediction": "x"}', "line 2: 'index' is missing"),
+    (b'{"index": 0}', "line 3: item 0 is also in line 2"),
 ])
 def test_a_row_that_cannot_be_read_is_named_by_its_line(path, text, message):
     write(path)
-    with open(path, "a") as file:
-        file.write(text + "\n" + json.dumps(row(0)) + "\n")
-    with pytest.raises(ValueError, match=message) as caught:
+    path.write_bytes(path.read_bytes() + text + b"\n" + json.dumps(row(0)).encode() + b"\n")
+    with pytest.raises(ValueError, match=message) as error:
         read_run(path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-
-
-def test_bytes_that_are_not_utf8_are_named(path):
-    path.write_bytes(b'{"id": 1}\n{"id": "\xff"}\n{"id": 2}\n')
-    with pytest.raises(ValueError, match="line 2: not JSON in UTF-8"):
-        read_run(path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 # Continuing
@@ -138,87 +130,77 @@ def test_a_file_that_is_not_a_run_is_never_overwritten(path, text):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_failure_at_any_step_leaves_the_file_as_it_was(path, monkeypatch, step):
+def test_a_file_that_cannot_be_replaced_does_not_change(path, monkeypatch):
     before = write(path, row(0)).read_bytes()
 
     def fail(*arguments):
         raise OSError("no space left")
-    monkeypatch.setattr(os, step, fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
         finish(path)
     assert path.read_bytes() == before
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from runtime.jsonl import locked
-with locked(Path(sys.argv[1])):
-    print("locked", flush=True)
-    time.sleep(100)
-"""
-
-
 def test_a_second_process_is_refused_until_the_first_has_died(path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(OSError, match="being written by another process"), locked(path):
-            pass
-    finally:
-        holder.kill()
-        holder.communicate()
+    context = multiprocessing.get_context("fork")
+    has_lock = context.Event()
+
+    def hold():
+        with locked(path):
+            has_lock.set()
+            time.sleep(100)
+
+    holder = context.Process(target=hold, daemon=True)
+    holder.start()
+    assert has_lock.wait(30)
+    with pytest.raises(OSError, match="being written by another process"), locked(path):
+        pass
+    holder.kill()
+    holder.join()
     with locked(path), pytest.raises(OSError, match="being written by another process"), locked(path):
         pass
     assert not list(path.parent.iterdir())                  # no lock file remains
 
 
-def test_programs_that_are_killed_at_random_moments_end_like_uninterrupted_ones():
-    done = subprocess.run([sys.executable, "-m", "tests.kill", "--times", "3", "--seed", "7"], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(", 0 wrong") == 2
+@pytest.mark.parametrize("program", [0, 1], ids=["evaluate", "detect"])
+def test_a_program_that_is_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, program):
+    finished, wrong = kill.kill(*kill.programs(tmp_path)[program], times=2, dice=random.Random(7))
+    assert finished and not wrong
 
 
 # Fingerprints
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    return write_tokenizer(write_checkpoint(tmp_path / "model", vocab_size=259), "{{ messages }}")
-
-
-def test_a_fingerprint_says_which_part_of_a_checkpoint_differs(checkpoint):
-    before = fingerprint(checkpoint)
+def test_a_fingerprint_says_which_part_of_a_checkpoint_differs(tmp_path):
+    folder = write_tokenizer(write_checkpoint(tmp_path, vocab_size=259), "{{ messages }}")
+    before = fingerprint(folder)
     assert set(before) == {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
-    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 5}')
-    (checkpoint / "chat_template.jinja").write_text("{{ messages }}!")
-    write_tokenizer(checkpoint, "{{ messages }}?")
-    after = fingerprint(checkpoint)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}!")
+    write_tokenizer(folder, "{{ messages }}?")
+    after = fingerprint(folder)
     assert {name for name in after if after[name] != before.get(name)} == \
         {"generation_config.json", "chat_template.jinja", "tokenizer_config.json"}
 
 
-def test_a_fingerprint_depends_on_every_tensor_and_not_on_the_division_into_files(checkpoint, tmp_path):
-    weights = load_file(checkpoint / "model.safetensors")
-    before = fingerprint(checkpoint)["weights"]
+def test_a_fingerprint_depends_on_every_tensor_and_not_on_the_division_into_files(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", vocab_size=259)
+    weights, before = load_file(folder / "model.safetensors"), fingerprint(folder)["weights"]
     assert fingerprint(write_checkpoint(tmp_path / "shards", vocab_size=259, shards=3))["weights"] == before
-    for name in weights:
-        changed = weights | {name: weights[name].clone()}
-        changed[name].flatten()[-1] += 1e-3
-        save_file(changed, checkpoint / "model.safetensors")
-        assert fingerprint(checkpoint)["weights"] != before, name
-    save_file({name: weight.bfloat16() for name, weight in weights.items()}, checkpoint / "model.safetensors")
-    assert fingerprint(checkpoint)["weights"] != before
+    changes = [{name: weight + 1e-3 * (torch.arange(weight.numel()).view_as(weight) == weight.numel() - 1)}
+               for name, weight in weights.items()]
+    for change in [*changes, {name: weight.bfloat16() for name, weight in weights.items()}]:
+        save_file(weights | change, folder / "model.safetensors")
+        assert fingerprint(folder)["weights"] != before, list(change)
 
 
-@pytest.mark.parametrize("at", [0, 1 / 7, 3 / 7, 1])
-def test_a_large_tensor_is_sampled_from_its_first_byte_to_its_last(tmp_path, at):
+def test_a_large_tensor_is_sampled_from_its_first_byte_to_its_last(tmp_path):
     write_checkpoint(tmp_path)
-    large = torch.zeros(1000, 1000)                                     # 4 MB
-    save_file({"large": large}, tmp_path / "model.safetensors")
-    before = fingerprint(tmp_path)["weights"]
-    large.view(-1)[min(int(at * 1e6), 999_999)] = 1
-    save_file({"large": large}, tmp_path / "model.safetensors")
-    assert fingerprint(tmp_path)["weights"] != before
+    seen = set()
+    for at in (None, 0, 1 / 7, 3 / 7, 1):
+        large = torch.zeros(1000, 1000)                                 # 4 MB
+        if at is not None:
+            large.view(-1)[min(int(at * 1e6), 999_999)] = 1
+        save_file({"large": large}, tmp_path / "model.safetensors")
+        seen.add(fingerprint(tmp_path)["weights"])
+    assert len(seen) == 5

@@ -23,14 +23,19 @@ def lines(path, *rows):
     return path
 
 
-def table(path, header, *rows, delimiter=",", encoding="utf-8"):
+def table(path, *rows, encoding="utf-8"):
     with open(path, "w", newline="", encoding=encoding) as file:
-        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(rows)
     return path
 
 
-def zipped(path, *rows):
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+def columns(path, *rows):
+    rows = pyarrow.Table.from_pylist(list(rows))
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(rows, path)
+    else:
+        with pyarrow.ipc.new_stream(path, rows.schema) as file:
+            file.write_table(rows)
     return path
 
 
@@ -39,47 +44,39 @@ ORACLE = {"question": "who got it", "answers": ["Ada", "Bea"],
 SWAP = {"question": "who", "org_context": "o", "org_answer": ["Old"], "sub_context": "<P> {New} </P>",
         "sub_answer": ["New"]}
 MUSIQUE = {"id": "2hop__1", "question": "Which?", "answer": "X", "answer_aliases": ["Y"], "answerable": True,
-           "paragraphs": [
-    {"idx": 0, "title": "T0", "paragraph_text": "p0", "is_supporting": False},
-    {"idx": 1, "title": "T1", "paragraph_text": "p1", "is_supporting": True},
-    {"idx": 2, "title": "T2", "paragraph_text": "p2", "is_supporting": True}]}
+           "paragraphs": [{"title": f"T{i}", "paragraph_text": f"p{i}", "is_supporting": i > 0} for i in range(3)]}
 TRUTHFUL = ["Type", "Category", "Question", "Best Answer", "Correct Answers", "Incorrect Answers", "Source"]
+TRIVIA = {"question": "Which?", "question_id": "tc_1",
+          "answer": {"aliases": ["A", "B"], "value": "V", "normalized_aliases": ["n"]}}
+INSTRUCTIONS = {"key": 1000, "prompt": "Write. ", "instruction_id_list": ["keywords:existence", "length_constraints"],
+                "kwargs": [{"keywords": ["a", "b"], "num_words": None}, {"num_words": 0, "relation": "at least"}]}
 
 
 def write_data(name, folder):
-    """A file of a few rows for a task → its path."""
-    if name == "xsum":
-        return lines(folder / "x.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"})
-    if name == "memotrap":
-        rows = [["Say \"no\": one two", "[' three.', ' four.']", "1"], ["Q?\nAnswer:", '[" A", " B"]', "0"]]
-        table(folder / "1-proverb-ending.csv", ["prompt", "classes", "answer_index"], rows[0], encoding="utf-8-sig")
-        table(folder / "4-history-of-science-qa.csv", ["prompt", "classes", "answer_index"], rows[1])
-        return folder
-    if name == "ifeval":
-        kwargs = [{"keywords": ["a", "b"], "num_words": None}, {"num_words": 0, "relation": "at least"}]
-        names = ["keywords:existence", "length_constraints:number_words"]
-        rows = [{"key": 1000, "prompt": "Write. ", "kwargs": kwargs, "instruction_id_list": names}]
-        rows = pyarrow.Table.from_pylist(rows)
-        with pyarrow.ipc.new_stream(folder / "i.arrow", rows.schema) as file:
-            file.write_table(rows)
-        return folder / "i.arrow"
-    if name in ("nq-open", "nq-closed"):
-        return zipped(folder / "nq.jsonl.gz", ORACLE)
-    if name == "nq-swap":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SWAP]), folder / "dev.parquet")
-        return folder / "dev.parquet"
+    """A file of a few rows for a task → its path; MemoTrap's is a folder."""
+    if name.startswith("musique"):
+        return lines(folder / "m.jsonl", MUSIQUE)
     if name.startswith("truthfulqa"):
-        row = ["Adversarial", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "url"]
+        row = ["A", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "u"]
         return table(folder / "t.csv", TRUTHFUL, row)
-    if name == "triviaqa":
-        row = {"question": "Which?", "question_id": "tc_1", "answer": {"aliases": ["A", "B"], "value": "V",
-                                                                     "normalized_aliases": ["n"]}}
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "t.parquet")
-        return folder / "t.parquet"
+    if name.startswith("nq-") and name != "nq-swap":
+        path = folder / "nq.jsonl.gz"
+        path.write_bytes(gzip.compress(json.dumps(ORACLE).encode()))
+        return path
+    if name == "memotrap":
+        header = ["prompt", "classes", "answer_index"]
+        table(folder / "1-proverb-ending.csv", header, ["Say \"no\": one two", "[' three.', ' four.']", "1"],
+              encoding="utf-8-sig")
+        table(folder / "4-history-of-science-qa.csv", header, ["Q?\nAnswer:", '[" A", " B"]', "0"])
+        return folder
     if name == "popqa":
         return table(folder / "p.tsv", ["id", "question", "possible_answers"],
-                     ["4", "Job of 4?", '["politician", "pol"]'], ["90", "Job of 90?", '["cook"]'], delimiter="\t")
-    return lines(folder / "m.jsonl", MUSIQUE)
+                     ["4", "Job of 4?", '["politician", "pol"]'], ["90", "Job of 90?", '["cook"]'])
+    if name == "xsum":
+        return lines(folder / "x.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"})
+    file, row = {"ifeval": ("i.arrow", INSTRUCTIONS), "nq-swap": ("dev.parquet", SWAP),
+                 "triviaqa": ("t.parquet", TRIVIA)}[name]
+    return columns(folder / file, row)
 
 
 def write_demos(name, folder):
@@ -173,33 +170,24 @@ def test_plain_prompts_are_those_of_the_published_runs(first, name):
 
 
 def test_popqa_shows_eight_demonstrations_and_never_the_items_own(first, tmp_path):
-    own, other = first("popqa"), first("popqa", index=1)
-    questions = [turn["content"] for turn in own["messages"] if turn["role"] == "user"]
-    assert questions == [f"Question: Job of {i}?\nAnswer:" for i in (1, 2, 3, 5, 6, 7, 8, 9)] + ["Q: Job of 4?\nA:"]
-    questions = [turn["content"] for turn in other["messages"] if turn["role"] == "user"]
-    assert questions == [f"Question: Job of {i}?\nAnswer:" for i in range(1, 9)] + ["Q: Job of 90?\nA:"]
+    for index, own, shown in ((0, 4, (1, 2, 3, 5, 6, 7, 8, 9)), (1, 90, range(1, 9))):
+        questions = [turn["content"] for turn in first("popqa", index=index)["messages"] if turn["role"] == "user"]
+        assert questions == [*(f"Question: Job of {i}?\nAnswer:" for i in shown), f"Q: Job of {own}?\nA:"]
     items, *_ = sources.load(TASKS["popqa"], write_data("popqa", tmp_path), write_demos("popqa", tmp_path))
     assert [item.get("demonstration") for item in items] == [True, None]
 
 
-def test_candidates_come_true_ones_first(first):
-    trap = first("memotrap")
-    assert trap["candidates"] == [" four.", " three."] and trap["references"] == [" four."]
-    assert trap["split"] == "proverb-ending"
+def test_items_hold_what_the_metrics_read(first, tmp_path):
+    trap, mc = first("memotrap"), first("truthfulqa-mc")
+    assert trap["candidates"] == [" four.", " three."] and trap["references"] == [" four."]     # the true one first
+    assert [first("memotrap", index=index)["split"] for index in (0, 1)] == ["proverb-ending", "history-of-science-qa"]
     assert first("memotrap", index=1)["messages_without_context"] == [{"role": "user", "content": ""}]
-    mc = first("truthfulqa-mc")
-    # Stripped, closed with a full stop, empty ones dropped, repeated ones kept.
+    # Stripped, closed with a full stop, without the empty one, with the repeated one.
     assert mc["candidates"] == [" Because.", " So.", " Because.", " No.", " Never."]
     assert mc["references"] == ["Because.", "So.", "Because."] and mc["best_position"] == 0
-
-
-def test_references_are_the_fields_that_the_paper_scores(first):
     assert first("triviaqa")["references"] == ["A", "B"] and first("popqa")["references"] == ["politician", "pol"]
     assert first("nq-swap")["references"] == ["New"] and first("nq-swap")["memory"] == ["Old"]
     assert first("musique-cot-open")["references"] == ["X", "Y"]
-
-
-def test_ifeval_drops_arguments_that_are_null_or_zero(tmp_path):
     [item], _ = sources.load_items(TASKS["ifeval"], write_data("ifeval", tmp_path))
     assert item["kwargs"] == [{"keywords": ["a", "b"]}, {"relation": "at least"}] and item["id"] == 1000
 
@@ -230,10 +218,9 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
 
 def swaps(folder, questions):
     """NQ-Swap's data: three rows to each question, as in the real file, whose rows of one question come together."""
-    rows = [SWAP | {"question": question, "sub_context": f"{question} {n}", "sub_answer": [f"{question} {n}"]}
-            for question in questions for n in range(3)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "dev.parquet")
-    return folder / "dev.parquet"
+    return columns(folder / "dev.parquet", *(
+        SWAP | {"question": question, "sub_context": f"{question} {n}", "sub_answer": [f"{question} {n}"]}
+        for question in questions for n in range(3)))
 
 
 def test_the_paper_uses_seventeen_of_twenty_demonstrations(tmp_path):
@@ -298,7 +285,7 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
 
 def test_popqas_first_nine_items_are_its_published_demonstrations(tmp_path):
     rows = [[str(i), f"Job of {i}?", f'["job {i}"]'] for i in range(12)]
-    path = table(tmp_path / "p.tsv", ["id", "question", "possible_answers"], *rows, delimiter="\t")
+    path = table(tmp_path / "p.tsv", ["id", "question", "possible_answers"], *rows)
     items, _, demos, record = sources.load(TASKS["popqa"], path)
     assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)] and record["source"] == "first items"
     assert len(items) == 12 and [item["index"] for item in items if item.get("demonstration")] == list(range(9))
@@ -319,12 +306,6 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 
 # Data files
 
-def test_a_record_over_several_lines_is_one_row(tmp_path):
-    items, _ = sources.load_items(TASKS["memotrap"], write_data("memotrap", tmp_path))
-    assert [item["question"] for item in items] == ["Say \"no\": one two", "Q?\nAnswer:"]
-    assert [item["split"] for item in items] == ["proverb-ending", "history-of-science-qa"]
-
-
 def test_the_number_of_items_is_compared_with_the_papers(tmp_path, capsys):
     sources.load_items(TASKS["xsum"], write_data("xsum", tmp_path))
     assert capsys.readouterr().err == "xsum: 1 items of x.jsonl, the paper scores 1,000\n"
@@ -334,24 +315,20 @@ def test_the_number_of_items_is_compared_with_the_papers(tmp_path, capsys):
 
 @pytest.mark.parametrize("name, rows, message", [
     ("nq-closed", [{"question": "q", "answer": ["a"]}],
-     r"line 1: field 'answers' is missing \(found: question, answer\).*oracle"),
+     r"line 1: field 'answers' is missing \(the row has question, answer\).*oracle"),
     ("miniature-conflict", [{"prompt": "Answer: It is", "answer": "a", "memory": {}}],
-     "line 1: field 'memory' should be text, found dict"),
-    ("miniature-open", [{"prompt": "Answer: It is", "answer": 5, "memory": None}], "field 'answer' should be text"),
-    ("musique-cot-closed", [MUSIQUE | {"answer_aliases": "Y"}], "field 'answer_aliases' should be a list of texts"),
+     "line 1: field 'memory' should be text, not dict"),
     ("nq-closed", [ORACLE, ORACLE | {"question": None}], "line 2: field 'question' is missing"),
-    ("nq-open", [ORACLE | {"ctxs": ORACLE["ctxs"] * 2}], "line 1: field 'ctxs' should hold the one gold .*, found 2"),
-    ("nq-closed", [ORACLE | {"answers": "Ada"}], "field 'answers' should be a list of texts, found 'Ada'"),
-    ("nq-closed", [ORACLE | {"answers": []}], "field 'answers' should be a list of texts"),
+    ("nq-open", [ORACLE | {"ctxs": ORACLE["ctxs"] * 2}], "line 1: field 'ctxs' should hold the one gold .*, not 2"),
+    ("nq-closed", [ORACLE | {"answers": "Ada"}], "field 'answers' should be a list of texts, not 'Ada'"),
     ("musique-cot-open", [MUSIQUE | {"answerable": False}], "full MuSiQue"),
-    ("musique-cot-open", [MUSIQUE | {"paragraphs": []}], "field 'paragraphs' holds no supporting one"),
+    ("musique-cot-open", [MUSIQUE | {"paragraphs": []}], "field 'paragraphs' holds no supporting paragraph"),
     ("popqa", [{"question": "q", "possible_answers": "x"}],
-     "field 'possible_answers' should be a list of texts, found 'x'"),
-    ("popqa", [{"question": "q"}], "field 'possible_answers' is missing"),
+     "field 'possible_answers' should be a list of texts, not 'x'"),
     ("triviaqa", [{"question": "q", "answer": "a"}], "field 'golden_answers' is missing"),
     ("ifeval", [{"prompt": "p", "instruction_id_list": ["a", "b"], "kwargs": [{}]}], "one object for each of the 2"),
     ("memotrap", [{"prompt": "p", "classes": "[' a']", "answer_index": "0"}], "Python list of two strings"),
-    ("memotrap", [{"prompt": "p", "classes": "[' a', ' b']", "answer_index": "2"}], "should be 0 or 1, found '2'"),
+    ("memotrap", [{"prompt": "p", "classes": "[' a', ' b']", "answer_index": "2"}], "should be 0 or 1, not '2'"),
     ("truthfulqa-mc", [dict(zip(TRUTHFUL, ["", "", "Q", "Z", "A;B", "C", ""], strict=True))],
      "'Best Answer' is not among"),
     ("truthfulqa-mc", [dict(zip(TRUTHFUL, ["", "", "Q", "A", "A", " ; ", ""], strict=True))], "holds no answer"),
@@ -361,25 +338,20 @@ def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, messag
         sources.load_items(TASKS[name], lines(tmp_path / "x.jsonl", *rows))
 
 
-def broken(kind, folder):
-    path, row = folder / f"x.{kind.split()[-1]}", json.dumps(ORACLE).encode() + b"\n"
-    whole = gzip.compress(row * 2000)
-    content = {"cut jsonl.gz": whole[:len(whole) // 2], "empty jsonl": b"", "bad jsonl": row + b"{oh\n",
-               "last jsonl": row + b'{"question": "a', "latin jsonl": b"{\"a\": \"\xe9\"}\n", "latin csv": b"a\n\xe9\n",
-               "bad parquet": b"PAR", "bad arrow": b"x", "long csv": b"a,b\n1,2,3\n", "odd xlsx": b"x"}
-    path.write_bytes(content[kind])
-    return path
+ROW = json.dumps(ORACLE).encode() + b"\n"
 
 
-@pytest.mark.parametrize("kind, message", [
-    ("cut jsonl.gz", "a damaged gzip file"), ("empty jsonl", "holds no rows"), ("bad jsonl", "line 2: not JSON"),
-    ("last jsonl", "line 2: not JSON"), ("latin jsonl", "line 1: not JSON"), ("latin csv", "not a table in UTF-8"),
-    ("bad parquet", "not a readable parquet file"), ("bad arrow", "not a readable arrow file"),
-    ("long csv", "line 2: more fields"), ("odd xlsx", "unknown kind of file; known: .jsonl"),
+@pytest.mark.parametrize("suffix, content, message", [
+    ("jsonl.gz", gzip.compress(ROW * 2000)[:99], "a damaged gzip file"), ("jsonl", b"", "holds no rows"),
+    ("jsonl", ROW + b'{"question": "a', "line 2: not JSON"), ("csv", b"a\n\xe9\n", "not a table in UTF-8"),
+    ("csv", b"a,b\n1,2,3\n", "line 2: more fields"), ("parquet", b"PAR", "not a readable parquet file"),
+    ("arrow", b"x", "not a readable arrow file"), ("xlsx", b"x", "unknown kind of file; known: .jsonl"),
 ])
-def test_a_broken_file_is_refused_in_one_line(tmp_path, kind, message):
+def test_a_broken_file_is_refused_in_one_line(tmp_path, suffix, content, message):
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
-        sources.load_items(TASKS["nq-closed"], broken(kind, tmp_path))
+        sources.load_items(TASKS["nq-closed"], path)
     assert "\n" not in str(error.value)
 
 
@@ -399,13 +371,12 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
 
 
 def test_the_table_holds_the_papers_sizes():
-    sizes = {task.name: (task.n, task.max_new_tokens, task.shots) for task in PAPER if not task.choice}
-    assert sizes == {
+    sizes = {task.name: (task.n, None if task.choice else task.max_new_tokens, task.shots) for task in PAPER}
+    musique = {f"musique-{style}-{book}": (2417, 100, 17) for style in ("direct", "cot") for book in ("closed", "open")}
+    assert sizes == musique | {
         "xsum": (1000, 128, 0), "ifeval": (541, 1280, 0), "nq-open": (2655, 12, 1), "nq-closed": (2655, 12, 8),
         "nq-swap": (4746, 12, 4), "truthfulqa-gen": (817, 64, 6), "triviaqa": (11313, 12, 8), "popqa": (14267, 12, 8),
-        "musique-direct-closed": (2417, 100, 17), "musique-direct-open": (2417, 100, 17),
-        "musique-cot-closed": (2417, 100, 17), "musique-cot-open": (2417, 100, 17)}
-    assert (TASKS["memotrap"].n, TASKS["truthfulqa-mc"].n, TASKS["truthfulqa-mc"].shots) == (2539, 817, 6)
+        "memotrap": (2539, None, 0), "truthfulqa-mc": (817, None, 6)}
 
 
 def test_homes_are_pinned_to_a_commit_or_to_their_content():

@@ -28,21 +28,21 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def reference():
     transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
 
 
-def test_logits_of_the_story_match_transformers(model, theirs):
+def test_logits_of_the_story_match_transformers(model, reference):
     ids = torch.tensor([Tokenizer.load(Path(FOLDER)).encode(STORY * 6)])
     with torch.inference_mode():
-        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=0)      # logits of the order of 20
+        torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=0)   # logits of the order of 20
 
 
-def test_a_hundred_greedy_tokens_equal_transformers_and_the_published_story(model, theirs):
+def test_a_hundred_greedy_tokens_equal_transformers_and_the_published_story(model, reference):
     settings = dict(max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.inference_mode():
-        expected = theirs.generate(torch.tensor([[1]]), attention_mask=torch.ones(1, 1), **settings)[0, 1:].tolist()
+        expected = reference.generate(torch.tensor([[1]]), attention_mask=torch.ones(1, 1), **settings)[0, 1:].tolist()
     ids = generate(model, [1], method="greedy", max_new_tokens=100, eos_ids=()).ids
     assert ids == expected and Tokenizer.load(Path(FOLDER)).decode(ids).startswith(STORY)
 
