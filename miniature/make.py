@@ -49,7 +49,8 @@ def main():
     parser.add_argument("--seed", type=cli.number(int), default=0, help="which items (default: 0)")
     args = parser.parse_args()
     iti = args.out / "miniature-iti"
-    run("-m", "miniature.iti", "--out", iti)
+    if not iti.exists():                # made again it could differ in the last bit, and its runs would not continue
+        run("-m", "miniature.iti", "--out", iti)
     more = ["--batch-size", "64", "--device", "cpu", "--out", args.out]
     more += ["--limit", args.limit] if args.limit else []
     more += ["--data", write_items(args.out / "items", args.seed)] if args.seed else []
