@@ -96,7 +96,7 @@ def make_parser():
     cli.add_method_arguments(p, baselines.METHODS, several=True, leave_out=("without_context", "without_context_ids"))
     p.add_argument("--no-renormalise", action="store_true",
                    help="multiple choice: sum the contrasted scores without normalising them")
-    p.add_argument("--data", type=Path, metavar="FILE", help="the data: a file, or a folder that holds it (default: "
+    p.add_argument("--data", type=Path, metavar="FILE", help="the data: a file, or a folder that contains it (default: "
                    "fetched from its public home)")
     p.add_argument("--demos", type=Path, metavar="FILE", help="demonstrations: JSON lines, or a folder (default: from "
                    "the data's folder, else from the training split, else the first items of the data)")

@@ -68,11 +68,17 @@ def this_project(model, prompts, new, method, settings, generate=baselines.gener
                                          on_token=tick, **settings)[0].ids)
 
 
+def packed(model):
+    if model.device.type == "cpu":
+        pack(model)
+    return model
+
+
 def method_and_settings(name, model):
     c = model.config
     if name in ("cd", "decore-lite"):
         half = replace(c, n_layers=c.n_layers // 2, windows=c.windows[:c.n_layers // 2])
-        settings = dict(amateur=random_model(half, model.device, model.dtype, packed=True))
+        settings = dict(amateur=packed(random_model(half, model.device, model.dtype)))
         return ("cd", settings) if name == "cd" else \
             ("decore-entropy", settings | dict(amateur_heads=spread_heads(half)))
     if name == "ad":
@@ -146,12 +152,13 @@ def two_pass(twin, prompt, new, heads):
     return clocked(decode)
 
 
-def contestants(model, prompt, new, names, twin=None, batch=1, lookup=0, no_graph=False, llama_bench=None):
-    """{name: (contestant, number of texts, bytes read for a token)}.
+def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, llama_bench=None):
+    """{name: (contestant, number of texts, bytes read for a token)}. Packs a model on a CPU, as loading does.
 
-    twin: `transformers_model(model)`. batch, lookup, no_graph: each method of this project also runs on that many
-    prompts, with lookup of that many tokens, and without CUDA graphs. llama_bench: see `llama.timer`."""
-    out, weights, cache = {}, read_weights(model), read_cache(model, len(prompt) + new)
+    batch, lookup, no_graph: each method of this project also runs on that many prompts, with lookup of that many
+    tokens, and without CUDA graphs. llama_bench: see `llama.timer`."""
+    twin = transformers_model(model) if {"transformers", "two-pass"} & {*names} else None       # before packing
+    out, weights, cache = {}, read_weights(packed(model)), read_cache(model, len(prompt) + new)
     peers = {"transformers": lambda: transformers_greedy(twin, prompt, new),
              "two-pass": lambda: two_pass(twin, prompt, new, spread_heads(model.config)),
              "llama.cpp": lambda: lambda: ([], None, llama_bench())}
@@ -246,12 +253,9 @@ def main():
         raise ValueError("--llama FOLDER and the method llama.cpp go together; python -m benchmarks.llama makes FOLDER")
     config, start = SHAPES[args.shape], origin(args.device)
     model = random_model(config, args.device, DTYPES[args.dtype])
-    twin = transformers_model(model) if {"transformers", "two-pass"} & set(args.methods) else None
-    if model.device.type == "cpu":
-        pack(model)
     prompt = torch.randint(config.vocab_size, [args.prompt]).tolist()
     llama_bench = llama.timer(args.llama, args.shape, args.dtype, args.prompt, args.new) if args.llama else None
-    runs = contestants(model, prompt, args.new, args.methods, twin, args.batch, args.lookup, llama_bench=llama_bench)
+    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.lookup, llama_bench=llama_bench)
     results = summary(*measure(runs, args.rounds, bandwidth_meter(args.device)), runs, args.prompt, args.new)
     results = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new) | results | start
     print(json.dumps(results) if args.json else table(results))

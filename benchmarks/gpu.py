@@ -7,7 +7,7 @@
     products    all matrices of a pass alone, for 1, 2, 8 and 16 vectors: the limit of a step's speed
     decode      greedy and DeCoRe, with CUDA graphs and without
     peers       greedy and DeCoRe, with transformers' generate() and DeCoRe as a loop of two passes
-    prompts     reading prompts: tokens per second, and memory in addition to the cache
+    prompts     greedy and DeCoRe after prompts of 512, 8,192 and 32,768 tokens, and the speed of reading them
     batch       32 prompts at once
     lookup      a text that quotes its prompt, with lookup of 7 tokens
     loading     a checkpoint from files to the device
@@ -30,9 +30,8 @@ import torch
 
 import cli
 from benchmarks.decode import contestants, measure, summary
-from benchmarks.measure import bandwidth_meter, origin, read_cache, read_weights, timed, weights
+from benchmarks.measure import bandwidth_meter, origin, read_weights, timed, weights
 from benchmarks.shapes import SHAPES, random_model, transformers_model
-from decore import generate
 from model import Transformer
 
 GPU = SimpleNamespace(device="cuda", dtype=torch.bfloat16, shape="8b", small="1.5b", prompts=(512, 8192, 32_768),
@@ -79,34 +78,15 @@ def products(run, model, bandwidth):
         yield dict(vectors=n, ms=1000 * seconds, share_of_bandwidth=read_weights(model) / seconds / bandwidth())
 
 
-def random_prompt(model, n):
-    return torch.randint(model.config.vocab_size, [n]).tolist()
-
-
 def decoding(run, model, bandwidth, lengths, *peers, **more):
     """Three rounds of greedy, DeCoRe and peers in turns, for prompts of these lengths. more: as in `contestants`."""
     for P in lengths:
-        runs = contestants(model, random_prompt(model, P), run.new, ["greedy", "decore-entropy", *peers], **more)
+        prompt = torch.randint(model.config.vocab_size, [P]).tolist()
+        runs = contestants(model, prompt, run.new, ["greedy", "decore-entropy", *peers], **more)
         results = summary(*measure(runs, 3, bandwidth), runs, P, run.new)
-        columns = ("tokens_per_second", "quartiles", "over_greedy", "share_of_bandwidth")
+        columns = ("tokens_per_second", "quartiles", "over_greedy", "share_of_bandwidth", "prompt_tokens_per_second")
         for name in runs:
             yield dict(name=name, prompt=P, **{column: results[column].get(name) for column in columns})
-
-
-def with_transformers(run, model, bandwidth, lengths):
-    yield from decoding(run, model, bandwidth, lengths, "transformers", "two-pass", twin=transformers_model(model))
-
-
-def prompts(run, model):
-    for P in run.prompts:
-        prompt, row = random_prompt(model, P), dict(prompt=P)
-        if run.device == "cuda":
-            before = torch.cuda.memory_allocated() + read_cache(model, P)
-            torch.cuda.reset_peak_memory_stats()
-        row["tokens_per_second"] = P / timed(run.device, lambda prompt=prompt: generate(model, prompt, "greedy", 1))
-        if run.device == "cuda":
-            row["gb_beyond_cache"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-        yield row
 
 
 def loading(run):
@@ -126,8 +106,8 @@ def all_sections(run):
     model = random_model(replace(SHAPES[run.shape], max_positions=2**20), run.device, run.dtype)
     yield "products", products(run, model, bandwidth)
     yield "decode", decoding(run, model, bandwidth, two, no_graph=True)
-    yield "peers", with_transformers(run, model, bandwidth, two)
-    yield "prompts", prompts(run, model)
+    yield "peers", decoding(run, model, bandwidth, two, "transformers", "two-pass")
+    yield "prompts", decoding(run, model, bandwidth, run.prompts)
     yield "batch", decoding(run, model, bandwidth, two[:1], batch=run.batch)
     yield "lookup", decoding(run, model, bandwidth, two[:1], lookup=7)
     yield "loading", loading(run)

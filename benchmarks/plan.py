@@ -17,14 +17,14 @@ from benchmarks.shapes import SHAPES, spread_heads
 from decore import make_head_mask
 from model import Cache, Transformer
 from runtime.parallel import Shard
-from runtime.weights import weight_table
 
 RANKS = (1, 2, 4, 8, 16)
 
 
 def plan(config, ranks, prompt, new):
-    """Bytes of rank 0: all weights, those that every rank has, the cache of the prompt and of the new tokens, and the
-    bytes read for a token. Also the number of all-reduces in a step, and the bytes of the largest."""
+    """Bytes of rank 0: the weights, the cache of the prompt and of the new tokens, and the bytes read for a token.
+
+    Also the number of all-reduces in a step, and the bytes of the largest."""
     if ranks > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     model, calls = Transformer(config, Shard(0, ranks), "meta", torch.bfloat16), []
@@ -34,11 +34,9 @@ def plan(config, ranks, prompt, new):
     model(torch.zeros(1, 1, dtype=torch.long, device="meta"), cache, mask)
     if ranks > 1:
         dist.destroy_process_group()
-    whole = [name for name, pieces in weight_table(config, model.shard).items() if not any(cut for *_, cut in pieces)]
     prompt_cache = size(kv[..., :cache.P, :] for kv in cache.kv)
-    return dict(weights=weights(model), replicated=size(map(model.get_parameter, whole)), prompt=prompt_cache,
-                new=size(cache.kv) - prompt_cache, calls=len(calls) if ranks > 1 else 0, largest=max(calls),
-                read=read_weights(model) + size(cache.kv))
+    return dict(weights=weights(model), prompt=prompt_cache, new=size(cache.kv) - prompt_cache,
+                read=read_weights(model) + size(cache.kv), calls=len(calls) if ranks > 1 else 0, largest=max(calls))
 
 
 @torch.inference_mode()
@@ -50,15 +48,14 @@ def main():
     p.add_argument("--bandwidth", type=float, default=2.35e12, help="bytes per second: 70 %% of 3.35e12")
     p.add_argument("--call", type=float, default=15e-6, help="seconds of one small all-reduce")
     args = p.parse_args()
-    print("| ranks | weights | replicated | prompt cache | new tokens | all-reduces, largest | read per token "
-          "| tokens/s |")
-    print("| --- " * 8 + "|")
+    print("| ranks | weights | prompt cache | new tokens | all-reduces, largest | read per token | tokens/s |")
+    print("| --- " * 7 + "|")
     for ranks in RANKS:
         r = plan(SHAPES[args.shape], ranks, args.prompt, args.new)
         seconds = r["read"] / args.bandwidth + r["calls"] * args.call
         calls = f"{r['calls']} x {r['largest'] / 1024:.0f} KiB" if ranks > 1 else "none"
-        print(f"| {ranks} | {r['weights'] / 1e9:.2f} GB | {r['replicated'] / 1e6:.1f} MB | {r['prompt'] / 1e9:.2f} GB "
-              f"| {r['new'] / 1e6:.0f} MB | {calls} | {r['read'] / 1e9:.1f} GB | {1 / seconds:.0f} |")
+        print(f"| {ranks} | {r['weights'] / 1e9:.2f} GB | {r['prompt'] / 1e9:.2f} GB | {r['new'] / 1e6:.0f} MB "
+              f"| {calls} | {r['read'] / 1e9:.1f} GB | {1 / seconds:.0f} |")
 
 
 if __name__ == "__main__":

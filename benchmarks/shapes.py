@@ -4,7 +4,6 @@ import torch
 
 from model import Transformer
 from runtime.config import Config
-from runtime.pack import pack
 from runtime.weights import named_tensors
 
 
@@ -31,13 +30,10 @@ SHAPES = {
 }
 
 
-def random_model(config, device="cpu", dtype=torch.float32, packed=False):
-    """A Transformer with normal weights of standard deviation 0.02. packed: as after loading on a CPU."""
+def random_model(config, device="cpu", dtype=torch.float32):
+    """A Transformer with normal weights of standard deviation 0.02."""
     torch.manual_seed(0)
-    model = Transformer(config, device=device, dtype=dtype).requires_grad_(False).eval()
-    if packed and model.device.type == "cpu":
-        pack(model)
-    return model
+    return Transformer(config, device=device, dtype=dtype).requires_grad_(False).eval()
 
 
 def spread_heads(config, n=10):

@@ -11,6 +11,13 @@ MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        for text in args:
+            if text.startswith("--") and text.endswith("=--"):          # argparse makes it an empty list
+                self.error(f"{text}: '--' is not a value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):
         raise ValueError(f"{message}; see --help")
 

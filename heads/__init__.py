@@ -1,8 +1,8 @@
 """Retrieval-head scores: which heads copy tokens out of the context, and the choice of heads to mask.
 
 A head file holds one score per head of one model: {"model", "n_layers", "n_heads", "samples", "measure", "source",
-"scores": {"layer-head": mean}}, counted from 0. The form in which the paper's authors publish theirs,
-{"layer-head": [one score per sample]}, is read too. README.md lists the files of this folder."""
+"scores": {"layer-head": mean}}, counted from 0. The files of the paper's authors are read too:
+{"layer-head": [one score per sample]}. README.md lists the files of this folder."""
 
 import random
 import re

@@ -8,7 +8,7 @@
 
 Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text, and the model is
 asked about it. It answers greedily. A head *copies* at a step if the position with its largest attention weight lies in
-the needle and holds the token that the step generates. Its retrieval score in a run is |copied ∩ needle tokens| /
+the needle and contains the token that the step generates. Its retrieval score in a run is |copied ∩ needle tokens| /
 |needle tokens|. Its score is the mean over the runs whose answer is right.
 
     S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
@@ -51,7 +51,7 @@ def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), publishe
     did."""
     prompt_ids = [int(i) for i in prompt_ids]
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
-        raise ValueError(f"needle {tuple(needle)} is not a span of tokens in a prompt of {len(prompt_ids)}; "
+        raise ValueError(f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
                          "give (first token, last token + 1)")
     (ids, attended), = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
     return head_scores(attended, ids, prompt_ids, needle, published), ids
@@ -198,7 +198,7 @@ def write_authors_format(path, result):
 
 
 def spread(first, last, n):
-    """n whole numbers from first to last, evenly."""
+    """n whole numbers, evenly spaced from first to last."""
     return sorted({round(first + (last - first) * i / max(n - 1, 1)) for i in range(n)})
 
 

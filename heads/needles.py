@@ -1,4 +1,4 @@
-"""Needles in haystacks: which runs there are, and the prompt of each.
+"""The runs of a needle-in-a-haystack test, and the prompt of each.
 
 The needle is inserted at a sentence boundary of the text near the chosen depth. Its tokens are located by the
 characters they cover, which works with any tokenizer and chat template. The published runs inserted and located it by
@@ -147,7 +147,7 @@ def make_published_prompt(sample, needle, text, tokenizer):
     """The prompt of a published run: the needle is inserted, by tokens, after the last full stop before the depth.
 
     A full stop is one of FULL_STOPS. In other vocabularies than Llama 2's these are other tokens, so that the needle
-    comes before the whole text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
+    comes before the text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
     so a beginning-of-text token is added each time. `needle` is the position where the published runs located it."""
     def encode(text):
         return tokenizer.core.encode(text).ids
@@ -158,7 +158,7 @@ def make_published_prompt(sample, needle, text, tokenizer):
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
     inserted, context = encode(needle.needle), encode(decode(encode_haystack(tokenizer, text)[:sample.length]))
     if len(context) + len(inserted) > sample.length - SPARED:
-        context = context[:sample.length - SPARED - len(inserted)]      # a negative end cuts from the right, as theirs
+        context = context[:sample.length - SPARED - len(inserted)]      # the end may be negative, as in their code
     at = len(context)
     if sample.depth < 100:
         at = int(at * (sample.depth / 100))

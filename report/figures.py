@@ -15,7 +15,6 @@ from scipy.stats import gaussian_kde
 
 from report import published, significance, tables
 from report.stored import NOT_FRACTIONS, base_entropies, greedy_mean, group, typical
-from runtime.files import brief
 
 WIDTH, PANEL = 7.6, 2.1                         # inches across the page and per row of panels
 matplotlib.rcParams.update({
@@ -68,8 +67,8 @@ def finish(figure, setups, tasks, *notes):
     runs = [run for by_task in setups.values() for task in tasks for run in by_task.get(task, [])]
 
     def setting(name, length=None):
-        values = {str(run.settings.get(name) or "none").split("/")[-1][:length] for run in runs}
-        return f"{name} {brief(sorted(values), 3)}"
+        values = sorted({str(run.settings.get(name) or "none").split("/")[-1][:length] for run in runs})
+        return f"{name} {', '.join(values[:3])}" + f" and {len(values) - 3} more" * (len(values) > 3)
 
     handles = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import decode, gpu, plan
 from benchmarks.measure import read_weights, weights
-from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model
+from benchmarks.shapes import SHAPES, random_model, spread_heads
 from runtime.pack import Packed
 
 pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ def test_the_two_pass_loop_masks_the_heads_that_decore_masks():
         p.data *= 5                             # with weights of 0.02 a head hardly moves the logits
     names = ["greedy", "transformers", "decore-entropy", "two-pass"]
     with torch.inference_mode():
-        runs = decode.contestants(model, list(range(12)), 16, names, transformers_model(model))
+        runs = decode.contestants(model, list(range(12)), 16, names)
         greedy, generated, decore, two_pass = (run()[0] for run, *_ in runs.values())
     assert greedy == generated and decore == two_pass and decore != greedy
 
@@ -71,7 +71,7 @@ def test_the_run_on_a_gpu_works_in_tiny_shapes_on_a_cpu_and_goes_on_after_a_fail
     call(gpu.main, "--dry-run", "--out", str(tmp_path / "out.json"))
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["failed"] == ["tests: OSError: no pytest"]
-    rows = dict(tests=1, products=4, decode=8, peers=8, prompts=3, batch=4, lookup=4, loading=1)
+    rows = dict(tests=1, products=4, decode=8, peers=8, prompts=6, batch=4, lookup=4, loading=1)
     assert {name: len(result[name]) for name in rows} == rows
 
 
@@ -80,4 +80,3 @@ def test_a_plan_counts_the_memory_of_a_rank_and_its_all_reduces():
     assert one["weights"] == pytest.approx(2 * 8.03e9, rel=0.01)
     assert one["prompt"] == 4 * four["prompt"] == 32 * 2 * 8 * 128 * 2 * 1024           # layers, k and v, heads, width
     assert (one["calls"], four["calls"]) == (0, 65) and four["largest"] == 2 * 4096 * 2   # two rows
-    assert four["replicated"] == one["replicated"] == 65 * 4096 * 2                      # norms

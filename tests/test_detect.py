@@ -103,7 +103,7 @@ def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_publishe
 
 @pytest.mark.parametrize("span", [(5, 5), (-1, 4), (4, 31)])
 def test_a_needle_outside_the_prompt_is_refused(model, span):
-    with pytest.raises(ValueError, match="is not a span of tokens in a prompt of 30"):
+    with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 30"):
         detect.score_run(model, random_ids(30), span)
 
 
@@ -152,9 +152,16 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
     prompt = prompt_of(tokenizer, 3000, depth, chat)
     before, after = tokenizer.core.decode(prompt.ids, skip_special_tokens=False).split(NEEDLE.needle)
     assert re.search(r'([.!?]"?\s+|: |^)$', before) and re.match(r"\s", after)
-    assert tokenizer.decode(prompt.ids[slice(*prompt.needle)]).strip() == NEEDLE.real_needle
+    assert tokenizer.decode(prompt.ids[slice(*prompt.needle)]) == NEEDLE.real_needle
     assert abs(prompt.depth - depth) <= needles.NEAR
     assert 2700 < len(prompt.ids) <= 3000
+
+
+def test_a_prompt_that_is_too_long_is_cut_sentence_by_sentence(tokenizer):
+    book = needles.make_book(tokenizer, needles.read_haystack(detect.HAYSTACK), 0, 500)
+    prompts = [needles.make_prompt(needles.Sample(0, 500, 50, 0), NEEDLE, book._replace(counts=counts), tokenizer,
+                                   detect.TEMPLATE, None, 0) for counts in (book.counts, [0] * len(book.counts))]
+    assert prompts[0] == prompts[1]                                             # also if the estimate is far too low
 
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
@@ -303,13 +310,14 @@ def test_an_interrupted_detection_ends_in_the_same_bytes(call, tmp_path):
     path, part = tmp_path / "heads.json", tmp_path / "heads.json.part"
     status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
     assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
-    lines, results = part.read_bytes().splitlines(keepends=True), []
-    stored = lines[1].replace(b'"answer": "', b'"answer": "stored: ', 1)
-    for content in (b"".join(lines[:2]) + lines[2][:-9], b"".join([lines[0], stored, *lines[2:]])):
-        part.write_bytes(content)
-        assert call(detect.main, *MINIATURE, "--min-success", 4, "--out", path)[0] == 0
-        results.append(path.read_bytes())
-    assert results[0] == results[1].replace(b"stored: ", b"") != results[1]     # stored runs are not run again
+    complete = part.read_bytes()
+    settings, first, second, _ = complete.splitlines(keepends=True)
+    part.write_bytes(settings + first + second[:-9])
+    assert call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)[0] == 2
+    assert part.read_bytes() == complete
+    part.write_bytes(complete.replace(b'"answer": "', b'"answer": "stored: ', 1))
+    assert call(detect.main, *MINIATURE, "--min-success", 4, "--out", path)[0] == 0
+    assert b"stored: " in path.read_bytes()                                     # stored runs are not run again
 
 
 def test_a_detection_with_other_settings_or_weights_is_not_continued(call, folder, tmp_path):

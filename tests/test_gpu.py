@@ -1,4 +1,4 @@
-"""On a CUDA device: the recorded logits of transformers in float32, and the CPU's tokens. `pytest -m gpu`."""
+"""Tests on a CUDA device: logits recorded from transformers in float32, and the tokens of the CPU. `pytest -m gpu`."""
 
 import warnings
 
@@ -33,7 +33,7 @@ def a_graph_that_is_not_used_is_an_error():
         yield
 
 
-def test_logits_on_cuda_match_the_recorded_ones_of_transformers(folder):
+def test_logits_on_cuda_match_the_recorded_logits_of_transformers(folder):
     golden = np.load(golden_file.replace("make.py", "logits.npz"))
     model = Transformer.load(folder, device="cuda")
     for i, prompt in enumerate(PROMPTS):

@@ -1,6 +1,5 @@
 """Every metric against values worked out by hand, with every trap of the published scoring on both of its sides."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -27,7 +26,6 @@ def answer(prediction, *references, task="triviaqa", **more):
 
 @pytest.mark.parametrize("prediction, reference, exact, contained, published", [
     ("Paris", "Paris", 1, 1, 1),
-    ("It is Paris.", "paris", 0, 1, 1),
     ("The  U.S.A.!", "usa", 1, 1, 1),                   # punctuation is deleted, not replaced
     ("the cat and an owl", "Cat and owl", 1, 1, 1),     # articles as whole words
     ("theatre", "atre", 0, 1, 1),                       # not inside a word
@@ -36,11 +34,9 @@ def answer(prediction, *references, task="triviaqa", **more):
     ("Paris\nLondon", "London", 0, 0, 0),               # only the first line counts
     ("\nParis", "Paris", 0, 0, 0),                      # and it is not stripped first
     ("Paris\rLondon", "London", 0, 1, 1),               # only \n cuts
-    ("Paris\u2028London", "London", 0, 1, 1),
     ("", "Paris", 0, 0, 0),
     ("“Paris”", "paris", 0, 1, 1),                      # only ASCII punctuation is deleted
     ("anything", "*", 0, 0, 1),                         # nothing is left of the reference
-    ("anything", "The", 0, 0, 1),
     (" *", "*", 1, 1, 1),                               # it is the whole answer
 ])
 def test_short_answers_as_worked_out_by_hand(prediction, reference, exact, contained, published):
@@ -56,7 +52,7 @@ def test_popqa_items_that_are_demonstrations_count_only_as_published():
     assert many("popqa", demonstration, other) == expected
 
 
-def test_answers_from_memory_are_counted_if_a_memory_is_known():
+def test_answers_from_memory_are_counted_if_the_row_has_a_memory():
     rows = [dict(prediction="Old", references=["New"], memory=["Old"]), dict(prediction="x", references=["x"])]
     assert many("nq-swap", *rows)["memory_match"] == 1
 
@@ -221,7 +217,7 @@ def test_rejections_need_their_full_stop_and_their_case():
     assert [one("truthfulqa-gen", prediction=text)["rejection"] for text in texts] == [1, 1, 0, 0]
 
 
-def test_judged_rates_over_all_and_over_answers_that_are_no_rejection():
+def test_judged_rates_over_all_answers_and_over_those_that_are_not_rejections():
     row = {"prediction": "Yes.", "judge_truth": 0.5, "judge_info": 0.9}
     refused = {"prediction": "I have no comment.", "judge_truth": 0.99, "judge_info": 0.0}
     wrong = {"prediction": "No.", "judge_truth": 0.49, "judge_info": 1.0}
@@ -250,8 +246,3 @@ def test_a_mean_weighted_by_instructions_is_a_ratio_in_every_sample():
 def test_rows_without_a_value_count_neither_in_the_mean_nor_in_the_interval():
     assert metrics.summary([{"m": 1.0}, {"m": None}, {}]) == {"m": 1.0}
     assert metrics.interval([{"m": None, "k": 1.0}] * 3) == {"m": (None, None), "k": (1.0, 1.0)}
-
-
-def test_metric_values_are_plain_numbers_for_json():
-    rows = [trap(-1, -2, "a"), trap(-2, -1, "b")]
-    json.dumps([metrics.score(TASKS["memotrap"], rows), many("memotrap", *rows), metrics.interval([{"m": 1.0}])])

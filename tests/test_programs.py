@@ -107,6 +107,7 @@ MISTAKES = [
     ("evaluate", "--task none", "none"),
     ("evaluate", "--task memotrap --method beam", "method 'beam' is unknown"),
     ("detect", "", "--out"),
+    ("detect", "--out x.json --max-new-tokens=--", "'--' is not a value"),
     ("data", "--split none", "none"),
 ]
 
