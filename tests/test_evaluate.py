@@ -5,6 +5,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import weakref
@@ -22,7 +23,6 @@ from tasks import TASKS, sources
 from tasks.prompts import encode, end_of_turn
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.test_parallel import free_port
 from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
@@ -188,7 +188,10 @@ def test_a_batch_that_runs_out_of_memory_is_freed_and_halved(start, model, data,
 
 def on_two_ranks(folder, *arguments):
     """Runs evaluate.py in two forked processes. Returns their exit statuses, standard outputs and errors."""
-    context, port = multiprocessing.get_context("fork"), free_port()
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
 
     def work(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
