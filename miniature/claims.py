@@ -39,7 +39,7 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self):
-        return f"{self.mean:.1f} ({self.low:.1f} to {self.high:.1f})"
+        return f"{self.mean:z.1f} ({self.low:z.1f} to {self.high:z.1f})"
 
 
 class Runs:

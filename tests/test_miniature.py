@@ -227,39 +227,29 @@ def test_the_amateur_shares_the_vocabulary_and_knows_less(miniature):
 # -------------------------------------------------------------------------------------------------------------- claims
 
 
-class Fractions:
-    """Stands in for claims.Runs: right answers in the first items of each split, by (split, method, settings)."""
-    numbers, n = (4,), 400
+def fake_runs(others=(), query=None, **rates):
+    """Runs in which each split has these rates of right answers by greedy, and by the masked model or DeCoRe."""
+    def right(split, method="greedy", n=None, mask="output", mask_prompt=False):
+        greedy, contrasted = rates[split]
+        return items < (greedy if method == "greedy" else query if mask == "query" else contrasted)
 
-    def __init__(self, others, **fractions):
-        self.others, self.fractions = others, fractions
-
-    def right(self, split, method="greedy", n=None, mask="output", mask_prompt=False):
-        name = "_".join([split, method.split("-")[0], *(["query"] if mask == "query" else [])])
-        return (np.arange(self.n) < self.n * self.fractions[name]).astype(float)
-
-    def random(self, split, method, n):
-        return np.stack([np.arange(self.n) < self.n * share for share in self.others]).astype(float)
+    items = np.arange(400) / 400
+    return SimpleNamespace(numbers=[4], right=lambda *args, **settings: right(*args, **settings).astype(float),
+                           random=lambda *_: np.stack([(items < rate).astype(float) for rate in others]))
 
 
 @pytest.mark.parametrize("claim, holding, failing", [
-    (claims.reading, Fractions([0.9, 0.8], open_greedy=0.95, open_masked=0.1), [
-        Fractions([0.9, 0.8], open_greedy=0.95, open_masked=0.5),
-        Fractions([0.4, 0.5], open_greedy=0.95, open_masked=0.1)]),
-    (claims.recall, Fractions([], open_greedy=0.9, open_masked=0.1, closed_greedy=1, closed_masked=0.9), [
-        Fractions([], open_greedy=0.9, open_masked=0.1, closed_greedy=1, closed_masked=0.2)]),
-    (claims.faithful, Fractions([0.4, 0.3], conflict_greedy=0.4, conflict_decore=0.6), [
-        Fractions([0.4, 0.3], conflict_greedy=0.6, conflict_decore=0.6),
-        Fractions([0.6, 0.6], conflict_greedy=0.4, conflict_decore=0.6)]),
-    (claims.cost, Fractions([], **{f"{split}_{method}": 0.9 for split in ("open", "closed", "irrelevant")
-                                   for method in ("greedy", "decore")}), [
-        Fractions([], open_greedy=0.9, open_decore=0.9, closed_greedy=0.9, closed_decore=0.9, irrelevant_greedy=0.9,
-                  irrelevant_decore=0.8)]),
-    (claims.masks, Fractions([], conflict_decore=0.6, conflict_decore_query=0.6), [
-        Fractions([], conflict_decore=0.6, conflict_decore_query=0.5)])])
+    (claims.reading, dict(open=(0.95, 0.1), others=[0.9, 0.8]), [
+        dict(open=(0.95, 0.5), others=[0.9, 0.8]), dict(open=(0.95, 0.1), others=[0.4, 0.5])]),
+    (claims.recall, dict(open=(0.9, 0.1), closed=(1, 0.9)), [dict(open=(0.9, 0.1), closed=(1, 0.2))]),
+    (claims.faithful, dict(conflict=(0.4, 0.6), others=[0.4, 0.3]), [
+        dict(conflict=(0.6, 0.6), others=[0.4, 0.3]), dict(conflict=(0.4, 0.6), others=[0.6, 0.6])]),
+    (claims.cost, dict(open=(0.9, 0.9), closed=(0.9, 0.9), irrelevant=(0.9, 0.9)), [
+        dict(open=(0.9, 0.9), closed=(0.9, 0.9), irrelevant=(0.9, 0.8))]),
+    (claims.masks, dict(conflict=(0.4, 0.6), query=0.6), [dict(conflict=(0.4, 0.6), query=0.5)])])
 def test_claims_hold_or_fail_by_the_runs(claim, holding, failing):
-    assert claim(holding).holds
-    assert not any(claim(runs).holds for runs in failing)
+    assert claim(fake_runs(**holding)).holds
+    assert not any(claim(fake_runs(**rates)).holds for rates in failing)
 
 
 @pytest.fixture(scope="module")
@@ -298,3 +288,11 @@ def test_the_page_s_tables_are_replaced_and_its_text_is_not():
     page = "text\n<!-- claims -->\n\nold\n\n<!-- end -->\nmore\n<!-- methods -->\n<!-- end -->\n"
     page = make.replace_block(make.replace_block(page, "claims", "new"), "methods", "| table |\n")
     assert page == "text\n<!-- claims -->\n\nnew\n\n<!-- end -->\nmore\n<!-- methods -->\n\n| table |\n\n<!-- end -->\n"
+
+
+def test_the_readme_quotes_the_page_s_numbers():
+    root = FOLDER.parent
+    rows = [line for line in (root / "README.md").read_text().splitlines() if re.match(r"\| (greedy|DeCoRe)", line)]
+    quotes = re.findall(r"(\d+\.\d) \((\d+\.\d)–(\d+\.\d)\)", "\n".join(rows))
+    page = (root / "docs" / "miniature.md").read_text()
+    assert all(f"{mean} [{low}, {high}]" in page for mean, low, high in quotes)
