@@ -51,12 +51,12 @@ class Runs:
 
     def find(self, split, method="greedy", n=None, random=None, mask="output", mask_prompt=False):
         """Runs with these settings; several for random heads, one per draw."""
-        wanted = (f"miniature-{split}", "miniature", method, n, random, mask, mask_prompt)
-        runs = [run for run in self.runs if wanted == (
+        key = (f"miniature-{split}", "miniature", method, n, random, mask, mask_prompt)
+        runs = [run for run in self.runs if key == (
             run.task, run.settings["model"], run.settings["method"], run.settings["num_heads"],
             run.settings["random_heads"], run.settings.get("mask", "output"), run.settings.get("mask_prompt", False))]
         if not runs:
-            raise ValueError(f"{self.folder} holds no run with the settings {wanted}: run python -m miniature.make")
+            raise ValueError(f"{self.folder} holds no run with the settings {key}: run python -m miniature.make")
         return runs
 
     def right(self, split, method="greedy", n=None, **settings):
@@ -137,15 +137,15 @@ def cost(runs):
 
 def entropies(runs):
     greedy, [contrasted] = runs.find("conflict")[0], runs.find("conflict", "decore-entropy", 4)
-    base, ours = (stored.base_entropies(run) for run in (greedy, contrasted))
+    base, contrasted_base = (stored.base_entropies(run) for run in (greedy, contrasted))
     right = values(greedy) == 1
     means, ranks = (test(base[right], base[~right], alternative="less")
                     for test in (significance.t_test, mannwhitneyu))
     return Claim("On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N = 4)",
-                 max(means.pvalue, ranks.pvalue) < 0.05 and interval(ours - base).high < 0,
+                 max(means.pvalue, ranks.pvalue) < 0.05 and interval(contrasted_base - base).high < 0,
                  f"greedy: right {base[right].mean():.3f}, wrong {base[~right].mean():.3f} nats "
                  f"(p = {means.pvalue:.2g}, t-test; {ranks.pvalue:.2g}, U-test); "
-                 f"greedy {base.mean():.3f}, DeCoRe {ours.mean():.3f} nats")
+                 f"greedy {base.mean():.3f}, DeCoRe {contrasted_base.mean():.3f} nats")
 
 
 def masks(runs):
