@@ -3,7 +3,9 @@
 import torch
 
 from miniature import iti
+from miniature.data import make_split
 from model import Transformer
+from tokenizer import Tokenizer
 
 SHIFT = {(1, 0): torch.linspace(-1, 1, 24), (3, 5): torch.linspace(0, 2, 24)}
 
@@ -27,5 +29,10 @@ def test_heads_are_shifted_towards_what_passages_say(monkeypatch):
     shifts, accuracies = iti.directions(2, 3.0)
     assert len(shifts) == 2 and (3, 1) in shifts           # the last layer's retrieval head
     assert accuracies.shape == (4, 8) and accuracies[3, 1] > 0.6
+    model, tokenizer = Transformer.load(iti.FOLDER, dtype=torch.float32), Tokenizer.load(iti.FOLDER)
+    differences = [iti.head_outputs(model, tokenizer.encode(f"{item.prompt} {item.answer}"))
+                   - iti.head_outputs(model, tokenizer.encode(f"{item.prompt} {item.memory}"))
+                   for item in make_split("conflict", 8, iti.SEED)]
+    assert torch.stack(differences).mean(0)[3, 1] @ shifts[3, 1] > 0
     double, _ = iti.directions(2, 6.0)
     assert all(torch.allclose(double[head], 2 * shift) for head, shift in shifts.items())
