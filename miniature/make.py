@@ -2,7 +2,7 @@
 
     python -m miniature.make
 
-takes about ten minutes on two cores. After an interruption, the same command continues. evaluate.py makes the runs, in
+After an interruption, the same command continues. evaluate.py makes the runs, in
 a folder that git ignores. The page's tables stand between comments and are replaced; the text around them is written
 by hand and does not repeat their numbers. With --limit or --seed the page is not written."""
 
