@@ -32,7 +32,7 @@ def build(folder):
     subprocess.run(["cmake", "-S", source, "-B", folder / "build", "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON",
                     "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF",
                     "-DLLAMA_BUILD_EXAMPLES=OFF"], check=True)
-    subprocess.run(["cmake", "--build", folder / "build", "--target", "llama-bench"], check=True)
+    subprocess.run(["cmake", "--build", folder / "build", "--target", "llama-bench", "--parallel"], check=True)
 
 
 def write_gguf(path, c, dtype):

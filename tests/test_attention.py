@@ -1,4 +1,4 @@
-"""What attention asks of a GPU's kernels, recorded on a CPU that claims to be one."""
+"""Attention: plain products against fused kernels, and the calls that a GPU would get, recorded on a CPU."""
 
 import pytest
 import torch
@@ -70,3 +70,26 @@ def test_a_gpu_attends_to_the_whole_buffer_so_that_steps_have_one_shape(tmp_path
     for token in random_ids(3):
         model(torch.tensor([[token]]), cache)
     assert set(widths) == {64 + 256 * 2}
+
+
+@pytest.mark.parametrize("C, parts", [(64, 1), (1024, 1), (7, 7), (1088, 2), (4160, 5), (8256, 12), (1984, 2)])
+def test_a_long_sum_is_split(C, parts, monkeypatch):
+    weights, v, sizes, bmm = torch.rand(4, 3, C).softmax(-1), torch.randn(4, C, 8), [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape) or bmm(a, b))
+    total = attention.weighted_sum(weights, v)
+    assert sizes == [(4 * parts, 3, C // parts)]
+    torch.testing.assert_close(total, torch.einsum("bnc,bck->bnk", weights, v), atol=1e-6, rtol=1e-5)
+    half = attention.weighted_sum(weights.bfloat16(), v.bfloat16())
+    assert half.dtype == torch.bfloat16 and (half.float() - total).abs().max() < 0.02 * total.abs().max()
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_plain_products_equal_fused_attention(dtype, close):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, 70, 70))
+    bias = torch.zeros(2, 1, 4, 70, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 70) < 0.3, -torch.inf)
+    fused, none = attention.attention(q, k, v, bias)
+    plain, weights = attention.attention(q, k, v, bias, return_weights=True)
+    torch.testing.assert_close(plain, fused, atol=close, rtol=0)
+    assert none is None and weights.dtype == torch.float32                         # float32 from the scores on
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4))
