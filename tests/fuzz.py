@@ -114,28 +114,28 @@ def configuration(dice, world):
     (folder / "config.json").write_text(json.dumps(c))
     config = attempt(lambda: Config.from_checkpoint(folder))
     try:
-        theirs = getattr(transformers, checkpoints.CLASSES[c["model_type"]])._from_config(
+        reference = getattr(transformers, checkpoints.CLASSES[c["model_type"]])._from_config(
             transformers.AutoConfig.from_pretrained(folder), attn_implementation="eager").eval()
-        theirs(torch.tensor([[1, 2]]))                      # some configurations fail only here
+        reference(torch.tensor([[1, 2]]))                      # some configurations fail only here
     except Exception:
         return "refused" if config is None else "refused by transformers only"
     if config is None:
         return "refused here only"
-    for parameter in theirs.parameters():
+    for parameter in reference.parameters():
         parameter.data.normal_(std=0.15).add_(parameter.dim() == 1)
-    theirs.save_pretrained(folder)
+    reference.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(c))      # as it was, not as transformers writes it
     frequencies, scale = rope_frequencies(config)
-    rotary = theirs.model.rotary_emb
+    rotary = reference.model.rotary_emb
     assert torch.equal(frequencies, rotary.inv_freq) and scale == rotary.attention_scaling, f"frequencies: {c}"
-    ours = Transformer.load(folder)
+    loaded = Transformer.load(folder)
     if config.max_positions < 60:
         return "too short to compare"
     ids = torch.randint(0, config.vocab_size, (1, 40))
-    tokens = attempt(lambda: decore.generate(ours, ids[0].tolist(), method="greedy", max_new_tokens=20, eos_ids=())).ids
+    tokens = attempt(lambda: decore.generate(loaded, ids[0].tolist(), "greedy", max_new_tokens=20, eos_ids=())).ids
     text = torch.cat([ids, torch.tensor([tokens], dtype=torch.long)], 1)
     with torch.inference_mode():
-        logits, expected = ours(text), theirs(text).logits
+        logits, expected = loaded(text), reference(text).logits
     difference, largest = (logits - expected).abs().max(), expected.abs().max()
     assert difference <= 2e-5 * max(1, largest), f"logits by {difference:.1e}: {c}"
     best = expected[0, 39:-1].max(-1).values - expected[0, range(39, 39 + len(tokens)), tokens]
@@ -202,11 +202,11 @@ def messages(dice, pieces=TEXTS):
             for role in ("user", "assistant", "user")[:dice.randint(1, 3)]]
 
 
-def compare_chat(ours, theirs, chat, prompt):
+def compare_chat(loaded, reference, chat, prompt):
     """Whether transformers accepts the chat, with the same ids."""
-    ids = attempt(lambda: ours.encode_chat(chat, prompt))
+    ids = attempt(lambda: loaded.encode_chat(chat, prompt))
     try:
-        expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
+        expected = reference.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
     except Exception:
         return "refused by transformers only" if ids else "refused"
     assert ids in (None, expected), f"{ids} for {expected}: {chat}"
@@ -221,26 +221,26 @@ def oracle(folder, template, bos="<s>", eos="</s>"):
 def template(dice, world):
     text, folder = "".join(dice.choice(PIECES) for _ in range(dice.randrange(1, 5))), world.copy_model()
     (folder / "chat_template.jinja").write_text(text)
-    ours = Tokenizer.load(folder)
-    return compare_chat(ours, oracle(folder, text, "<|begin|>", "<|end|>"), messages(dice), dice.random() < 0.5)
+    loaded = Tokenizer.load(folder)
+    return compare_chat(loaded, oracle(folder, text, "<|begin|>", "<|end|>"), messages(dice), dice.random() < 0.5)
 
 
 def text(dice, world):
     """Encoding, decoding, streaming and chats of undamaged tokenizers."""
     folder, chat = world.new_folder(), dice.choice(list(test_tokenizer.TEMPLATES.values()))
-    ours = test_tokenizer.save(folder, dice.choice(list(test_tokenizer.KINDS.values()))(), chat_template=chat)
-    theirs = oracle(folder, chat)
+    loaded = test_tokenizer.save(folder, dice.choice(list(test_tokenizer.KINDS.values()))(), chat_template=chat)
+    reference = oracle(folder, chat)
     pieces = [*test_tokenizer.TEXTS, *test_tokenizer.SPECIAL, *test_tokenizer.WORDS.split(), " ", "\n", "0", "<0x41>"]
     for _ in range(5):
         text = "".join(dice.choice(pieces) for _ in range(dice.randint(0, 12)))
-        assert ours.encode(text, bos=False) == theirs(text, add_special_tokens=False)["input_ids"], f"ids of {text!r}"
+        assert loaded.encode(text, bos=False) == reference(text, add_special_tokens=False)["input_ids"], repr(text)
         if not text.startswith("<s>"):                      # transformers would write BOS twice
-            assert ours.encode(text) == theirs(text)["input_ids"], f"ids of {text!r} with BOS"
-        ids = [dice.randrange(len(ours)) for _ in range(dice.randint(0, 60))]
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), f"text of {ids}"
-        stream = ours.stream()
-        assert "".join(map(stream.push, ids)) + stream.end() == ours.decode(ids), f"stream of {ids}"
-    return compare_chat(ours, theirs, messages(dice, pieces), dice.random() < 0.5)
+            assert loaded.encode(text) == reference(text)["input_ids"], f"ids of {text!r} with BOS"
+        ids = [dice.randrange(len(loaded)) for _ in range(dice.randint(0, 60))]
+        assert loaded.decode(ids) == reference.decode(ids, skip_special_tokens=True), f"text of {ids}"
+        stream = loaded.stream()
+        assert "".join(map(stream.push, ids)) + stream.end() == loaded.decode(ids), f"stream of {ids}"
+    return compare_chat(loaded, reference, messages(dice, pieces), dice.random() < 0.5)
 
 
 def tokenizer(dice, world):
@@ -250,15 +250,15 @@ def tokenizer(dice, world):
     path.write_text(json.dumps(checkpoints.change(dice, json.loads(content))))
     if dice.random() < 0.2:
         path.write_bytes(checkpoints.damage(dice, path.read_bytes()))
-    text, ours = dice.choice(TEXTS), attempt(lambda: Tokenizer.load(folder))
-    if ours is None or attempt(lambda: ours.encode_chat([{"role": "user", "content": text}])) is None:
+    text, loaded = dice.choice(TEXTS), attempt(lambda: Tokenizer.load(folder))
+    if loaded is None or attempt(lambda: loaded.encode_chat([{"role": "user", "content": text}])) is None:
         return "refused"
-    ids = attempt(lambda: ours.encode(text, bos=False))
+    ids = attempt(lambda: loaded.encode(text, bos=False))
     try:
         expected = oracle(folder, None)(text, add_special_tokens=False)["input_ids"]
     except Exception:
         return "refused by transformers only"
-    assert ids is None or ids == expected and isinstance(ours.decode(ids), str), f"{ids} for {expected}: {text!r}"
+    assert ids is None or ids == expected and isinstance(loaded.decode(ids), str), f"{ids} for {expected}: {text!r}"
     return "right"
 
 

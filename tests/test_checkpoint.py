@@ -68,13 +68,13 @@ def test_absent_fields_have_the_values_of_transformers(tmp_path):
     for family in ("llama2", "mistral", "qwen2-window", "qwen3"):
         for more in ({}, dict(use_sliding_window=True)):
             folder = configuration(tmp_path, family, **(absent | more))
-            ours, theirs = Config.from_checkpoint(folder), transformers.AutoConfig.from_pretrained(folder)
-            head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-            assert (ours.n_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
-            assert (ours.rope_theta, ours.tied_embeddings) == (theirs.rope_parameters["rope_theta"], False)
-            kinds = {"llama": ["full"] * 30, "mistral": ["sliding"] * 30}.get(theirs.model_type)
-            kinds = kinds or [kind.removesuffix("_attention") for kind in theirs.layer_types]
-            assert ours.windows == tuple({"full": None, "sliding": 4096}[kind] for kind in kinds)
+            loaded, reference = Config.from_checkpoint(folder), transformers.AutoConfig.from_pretrained(folder)
+            head_dim = getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads
+            assert (loaded.n_kv_heads, loaded.head_dim) == (reference.num_key_value_heads, head_dim)
+            assert (loaded.rope_theta, loaded.tied_embeddings) == (reference.rope_parameters["rope_theta"], False)
+            kinds = {"llama": ["full"] * 30, "mistral": ["sliding"] * 30}.get(reference.model_type)
+            kinds = kinds or [kind.removesuffix("_attention") for kind in reference.layer_types]
+            assert loaded.windows == tuple({"full": None, "sliding": 4096}[kind] for kind in kinds)
 
 
 @pytest.mark.parametrize("family, attention_bias, qkv, o", [
@@ -86,8 +86,8 @@ def test_biases_are_where_transformers_has_them(family, attention_bias, qkv, o, 
     folder = write_checkpoint(tmp_path, family, weights=weights, attention_bias=attention_bias)
     config = Config.from_checkpoint(folder)
     assert (config.qkv_bias, config.o_bias) == (qkv, o)
-    theirs = load_theirs(folder).model.layers[0].self_attn
-    assert [p.bias is not None for p in (theirs.q_proj, theirs.v_proj, theirs.o_proj)] == [qkv, qkv, o]
+    reference = load_theirs(folder).model.layers[0].self_attn
+    assert [p.bias is not None for p in (reference.q_proj, reference.v_proj, reference.o_proj)] == [qkv, qkv, o]
 
 
 # --------------------------------------------------------------------------------------------------------------- rotary
@@ -117,8 +117,8 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, tmp_
     for (family, cls), width in itertools.product(rotary, (2, 8, 128)):
         folder = configuration(tmp_path, family, head_dim=width, **ROPES[name])
         frequencies, scale = rope_frequencies(Config.from_checkpoint(folder))
-        theirs = cls(transformers.AutoConfig.from_pretrained(folder))
-        assert torch.equal(frequencies, theirs.inv_freq) and scale == theirs.attention_scaling
+        reference = cls(transformers.AutoConfig.from_pretrained(folder))
+        assert torch.equal(frequencies, reference.inv_freq) and scale == reference.attention_scaling
         assert frequencies.dtype == torch.float32
 
 
@@ -127,8 +127,8 @@ def test_logits_match_transformers_at_position_4000(tmp_path):
     folder = write_checkpoint(tmp_path, "qwen3", max_position_embeddings=8192, **ROPES["yarn not rounded"])
     ids = torch.tensor([random_ids(4000, seed=1)])
     with torch.inference_mode():
-        theirs = load_theirs(folder, attn_implementation="sdpa")(ids, logits_to_keep=100).logits
-    torch.testing.assert_close(Transformer.load(folder)(ids)[:, -100:], theirs, atol=1e-5, rtol=0)
+        reference = load_theirs(folder, attn_implementation="sdpa")(ids, logits_to_keep=100).logits
+    torch.testing.assert_close(Transformer.load(folder)(ids)[:, -100:], reference, atol=1e-5, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -177,8 +177,8 @@ def test_one_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
     write_checkpoint(tmp_path, "llama3", seed=1, shards=2)
     write_checkpoint(tmp_path, "llama3", seed=2)
     assert set(weight_files(tmp_path).values()) == {tmp_path / "model.safetensors"}
-    theirs = load_theirs(tmp_path).model.norm.weight
-    assert torch.equal(Transformer.load(tmp_path).norm.weight, theirs)
+    reference = load_theirs(tmp_path).model.norm.weight
+    assert torch.equal(Transformer.load(tmp_path).norm.weight, reference)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
