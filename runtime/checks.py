@@ -95,8 +95,8 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
 def check_settings(model, settings):
     """The settings, with heads as pairs of ints. ValueError for numbers out of range and a wrong amateur."""
     for name, low in (("alpha", -HUGE), ("alpha_cap", 0), ("relative_top", 0)):
-        value = settings.get(name)
-        if value is None or name == "relative_top" and value == "published":
+        value = settings.get(name, 0)
+        if value is None and name != "alpha" or name == "relative_top" and value == "published":
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= HUGE:
             raise ValueError(f"{name} {value!r} is not a finite number" + (" of at least 0" if low == 0 else ""))

@@ -252,6 +252,7 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
     ([5], dict(method="beam"), "method 'beam' is unknown; known: greedy, masked"),
     ([5], dict(mask="keys"), "mask 'keys' is unknown"),
     ([5], dict(alpha=math.nan), "alpha nan is not a finite"), ([5], dict(alpha="1"), "alpha '1' is not"),
+    ([5], dict(alpha=None), "alpha None is not a finite"),
     ([5], dict(alpha=10**400), "alpha 10+ is not a finite"), ([5], dict(alpha=10**30), "alpha 10+ is not a finite"),
     ([5], dict(alpha_cap=-1), "alpha_cap -1 is not .* at least 0"),
     ([5], dict(max_new_tokens=0), "max_new_tokens 0 is not a whole number of at"),
