@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from decore import generate
 from model import Linear, Transformer
-from runtime import amx, pack
+from runtime import native, pack
 from runtime.pack import Packed, fastest
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
@@ -19,7 +19,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 @pytest.fixture(autouse=True)
 def every_matrix(monkeypatch):
     monkeypatch.setattr(pack, "SMALL", 0)
-    monkeypatch.setattr(amx, "ready", lambda: False)
+    monkeypatch.setattr(native, "ready", lambda: False)
 
 
 @pytest.fixture
