@@ -13,8 +13,7 @@ from heads import detect
 from model import Cache, Transformer
 from runtime.graph import GRAPHS, MAX_STATES
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
-from tests.golden.make import PROMPTS
-from tests.golden.make import __file__ as golden_file
+from tests.golden.make import FOLDER, PROMPTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -34,7 +33,7 @@ def a_graph_that_is_not_used_is_an_error():
 
 
 def test_logits_on_cuda_match_the_recorded_logits_of_transformers(folder):
-    golden = np.load(golden_file.replace("make.py", "logits.npz"))
+    golden = np.load(FOLDER / "logits.npz")
     model = Transformer.load(folder, device="cuda")
     for i, prompt in enumerate(PROMPTS):
         logits = model(torch.tensor([prompt], device="cuda"))[0].cpu().numpy()
