@@ -16,7 +16,7 @@ def load_models(args, shard=None):
     if not args.amateur:
         return model, tokenizer, None
     amateur, other = load_model(args.amateur, args, shard)
-    if other.vocabulary() != tokenizer.vocabulary():
+    if other.core.get_vocab() != tokenizer.core.get_vocab():
         raise ValueError(f"{args.model} and {args.amateur} have different vocabularies; contrasting needs one")
     return model, tokenizer, amateur
 

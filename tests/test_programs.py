@@ -72,7 +72,7 @@ MISTAKES = [
     ("decore", "{model} {heads} --prompt-ids 1,9999", "9999"),
     ("decore", "{model} {heads} --messages {broken}", "broken.json is not valid JSON"),
     ("decore", "{model} {heads} --messages {turns}", "turns.json must contain a list of"),
-    ("decore", "{model} {heads} --prompt caf\udce9", "UTF-8"),
+    ("decore", "{model} {heads} --prompt caf\udce9", "surrogates not allowed"),
     ("decore", "{model} {heads}", "nothing to answer"),
     ("decore", "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
     ("decore", BASE + " --system S", "--system and --template-args need a chat template: "),
