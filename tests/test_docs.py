@@ -40,13 +40,8 @@ ELSEWHERE = {
     "python -m tasks.harness": "test_harness",
     "python evaluate.py --task truthfulqa-gen": "test_judge", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",
-<<<<<<< HEAD
-    "python -m miniature.train": "25 minutes", "python -m benchmarks.llama": "a C++ compiler and cmake",
-    "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",
-=======
     "python -m miniature.train": "25 minutes",
-    "python -m cli.amx": "test_amx", "python -m nltk.downloader": "the network",
->>>>>>> main
+    "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",
 }
 
 
