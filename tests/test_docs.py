@@ -41,7 +41,7 @@ ELSEWHERE = {
     "python evaluate.py --task truthfulqa-gen": "test_judge", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",
     "python -m miniature.train": "25 minutes",
-    "python -m cli.amx": "test_amx", "python -m nltk.downloader": "the network",
+    "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",
 }
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from decore import generate
 from model import Linear, Transformer
-from runtime import amx, pack
+from runtime import native, pack
 from runtime.pack import Packed, fastest
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
@@ -16,8 +16,8 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 
 @pytest.fixture(autouse=True)
-def without_amx(monkeypatch):
-    monkeypatch.setattr(amx, "ready", lambda: False)
+def without_native(monkeypatch):
+    monkeypatch.setattr(native, "ready", lambda: False)
 
 
 @needs_onednn
