@@ -6,9 +6,7 @@ import re
 from datetime import datetime
 from functools import cache, partial
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.files import one_line, read_json, read_text
@@ -44,19 +42,15 @@ class Tokenizer:
     def __len__(self):
         return self.core.get_vocab_size()
 
-    def vocabulary(self):
-        """{token: id}. Contrasting two models requires equal vocabularies."""
-        return self.core.get_vocab()
-
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it. bos=False: never (for the answers of `score`)."""
-        ids = self.core.encode(check_text(text), add_special_tokens=bos).ids
+        text.encode()                                       # UnicodeEncodeError for half of a surrogate pair
+        ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
     def encode_chat(self, messages, generation_prompt=True, template_args=None):
         """[{"role": …, "content": …}, …] → ids. The chat template writes all special tokens, BOS included."""
-        text = self.render(messages, generation_prompt, template_args)
-        return self.core.encode(check_text(text), add_special_tokens=False).ids
+        return self.encode(self.render(messages, generation_prompt, template_args), bos=False)
 
     def render(self, messages, generation_prompt=True, template_args=None):
         """Messages → the text of a chat. ValueError if the template rejects the messages.
@@ -65,13 +59,12 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError(f"{self.name} has no chat template, like most base models: use plain text (--raw)")
         for key in template_args or ():
-            if key in ("messages", "add_generation_prompt") or not self.template_reads(key):
+            if not self.template_reads(key):
                 raise ValueError(f"{self.name}: the chat template has no argument {key!r}")
-        variables = {"tools": None, "documents": None} | self.special | (template_args or {})
+        variables = dict(messages=messages, add_generation_prompt=generation_prompt, tools=None, documents=None,
+                         strftime_now=lambda form: (self.today or datetime.now()).strftime(form), **self.special)
         try:
-            text = compile_template(self.chat_template).render(
-                variables, messages=messages, add_generation_prompt=generation_prompt,
-                strftime_now=lambda form: (self.today or datetime.now()).strftime(form))
+            text = compile_template(self.chat_template).render(variables | (template_args or {}))
         except Exception as error:                          # a template can raise anything
             raise ValueError(f"{self.name}: the chat template rejects these messages: {one_line(error)}") from None
         for key, token in self.special.items():
@@ -94,15 +87,11 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes ids one at a time. The joined results of `push` and `end` equal `decode` of all ids.
-
-    Only the last tokens are decoded, so the cost of a push does not grow with the text."""
-
-    WINDOW = 16     # tokens
+    """Decodes ids one at a time. The joined results of `push` and `end` equal `decode` of all ids."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.window = tokenizer, []
-        self.length = 0     # characters of the window's text that have been returned
+        self.tokenizer = tokenizer
+        self.window, self.length = [], 0        # last tokens; characters of their text that have been returned
 
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
@@ -114,21 +103,15 @@ class Stream:
         if BYTE.fullmatch(spelling):
             return ""
         text = self.tokenizer.decode(self.window)
-        new = self.advance(text.removesuffix(UNFINISHED))
-        if len(self.window) > 2 * self.WINDOW:
-            # This may split a character. It does no harm, because the character has been returned.
-            self.window = self.window[-self.WINDOW:]
-            self.length += len(self.tokenizer.decode(self.window)) - len(text)
+        new = text.removesuffix(UNFINISHED)[self.length:]
+        self.length += len(new)
+        if not text.endswith(UNFINISHED):       # whole characters: the next token's text depends on this token only
+            self.window, self.length = [token], len(self.tokenizer.decode([token]))
         return new
 
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""
-        return self.advance(self.tokenizer.decode(self.window))
-
-    def advance(self, text):
-        new = text[self.length:]
-        self.length += len(new)
-        return new
+        return self.tokenizer.decode(self.window)[self.length:]
 
 
 @cache
@@ -143,29 +126,18 @@ def special_ids(folder):
 # ------------------------------------------------------------------------------------------------------- chat templates
 
 
-class Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks the assistant's text for training. The text is unchanged."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
 def raise_exception(message):
-    raise jinja2.TemplateError(message)
+    raise ValueError(message)
 
 
 @cache
 def compile_template(text):
     """A chat template in Jinja's sandbox, with the white space, functions and tags that transformers provides."""
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                          extensions=[Generation, "jinja2.ext.loopcontrols"])
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)       # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
-    return jinja.from_string(text)
+    # {% generation %} marks the assistant's text for training. It is a scope like {% with %}, and changes no text.
+    return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -183,17 +155,6 @@ def read_tokenizer(path):
     core.no_truncation()            # some files still contain the settings of a training run
     core.no_padding()
     return core
-
-
-def check_text(text):
-    """The text itself; ValueError if it is not a str or contains half of a surrogate pair."""
-    if not isinstance(text, str):
-        raise ValueError(f"a text must be a str, not {one_line(repr(text), 60)}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text is not UTF-8: {error}") from None
-    return text
 
 
 def read_optional(path):
@@ -221,6 +182,5 @@ def read_chat_template(folder, config):
     if isinstance(text, list):
         text = next((t.get("template") for t in text if isinstance(t, dict) and t.get("name") == "default"), text)
     if not isinstance(text, str | None):
-        raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a text or a list of named texts with "
-                         "a 'default'")
+        raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a text, or a list with a 'default'")
     return text

@@ -3,13 +3,13 @@
     python -m benchmarks.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
     python -m benchmarks.decode --methods greedy decore-entropy cad dola-low dola-high ad cd decore-lite
     python -m benchmarks.decode --methods greedy decore-entropy --batch 16 --lookup 7
-    python -m benchmarks.decode --methods greedy decore-entropy llama.cpp --llama FOLDER        # see llama.py
+    python -m benchmarks.decode --methods greedy decore-entropy llama.cpp --llama FOLDER
 
-    greedy, masked, decore-static, decore-entropy, cad, dola-low, dola-high, ad, cd, decore-lite
-                    this project; in cd and decore-lite the amateur has half the layers
     transformers    its generate()
     two-pass        DeCoRe written with transformers: two caches, two passes per token
-    llama.cpp       llama-bench, in its own process
+    llama.cpp       llama-bench, in its own process; see llama.py
+    products        all matrices of a pass alone, for 1, 2, 8 and 16 vectors: the limit of a step's speed
+    decore-lite     decore-entropy with an amateur. Like cd's, it has half the layers
 
 All contestants run once per round. The clock runs from the first new token to the last, without the prompt. Ratios are
 medians over the rounds, because the load of a machine changes between rounds. `share_of_bandwidth` compares the bytes
@@ -17,26 +17,33 @@ of weights, keys and values that a token needs with the memory's bandwidth in th
 
 import copy
 import json
+import os
+import platform
+import pprint
+import re
+import shlex
 import sys
 import time
 from dataclasses import replace
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 import baselines
 import cli
 import decore
-from benchmarks import llama
-from benchmarks.measure import bandwidth_meter, origin, quartiles, read_cache, read_weights
-from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model
-from decore import contrast, entropy
+from benchmarks.llama import llama_bench
+from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes_read
 from runtime.config import DTYPES
+from runtime.files import commit
 from runtime.pack import pack
 
-METHODS = (*baselines.METHODS, "decore-lite")           # decore-lite: decore-entropy with an amateur
-PEERS = ("transformers", "two-pass", "llama.cpp")
+METHODS = (*baselines.METHODS, "decore-lite")
+OTHERS = ("transformers", "two-pass", "llama.cpp", "products")
 RATIOS = {
     "decore_over_greedy": ("decore-entropy", "greedy"),
     "greedy_over_llama": ("greedy", "llama.cpp"),
@@ -60,59 +67,61 @@ def clocked(decode):
     return run
 
 
-def this_project(model, prompts, new, method, settings, generate=baselines.generate):
+def this_project(model, prompts, new, settings, generate=baselines.generate):
     """cad's prompts without context are the last quarters of the prompts."""
-    if method == "cad":
+    if settings["method"] == "cad":
         settings = settings | dict(ids_without_context=[prompt[-(len(prompt) // 4):] for prompt in prompts])
-    return clocked(lambda tick: generate(model, prompts, method=method, max_new_tokens=new + 1, eos_ids=(),
-                                         on_token=tick, **settings)[0].ids)
+    settings = dict(max_new_tokens=new + 1, eos_ids=()) | settings
+    return clocked(lambda tick: generate(model, prompts, on_token=tick, **settings)[0].ids)
+
+
+def method_settings(name, model):
+    c, method = model.config, "decore-entropy" if name == "decore-lite" else name
+    settings = dict(method=method)
+    if name in ("cd", "decore-lite"):
+        half = replace(c, n_layers=c.n_layers // 2, windows=c.windows[:c.n_layers // 2])
+        settings["amateur"] = packed(random_model(half, model.device, model.dtype))
+    if name == "decore-lite":
+        settings["amateur_heads"] = spread_heads(half)
+    elif method in decore.METHODS[1:]:
+        settings["heads"] = spread_heads(c)
+    elif name == "ad":
+        settings["info_layer"] = c.n_layers * 3 // 4
+    return settings
 
 
 def packed(model):
+    """The model as loading leaves it: packed on a CPU."""
     if model.device.type == "cpu":
         pack(model)
     return model
 
 
-def method_and_settings(name, model):
-    c = model.config
-    if name in ("cd", "decore-lite"):
-        half = replace(c, n_layers=c.n_layers // 2, windows=c.windows[:c.n_layers // 2])
-        settings = dict(amateur=packed(random_model(half, model.device, model.dtype)))
-        return ("cd", settings) if name == "cd" else \
-            ("decore-entropy", settings | dict(amateur_heads=spread_heads(half)))
-    if name == "ad":
-        return name, dict(info_layer=c.n_layers * 3 // 4)
-    return name, dict(heads=spread_heads(c)) if name in decore.METHODS and name != "greedy" else {}
-
-
-def quoting(model, prompt, new, method, k, settings):
-    """Lookup of k tokens in a text that quotes its prompt: runs of 24 tokens of it, one other token between them.
+def quoting(model, prompt, new, k, settings):
+    """Lookup of k tokens in a text that quotes its prompt, except for every 25th token.
 
     Every pass is computed. Then its scores are overwritten, so that random weights decode this text."""
-    half = model.config.vocab_size // 2
-    prompt = torch.randperm(half)[:len(prompt)].tolist()
-    text = [token for i in range(new + 1)
-            for token in (*prompt[31 * i % max(1, len(prompt) - 32):][:24], half + i % half)][:new + 1]
-    target = torch.tensor(text + (k + 1) * [0], device=model.device)
+    other = model.config.vocab_size - 1
+    prompt = torch.randperm(other)[:len(prompt)].tolist()
+    text = [other if i % 25 == 24 else prompt[i % len(prompt)] for i in range(new + k + 2)]
+    text = torch.tensor(text, device=model.device)
 
     def opener(*args, **more):
         step, sessions = decore.open_decore(*args, **more)
 
         def overwritten(tokens=None):
-            first = sessions[0].cache.slots.clone()
             result = step(tokens)
-            at = first[:, None] + torch.arange(result.scores.shape[1], device=first.device)
-            result.scores.scatter_(-1, target[at][..., None], 1e9)
+            at = sessions[0].cache.slots[:, None] + torch.arange(-result.scores.shape[1], 0, device=model.device)
+            result.scores.scatter_(-1, text[at][..., None], 1e9)
             return result
 
         return overwritten, sessions
 
-    return this_project(model, [prompt], new, method, settings | dict(opener=opener, lookup=k), decore.generate)
+    return this_project(model, [prompt], new, settings | dict(opener=opener, lookup=k), decore.generate)
 
 
-def transformers_greedy(twin, prompt, new):
-    ids = torch.tensor([prompt], device=twin.device)
+def transformers_greedy(model, prompt, new):
+    twin, ids = transformers_model(model), torch.tensor([prompt], device=model.device)
 
     def decode(tick):
         # A streamer receives the prompt first, as a batch.
@@ -123,28 +132,26 @@ def transformers_greedy(twin, prompt, new):
     return clocked(decode)
 
 
-def two_pass(twin, prompt, new, heads):
+def two_pass(model, prompt, new):
     """DeCoRe written with transformers: two copies of the cache, and two passes for each token."""
     from transformers import DynamicCache
 
-    ids, K, masking = torch.tensor([prompt], device=twin.device), twin.config.head_dim, False
-    for layer, head in heads:
-        o = twin.model.layers[layer].self_attn.o_proj
-        mask = torch.ones(o.in_features, device=twin.device, dtype=twin.dtype)
+    twins = base, masked = transformers_model(model), transformers_model(model)
+    ids, K = torch.tensor([prompt], device=model.device), model.config.head_dim
+    for layer, head in spread_heads(model.config):
+        o = masked.model.layers[layer].self_attn.o_proj
+        mask = torch.ones(o.in_features, device=model.device, dtype=model.dtype)
         mask[head * K:(head + 1) * K] = 0
-        o.register_forward_pre_hook(lambda _, args, mask=mask: (args[0] * mask,) if masking else None)
+        o.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
 
     def decode(tick):
-        nonlocal masking
-        token, out, cache = ids[:, -1:], [], DynamicCache(config=twin.config)
-        twin(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
+        base(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
         caches = cache, copy.deepcopy(cache)
         for _ in range(new + 1):
-            log_p = []
-            for masking, cache in enumerate(caches):            # noqa: B007 (the hooks read `masking`)
-                log_p.append(twin(token, past_key_values=cache).logits.float().log_softmax(-1))
-            masking = False
-            token = contrast(*log_p, entropy(log_p[0])).argmax(-1)
+            log_p = [twin(token, past_key_values=cache).logits.float().log_softmax(-1)
+                     for twin, cache in zip(twins, caches, strict=True)]
+            token = decore.contrast(*log_p, decore.entropy(log_p[0])).argmax(-1)
             out.append(int(token))
             tick()
         return out
@@ -152,35 +159,65 @@ def two_pass(twin, prompt, new, heads):
     return clocked(decode)
 
 
-def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, llama_bench=None):
+def products(model, n, repeats):
+    c, kw = model.config, dict(device=model.device, dtype=model.dtype)
+    x, y, z = (torch.randn(1, n, width, **kw) for width in (c.d_model, c.n_heads * c.head_dim, c.d_ff))
+
+    def work():
+        for _ in range(repeats):
+            for layer in model.layers:
+                layer.attn.qkv(x)
+                layer.attn.o(y)
+                layer.mlp.gate_up(x)
+                layer.mlp.down(z)
+            model.lm_head(x)
+
+    return lambda: ([], None, timed(model.device, work))
+
+
+def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, gguf=None):
     """{name: (contestant, number of texts, bytes read for a token)}. Packs a model on a CPU, as loading does.
 
     batch, lookup, no_graph: each method of this project also runs on that many prompts, with lookup of that many
-    tokens, and without CUDA graphs. llama_bench: see `llama.timer`."""
-    twin = transformers_model(model) if {"transformers", "two-pass"} & {*names} else None       # before packing
-    out, weights, cache = {}, read_weights(packed(model)), read_cache(model, len(prompt) + new)
-    peers = {"transformers": lambda: transformers_greedy(twin, prompt, new),
-             "two-pass": lambda: two_pass(twin, prompt, new, spread_heads(model.config)),
-             "llama.cpp": lambda: lambda: ([], None, llama_bench())}
-    for name in names:
-        if name in peers:
-            out[name] = peers[name](), 1, weights + cache
-            continue
-        method, settings = method_and_settings(name, model)
-        out[name] = this_project(model, [prompt], new, method, settings), 1, weights + cache
-        if no_graph:
-            eager = settings | dict(graph=False)
-            out[f"{name}, no graph"] = this_project(model, [prompt], new, method, eager), 1, weights + cache
-        if batch > 1:
-            prompts = [prompt, *torch.randint(model.config.vocab_size, (batch - 1, len(prompt))).tolist()]
-            out[f"{name}, batch {batch}"] = (this_project(model, prompts, new, method, settings), batch,
-                                             weights / batch + cache)
-        if lookup and method in decore.METHODS:
-            out[f"{name}, lookup {lookup}"] = quoting(model, prompt, new, method, lookup, settings), 1, None
+    tokens, and without CUDA graphs. gguf: path of llama.cpp's file of the model."""
+    c, weights = model.config, weight_bytes_read(model)
+    cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * (len(prompt) + new) * model.dtype.itemsize
+    peers = {"transformers": transformers_greedy, "two-pass": two_pass, "llama.cpp": partial(llama_bench, gguf)}
+    out = {name: (peer(model, prompt, new), 1, weights + cache) for name, peer in peers.items() if name in names}
+    packed(model)                                               # after the peers, which need plain weights
+    if "products" in names:
+        out |= {f"products, {n}": (products(model, n, new), n, weights / n) for n in (1, 2, 8, 16)}
+    prompts = [prompt, *torch.randint(c.vocab_size, (batch - 1, len(prompt))).tolist()]
+    for name in [name for name in names if name in METHODS]:
+        settings = method_settings(name, model)
+        runs = {name: (settings, 1)}
+        runs |= {f"{name}, no graph": (settings | dict(graph=False), 1)} if no_graph else {}
+        runs |= {f"{name}, batch {batch}": (settings, batch)} if batch > 1 else {}
+        for run, (more, n) in runs.items():
+            out[run] = this_project(model, prompts[:n], new, more), n, weights / n + cache
+        if lookup and settings["method"] in decore.METHODS:
+            out[f"{name}, lookup {lookup}"] = quoting(model, prompt, new, lookup, settings), 1, None
     return out
 
 
 # ----------------------------------------------------------------------------------------------------------- the rounds
+
+
+def timed(device, work):
+    """Seconds that work() takes, including the GPU work it starts."""
+    wait = torch.cuda.synchronize if str(device).startswith("cuda") else lambda: None
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
+def bandwidth_meter(device):
+    """A function that reads a large tensor and returns the bytes per second."""
+    large = torch.ones(10**9 if device.startswith("cuda") else 3 * 10**8, device=device)
+    large.sum()
+    return lambda: large.nbytes / timed(device, large.sum)
 
 
 def measure(runs, rounds, bandwidth):
@@ -193,47 +230,46 @@ def measure(runs, rounds, bandwidth):
     return {name: rows[1:] for name, rows in results.items()}, speeds[1:]
 
 
+def quartiles(values, digits):
+    """[first quartile, median, third quartile]."""
+    return np.quantile(values, [0.25, 0.5, 0.75]).round(digits).tolist()
+
+
 def summary(results, speeds, runs, prompt, new):
     """Tokens per second, their quartiles and share of the bandwidth, ratios, and how many leading tokens agree."""
-    rates = {name: [new * runs[name][1] / row[2] for row in rows] for name, rows in results.items()}
-
-    def ratio(a, b):
-        return [round(q, 3) for q in quartiles([x / y for x, y in zip(rates[a], rates[b], strict=True)])]
-
-    def agree(a, b):
-        a, b = (results[name][-1][0] for name in (a, b))
-        return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-
-    def share(name):
-        used = [rate * runs[name][2] / speed for rate, speed in zip(rates[name], speeds, strict=True)]
-        return round(quartiles(used)[1], 3)
-
-    ratios = {name: ratio(*pair) for name, pair in RATIOS.items() if set(pair) <= set(runs)}
+    texts, read = ({name: run[i] for name, run in runs.items()} for i in (1, 2))
+    rates = {name: new * texts[name] / np.array([row[2] for row in rows]) for name, rows in results.items()}
+    spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
+    ratios = {name: quartiles(rates[a] / rates[b], 3) for name, (a, b) in RATIOS.items() if {a, b} <= set(runs)}
     return dict(
-        tokens_per_second={name: round(quartiles(rate)[1], 2) for name, rate in rates.items()},
-        quartiles={name: [round(q, 2) for q in quartiles(rate)] for name, rate in rates.items()},
-        prompt_tokens_per_second={name: round(prompt * runs[name][1] / quartiles([row[1] for row in rows])[1])
+        tokens_per_second={name: q[1] for name, q in spread.items()},
+        quartiles=spread,
+        prompt_tokens_per_second={name: round(prompt * texts[name] / np.median([row[1] for row in rows]))
                                   for name, rows in results.items() if rows[0][1]},
-        bandwidth_gb_per_second=[round(q / 1e9, 1) for q in quartiles(speeds)],
-        share_of_bandwidth={name: share(name) for name in rates if runs[name][2]},
+        bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
+        share_of_bandwidth={name: quartiles(rates[name] * read[name] / speeds, 3)[1] for name in runs if read[name]},
         **{name: q[1] for name, q in ratios.items()},
         ratio_quartiles=ratios,
-        over_greedy={name: ratio(name, "greedy") for name in rates if "greedy" in rates},
-        same_tokens={f"{a} and {b}": agree(a, b) for a, b in SAME_TOKENS if {a, b} <= set(runs)},
+        over_greedy={name: quartiles(rates[name] / rates["greedy"], 3) for name in runs if "greedy" in runs},
+        same_tokens={f"{a} and {b}": int(np.logical_and.accumulate(
+            np.equal(results[a][-1][0], results[b][-1][0])).sum()) for a, b in SAME_TOKENS if {a, b} <= set(runs)},
     )
 
 
-def table(results):
-    columns = {"tokens/s": "quartiles", "over greedy": "over_greedy"}
-    lines = [f"{'':28}" + "".join(f"{title:>24}" for title in columns) + "   median (first to third quartile)"]
-    for name in results["quartiles"]:
-        cells = (results[key].get(name) for key in columns.values())
-        lines.append(f"{name:28}" + "".join(f"{f'{q[1]} ({q[0]} to {q[2]})' if q else '':>24}" for q in cells))
-    return "\n".join(lines)
+def origin(device):
+    """Command, commit, date, versions and machine of a result. Call it first: it has the load before the run."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    cpu = f"{[*names, platform.processor()][0]} ({torch.backends.cpu.get_cpu_capability()})"
+    versions = {d.name: d.version for d in metadata.distributions() if d.name in ("torch", "transformers")}
+    return dict(command="python " + shlex.join(["-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+                commit=commit(), date=time.strftime("%Y-%m-%d", time.gmtime()),
+                versions=dict(python=platform.python_version(), **versions),
+                device=torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu,
+                cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
 
 
-@torch.inference_mode()
-def main():
+def parse(arguments=None):
     p = cli.parser(__doc__.splitlines()[0])
     p.add_argument("--shape", default="0.5b", choices=list(SHAPES))
     p.add_argument("--dtype", default="float32", choices=list(DTYPES))
@@ -242,23 +278,35 @@ def main():
     p.add_argument("--new", type=cli.positive, default=32, help="tokens to decode after the first new one")
     p.add_argument("--rounds", type=cli.positive, default=5, help="timed rounds, after a warm-up")
     p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
-                   choices=[*METHODS, *PEERS], help="contestants, in this order")
+                   choices=[*METHODS, *OTHERS], help="contestants")
     p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
     p.add_argument("--lookup", type=cli.positive, default=0, metavar="K",
                    help="this project also with lookup of K tokens, in a text that quotes its prompt")
-    p.add_argument("--llama", type=Path, metavar="FOLDER", help="output of benchmarks.llama, for llama.cpp")
+    p.add_argument("--no-graph", action="store_true", help="this project also without CUDA graphs")
+    p.add_argument("--llama", type=Path, metavar="FOLDER", help="of llama.cpp, which is built there once")
     p.add_argument("--json", action="store_true", help="print one JSON line")
-    args = p.parse_args()
+    args = p.parse_args(arguments)
     if ("llama.cpp" in args.methods) != (args.llama is not None):
-        raise ValueError("--llama FOLDER and the method llama.cpp go together; python -m benchmarks.llama makes FOLDER")
-    config, start = SHAPES[args.shape], origin(args.device)
-    model = random_model(config, args.device, DTYPES[args.dtype])
-    prompt = torch.randint(config.vocab_size, [args.prompt]).tolist()
-    llama_bench = llama.timer(args.llama, args.shape, args.dtype, args.prompt, args.new) if args.llama else None
-    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.lookup, llama_bench=llama_bench)
-    results = summary(*measure(runs, args.rounds, bandwidth_meter(args.device)), runs, args.prompt, args.new)
-    results = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new) | results | start
-    print(json.dumps(results) if args.json else table(results))
+        raise ValueError("the method llama.cpp and --llama FOLDER go together; give both")
+    return args
+
+
+@torch.inference_mode()
+def compare(args):
+    """The results of a command line, as a dict."""
+    row, facts = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new), origin(args.device)
+    model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype])
+    prompt = torch.randint(model.config.vocab_size, [args.prompt]).tolist()
+    gguf = args.llama and args.llama / f"{args.shape}-{args.dtype}.gguf"
+    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.lookup, args.no_graph, gguf)
+    results = measure(runs, args.rounds, bandwidth_meter(args.device))
+    return row | summary(*results, runs, args.prompt, args.new) | facts
+
+
+def main():
+    args = parse()
+    row = compare(args)
+    print(json.dumps(row) if args.json else pprint.pformat(row, width=120, sort_dicts=False))
 
 
 if __name__ == "__main__":

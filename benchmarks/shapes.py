@@ -1,4 +1,4 @@
-"""Shapes of published checkpoints, filled with random weights: speed does not depend on their values."""
+"""Models in the shapes of published checkpoints and their bytes. Weights are random: speed does not depend on them."""
 
 import torch
 
@@ -6,27 +6,24 @@ from model import Transformer
 from runtime.config import Config
 from runtime.weights import named_tensors
 
-
-def llama(d_model, d_ff, n_layers, n_heads, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0, **more):
-    fields = dict(model_type="llama", vocab_size=vocab_size, d_model=d_model, d_ff=d_ff, n_layers=n_layers,
-                  n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=128, norm_eps=1e-5, rope_theta=rope_theta,
-                  rope_scaling=None, qkv_bias=False, o_bias=False, qk_norm=False, tied_embeddings=False,
-                  windows=(None,) * n_layers, max_positions=8192, dtype=torch.bfloat16)
-    return Config(**(fields | more))
+QWEN2 = dict(model_type="qwen2", vocab_size=151_936, head_dim=128, norm_eps=1e-6, rope_theta=1_000_000.0,
+             rope_scaling=None, qkv_bias=True, o_bias=False, qk_norm=False, tied_embeddings=False, max_positions=2**20,
+             dtype=torch.bfloat16)
+LLAMA3 = dict(model_type="llama", vocab_size=128_256, norm_eps=1e-5, rope_theta=500_000.0, qkv_bias=False)
 
 
-def qwen2(*sizes, n_kv_heads, vocab_size=151_936, **more):
-    more = dict(model_type="qwen2", norm_eps=1e-6, qkv_bias=True, max_positions=32_768) | more
-    return llama(*sizes, n_kv_heads, vocab_size, rope_theta=1_000_000.0, **more)
+def shape(d_model, d_ff, n_layers, n_heads, n_kv_heads, **more):
+    return Config(d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
+                  windows=(None,) * n_layers, **QWEN2 | more)
 
 
 SHAPES = {
-    "tiny": qwen2(64, 128, 4, 4, n_kv_heads=2, vocab_size=640, head_dim=16, tied_embeddings=True),      # for tests
-    "0.5b": qwen2(896, 4864, 24, 14, n_kv_heads=2, head_dim=64, tied_embeddings=True),                  # Qwen2-0.5B
-    "1.5b": qwen2(1536, 8960, 28, 12, n_kv_heads=2, tied_embeddings=True),                              # Qwen2-1.5B
-    "7b": qwen2(3584, 18_944, 28, 28, n_kv_heads=4, vocab_size=152_064),                                # Qwen2-7B
-    "8b": llama(4096, 14_336, 32, 32),                                                                  # Llama-3-8B
-    "70b": llama(8192, 28_672, 80, 64),                                                                 # Llama-3-70B
+    "tiny": shape(64, 128, 4, 4, 2, vocab_size=640, head_dim=16, tied_embeddings=True),         # for tests
+    "0.5b": shape(896, 4864, 24, 14, 2, head_dim=64, tied_embeddings=True),                     # Qwen2-0.5B
+    "1.5b": shape(1536, 8960, 28, 12, 2, tied_embeddings=True),                                 # Qwen2-1.5B
+    "7b": shape(3584, 18_944, 28, 28, 4, vocab_size=152_064),                                   # Qwen2-7B
+    "8b": shape(4096, 14_336, 32, 32, 8, **LLAMA3),                                             # Llama-3-8B
+    "70b": shape(8192, 28_672, 80, 64, 8, **LLAMA3),                                            # Llama-3-70B
 }
 
 
@@ -61,3 +58,20 @@ def transformers_model(model):
     twin.tie_weights()
     twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)    # its buffers are not in the state
     return twin.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def size(tensors):
+    return sum(x.nbytes for x in tensors)
+
+
+def weight_bytes(model):
+    """Bytes of a model's weights. Packed layers have buffers instead of parameters."""
+    return size([*model.parameters(), *model.buffers()])
+
+
+def weight_bytes_read(model):
+    """Bytes of weights that a pass reads: all except the embedding, of which a pass reads a row, unless it is tied."""
+    return weight_bytes(model) - (0 if model.lm_head is model.embed else model.embed.weight.nbytes)

@@ -27,6 +27,9 @@ class Home(NamedTuple):
     revision: str
     sha256: str | None = None
 
+    def __str__(self):
+        return f"{self.file} of the hub data set {self.repo}"
+
 
 @dataclass(frozen=True)
 class Task:

@@ -1,17 +1,17 @@
 """Judges of truth and information for TruthfulQA's generated answers.
 
-The published judges are no longer available. The open ones are two Llama-2 models, which convert_judge.py converts and
-model.py runs. An OpenAI-compatible endpoint works too. Scores of different judges are not comparable, so a judge's name
-is stored with its verdicts, and a file holds those of one pair of judges."""
+The published judges are no longer available. The open ones are two Llama-2 models, stored as pickles; transformers runs
+them, and reads pickles as weights only. An OpenAI-compatible endpoint works too. Scores of different judges are not
+comparable, so a judge's name is stored with its verdicts, and a file holds those of one pair of judges."""
 
 import json
 import math
 import os
+import pickle
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 from tqdm import tqdm
 
@@ -24,8 +24,7 @@ ATTEMPTS, TIMEOUT = 5, 60           # seconds per request
 
 
 def add_arguments(p):
-    p.add_argument("--judge", action="store_true", help="truthfulqa-gen: judge the answers with two local models "
-                   "(python -m tasks.convert_judge converts the usual ones)")
+    p.add_argument("--judge", action="store_true", help="truthfulqa-gen: judge the answers with two local models")
     p.add_argument("--judge-url", metavar="URL", help="truthfulqa-gen: judge the answers with an OpenAI-compatible "
                    "endpoint, such as http://host:8000/v1 (key: OPENAI_API_KEY)")
     p.add_argument("--judge-models", default=OPEN, metavar="TRUTH,INFO", help=f"the judges (default {OPEN})")
@@ -36,80 +35,76 @@ def judge(lines, path, task, args):
     stored in <run>.judged.jsonl. An interrupted judging continues."""
     if judged not in task.metrics:
         return lines
-    store, verdicts = path.with_suffix(".judged.jsonl"), {}
+    store = path.with_suffix(".judged.jsonl")
     if args.judge or args.judge_url:
-        models = dict(zip(PROMPTS, args.judge_models.split(","), strict=False))
-        if len(models) != 2:
+        names = args.judge_models.split(",")
+        if len(names) != 2:
             raise ValueError(f"--judge-models {args.judge_models!r}: give two names with a comma, truth first")
         with locked(store):
-            verdicts = complete_store(lines, store, models, args.judge_url)
-    elif store.exists():
-        verdicts = read_store(store)
-    return [row | {f"judge_{kind}": verdicts[kind, key_of(row, number)]
-                   for kind in PROMPTS if (kind, key_of(row, number)) in verdicts}
-            for number, row in enumerate(lines)]
+            complete_store(lines, store, dict(zip(PROMPTS, names, strict=True)), args.judge_url)
+    verdicts = read_store(store)
+    return [row | {f"judge_{kind}": verdicts[kind, key]["yes"] for kind in PROMPTS if (kind, key) in verdicts}
+            for key, row in keyed(lines)]
 
 
-def key_of(row, number):
-    return f"{row.get('index', number)}: {clean(row['prediction'])}"
+def keyed(lines):
+    """[(key of the verdicts, row)]."""
+    return [(f"{row.get('index', number)}: {clean(row['prediction'])}", row) for number, row in enumerate(lines)]
 
 
 def read_store(path, models=None):
-    """(kind, key) → probability of " yes". models: kind → judge; ValueError if the verdicts are another judge's."""
+    """(kind, key) → verdict, as stored. models: kind → judge; ValueError if the verdicts are another judge's."""
     verdicts = {}
-    for number, line in json_lines(path):
+    for number, line in json_lines(path) if path.exists() else ():
         kind, model, key, yes = (line.get(name) for name in ("judge", "model", "key", "yes"))
         texts = all(isinstance(value, str) for value in (kind, model, key))
         if not (texts and kind in PROMPTS and isinstance(yes, (int, float)) and 0 <= yes <= 1):
             raise ValueError(f"{path}, line {number}: not a verdict of a judge; remove the line to judge it again")
         if models and models[kind] != model:
             raise ValueError(f"{path} was judged by {model}, not by {models[kind]}; remove the file to judge again")
-        verdicts[kind, key] = yes
+        verdicts[kind, key] = line
     return verdicts
 
 
 def complete_store(lines, store, models, url):
-    """Judges the answers that the store lacks, and writes it after each batch. Returns all verdicts."""
-    verdicts = read_store(store, models) if store.exists() else {}
+    """Judges the answers that the store lacks, and writes it after each batch."""
+    verdicts = read_store(store, models)
     for kind, model in models.items():
-        missing = [((kind, key_of(row, number)), row) for number, row in enumerate(lines)
-                   if (kind, key_of(row, number)) not in verdicts]
+        missing = [(key, row) for key, row in keyed(lines) if (kind, key) not in verdicts]
         if any("question" not in row for _, row in missing):
             raise ValueError("the judges need each row's 'question'; these rows have none")
         if not missing:
             continue
         judge_texts = endpoint(url, model) if url else local(model)
         for start in tqdm(range(0, len(missing), 16), desc=f"judging {kind}", unit="batch"):
-            keys, rows = zip(*missing[start:start + 16], strict=True)
+            batch = missing[start:start + 16]
             texts = [PROMPTS[kind].format(question=row["question"].strip(), answer=clean(row["prediction"]))
-                     for row in rows]
-            verdicts |= zip(keys, judge_texts(texts), strict=True)
-            write(store, [{"judge": judge, "model": models[judge], "key": key, "yes": yes}
-                          for (judge, key), yes in verdicts.items()])
+                     for _, row in batch]
+            for (key, _), yes in zip(batch, judge_texts(texts), strict=True):
+                verdicts[kind, key] = {"judge": kind, "model": model, "key": key, "yes": yes}
+            write(store, verdicts.values())
         del judge_texts                     # frees the first judge's weights before the second's are loaded
-    return verdicts
 
 
 def local(name):
     """Loads a checkpoint → a function: prompts → probabilities of " yes"."""
     import torch
-
-    import cli
-    from runtime.checks import check_prompts
     try:
-        model, tokenizer = cli.load_model(name, SimpleNamespace(device="auto", dtype="auto"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"the judge {name} cannot be loaded: {error}. Convert one that is stored as pickles with "
-                         f"python -m tasks.convert_judge {name} FOLDER; then give --judge-models") from error
-    cli.limit_threads(model)
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    except (ImportError, OSError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"the judge {name} cannot be loaded: {error}. Judges need pip install -e '.[evaluate]'"
+                         ) from error
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.inference_mode()
     def judge_texts(texts):
-        prompts = check_prompts(model, [tokenizer.encode(text) for text in texts])
-        yes = tokenizer.encode(texts[0] + " yes")[len(prompts[0])]
+        prompts = tokenizer(texts)["input_ids"]
+        yes = tokenizer(texts[0] + " yes")["input_ids"][len(prompts[0])]
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-        logits = model(ids.to(model.device))                                        # [B, T, V]
-        return [z[len(prompt) - 1].softmax(-1)[yes].item() for z, prompt in zip(logits, prompts, strict=True)]
+        logits = model(ids.to(model.device)).logits                                 # [B, T, V]
+        return [z[len(prompt) - 1].float().softmax(-1)[yes].item() for z, prompt in zip(logits, prompts, strict=True)]
     return judge_texts
 
 
@@ -139,15 +134,14 @@ def post(url, body):
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     for attempt in range(ATTEMPTS):
+        time.sleep(2 ** attempt - 1)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            problem = f"status {error.code}: {error.read()[:200].decode(errors='replace')}"
+            problem = f"{error}: {error.read()[:200].decode(errors='replace')}"
             if error.code < 500 and error.code != 429:
                 break
         except (OSError, ValueError) as error:
-            problem = str(error)
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(2 ** attempt)
+            problem = error
     raise OSError(f"the judge at {url} did not answer ({problem})")

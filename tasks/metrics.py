@@ -5,13 +5,14 @@ the published scoring has a flaw, the correct metric has the plain name and the 
 Metrics that need a library or a model are in model_metrics.py; they raise Unavailable and are then left out."""
 
 import functools
-import json
 import math
 import re
 import string
 import sys
 
 import numpy as np
+
+from tasks.items import field, instructions
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 REFUSAL = "I have no comment"
@@ -34,15 +35,20 @@ def normalise(text):
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
+def matches(answer, references):
+    """Compares normalised texts. Every answer contains an empty reference, which counts in the published score only."""
+    filled = [reference for reference in references if reference]
+    return {"exact_match": float(answer in filled),
+            "substring_match": float(any(reference in answer for reference in filled)),
+            "substring_match_published": float(any(reference in answer for reference in references))}
+
+
 def compare(prediction, references):
-    """Exact match and substring match. A reference that normalises to nothing ("*") must be the complete answer; in
-    the published score every answer contains it."""
-    answer = normalise(prediction)
-    pairs = [(reference.strip(), normalise(reference)) for reference in references]
-    exact = [normal == answer if normal else prediction.strip() == raw for raw, normal in pairs]
-    contained = [normal in answer if normal else prediction.strip() == raw for raw, normal in pairs]
-    return {"exact_match": float(any(exact)), "substring_match": float(any(contained)),
-            "substring_match_published": float(any(normal in answer for _, normal in pairs))}
+    """A reference that normalises to nothing ("*") must be the complete answer."""
+    values = matches(normalise(prediction), list(map(normalise, references)))
+    if any(not normalise(raw) and raw.strip() == prediction.strip() for raw in references):
+        values |= {"exact_match": 1.0, "substring_match": 1.0}
+    return values
 
 
 @per_row
@@ -62,9 +68,8 @@ def first_sentence(row):
 @per_row
 def memory(row):
     """Whether the answer is the memorised one and not the context's; None if the row has no memorised answer."""
-    if not row.get("memory"):
-        return {"memory_match": None}
-    return {"memory_match": compare(row["prediction"].split("\n")[0], row["memory"])["substring_match"]}
+    values = compare(row["prediction"].split("\n")[0], row.get("memory") or [])
+    return {"memory_match": values["substring_match"] if row.get("memory") else None}
 
 
 def musique_answer(prediction):
@@ -75,12 +80,8 @@ def musique_answer(prediction):
 
 @per_row
 def musique(row):
-    """Compares in lower case, without any other normalisation. Empty references as in `compare`."""
-    answer = musique_answer(row["prediction"]).lower()
-    references = [reference.lower() for reference in row["references"]]
-    return {"exact_match": float(any(reference == answer for reference in references if reference)),
-            "substring_match": float(any(reference in answer for reference in references if reference)),
-            "substring_match_published": float(any(reference in answer for reference in references))}
+    """Compares in lower case, without any other normalisation."""
+    return matches(musique_answer(row["prediction"]).lower(), [reference.lower() for reference in row["references"]])
 
 
 # ---------------------------------------------------------------------------------------------------- multiple choice
@@ -101,8 +102,7 @@ def published_mass(log_scores):
 def true_share(true, false):
     """true / (true + false); 0 if that is not a number, as published."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = true / (true + false)
-    return 0.0 if math.isnan(ratio) else float(ratio)
+        return float(np.nan_to_num(true / (true + false)))
 
 
 @per_row
@@ -151,33 +151,25 @@ def judged(row):
 
 # ------------------------------------------------------------------------------------------------------------- all rows
 
-def list_of(*types):
-    return lambda value: isinstance(value, list) and value and all(isinstance(element, types) for element in value)
-
-
-KINDS = {"a text": lambda value: isinstance(value, str), "a whole number": lambda value: isinstance(value, int),
-         "a list of texts": list_of(str), "a list of numbers": list_of(int, float, type(None)),
-         "a list of objects": list_of(dict, type(None))}
-FIELDS = {"prediction": "a text", "prompt": "a text", "best_position": "a whole number",
-          "references": "a list of texts", "memory": "a list of texts", "instruction_id_list": "a list of texts",
-          "scores_true": "a list of numbers", "scores_false": "a list of numbers", "kwargs": "a list of objects"}
+CHOICE = {"scores_true": "a list of numbers", "scores_false": "a list of numbers"}
 # The fields that a metric reads, if they are not the prediction and the references.
-READS = {"judged": ("prediction",), "memotrap": ("scores_true", "scores_false"),
-         "multiple_choice": ("scores_true", "scores_false", "best_position"),
-         "ifeval": ("prediction", "prompt", "instruction_id_list", "kwargs")}
+READS = {"judged": {"prediction": "a text"}, "memotrap": CHOICE,
+         "multiple_choice": CHOICE | {"best_position": "a whole number"},
+         "ifeval": {"prediction": "a text", "prompt": "a text"}}
 
 
 def check_rows(task, rows, file):
     """Raise ValueError, with the line, for a row that lacks what the task's first metric reads."""
-    names = READS.get(task.metrics[0].__name__, ("prediction", "references"))
+    metric = task.metrics[0].__name__
+    reads = READS.get(metric, {"prediction": "a text", "references": "a list of texts"})
     for row in rows:
-        for name in (*names, "memory") if row.get("memory") else names:
-            if not KINDS[FIELDS[name]](row.get(name)):
-                problem = f"is {json.dumps(row[name])[:40]}" if name in row else "is missing"
-                raise ValueError(f"{file}, line {row['line']}: field {name!r} {problem}; in a run of {task.name} it is "
-                                 f"{FIELDS[name]}")
-        if len(row.get("kwargs", [])) != len(row.get("instruction_id_list", [])):
-            raise ValueError(f"{file}, line {row['line']}: field 'kwargs' should hold one object for each instruction")
+        try:
+            for name, kind in (reads | {"memory": "a list of texts"} if row.get("memory") else reads).items():
+                field(row, name, kind)
+            if metric == "ifeval":
+                instructions(row)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {row['line']}: {error}") from None
 
 
 def check_available(task):
@@ -231,13 +223,10 @@ def weighted_mean(column, weights, counts):
         return counts @ (column * weights) / (counts @ weights)
 
 
-def interval(values, samples=1000, seed=0, at_once=100):
+def interval(values, samples=1000, seed=0):
     """Metric → (low, high): 95 % bootstrap interval of the mean over the rows, by percentiles."""
-    rng, n, parts = np.random.default_rng(seed), len(values), []
-    for start in range(0, samples, at_once):
-        counts = rng.multinomial(n, np.full(n, 1 / n), size=min(at_once, samples - start)).astype(float)
-        parts.append(summary(values, counts))
-    means = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    n = len(values)
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples).astype(float)
     # Samples without a row that has a value are left out; a metric without any value has no interval.
-    return {name: tuple(np.nanpercentile(mean, [2.5, 97.5]).tolist()) if not np.isnan(mean).all() else (None, None)
-            for name, mean in means.items()}
+    return {name: tuple(np.nanpercentile(means, [2.5, 97.5]).tolist()) if not np.isnan(means).all() else (None, None)
+            for name, means in summary(values, counts).items()}

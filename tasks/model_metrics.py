@@ -9,6 +9,7 @@ import io
 import re
 from importlib.util import find_spec
 
+from tasks.items import instructions
 from tasks.metrics import Unavailable
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
@@ -41,8 +42,7 @@ def needs(name, *modules, models=(), nltk_data=False):
 
 def in_cache(model, files):
     from huggingface_hub import try_to_load_from_cache
-    config, *others = (isinstance(try_to_load_from_cache(model, file), str) for file in ("config.json", *files))
-    return config and any(others)
+    return any(isinstance(try_to_load_from_cache(model, file), str) for file in files)
 
 
 def has_punkt():
@@ -111,9 +111,8 @@ def ifeval(rows):
     the instruction level by their number. Published: only the first element of a list argument is checked."""
     values = []
     for row in rows:
-        instructions = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
-        strict = [follows(name, kwargs, row) for name, kwargs in instructions]
-        published = [follows(name, first_elements(kwargs), row) for name, kwargs in instructions]
+        strict = [follows(name, kwargs, row) for name, kwargs in instructions(row)]
+        published = [follows(name, first_elements(kwargs), row) for name, kwargs in instructions(row)]
         values.append({"prompt_strict": float(all(strict)), "instruction_strict": sum(strict) / len(strict),
                        "prompt_strict_published": float(all(published)),
                        "instruction_strict_published": sum(published) / len(published), "instructions": len(strict)})
@@ -121,7 +120,7 @@ def ifeval(rows):
 
 
 def first_elements(kwargs):
-    return {name: value[:1] if isinstance(value, list) else value for name, value in (kwargs or {}).items()}
+    return {name: value[:1] if isinstance(value, list) else value for name, value in kwargs.items()}
 
 
 @functools.cache
@@ -144,7 +143,7 @@ def follows(name, kwargs, row):
     response = row["prediction"]
     if not response.strip():
         return False
-    kwargs = {key: value for key, value in (kwargs or {}).items() if value}
+    kwargs = {key: value for key, value in kwargs.items() if value}
     if name == "keywords:letter_frequency" and not re.fullmatch("[a-z]", kwargs.get("letter", "a").lower()):
         return count_sign(response, **kwargs)
     checker = checkers()[name](name)

@@ -23,12 +23,6 @@ def demos_of(task, item, demos):
     return demos[:task.shots]
 
 
-def mark_demonstrations(task, items, demos):
-    """The items, with `demonstration` set on those that are demonstrations of others."""
-    questions = {demo["question"] for demo in demos} if task.demos_are_items else ()
-    return [item | {"demonstration": True} if item.get("question") in questions else item for item in items]
-
-
 def messages(task, item, demos, layout="chat", with_context=True):
     """[{"role", "content"}]. None for with_context=False if the task has no prompt without context."""
     if not with_context and not task.without_context:

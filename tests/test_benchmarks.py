@@ -6,77 +6,75 @@ import pytest
 import torch
 
 from benchmarks import decode, gpu, plan
-from benchmarks.measure import read_weights, weights
-from benchmarks.shapes import SHAPES, random_model, spread_heads
+from benchmarks.llama import write_gguf
+from benchmarks.shapes import SHAPES, random_model, spread_heads, weight_bytes, weight_bytes_read
 from runtime.pack import Packed
 
 pytest.importorskip("transformers")
 
 
-@pytest.fixture
-def run_decode(call, monkeypatch):
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
     monkeypatch.setattr(decode, "bandwidth_meter", lambda device: lambda: 1e9)
-    options = ("--shape", "tiny", "--prompt", "40", "--new", "4", "--rounds", "1", "--json")
-    return lambda *more: json.loads(call(decode.main, *options, *more)[1])
 
 
-def test_decode_prints_one_json_line_and_both_sides_choose_the_same_tokens(run_decode):
-    result = run_decode()
-    assert set(result["tokens_per_second"]) == {"greedy", "decore-entropy", "transformers", "two-pass"}
-    assert all(result[name] > 0 for name in ("decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"))
-    assert result["same_tokens"] == {"greedy and transformers": 5, "decore-entropy and two-pass": 5}
-
-
-def test_decode_times_every_method_in_batches_and_with_lookup(run_decode):
-    result = run_decode("--batch", "2", "--lookup", "3", "--methods", *decode.METHODS)
+def test_decode_times_every_method_in_batches_and_with_lookup(call):
+    options = "--shape tiny --prompt 40 --new 4 --rounds 1 --json --batch 2 --lookup 3 --methods".split()
+    result = json.loads(call(decode.main, *options, *decode.METHODS, "transformers", "two-pass", "products")[1])
     batches = {f"{name}, batch 2" for name in decode.METHODS}
     lookups = {f"{name}, lookup 3" for name in decode.METHODS if name.split("-")[0] in ("greedy", "masked", "decore")}
-    assert set(result["over_greedy"]) == {*decode.METHODS} | batches | lookups
+    others = {"transformers", "two-pass"} | {f"products, {n}" for n in (1, 2, 8, 16)}
+    assert set(result["tokens_per_second"]) == {*decode.METHODS} | batches | lookups | others
+    assert all(result[name] > 0 for name in ("decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"))
+    assert result["same_tokens"] == {"greedy and transformers": 5, "decore-entropy and two-pass": 5}
 
 
 def test_the_two_pass_loop_masks_the_heads_that_decore_masks():
     model = random_model(SHAPES["tiny"])
     for p in model.parameters():
         p.data *= 5                             # with weights of 0.02 a head hardly moves the logits
-    names = ["greedy", "transformers", "decore-entropy", "two-pass"]
     with torch.inference_mode():
-        runs = decode.contestants(model, list(range(12)), 16, names)
-        greedy, generated, decore, two_pass = (run()[0] for run, *_ in runs.values())
-    assert greedy == generated and decore == two_pass and decore != greedy
-
-
-def test_a_packed_head_is_in_memory_in_addition_to_a_tied_embedding():
-    model = random_model(SHAPES["tiny"])
-    tied, matrix = weights(model), model.lm_head.weight
-    assert read_weights(model) == tied
-    model.lm_head = Packed(matrix, None)
-    assert weights(model) == tied + matrix.nbytes and read_weights(model) == tied
+        runs = decode.contestants(model, list(range(12)), 16, ["greedy", "decore-entropy", "transformers", "two-pass"])
+        ids = {name: run()[0] for name, (run, *_) in runs.items()}
+    assert ids["greedy"] == ids["transformers"] != ids["decore-entropy"] == ids["two-pass"]
 
 
 @pytest.mark.parametrize("k", [0, 7])
 def test_lookup_decodes_the_text_that_quotes_the_prompt(k):
     model = random_model(SHAPES["tiny"])
-    heads = spread_heads(model.config)
-    ids, *_ = decode.quoting(model, list(range(64)), 30, "decore-entropy", k, dict(heads=heads))()
-    quoted = [i for i in ids if i < model.config.vocab_size // 2]
-    assert len(ids) == 31 and len(quoted) == 30 and ids[24] not in quoted
+    settings = dict(method="decore-entropy", heads=spread_heads(model.config))
+    ids, *_ = decode.quoting(model, list(range(64)), 30, k, settings)()
+    assert len(ids) == 31 and [i for i, token in enumerate(ids) if token == model.config.vocab_size - 1] == [24]
 
 
-def test_the_run_on_a_gpu_works_in_tiny_shapes_on_a_cpu_and_goes_on_after_a_failure(call, monkeypatch, tmp_path):
-    def failing(run):
-        yield dict(row=1)
-        raise OSError("no pytest")
-
-    monkeypatch.setattr(gpu, "run_tests", failing)
+def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_goes_on_after_a_failure(call, monkeypatch, tmp_path):
+    monkeypatch.setitem(gpu.SECTIONS, "medium", "--lookup -1")
+    monkeypatch.setattr(gpu, "run_tests", lambda dry_run: "5 passed")
     call(gpu.main, "--dry-run", "--out", str(tmp_path / "out.json"))
     result = json.loads((tmp_path / "out.json").read_text())
-    assert result["failed"] == ["tests: OSError: no pytest"]
-    rows = dict(tests=1, products=4, decode=8, peers=8, prompts=6, batch=4, lookup=4, loading=1)
-    assert {name: len(result[name]) for name in rows} == rows
+    assert [failure.split(":")[0] for failure in result["failed"]] == ["medium"]
+    runs = {name: len(result[name]["tokens_per_second"]) for name in ("short", "long", "batch", "lookup")}
+    assert runs == dict(short=10, long=2, batch=4, lookup=4)
 
 
 def test_a_plan_counts_the_memory_of_a_rank_and_its_all_reduces():
     one, four = (plan.plan(SHAPES["8b"], ranks, 1024, 64) for ranks in (1, 4))
     assert one["weights"] == pytest.approx(2 * 8.03e9, rel=0.01)
     assert one["prompt"] == 4 * four["prompt"] == 32 * 2 * 8 * 128 * 2 * 1024           # layers, k and v, heads, width
-    assert (one["calls"], four["calls"]) == (0, 65) and four["largest"] == 2 * 4096 * 2   # two rows
+    assert one["all_reduces"] == [] and four["all_reduces"] == [4096 * 2] + 64 * [2 * 4096 * 2]
+
+
+def test_a_packed_head_is_in_memory_in_addition_to_a_tied_embedding():
+    model = random_model(SHAPES["tiny"])
+    tied, matrix = weight_bytes(model), model.lm_head.weight
+    assert weight_bytes_read(model) == tied
+    model.lm_head = Packed(matrix, None)
+    assert weight_bytes(model) == tied + matrix.nbytes and weight_bytes_read(model) == tied
+
+
+def test_llama_cpps_file_holds_the_weights(tmp_path):
+    gguf, model = pytest.importorskip("gguf"), random_model(SHAPES["tiny"])
+    write_gguf(tmp_path / "tiny.gguf", model)
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    assert torch.equal(torch.tensor(stored["token_embd.weight"]), model.embed.weight)
+    assert len(stored) == 2 + 12 * 4

@@ -37,11 +37,11 @@ RUN_HERE = {
 # Those that have tests of their own, or need what a test does not have.
 ELSEWHERE = {
     "python -m benchmarks.gpu": "test_benchmarks", "python -m benchmarks.decode": "test_benchmarks",
-    "python -m tasks.harness": "test_harness", "python -m tasks.convert_judge": "test_judge",
+    "python -m tasks.harness": "test_harness",
     "python evaluate.py --task truthfulqa-gen": "test_judge", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",
-    "python -m miniature.train": "25 minutes", "python -m benchmarks.llama": "a C++ compiler and cmake",
-    "python -m cli.amx": "test_amx", "python -m nltk.downloader": "the network",
+    "python -m miniature.train": "25 minutes",
+    "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",
 }
 
 

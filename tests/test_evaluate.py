@@ -291,7 +291,7 @@ def test_prompts_longer_than_the_context_are_refused_before_the_first_run(start,
 
 def test_data_and_options_of_all_runs_are_checked_before_the_first(start, model, data, tmp_path):
     arguments = [*model, *data["nq-closed"], "--out", tmp_path]
-    for options, message in ((["--task", "nq-closed,xsum", "--method", "greedy"], "xsum takes no demonstrations"),
+    for options, message in ((["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
                              (["--method", "greedy,ad"], "info_layer 24 is outside")):
         status, _, err = start(*arguments, *options)
         assert status == 2 and message in err and not list(tmp_path.iterdir())

@@ -7,15 +7,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import sentencepiece
 import torch
-from safetensors.torch import load_file
 
 import evaluate
 from model import Transformer
 from runtime.jsonl import locked
-from tasks import convert_judge, judges
-from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_tokenizer
-from tokenizer import Tokenizer
+from tasks import judges
+from tests.checkpoints import FAMILIES, random_weights, write_checkpoint
 
 
 @pytest.fixture
@@ -120,36 +119,18 @@ def test_two_processes_do_not_judge_one_run(rescore, server, half_judged):
 
 def test_a_refusal_of_the_endpoint_ends_in_one_line(rescore, server, tmp_path):
     status, _, err = rescore(write_run(tmp_path, "A."), *server, "gone,i")
-    assert status == 2 and "did not answer (status 404" in err
-
-
-def test_a_local_judge_gives_its_probability_of_yes(tmp_path):
-    write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, eos_token_id=257))
-    ask = judges.local(str(tmp_path))
-    tokenizer, loaded = Tokenizer.load(str(tmp_path)), Transformer.load(str(tmp_path))
-    texts = ["Q: a\nA: b.\nTrue:", "Q: longer\nA: bb.\nTrue:"]
-    expected = [loaded(torch.tensor([tokenizer.encode(text)]))[0, -1].softmax(-1)[tokenizer.encode(" ")[-1]].item()
-                for text in texts]
-    assert ask(texts) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_judge_that_cannot_be_loaded_points_to_the_conversion(rescore, tmp_path):
-    (tmp_path / "judge").mkdir()
-    status, _, err = rescore(write_run(tmp_path, "A."), "--judge", "--judge-models", f"{tmp_path / 'judge'},i")
-    assert status == 2 and f"python -m tasks.convert_judge {tmp_path / 'judge'} FOLDER" in err and err.count("\n") == 1
+    assert status == 2 and "did not answer (HTTP Error 404" in err
 
 
 @pytest.fixture(scope="module")
 def pickled(tmp_path_factory):
     """A tiny Llama in the format of the open judges: pytorch_model.bin and tokenizer.model."""
-    spm = pytest.importorskip("sentencepiece", reason="in requirements-dev.txt")
-    pytest.importorskip("google.protobuf", reason="in requirements-dev.txt")
     folder = tmp_path_factory.mktemp("judge")
     config = FAMILIES["llama2"] | {"vocab_size": 400, "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
     torch.save(random_weights(config), folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
     texts = [f"Q: Why is it {n} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no" for n in range(50)]
-    spm.SentencePieceTrainer.train(
+    sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), vocab_size=320, model_type="bpe",
         byte_fallback=True, bos_id=1, eos_id=2, unk_id=0, pad_id=-1, normalization_rule_name="identity",
         remove_extra_whitespaces=False, minloglevel=2)
@@ -159,28 +140,25 @@ def pickled(tmp_path_factory):
     return folder
 
 
-def test_a_converted_judge_reads_and_judges_as_its_pickles_do(pickled, tmp_path, call):
-    import sentencepiece
-    assert call(convert_judge.main, pickled, tmp_path / "judge")[0] == 0
-    assert not list((tmp_path / "judge").glob("*.bin"))
-    spm = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
-    tokenizer, converted = Tokenizer.load(tmp_path / "judge"), load_file(tmp_path / "judge" / "model.safetensors")
-    for text in ("Q: Why?\nA: Because it is 42 miles.\nTrue:", "Q: Is it?\nA: Zoë, no.\nHelpful:"):
-        assert tokenizer.encode(text) == [1, *spm.encode(text)]
-        assert tokenizer.encode(text + " yes")[len(tokenizer.encode(text))] == spm.encode("yes")[0]
-    for name, weight in torch.load(pickled / "pytorch_model.bin", weights_only=True).items():
-        assert torch.equal(converted[name], weight), name
-    assert 0 < judges.local(str(tmp_path / "judge"))(["Q: Why?\nA: Because.\nTrue:"])[0] < 1
+def test_a_judge_stored_as_pickles_gives_its_probability_of_yes(pickled, rescore, tmp_path):
+    path = write_run(tmp_path, "Because it is 42 miles.", "Zoë, no.")
+    assert rescore(path, "--judge", "--judge-models", f"{pickled},{pickled}")[0] == 0
+    verdicts = [json.loads(line) for line in path.with_suffix(".judged.jsonl").read_text().splitlines()]
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
+    model = Transformer.load(write_checkpoint(tmp_path / "m", "llama2", vocab_size=400))       # the same weights
+    prompts = [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful")
+               for answer in ("Because it is 42 miles.", "Zoë, no.")]
+    for prompt, verdict in zip(prompts, verdicts, strict=True):
+        logits = model(torch.tensor([[1, *tokenizer.encode(prompt)]]))[0, -1]
+        yes = logits.softmax(-1)[tokenizer.encode("yes")[0]].item()
+        assert verdict["yes"] == pytest.approx(yes, rel=1e-4)           # float32 summation order
 
 
-def test_a_pickle_that_would_run_code_is_not_converted(pickled, tmp_path, call):
+def test_a_pickle_that_would_run_code_is_not_read(pickled, rescore, tmp_path):
     class Code:
         def __reduce__(self):
             return print, ("code was run",)
     shutil.copytree(pickled, tmp_path / "evil")
     torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "evil" / "pytorch_model.bin")
-    status, out, err = call(convert_judge.main, tmp_path / "evil", tmp_path / "judge")
-    assert status == 2 and "code was run" not in out and err.count("\n") == 1
-    assert not (tmp_path / "judge").exists()
-    status, _, err = call(convert_judge.main, pickled, pickled)
-    assert status == 2 and "is not empty" in err
+    status, out, err = rescore(write_run(tmp_path, "A."), "--judge", "--judge-models", f"{tmp_path / 'evil'},i")
+    assert status == 2 and out == [] and "code was run" not in err and "evil cannot be loaded" in err

@@ -202,7 +202,7 @@ def test_decore_answers_from_a_contradicting_passage_more_often_than_greedy(mini
 
 def test_the_amateur_shares_the_vocabulary_and_knows_less(miniature):
     amateur = Transformer.load(FOLDER / "amateur", dtype=torch.float32), Tokenizer.load(FOLDER / "amateur")
-    assert amateur[1].vocabulary() == miniature[1].vocabulary()
+    assert amateur[1].core.get_vocab() == miniature[1].core.get_vocab()
     assert 0.1 < accuracy(amateur, "closed", method="greedy") < 0.8
     assert accuracy(amateur, "open", method="greedy") > 0.6
     assert accuracy(amateur, "open", method="masked", heads=load_heads("miniature-amateur", 4, 4)[:4]) < 0.2

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import cli
 import decore
 from baselines import generate
-from benchmarks.measure import weights as weight_bytes
+from benchmarks.shapes import weight_bytes
 from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
 from runtime.config import Config

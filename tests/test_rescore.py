@@ -45,9 +45,8 @@ def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start
 
 @pytest.mark.parametrize("text, options, message", [
     ('{"id": 1, "prediction": "a"}\n', ["--task", "triviaqa"], "line 1: field 'references' is missing"),
-    ('{"id": 1, "prediction": null, "references": ["a"]}\n', ["--task", "triviaqa"], "line 1: field 'prediction'"),
-    ('{"id": 1, "prediction": "a", "references": []}\n', ["--task", "triviaqa"], "line 1: field 'references' is []"),
-    ('{"prediction": "a", "references": ["a"], "memory": "b"}\n', ["--task", "nq-swap"], "line 1: field 'memory' is"),
+    ('{"id": 1, "prediction": "a", "references": []}\n', ["--task", "triviaqa"], "line 1: field 'references' should"),
+    ('{"prediction": "a", "references": ["a"], "memory": "b"}\n', ["--task", "nq-swap"], "line 1: field 'memory'"),
     ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
     ("", ["--task", "triviaqa"], "holds no rows"),
     ('{"id": 1}\n', [], "give --task"),

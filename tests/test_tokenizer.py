@@ -4,15 +4,17 @@ The tokenizers are of the two kinds that checkpoints use: byte-level (Llama 3, Q
 fallback (Llama 2, Mistral)."""
 
 import datetime
+import itertools
 import json
 import random
 import re
 
 import pytest
+import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Core
 
-from tokenizer import Stream, Tokenizer, special_ids
+from tokenizer import Tokenizer, special_ids
 
 WORDS = "the capital of France is Paris and the river runs through it . Größe naïve 中文 Ελλάδα 🙂 don't 1234 <b>&amp;"
 TEXTS = ["", "The capital of France is Paris.", "two  spaces\n\n\ttab ", "Größe, naïve, 中文字, Ελλάδα",
@@ -59,19 +61,16 @@ def core(request):
     return KINDS[request.param]()
 
 
-def save(folder, core, bos=True, generation=None, config=None, jinja=None, **tokenizer_config):
-    """Writes a folder with only a tokenizer and loads it."""
+def save(folder, core, files=None, bos=True, **tokenizer_config):
+    """Writes a folder with only a tokenizer, and the other `files` by name, and loads it."""
     if bos:
         core.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", core.token_to_id("<s>"))])
     core.save(str(folder / "tokenizer.json"))
     tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>"} | tokenizer_config
-    files = {"tokenizer_config": tokenizer_config, "generation_config": generation, "config": config}
-    for name, content in files.items():
+    for name, content in ({"tokenizer_config": tokenizer_config} | (files or {})).items():
         if content is not None:
             (folder / f"{name}.json").write_text(json.dumps(content))
-    if jinja is not None:
-        (folder / "chat_template.jinja").write_text(jinja)
     return Tokenizer.load(folder)
 
 
@@ -109,15 +108,9 @@ TEMPLATES = {
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- if tools %}{{- '# Tools' }}{%- endif %}
 """,
-    "blocks on lines of their own": """{{ bos_token }}
-{% for message in messages %}
-  {% if message.role == 'user' %}
-{{ message.content }}
-  {% endif %}
-{% endfor %}
+    "generation": """{{ bos_token }}
 {{ messages | tojson }}{{ documents is none }}{{ unknown }}
-""",
-    "generation": """{% for message in messages %}
+{% for message in messages %}
     {% if message.role == 'assistant' %}
         {% generation %}
 {{ message.content }}
@@ -130,82 +123,99 @@ TEMPLATES = {
 }
 CONVERSATIONS = [
     [{"role": "user", "content": " What is <b>the</b> capital? 中文 "}],
-    [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Is it Paris & not Rome?"}],
     [{"role": "system", "content": "Be short."}, {"role": "user", "content": "the one"},
      {"role": "assistant", "content": "<think>x</think>\n\nthe two "}, {"role": "user", "content": "the three"}],
 ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", ["byte-level", "sentence-piece"])
-def test_chat_templates_give_the_ids_of_transformers(name, kind, tmp_path):
-    from transformers import PreTrainedTokenizerFast
-    bos = {"bos_token": None} if name.startswith("qwen") else {}
-    tokenizer = save(tmp_path, KINDS[kind](), chat_template=TEMPLATES[name], **bos)
-    oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="</s>",
-                                     bos_token=bos.get("bos_token", "<s>"), chat_template=TEMPLATES[name])
-    for messages in CONVERSATIONS:
-        for generation_prompt in (True, False):
-            ids = oracle.apply_chat_template(messages, add_generation_prompt=generation_prompt, return_dict=False)
-            assert tokenizer.encode_chat(messages, generation_prompt) == ids
-    assert tokenizer.encode(TEXTS[0]) == oracle(TEXTS[0])["input_ids"]
+def oracle(folder, template, bos="<s>", eos="</s>"):
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json", bos_token=bos, eos_token=eos, chat_template=template)
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("make", [byte_level, sentence_piece])
+def test_chat_templates_give_the_ids_of_transformers(template, make, tmp_path):
+    tokenizer = save(tmp_path, make(), chat_template=template)
+    reference = oracle(tmp_path, template)
+    for messages, prompt in itertools.product(CONVERSATIONS, (True, False)):
+        ids = reference.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+        assert tokenizer.encode_chat(messages, prompt) == ids
+
+
+def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
+    reference, messages = oracle(tmp_path, TEMPLATES["qwen3"]), CONVERSATIONS[1]
+    for arguments in ({"enable_thinking": False}, {"enable_thinking": True}, {"tools": [{"name": "f"}]}):
+        ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments)
+        assert tokenizer.encode_chat(messages, template_args=arguments) == ids
+    with pytest.raises(ValueError, match="the chat template has no argument 'thinking'"):
+        tokenizer.render(messages, template_args={"thinking": 1})
+
+
+def test_templates_print_the_date_of_the_tokenizer_or_today(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
+    assert f"Today: {datetime.date.today():%d %b %Y}" in tokenizer.render(CONVERSATIONS[0])
+    tokenizer.today = datetime.date(2024, 7, 26)
+    assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize("template, words", [
+    (None, "no chat template, like most base models: use plain text (--raw)"),
+    (TEMPLATES["llama-2"], "roles must alternate"),
+    ("{{ raise_exception('no\nlines') }}", "no lines"),
+    ("{% if %}", "Expected an expression"),
+    ("{{ messages[5]['content'] }}", "no element 5"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ bos_token }}hello", "writes bos_token '<bos>', which is not in tokenizer.json"),
+    ("{{ messages[1].content }}", "surrogates not allowed"),
+])
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(template, words, tmp_path):
+    tokenizer = save(tmp_path, byte_level(), bos=False, bos_token="<bos>", pad_token="<pad>", chat_template=template)
+    messages = [{"role": "user", "content": "a <pad>"}, {"role": "user", "content": "\ud800"}]
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        tokenizer.encode_chat(messages)
+    assert "\n" not in str(error.value)
 
 
 def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
-    tokenizer = save(tmp_path, core, bos=False)
-    assert tokenizer.bos_id not in tokenizer.encode("the river")
+    core.enable_truncation(4)               # the settings of a training run have no effect
+    core.enable_padding(length=64)
+    assert 0 not in save(tmp_path, core, bos=False).encode("the river runs")
     tokenizer = save(tmp_path, core)
-    ids = tokenizer.encode("the river")
+    ids = tokenizer.encode("the river runs")
     assert ids[0] == tokenizer.bos_id == core.token_to_id("<s>") and ids.count(tokenizer.bos_id) == 1
+    assert tokenizer.decode(ids) == "the river runs"
     assert tokenizer.encode("<s>the river").count(tokenizer.bos_id) == 1
     assert tokenizer.encode("") == [tokenizer.bos_id]
-    assert tokenizer.encode("the river", bos=False) == ids[1:]
+    assert tokenizer.encode("the river runs", bos=False) == ids[1:]
 
 
-def test_truncation_and_padding_of_a_training_run_are_ignored(tmp_path):
-    core = byte_level()
-    core.enable_truncation(4)
-    core.enable_padding(length=64)
-    tokenizer = save(tmp_path, core, bos=False)
-    assert tokenizer.decode(tokenizer.encode(WORDS)) == WORDS and len(tokenizer.encode("it")) < 64
-
-
-def test_streamed_pieces_of_random_ids_join_to_the_decoded_text(core, tmp_path):
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_path):
+    """Of texts, and of random ids: special tokens and unknown ids have no text."""
+    core.add_special_tokens([AddedToken("<s>", normalized=True, special=True)])     # as in the first Llama
     tokenizer = save(tmp_path, core)
-    pools = [range(len(tokenizer) + 20), range(len(tokenizer)), [i for t, i in core.get_vocab().items() if len(t) < 3],
-             [i for t, i in core.get_vocab().items() if t.startswith("<0x") or t.startswith("▁")] or range(99)]
-    for seed in range(12):
-        draw = random.Random(seed)
-        ids = [draw.choice(draw.choice(pools)) for _ in range(draw.choice([3, 40, 150]))]
+    for text in TEXTS + [WORDS, "中文 the 🙂 " * 30]:
+        ids, stream = tokenizer.encode(text), tokenizer.stream()
+        pieces = [stream.push(i) for i in [*ids, *tokenizer.eos_ids, len(tokenizer), 2 ** 31]]
+        assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
+        assert len(stream.window) < 20                                      # the cost of a push is bounded
+        assert text != WORDS or sum(map(bool, pieces)) > len(ids) / 4       # it streams before the end
+    dice, by_length = random.Random(1), sorted(range(len(tokenizer) + 20), key=lambda i: len(core.id_to_token(i) or ""))
+    for _ in range(30):
+        ids = [dice.choice(dice.choice([by_length, by_length[:300]])) for _ in range(dice.choice([3, 40, 150]))]
         stream = tokenizer.stream()
         assert "".join(map(stream.push, ids)) + stream.end() == tokenizer.decode(ids)
 
 
-def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_path):
-    tokenizer = save(tmp_path, core)
-    for text in TEXTS + [WORDS, "中文 the 🙂 " * 30]:
-        ids, stream = tokenizer.encode(text), tokenizer.stream()
-        pieces = [stream.push(i) for i in ids]
-        assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
-        assert len(stream.window) <= 2 * Stream.WINDOW + 4          # the cost of a push is bounded
-        assert text != WORDS or sum(map(bool, pieces)) > len(ids) / 4       # it streams before the end
-
-
 def test_an_unfinished_character_appears_at_the_end_only(tmp_path):
     tokenizer = save(tmp_path, byte_level())
-    face = tokenizer.core.encode("🙃", add_special_tokens=False).ids
+    face = tokenizer.encode("🙃", bos=False)
     assert len(face) > 1            # four bytes in several tokens
     stream = tokenizer.stream()
     assert [stream.push(i) for i in face] == [""] * (len(face) - 1) + ["🙃"]
     assert stream.push(face[0]) == "" and stream.end() == "\ufffd"
-
-
-def test_special_tokens_and_unknown_ids_decode_to_nothing(core, tmp_path):
-    tokenizer = save(tmp_path, core)
-    ids = tokenizer.encode("the river")
-    beyond = [len(tokenizer), len(tokenizer) + 1000, 2 ** 31]
-    noisy = [tokenizer.eos_ids[0], *ids[:3], *beyond, tokenizer.bos_id, *ids[3:], *beyond]
-    assert tokenizer.decode(noisy) == "the river" and tokenizer.decode(beyond) == "" == tokenizer.decode([])
 
 
 @pytest.mark.parametrize("generation, token, config, eos", [
@@ -218,7 +228,8 @@ def test_special_tokens_and_unknown_ids_decode_to_nothing(core, tmp_path):
 ])
 def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_and_the_configs(
         generation, token, config, eos, tmp_path):
-    tokenizer = save(tmp_path, byte_level(), generation=generation, config=config, eos_token=token)
+    files = {"generation_config": generation, "config": config}
+    tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
     assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos)
 
 
@@ -227,98 +238,11 @@ def test_special_ids_without_a_tokenizer_are_those_of_the_configuration(tmp_path
     assert special_ids(tmp_path) == (None, (3, 4)) and special_ids(None) == (None, ())
 
 
-@pytest.mark.parametrize("ids", ["2", [1, None], -1, True])
-def test_malformed_eos_ids_are_refused(ids, tmp_path):
-    with pytest.raises(ValueError, match="eos_token_id is .*; it must be an id or a list of ids"):
-        save(tmp_path, byte_level(), generation={"eos_token_id": ids})
-
-
 def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "river"}]
-    tokenizer = save(tmp_path, byte_level(), chat_template=named)
-    assert tokenizer.has_chat_template and tokenizer.decode(tokenizer.encode_chat(CONVERSATIONS[0])) == "river"
-    tokenizer = save(tmp_path, byte_level(), chat_template=named, jinja="Paris")
-    assert tokenizer.decode(tokenizer.encode_chat(CONVERSATIONS[0])) == "Paris"
-
-
-@pytest.mark.parametrize("template", [["x"], [{"name": "rag", "template": "x"}], 3])
-def test_a_chat_template_of_another_kind_is_refused(template, tmp_path):
-    with pytest.raises(ValueError, match="chat_template must be a text or a list of named texts"):
-        save(tmp_path, byte_level(), chat_template=template)
-
-
-def test_a_base_model_has_no_chat(tmp_path):
-    tokenizer = save(tmp_path, byte_level())
-    assert not tokenizer.has_chat_template
-    with pytest.raises(ValueError, match="has no chat template.*--raw"):
-        tokenizer.encode_chat(CONVERSATIONS[0])
-
-
-@pytest.mark.parametrize("template, words", [
-    (TEMPLATES["llama-2"], "roles must alternate"),
-    ("{{ raise_exception('no\nlines') }}", "no lines"),
-    ("{% if %}", "Expected an expression"),
-    ("{{ messages[5]['content'] }}", "no element 5"),
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ("{{ messages.append(1) }}", "unsafe"),
-    ("{% generation %}", "endgeneration"),
-])
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(template, words, tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
-    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(ValueError, match="the chat template rejects these messages: .*" + re.escape(words)) as error:
-        tokenizer.encode_chat(messages)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_broken_file_is_named(name, content, tmp_path):
-    save(tmp_path, byte_level())
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=re.escape(name)) as error:
-        Tokenizer.load(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
-    from transformers import PreTrainedTokenizerFast
-    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
-    oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=TEMPLATES["qwen3"])
-    for arguments in ({"enable_thinking": False}, {"enable_thinking": True}, {"tools": [{"name": "f"}]}):
-        ids = oracle.apply_chat_template(CONVERSATIONS[2], add_generation_prompt=True, return_dict=False, **arguments)
-        assert tokenizer.encode_chat(CONVERSATIONS[2], template_args=arguments) == ids
-    assert tokenizer.template_reads("enable_thinking") and not tokenizer.template_reads("thinking")
-    for key in ("thinking", "messages", "add_generation_prompt"):
-        with pytest.raises(ValueError, match=f"the chat template has no argument '{key}'"):
-            tokenizer.render(CONVERSATIONS[0], template_args={key: 1})
-
-
-def test_templates_print_the_date_of_the_tokenizer_or_today(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
-    tokenizer.today = datetime.date(2024, 7, 26)
-    assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0])
-    tokenizer.today = None
-    assert f"Today: {datetime.date.today():%d %b %Y}" in tokenizer.render(CONVERSATIONS[0])
-
-
-def test_special_tokens_that_are_normalized_decode_to_nothing(tmp_path):
-    """First-generation Llama tokenizers have them. tokenizers 0.23 itself does not skip them."""
-    core = sentence_piece()
-    core.add_special_tokens([AddedToken(token, normalized=True, special=True) for token in ("<s>", "</s>")])
-    tokenizer = save(tmp_path, core)
-    ids = tokenizer.encode("the river")
-    stream = tokenizer.stream()
-    assert ids[0] == tokenizer.bos_id and tokenizer.decode([*ids, *tokenizer.eos_ids]) == "the river"
-    assert "".join(map(stream.push, [*ids, *tokenizer.eos_ids])) + stream.end() == "the river"
-
-
-def test_a_special_token_missing_from_tokenizer_json_is_named_if_the_template_writes_it(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), bos_token="<bos>", chat_template="{{ bos_token }}hello")
-    with pytest.raises(ValueError, match="writes bos_token '<bos>', which is not in tokenizer.json"):
-        tokenizer.encode_chat(CONVERSATIONS[0])
-    tokenizer = save(tmp_path, byte_level(), pad_token="<pad>", chat_template="{{ messages[0].content }}")
-    assert tokenizer.render([{"role": "user", "content": "a <pad>"}]) == "a <pad>"
+    assert save(tmp_path, byte_level(), chat_template=named).render(CONVERSATIONS[0]) == "river"
+    (tmp_path / "chat_template.jinja").write_text("Paris")
+    assert Tokenizer.load(tmp_path).render(CONVERSATIONS[0]) == "Paris"
 
 
 def test_older_checkpoints_have_special_tokens_in_a_separate_file(tmp_path):
@@ -328,10 +252,22 @@ def test_older_checkpoints_have_special_tokens_in_a_separate_file(tmp_path):
     assert save(tmp_path, byte_level(), added_tokens_decoder={}).special["eos_token"] == "</s>"
 
 
-def test_texts_that_cannot_be_encoded_are_refused(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template="{{ messages[0]['content'] }}")
-    for encode in (tokenizer.encode, lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])):
-        with pytest.raises(ValueError, match="not UTF-8"):
-            encode("a\ud800b")
-    with pytest.raises(ValueError, match="must be a str"):
-        tokenizer.encode(b"a")
+@pytest.mark.parametrize("name, content, words", [
+    ("tokenizer.json", None, "tokenizer.json is missing"),
+    ("tokenizer.json", "[]", "cannot read"),
+    ("tokenizer_config.json", "{", "not valid JSON"),
+    ("tokenizer_config.json", '{"chat_template": ["x"]}', "chat_template must be a text"),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": "x"}]}', "chat_template must be a text"),
+    ("generation_config.json", "[]", "must contain a JSON object"),
+    ("generation_config.json", '{"eos_token_id": "2"}', "it must be an id or a list of ids"),
+    ("generation_config.json", '{"eos_token_id": [1, null]}', "it must be an id or a list of ids"),
+    ("generation_config.json", '{"eos_token_id": true}', "it must be an id or a list of ids"),
+])
+def test_a_damaged_file_is_named_in_one_line(name, content, words, tmp_path):
+    save(tmp_path, byte_level())
+    (tmp_path / name).unlink(missing_ok=True)
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, OSError), match=words) as error:
+        Tokenizer.load(tmp_path)
+    assert name in str(error.value) and "\n" not in str(error.value)
