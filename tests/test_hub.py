@@ -39,8 +39,8 @@ for name, case in json.loads(sys.argv[1]).items():
         if name == "stop":
             urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
         elif "data" in case[0]:
-            path, commit = sources.from_hub(Home(*case))
-            lines[name] = f"{path.read_text()} {commit}"
+            path, record = sources.from_hub(Home(*case))
+            lines[name] = f"{path.read_text()} {record['revision']}"
         else:
             model, weights, os.environ["HF_TOKEN"] = case
             files = checkpoint_folder(model, weights).rglob("*")
