@@ -44,15 +44,18 @@ def test_scores_equal_the_papers_table_and_the_best_heads_are_in_the_authors_ord
 
 
 def test_every_file_fits_its_row_of_the_readme():
-    rows = dict(re.findall(r"^\| .*?`([^`]+)\.json` (\|.*)$", (FOLDER / "README.md").read_text(), re.M))
-    assert {path.stem for path in known()} == {*rows, "miniature", "miniature-amateur"} and len(rows) == 28
-    for name, row in rows.items():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+) \| (\w)", readme, re.M)
+    sources = dict(re.findall(r"^\* (\w): (.*)$", readme, re.M))
+    assert {path.stem for path in known()} == {"miniature", "miniature-amateur", *(row[1] for row in rows)}
+    for model, name, L, H, measure, samples, letter in rows:
         content = json.loads((FOLDER / f"{name}.json").read_text())
-        L, H, source = content["n_layers"], content["n_heads"], content["source"]
-        assert content["model"].endswith(f"/{name}") and len(load_heads(name, L, H)) == L * H
-        assert f"| {L} × {H} |" in row and f"| {content['samples']} |" in row
-        assert re.match("needle in a haystack|teacher-forced copy score", content["measure"])
-        assert source["repository"] in row and source.get("commit", "") in row
+        assert len(load_heads(name, int(L), int(H), model)) == int(L) * int(H) == len(content["scores"])
+        assert [content[field] for field in ("model", "n_layers", "n_heads", "samples")] == [
+            model, int(L), int(H), int(samples)]
+        assert content["measure"].startswith({"needle": "needle in a", "copy": "teacher-forced copy"}[measure])
+        source = content["source"]
+        assert sources[letter] == source["repository"] + (f" at {source['commit']}" if "commit" in source else "")
 
 
 @pytest.mark.parametrize("name, stem", [
