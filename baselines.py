@@ -137,19 +137,17 @@ def most_divergent(model, states):
 
 
 def open_ad(model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top="published"):
-    """Activation Decoding: log p − α S.
-
-    S(v): the entropy, over the prompt's positions, of the softmax over positions of token v's logit after layer
-    info_layer. It is small for tokens that few positions activate."""
-    session, sums = prefill_sums(model, prompts, capacity, info_layer)
-    S, top = torch.zeros_like(sums[0])[:, None], threshold(method, relative_top)                        # [B, 1, V]
-    session.extra = [S]
+    """Activation Decoding: log p − α S, with `activation_entropy` S of the layer info_layer over the prompt."""
+    session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
+    S = torch.zeros(len(prompts), 1, model.config.vocab_size, device=model.device)
+    session.extra, top = [S], threshold(method, relative_top)
 
     def step(tokens=None):
         first = session.unread is not None
         _, last, [x] = read_layers(session, tokens, [info_layer])
         if first:                               # the last prompt tokens have been read: the prompts are complete
-            S.copy_(activation_entropy(add_positions(model, info_layer, sums, x[:, :1])))
+            prompt = torch.cat([states, x[:, :1]], 1)
+            S.copy_(activation_entropy(model, info_layer, prompt, in_prompt))
         base = model.logits(last[:, None])[0].log_softmax(-1)
         return make_step(base - alpha * S, base, base, alpha, top)
 
@@ -160,57 +158,48 @@ def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, **_):
     """Score as published: S includes the positions of the answer, and scores are not normalised again."""
     bos = special_ids(model.folder)[0]
     prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, bos, dict(alpha=alpha))
-    session, sums = prefill_sums(model, [prompt], 1 + max(map(len, answers)), info_layer)
+    session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
     unread, cache, out = session.unread, session.cache, []
     for answer in answers:
         session.unread, cache.used = unread, 0                  # continue the prompt again
         cache.slots.zero_()
         _, last, [x] = read_layers(session, torch.tensor([answer]), [info_layer])
-        S = activation_entropy(add_positions(model, info_layer, sums, x))
+        S = activation_entropy(model, info_layer, torch.cat([states, x], 1))
         scores = (model.logits(last[:, None])[0].log_softmax(-1) - alpha * S)[0]                # [T, V]
         out.append(math.fsum(scores[i, token].item() for i, token in enumerate(answer)))
     return out if is_batch(answer_ids) else out[0]
 
 
-def prefill_sums(model, prompts, capacity, info_layer):
-    """Prefill all but the last prompt tokens → the session, and the running sums of `add_positions` over them."""
-    if not 1 <= info_layer <= model.config.n_layers:
-        raise ValueError(f"info_layer {info_layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
+def prefill_layer(model, prompts, capacity, layer):
+    """Prefill all but the last prompt tokens → the session, the outputs of a layer at these positions [B, P − 1, D],
+    and which of the P positions belong to a prompt: [B, P], the last column being the last tokens."""
+    if not 1 <= layer <= model.config.n_layers:
+        raise ValueError(f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
                          "choose another (--info-layer)")
-    zeros = torch.zeros(len(prompts), model.config.vocab_size, device=model.device)
-    sums, lengths = (zeros - 1e30, zeros, zeros), torch.tensor([len(p) - 1 for p in prompts], device=model.device)
-
-    def on_layer(layer, start, x):
-        nonlocal sums
-        if layer == info_layer:
-            in_prompt = torch.arange(start, start + x.shape[2], device=model.device) < lengths[:, None]
-            sums = add_positions(model, info_layer, sums, x[:, 0], in_prompt)
-
-    return Session(model, prompts, capacity, on_layer=on_layer), sums
+    states, lengths = [model.embed.weight.new_zeros(len(prompts), 0, model.config.d_model)], [len(p) for p in prompts]
+    session = Session(model, prompts, capacity,
+                      on_layer=lambda i, start, x: states.append(x[:, 0]) if i == layer else None)
+    in_prompt = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] - 1
+    in_prompt[:, -1] = True
+    return session, torch.cat(states, 1), in_prompt.to(model.device)
 
 
-def add_positions(model, layer, sums, x, counts=None):
-    """Add positions to the running sums m = max z, Σ exp(z − m), Σ (z − m) exp(z − m) of every token's logit z: [B, V].
+def activation_entropy(model, layer, x, in_prompt=None):
+    """S(v): entropy, over positions, of the softmax over positions of token v's logit z after a layer: [B, 1, V].
 
-    x [B, T, D]: the output of the layer. counts [B, T]: which positions count; None: all. Only a few positions go
-    through the head at a time, so [P, V] is never in memory."""
-    size = max(1, 64 // x.shape[0])
+    It is small for tokens that few positions activate. x [B, P, D]: the outputs of the layer. in_prompt [B, P]: the
+    positions that count; None: all. With running sums Σ exp(z − m) and Σ (z − m) exp(z − m), m = max z, only a few
+    positions go through the head at a time, and [P, V] is never in memory."""
+    if layer == model.config.n_layers:                          # as in the hidden states of transformers
+        x = model.norm(x)
+    m, s, t, size = torch.tensor(-1e30, device=x.device), 0, 0, max(1, 64 // len(x))
     for start in range(0, x.shape[1], size):
-        part = slice(start, start + size)
-        # Only the last layer's output passes the final norm, as in the hidden states of transformers.
-        z = model.logits((model.norm(x[:, part]) if layer == model.config.n_layers else x[:, part])[:, None])[0]
-        if counts is not None:
-            z = z.masked_fill(~counts[:, part, None], -math.inf)
-        m, s, t = sums
+        z = model.logits(x[:, None, start:start + size])[0]
+        if in_prompt is not None:
+            z = z.masked_fill(~in_prompt[:, start:start + size, None], -math.inf)
         top = torch.maximum(m, z.amax(1))
         decay, w = (m - top).exp(), (z - top[:, None]).exp()
-        sums = top, s * decay + w.sum(1), (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
-    return sums
-
-
-def activation_entropy(sums):
-    """S from the running sums of `add_positions`: the entropy over positions in nats, [B, 1, V]."""
-    _, s, t = sums
+        m, s, t = top, s * decay + w.sum(1), (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
     return (s.log() - t / s)[:, None]
 
 
@@ -288,7 +277,7 @@ def main():
     from heads import choose_heads
     from heads.sources import find_sources
     main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
-         METHODS, choose_heads, find_sources, decore.open_decore)
+         METHODS, choose_heads, find_sources)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ def load_model(name, args, shard=None):
     import torch  # slow, and not every program loads a model
 
     from model import Transformer
+    from runtime.config import Config
+    from runtime.weights import checkpoint_folder
     from tokenizer import Tokenizer
     gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
@@ -33,19 +35,12 @@ def load_model(name, args, shard=None):
     device = devices[0] if args.device == "auto" else args.device
     if device not in devices:
         raise ValueError(f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}")
-    tokenizer = Tokenizer.load(name)
-    dtype = None if args.dtype == "auto" else args.dtype
-    if args.dtype == "auto" and device == "cpu" and count_parameters(name) < SMALL:
-        dtype = "float32"
+    tokenizer, dtype = Tokenizer.load(name), None if args.dtype == "auto" else args.dtype
+    if dtype is None and device == "cpu":
+        c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
+        layer = c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim)           # its parameters, approximately
+        dtype = "float32" if c.vocab_size * c.d_model + c.n_layers * layer < SMALL else None
     return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
-
-
-def count_parameters(name):
-    """The approximate number of a checkpoint's parameters, from its config.json."""
-    from runtime.config import Config
-    from runtime.weights import checkpoint_folder
-    c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
-    return c.vocab_size * c.d_model + c.n_layers * c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim)
 
 
 def limit_threads(model):
@@ -88,5 +83,5 @@ def bundled_heads(name):
 
 def benchmark_template_args(tokenizer, template_args):
     """Arguments of the chat template in benchmarks: no thinking by default. None for no arguments."""
-    thinks = tokenizer.has_chat_template and tokenizer.template_reads("enable_thinking")
+    thinks = tokenizer.template_reads("enable_thinking")
     return ({"enable_thinking": False} if thinks else {}) | (template_args or {}) or None

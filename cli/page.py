@@ -5,11 +5,11 @@ they are known; pointing at a passage token highlights what was copied from it. 
 you pointed at the title of the second answer, #g1t0 at its first token."""
 
 import html
-import os
-from collections import defaultdict
 from pathlib import Path
 
 import torch
+
+from decore import open_decore
 
 STRONGEST = 2.0                         # nats of the strongest shade
 STYLE = """
@@ -41,33 +41,23 @@ ABOUT_SOURCES = (" Blue: what the retrieval heads attended to when the token was
                  "Point at a title for all sources of its answer.")
 
 
-class Page:
-    """The page of one program run, written again after every method. opener: that of decore.py."""
-
-    def __init__(self, path, model, tokenizer, opener):
-        self.model, self.tokenizer, self.opener = model, tokenizer, opener
-        self.path = Path(os.devnull if model.shard.rank else path)
-        self.path.write_text("", encoding="utf-8")      # fails before decoding, not after
-        self.parts, self.n_answers = defaultdict(list), 0       # number of a prompt → HTML of it and of its answers
-
-    def add(self, title, prompts, out, settings, sources):
-        """Add one answer to each prompt. settings: those of `generate`. sources: per prompt, as in `answer_html`."""
-        for b, (prompt, g, prompt_sources) in enumerate(zip(prompts, out, sources, strict=True)):
-            self.parts[b] = self.parts[b] or [prompt_html(self.tokenizer, prompt, f"p{b}")]
-            favourites = None
-            if title.startswith("decore"):
-                favourites = masked_favourites(self.opener, self.model, prompt, g.ids, settings)
-            self.parts[b].append(answer_html(self.tokenizer, title, g, f"g{self.n_answers}", favourites,
-                                             (prompt, f"p{b}"), prompt_sources))
-            self.n_answers += 1
-        content = document(self.model.name, [part for parts in self.parts.values() for part in parts])
-        self.path.write_text(content, encoding="utf-8")
+def write_page(path, model, tokenizer, prompts, answers):
+    """Write the prompts and the answers to each. answers: [(method, generations, settings, sources per prompt)]."""
+    parts = []
+    for b, prompt in enumerate(prompts):
+        parts.append(prompt_html(tokenizer, prompt, f"p{b}"))
+        for i, (method, out, settings, sources) in enumerate(answers):
+            favourites = masked_favourites(model, prompt, out[b].ids, settings) if method.startswith("decore") else None
+            parts.append(answer_html(tokenizer, method, out[b], f"g{i * len(prompts) + b}", favourites,
+                                     (prompt, f"p{b}"), sources[b]))
+    if model.shard.rank == 0:
+        Path(path).write_text(document(model.name, parts), encoding="utf-8")
 
 
 @torch.inference_mode()
-def masked_favourites(opener, model, prompt, ids, settings):
+def masked_favourites(model, prompt, ids, settings):
     """The most likely token of the masked model, or of the amateur, at each position: [(token, probability)]."""
-    step, _ = opener(model, [prompt], len(ids), **settings)
+    step, _ = open_decore(model, [prompt], len(ids), **settings)
     log_p, token = step(torch.tensor([ids[:-1]], dtype=torch.long)).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
@@ -93,20 +83,18 @@ def answer_html(tokenizer, title, g, name, favourites=None, prompt=None, sources
     g: has ids, alphas, entropies and stop. name: unique on the page. favourites: per token the masked model's (token,
     probability). prompt: (ids, name). sources: per token [(position in the prompt, share of the heads that attend to
     it)]. right: whether the answer is right; None if unknown."""
-    ids = g.ids[:-1] if g.stop == "eos" else g.ids
-    written, links = pieces(tokenizer, ids), ""
-    if sources:
-        links = links_html(name, written, prompt[1], pieces(tokenizer, prompt[0]), sources)
+    written = pieces(tokenizer, g.ids[:-1] if g.stop == "eos" else g.ids)
+    links = links_html(name, written, prompt[1], pieces(tokenizer, prompt[0]), sources) if sources else ""
     spans = ""
     for i, (text, positions) in enumerate(written):
         shade = min(max(g.entropies[p] for p in positions) / STRONGEST, 1)
-        differs = any(favourites[p][0] != g.ids[p] for p in positions) if favourites else False
-        lines = [line for p in positions for line in note(tokenizer, g, p, favourites, prompt, sources)]
-        spans += (f'<span class="t{" differs" * differs}" id="{name}t{i}" tabindex="0" style="--shade: {shade:.2f}" '
-                  f'data-note="{"&#10;".join(map(html.escape, lines))}">{html.escape(text)}</span>')
+        differs = favourites and any(favourites[p][0] != g.ids[p] for p in positions)
+        lines = [html.escape(line) for p in positions for line in note(tokenizer, g, p, favourites, prompt, sources)]
+        spans += (f'<span class="t{" differs" if differs else ""}" id="{name}t{i}" tabindex="0" '
+                  f'style="--shade: {shade:.2f}" data-note="{"&#10;".join(lines)}">{html.escape(text)}</span>')
     entropy = sum(g.entropies) / max(len(g.entropies), 1)
-    title = f'<h2 id="{name}h" tabindex="0">{html.escape(title)}{MARK[right]}</h2>'
-    return (f'{links}<section class="answer" id="{name}">{title}\n<p>{spans}</p>\n'
+    return (f'{links}<section class="answer" id="{name}">'
+            f'<h2 id="{name}h" tabindex="0">{html.escape(title)}{MARK[right]}</h2>\n<p>{spans}</p>\n'
             f'<small>{len(g.ids)} tokens, mean base entropy {entropy:.3f} nats, stop: {g.stop}</small></section>')
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import cli
 from cli.options import token_ids
-from cli.page import Page
+from cli.page import write_page
 from cli.screen import Screen
 from runtime.files import one_line, read_json, read_text
 
@@ -16,19 +16,21 @@ EXAMPLE = cli.MINIATURE / "example.txt"                 # a passage that contrad
 TITLE = 60                                              # characters of a prompt that are printed above its answer
 
 
-def main(description, generate, methods, default, compared, choose_heads, find_sources, opener):
+def main(description, generate, methods, default, compared, choose_heads, find_sources):
     """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods: those of decore.py or baselines.py. default: the default method. compared: the methods that
-    --compare adds. choose_heads, find_sources: those of `heads`. opener: that of decore.py."""
+    --compare adds. choose_heads, find_sources: those of `heads`."""
     args = make_parser(description, methods, default, compared).parse_args()
     chosen = choose_methods(args, default, compared)
-    prompts = read_prompts(args) if os.environ.get("RANK", "0") == "0" else None    # rank 0 has the standard input
+    first_rank = os.environ.get("RANK", "0") == "0"
+    prompts = read_prompts(args) if first_rank else None            # rank 0 has the standard input
+    if args.html and first_rank:
+        open(args.html, "a").close()                                # fails before decoding, not after
     model, tokenizer, amateur = cli.load_models(args)
     prompts = model.shard.broadcast(prompts)
     if not prompts:
-        prompts = [read_text(EXAMPLE).rstrip("\n")]
-        chosen = list(dict.fromkeys(["greedy", *chosen]))
+        prompts, chosen = [read_text(EXAMPLE).rstrip("\n")], list(dict.fromkeys(["greedy", *chosen]))
         if "cad" in methods and not args.without_context_ids:
             args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
         if not args.json:
@@ -39,43 +41,38 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
         texts = [p if isinstance(p, str) else tokenizer.decode(p_ids) for p, p_ids in zip(prompts, ids, strict=True)]
         titles = [f"[{i}] {one_line(text, TITLE)}\n" for i, text in enumerate(texts, 1)]
     width = max(14, *map(len, chosen)) + 2 if len(chosen) > 1 else 0
-    page, answered = Page(args.html, model, tokenizer, opener) if args.html else None, False
-    graph = False if args.no_graph else None
+    answers, graph = [], False if args.no_graph else None
     for method in chosen:
         label = f"{method}  ".rjust(width) * bool(width)
         screen = Screen(tokenizer, [title + label for title in titles], args.stop, quiet=args.json)
         try:
             settings = cli.method_settings(method, args, model, amateur, choose_heads)
-            settings |= context_free(method, args, tokenizer)
+            if method == "cad":
+                settings |= context_free(args, tokenizer)
             start = time.perf_counter()
             out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
                            on_token=screen.token, lookup=args.lookup, graph=graph, **settings)
         except ValueError as error:
-            if method == chosen[-1] and not (args.compare and method in compared and answered):
+            if method == chosen[-1] and not (args.compare and method in compared and answers):
                 raise
             print(f"{method} is left out: {error}", file=sys.stderr)
             continue
-        seconds, answered = time.perf_counter() - start, True
+        seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
         screen.end()
         heads, sources = settings.get("amateur_heads", settings.get("heads")), [None] * len(out)
         if args.sources and heads:
             sources = [find_sources(settings.get("amateur") or model, prompt, g.ids, heads)
                        for prompt, g in zip(ids, out, strict=True)]
-        if args.json:
-            about = dict(method=method, heads=[f"{layer}-{head}" for layer, head in heads or ()], model=model.name)
-            for answer in zip(ids, out, screen.texts, sources, strict=True):
-                print_json(*answer, about, settings)
-        if page:
-            page.add(method, ids, out, settings, sources)
-        n = sum(len(g.ids) for g in out)
+        for prompt, g, text, places in zip(ids, out, screen.texts, sources, strict=True) if args.json else ():
+            line = dict(prompt_ids=prompt, ids=g.ids, text=text, alphas=g.alphas, entropies=g.entropies, stop=g.stop,
+                        method=method, heads=[f"{layer}-{head}" for layer, head in heads or ()], model=model.name)
+            line |= dict(sources=places) if places is not None else {}
+            line |= dict(amateur=settings["amateur"].name) if "amateur" in settings else {}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        answers.append((method, out, settings, sources))
         print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
-
-
-def print_json(prompt, g, text, places, about, settings):
-    line = dict(prompt_ids=prompt, ids=g.ids, text=text, alphas=g.alphas, entropies=g.entropies, stop=g.stop) | about
-    line |= {} if places is None else dict(sources=places)
-    line |= dict(amateur=settings["amateur"].name) if "amateur" in settings else {}
-    print(json.dumps(line, ensure_ascii=False), flush=True)
+    if args.html:
+        write_page(args.html, model, tokenizer, ids, answers)
 
 
 def make_parser(description, methods, default, compared):
@@ -126,21 +123,17 @@ def choose_methods(args, default, compared):
 
 def read_prompts(args):
     """Texts, chats as lists of messages, and lists of ids; none of them for the built-in example."""
-    texts = args.prompt + [read_stdin() if path == "-" else read_text(path) for path in args.prompt_file]
+    texts = args.prompt + [sys.stdin.read() if path == "-" else read_text(path) for path in args.prompt_file]
     chats = [read_messages(path) for path in args.messages]
     prompts = texts + chats + args.prompt_ids
     if not prompts and sys.stdin and not sys.stdin.isatty():
-        prompts = texts = [text for text in [read_stdin().removesuffix("\n")] if text.strip()]
+        prompts = texts = [text for text in [sys.stdin.read().removesuffix("\n")] if text.strip()]
     for name, users in (("system", texts), ("raw", texts), ("template_args", texts + chats)):
         if prompts and not users and getattr(args, name) is not None:
             raise ValueError(f"{cli.flag(name)} has no effect on {'--messages' if chats else '--prompt-ids'}")
     if not prompts and Path(args.model).resolve() != cli.MINIATURE:
         raise ValueError("nothing to answer: give --prompt, --prompt-file, --messages or --prompt-ids")
     return prompts
-
-
-def read_stdin():
-    return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
 
 
 def read_messages(path):
@@ -158,8 +151,7 @@ def encode(prompt, tokenizer, args):
             raise ValueError("the prompt is empty")
         if args.raw or not tokenizer.has_chat_template:
             if args.system is not None or args.template_args:
-                raise ValueError("--system and --template-args need a chat template: "
-                                 + ("drop --raw" if args.raw else f"{args.model} has none"))
+                raise ValueError("--system and --template-args need a chat template, and exclude --raw")
             return tokenizer.encode(prompt)
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompt = [*system, {"role": "user", "content": prompt}]
@@ -167,7 +159,7 @@ def encode(prompt, tokenizer, args):
     return tokenizer.encode_chat(prompt, template_args=args.template_args) if is_chat else prompt
 
 
-def context_free(method, args, tokenizer):
+def context_free(args, tokenizer):
     """The argument of cad: the prompts without their contexts."""
-    prompts = (args.without_context or []) + (args.without_context_ids or []) if method == "cad" else []
+    prompts = (args.without_context or []) + (args.without_context_ids or [])
     return dict(ids_without_context=[encode(prompt, tokenizer, args) for prompt in prompts]) if prompts else {}

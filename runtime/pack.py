@@ -1,4 +1,4 @@
-"""The product that reads a CPU's weights fastest: torch's plain one, oneDNN's on packed matrices, or amx.cpp's.
+"""The product that reads a CPU's weights fastest: torch's plain one, oneDNN's on packed matrices, or native.cpp's.
 
 Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So the products are
 timed when a model is loaded, with two vectors and a part of the model's largest matrix."""
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime import amx
+from runtime import native
 
 SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
 SAMPLE = 2**27                  # bytes of the largest matrix to time: more than a processor's cache
@@ -44,7 +44,7 @@ def pack(model):
     kind = fastest(max((getattr(*layer).weight for layer in layers), key=lambda weight: weight.nbytes))
     for parent, name in layers if kind else ():
         layer = getattr(parent, name)                           # `layers` has only names, so that weights can be freed
-        if kind is not amx.Tiled or amx.fits(layer.weight):
+        if kind is not native.Native or native.fits(layer.weight):
             setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
 
 
@@ -54,9 +54,9 @@ def fastest(weight):
     x, seconds = weight[:2].clone(), {}
     expected = F.linear(x, weight)
     products = {None: partial(F.linear, x, weight)}
-    for kind in (Packed, amx.Tiled):
+    for kind in (Packed, native.Native):
         try:
-            if kind is amx.Tiled and not (amx.fits(weight) and amx.ready()):
+            if kind is native.Native and not (native.fits(weight) and native.ready()):
                 continue
             product = partial(kind(weight, None), x)
             tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cli
+from model import Transformer
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 TEMPLATE = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
@@ -36,6 +37,19 @@ def call(monkeypatch, capsys):
             status = end.code or 0
         return status, *capsys.readouterr()
     return run
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A tiny Llama 3 of 3 layers and 4 heads."""
+    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("llama") / "llama3", "llama3"))
+
+
+@pytest.fixture(scope="session")
+def amateur(tmp_path_factory):
+    """A smaller model of llama's vocabulary, of 2 layers and 2 heads."""
+    small = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, seed=5)
+    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("amateur"), "llama3", **small))
 
 
 @pytest.fixture(scope="session")

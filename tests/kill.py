@@ -41,7 +41,7 @@ def programs(folder):
         (evaluate.main, f"{common} --model {folder}/model --heads {folder}/heads.json --out {out} --task nq-closed "
          f"--data {folder}/qa.jsonl --demos {folder}/demos.jsonl --method decore-entropy --num-heads 2 --batch-size 3",
          out / "nq-closed.model.decore-entropy.n2.jsonl"),
-        (detect.main, f"{common} --needles {DETECTION}/needles.jsonl --haystack {DETECTION}/haystack --runs 24 "
+        (detect.main, f"{common} --needles {DETECTION}/needles.jsonl --haystack {DETECTION}/haystack.jsonl --runs 24 "
          f"--lengths 60:120:2 --min-success 1 --out {out}/heads.json "
          "--template 'Context: {context}\\n{question}'", out / "heads.json")]
 

@@ -13,12 +13,10 @@ from heads import detect
 from model import Cache, Transformer
 from runtime.graph import GRAPHS, MAX_STATES
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
-from tests.golden.make import PROMPTS
-from tests.golden.make import __file__ as golden_file
+from tests.golden.make import FOLDER, PROMPTS
+from tests.test_gpu_on_cpu import CASES, HEADS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
-
-HEADS = [(1, 0), (1, 3), (2, 2)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -34,7 +32,7 @@ def a_graph_that_is_not_used_is_an_error():
 
 
 def test_logits_on_cuda_match_the_recorded_logits_of_transformers(folder):
-    golden = np.load(golden_file.replace("make.py", "logits.npz"))
+    golden = np.load(FOLDER / "logits.npz")
     model = Transformer.load(folder, device="cuda")
     for i, prompt in enumerate(PROMPTS):
         logits = model(torch.tensor([prompt], device="cuda"))[0].cpu().numpy()
@@ -54,17 +52,14 @@ def test_tokens_on_cuda_are_those_of_the_cpu(folder, how):
 def test_later_prompts_reuse_the_graph_of_the_first(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path / "m", "llama3"), device="cuda")
     amateur = Transformer.load(write_checkpoint(tmp_path / "a", "llama3", seed=5, num_hidden_layers=1), device="cuda")
-    batches = [[random_ids(n, seed=n + i) for n in (9, 2, 20)] for i in range(3)]
-    cases = [("greedy", {}), ("decore-entropy", dict(heads=HEADS)), ("decore-static", dict(heads=HEADS, mask="query")),
-             ("decore-entropy", dict(heads=HEADS, mask_prompt=True)), ("cd", dict(amateur=amateur)), ("cad", {}),
-             ("decore-entropy", dict(amateur=amateur, amateur_heads=[(0, 1)])), ("dola-high", {}),
-             ("dola-high", dict(repetition_penalty=1.3)), ("ad", dict(info_layer=2))]
-    for number, (method, settings) in enumerate(cases, 1):
-        for prompts in batches:
-            more = dict(ids_without_context=[p[-2:] for p in prompts]) if method == "cad" else {}
-            more |= settings | dict(max_new_tokens=20)
-            plain, graph = (baselines.generate(model, prompts, method, graph=graph, **more) for graph in (False, True))
-            assert [g.ids for g in graph] == [g.ids for g in plain], (method, settings)
+    for number, (case, settings) in enumerate(CASES.items(), 1):
+        how = dict(method=case.split(",")[0], max_new_tokens=20) | settings
+        how |= dict(amateur=amateur) if "amateur" in case else {}
+        for i in range(3):
+            prompts = [random_ids(n, seed=n + i) for n in (9, 2, 20)]
+            how |= dict(ids_without_context=[p[-2:] for p in prompts]) if case == "cad" else {}
+            plain, graph = (baselines.generate(model, prompts, graph=graph, **how) for graph in (False, True))
+            assert [g.ids for g in graph] == [g.ids for g in plain], case
         assert len(GRAPHS[model]) == min(number, MAX_STATES)
 
 

@@ -15,11 +15,6 @@ PROMPTS = [PASSAGE + random_ids(5, seed=n) + PASSAGE[:3] for n in (1, 2)] + [[7]
 ATOL = 1e-5
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("llama"), "llama3"))
-
-
 def assert_same(results, expected):
     for a, b in zip(results, expected, strict=True):
         assert (a.ids, a.stop) == (b.ids, b.stop)
@@ -38,34 +33,24 @@ def test_lookup_decodes_the_same_as_the_plain_loop(llama, method, mask, strict):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lookup_decodes_the_same_in_every_family(family, tmp_path):
+def test_lookup_decodes_the_same_in_every_family_and_with_an_amateur(family, amateur, tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path, family))
-    how = dict(heads=HEADS, max_new_tokens=20)
-    assert_same(generate(model, PROMPTS, lookup=5, **how), generate(model, PROMPTS, **how))
+    for how in (dict(heads=HEADS, max_new_tokens=20), dict(amateur=amateur, amateur_heads=[(0, 1)], max_new_tokens=20)):
+        assert_same(generate(model, PROMPTS, lookup=5, **how), generate(model, PROMPTS, **how))
 
 
-def test_lookup_works_with_an_amateur(llama, tmp_path):
-    amateur = Transformer.load(write_checkpoint(tmp_path, "llama3", seed=5, num_hidden_layers=1))
-    how = dict(amateur=amateur, amateur_heads=[(0, 1)], max_new_tokens=30)
-    assert_same(generate(llama, PROMPTS, lookup=5, **how), generate(llama, PROMPTS, **how))
-
-
-def test_lookup_stops_at_the_same_token_as_the_plain_loop(llama):
-    plain = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=24)
+def test_lookup_stops_at_the_same_token_as_the_plain_loop_and_reports_each_once(llama):
+    plain, calls = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=24), {}
     for eos in {plain[0].ids[0], plain[1].ids[7], plain[2].ids[23]}:
         how = dict(heads=HEADS, max_new_tokens=24, eos_ids=[eos])
-        assert_same(generate(llama, PROMPTS, lookup=4, **how), generate(llama, PROMPTS, **how))
-
-
-def test_lookup_reports_every_token_once_and_in_order(llama):
-    calls = [[] for _ in PROMPTS]
-    out = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=20, lookup=5,
-                   on_token=lambda b, token, entropy: calls[b].append((token, entropy)))
-    assert calls == [list(zip(g.ids, g.entropies, strict=True)) for g in out]
+        out = generate(llama, PROMPTS, lookup=4, on_token=lambda b, *_: calls.update({b: calls.get(b, 0) + 1}), **how)
+        assert_same(out, generate(llama, PROMPTS, **how))
+        assert calls == {b: len(g.ids) for b, g in enumerate(out)}
+        calls.clear()
 
 
 def decode_answers(model, prompts, answers, k):
-    """Generations of a step that decodes these answers whatever the model predicts, and the tokens of each pass."""
+    """Decode these answers, whatever the model predicts → Generations, and the number of tokens in each pass."""
     widths = []
 
     def opener(*args, **settings):

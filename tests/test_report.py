@@ -103,7 +103,7 @@ def test_two_samplers_of_random_heads_are_two_lines(sweep):
     rows = {row[1]: row for row in table(sweep, "Score against").rows}
     assert {"masked", "masked, random heads", "masked, random heads as published"} <= set(rows)
     assert rows["masked, random heads"][-1] == "2.5"
-    legend = {text.get_text() for text in figures.heads_figure(setups_in(sweep), [TASK]).legends[0].get_texts()}
+    legend = {text.get_text() for text in figures.FIGURES["heads"][0](setups_in(sweep), [TASK]).legends[0].get_texts()}
     assert {"masked", "masked, random heads", "masked, random heads as published", "greedy"} <= legend
 
 
@@ -338,7 +338,7 @@ def test_figures_name_tasks_as_the_paper_does_and_labels_do_not_overlap(tmp_path
         for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match")):
             mean = {metric: run.setup.num_heads / 100}
             by_task[task] = [run._replace(settings=run.settings | {"task": task}, means=mean)]
-    figure = figures.heads_figure(setups, ["xsum", "nq-swap", TASK])
+    figure = figures.FIGURES["heads"][0](setups, ["xsum", "nq-swap", TASK])
     figure.canvas.draw()
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "conflict"]
     assert figure.axes[1].get_ylim() == (-4, 104)                       # all of a range in per cent

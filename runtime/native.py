@@ -1,8 +1,10 @@
-"""A product of bfloat16 matrices for Intel's Xeons with AMX (fourth generation and later), built on request.
+"""A matrix product in C++ that reads weights at the memory's speed, built on request.
 
-On these processors torch's products read bfloat16 weights at about two thirds of the memory's speed, amx.cpp at full
-speed. `python -m cli.amx` compiles it for the installed torch."""
+With few vectors, torch's products reach a third to two thirds of that speed, depending on the processor.
+`python -m cli.native` compiles native.cpp for this processor and the installed torch."""
 
+import platform
+import re
 import shutil
 import tempfile
 import warnings
@@ -15,13 +17,13 @@ from torch import nn
 
 from runtime.files import short_hash
 
-FEW = 48                        # vectors up to which amx.cpp is faster than torch
-SOURCE = Path(__file__).with_name("amx.cpp")
-FLAGS = ["-O3", "-fopenmp", "-mamx-tile", "-mamx-bf16"]
+FEW = 48                        # vectors up to which native.cpp is faster than torch
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-O3", "-march=native", "-fopenmp"]
 
 
-class Tiled(nn.Module):
-    """A linear layer with a plain bfloat16 weight: amx.cpp multiplies few vectors, torch many."""
+class Native(nn.Module):
+    """A linear layer with a plain weight: native.cpp multiplies few vectors, torch many."""
 
     def __init__(self, weight, bias):
         super().__init__()
@@ -34,34 +36,36 @@ class Tiled(nn.Module):
 
 
 def fits(weight):
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0 and len(weight) >= 16
+    known = weight.dtype in (torch.float32, torch.bfloat16)
+    return known and len(weight) % 2 == 0 and weight[0].nbytes % 64 == 0
 
 
 @cache
 def ready():
-    """Whether amx.cpp is built and this processor can run it."""
+    """Whether native.cpp is built for this processor."""
     path = library()
     try:
         if path.exists():
             torch.ops.load_library(path)
-        return path.exists() and torch.ops.decore.ready()
+        return path.exists()
     except OSError as error:
-        warnings.warn(f"{path} is not used ({error}); build it again: python -m cli.amx", stacklevel=2)
+        warnings.warn(f"{path} is not used ({error}); build it again: python -m cli.native", stacklevel=2)
         return False
 
 
 def library():
-    """The path of the library for this version of amx.cpp and torch, whether or not it is built."""
-    return SOURCE.parent / "build" / f"amx_{short_hash(SOURCE.read_bytes() + torch.__version__.encode())}.so"
+    """The path of the library for this native.cpp, torch and processor, whether or not it is built."""
+    info = Path("/proc/cpuinfo")
+    features = re.search("(?m)^(flags|Features).*|$", info.read_text() if info.exists() else "")[0]
+    key = f"{torch.__version__} {platform.machine()} {features}".encode()
+    return SOURCE.parent / "build" / f"native_{short_hash(SOURCE.read_bytes() + key)}.so"
 
 
 def build():
-    """Compile amx.cpp → the path of the library. ValueError without an AMX processor or a C++ compiler."""
+    """Compile native.cpp → the path of the library. ValueError without a C++ compiler."""
     from torch.utils import cpp_extension
 
     target, compiler = library(), cpp_extension.get_cxx_compiler()
-    if not torch.cpu._is_amx_tile_supported():
-        raise ValueError("this processor has no AMX; without it oneDNN's products are the fastest")
     if not shutil.which(compiler):
         raise ValueError(f"there is no C++ compiler ({compiler}); install g++, or name another one in CXX")
     target.parent.mkdir(exist_ok=True)
