@@ -1,4 +1,4 @@
-"""Judges of TruthfulQA's answers, over HTTP and as a local model."""
+"""`evaluate.py rescore`: metrics of stored rows, without a model; judges over HTTP and as local models."""
 
 import json
 import math
@@ -18,12 +18,66 @@ from tests.checkpoints import FAMILIES, random_weights, write_checkpoint
 
 
 @pytest.fixture
-def rescore(call):
-    """Runs evaluate.py rescore → (status, JSON lines of standard output, standard error)."""
-    def run(*args):
-        status, out, err = call(evaluate.main, "rescore", "--task", "truthfulqa-gen", *args)
+def start(call):
+    """Runs evaluate.py. Returns the status, the objects of standard output, and standard error."""
+    def run(*arguments):
+        status, out, err = call(evaluate.main, *arguments)
         return status, [json.loads(line) for line in out.splitlines()], err
     return run
+
+
+@pytest.fixture
+def rescore(start):
+    return lambda *arguments: start("rescore", "--task", "truthfulqa-gen", *arguments)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_path):
+    _, [choice], _ = start("--model", chat_model, *data["memotrap"], "--method", "greedy", "--out", tmp_path)
+    _, [text], _ = start("--model", chat_model, *data["truthfulqa-gen"], "--method", "greedy", "--max-new-tokens", 5,
+                         "--out", tmp_path)
+    assert list(text["metrics"]) == ["rejection"]               # without a judge
+    status, lines, _ = start("rescore", "--rows", choice["run"])
+    assert status == 0 and lines[-1] == {"metrics": choice["metrics"], "n": 2}
+    assert [row["id"] for row in lines[:-1]] == ["b-0", "b-1"]
+    assert sum(row["micro"] for row in lines[:-1]) / 2 == choice["metrics"]["micro"]
+    assert start("rescore", tmp_path)[1] == [choice, text]
+    (tmp_path / "empty").mkdir()
+    status, _, err = start("rescore", tmp_path / "empty")
+    assert status == 2 and "empty holds no runs" in err
+
+
+def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start, tmp_path):
+    row = {"id": "a", "prediction": "Paris", "references": ["paris"]}
+    path = write(tmp_path / "r.jsonl", row)
+    assert start("rescore", "--task", "popqa", path)[1] == [
+        {"metrics": {"exact_match": 1.0, "substring_match": 1.0, "substring_match_published": 1.0}, "n": 1}]
+    write(path, *[row | {"demonstration": True}] * 2)
+    status, [out], err = start("rescore", "--task", "popqa", path)
+    assert status == 0 and out["metrics"]["exact_match"] is None
+    assert "2 of 2 items are demonstrations: only the published scores count them" in err
+
+
+@pytest.mark.parametrize("text, options, message", [
+    ('{"id": 1, "prediction": "a"}\n', ["--task", "triviaqa"], "line 1: field 'references' is missing"),
+    ('{"id": 1, "prediction": "a", "references": []}\n', ["--task", "triviaqa"], "line 1: field 'references' should"),
+    ('{"prediction": "a", "references": ["a"], "memory": "b"}\n', ["--task", "nq-swap"], "line 1: field 'memory'"),
+    ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
+    ("", ["--task", "triviaqa"], "holds no rows"),
+    ('{"id": 1}\n', [], "give --task"),
+])
+def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, options, message):
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    status, _, err = start("rescore", *options, path)
+    assert status == 2 and message in err and err.count("\n") == 1
+
+
+# Judges over HTTP
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -62,9 +116,8 @@ def server(monkeypatch):
 
 
 def write_run(folder, *answers):
-    rows = [{"id": i, "question": " Q? ", "prediction": answer} for i, answer in enumerate(answers)]
-    (folder / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "r.jsonl"
+    rows = ({"id": i, "question": " Q? ", "prediction": answer} for i, answer in enumerate(answers))
+    return write(folder / "r.jsonl", *rows)
 
 
 def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_path):
@@ -81,45 +134,30 @@ def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_pat
     assert "was judged by t, not by other" in rescore(path, *server, "other,i")[2]
 
 
-@pytest.fixture
-def half_judged(tmp_path):
-    """A run of two answers and the file of verdicts, which holds those of the first answer."""
-    store = tmp_path / "r.judged.jsonl"
-    store.write_text("".join(json.dumps({"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4}) + "\n"
-                             for kind in ("truth", "info")))
-    return write_run(tmp_path, "Yes.", "Yes."), store
-
-
-def test_an_interrupted_judging_continues(rescore, server, half_judged):
-    path, store = half_judged
+def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore, server, tmp_path):
+    path, store = write_run(tmp_path, "Yes.", "Yes."), tmp_path / "r.judged.jsonl"
+    write(store, *({"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4} for kind in ("truth", "info")))
     stored = store.read_text()
+    for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'):
+        store.write_text(stored + line + "\n")
+        for judge in ((), (*server, "t,i")):
+            status, _, err = rescore(path, *judge)
+            assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
     store.write_text(stored + '{"judge": "tru')
+    with locked(store):
+        status, _, err = rescore(path, *server, "t,i")
+    assert status == 2 and f"{store} is being written by another process" in err and Judge.requests == []
     status, [out], _ = rescore(path, *server, "t,i")
     assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.requests) == 2
     assert store.read_text().startswith(stored) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
 
 
-def test_a_line_that_is_not_a_verdict_is_refused(rescore, server, half_judged):
-    path, store = half_judged
-    verdicts = store.read_text()
-    for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'):
-        store.write_text(verdicts + line + "\n")
-        for judge in ((), (*server, "t,i")):
-            status, _, err = rescore(path, *judge)
-            assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
-    assert Judge.requests == []
-
-
-def test_two_processes_do_not_judge_one_run(rescore, server, half_judged):
-    path, store = half_judged
-    with locked(store):
-        status, _, err = rescore(path, *server, "t,i")
-    assert status == 2 and f"{store} is being written by another process" in err and Judge.requests == []
-
-
 def test_a_refusal_of_the_endpoint_ends_in_one_line(rescore, server, tmp_path):
     status, _, err = rescore(write_run(tmp_path, "A."), *server, "gone,i")
     assert status == 2 and "did not answer (HTTP Error 404" in err
+
+
+# Judges as local models
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +179,13 @@ def pickled(tmp_path_factory):
 
 
 def test_a_judge_stored_as_pickles_gives_its_probability_of_yes(pickled, rescore, tmp_path):
-    path = write_run(tmp_path, "Because it is 42 miles.", "Zoë, no.")
+    answers = ("Because it is 42 miles.", "Zoë, no.")
+    path = write_run(tmp_path, *answers)
     assert rescore(path, "--judge", "--judge-models", f"{pickled},{pickled}")[0] == 0
     verdicts = [json.loads(line) for line in path.with_suffix(".judged.jsonl").read_text().splitlines()]
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
-    model = Transformer.load(write_checkpoint(tmp_path / "m", "llama2", vocab_size=400))       # the same weights
-    prompts = [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful")
-               for answer in ("Because it is 42 miles.", "Zoë, no.")]
+    model = Transformer.load(write_checkpoint(tmp_path / "m", "llama2", vocab_size=400))        # the same weights
+    prompts = [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful") for answer in answers]
     for prompt, verdict in zip(prompts, verdicts, strict=True):
         logits = model(torch.tensor([[1, *tokenizer.encode(prompt)]]))[0, -1]
         yes = logits.softmax(-1)[tokenizer.encode("yes")[0]].item()
