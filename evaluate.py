@@ -70,7 +70,8 @@ def evaluate(argv):
     if args.dry_run:
         return dry_run(args, benchmarks)
     for task in tasks:
-        metrics.check_available(task)
+        for problem in metrics.problems(task):
+            print(f"{task.name}: {problem}", file=sys.stderr)
     ranks = Ranks(args.tp, args.device)
     model, tokenizer, amateur = cli.load_models(args, ranks.shard())
     setups = make_setups(args, methods, model, amateur)
@@ -251,7 +252,7 @@ def rescore(argv):
     p.add_argument("--rows", action="store_true", help="first print one JSON line per row with its values")
     judges.add_arguments(p)
     args = p.parse_args(argv)
-    paths = [path for file in args.files for path in (runs_of(file) if file.is_dir() else [file])]
+    paths = [path for file in args.files for path in (stored.run_files(file) if file.is_dir() else [file])]
     if not paths:
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
@@ -268,12 +269,6 @@ def rescore(argv):
         for row, scores in zip(rows, values, strict=True) if args.rows else ():
             print(json.dumps({"id": row.get("id")} | scores, ensure_ascii=False))
         print_means(rows, values, {} if paths == args.files[:1] else {"run": str(path)})
-
-
-def runs_of(folder):
-    """The runs in a folder and its subfolders, without the files of judges' verdicts."""
-    paths = sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")])
-    return [path for path in paths if ".judged." not in path.name]
 
 
 def print_means(rows, values, about):

@@ -7,6 +7,7 @@ A head file holds one score per head of one model: {"model", "n_layers", "n_head
 import random
 import re
 import warnings
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +23,18 @@ def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
 
     draw: "uniform" draws heads at random that are not retrieval heads, "published" as the paper's runs did. option:
     the command-line option that sets `name`."""
-    layers, heads = model.config.n_layers, model.config.n_heads
+    shape = model.config.n_layers, model.config.n_heads
     if n == 0:
         return []
     if draw == "published":
-        return published_random_heads(n, layers, heads, seed)
+        return published_random_heads(n, *shape, seed)
     name = name or find_heads(model.name)
     if name is None:
-        relatives = ", ".join(f"{option} {stem}" for stem in related(model.name, layers, heads))
+        relatives = ", ".join(f"{option} {stem}" for stem in related(model.name, shape))
         hint = f"try those of a related model ({relatives}), or " if relatives else ""
         raise ValueError(f"no head scores are known for {model.name}: {hint}give {option} FILE "
                          f"(python -m heads.detect --model {model.name} --out FILE makes one)")
-    ranked = load_heads(name, layers, heads, model.name)
+    ranked = load_heads(name, *shape, model.name)
     if not 0 < n <= len(ranked):
         raise ValueError(f"--num-heads {n}: {model.name} has {len(ranked)} heads")
     return random_heads(ranked, n, seed) if draw else ranked[:n]
@@ -64,8 +65,8 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     while len(heads) < n:
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
-            raise ValueError(f"the published sampler drew head {label(head)}, but a layer has {n_heads} heads: it "
-                             "takes head numbers from the number of layers; use uniform random heads")
+            raise ValueError(f"the published sampler drew head {head[1]} of layer {head[0]}, but a layer has {n_heads} "
+                             "heads: it takes head numbers from the number of layers; use uniform random heads")
         if head not in heads:
             heads.append(head)
     return heads
@@ -80,11 +81,10 @@ def load_heads(name, n_layers, n_heads, model_name=None):
     scores, made_for = load_scores(path), read_json(path).get("model")
     if model_name and made_for and plain_name(made_for) != plain_name(model_name):
         warnings.warn(f"{path} holds the heads of {made_for}, but the model is {model_name}", stacklevel=2)
-    heads = {(layer, head) for layer in range(n_layers) for head in range(n_heads)}
-    wrong = sorted(heads ^ scores.keys())
+    wrong = sorted(scores.keys() ^ set(product(range(n_layers), range(n_heads))))
     if wrong:
-        problem = "has no score" if wrong[0] in heads else "is outside the model"
-        raise ValueError(f"{path}: head {label(wrong[0])} {problem}; the model has {n_layers} layers of {n_heads} "
+        head, problem = wrong[0], "is outside the model" if wrong[0] in scores else "has no score"
+        raise ValueError(f"{path}: head {head[0]}-{head[1]} {problem}; the model has {n_layers} layers of {n_heads} "
                          "heads: use a head file made for this model (python -m heads.detect makes one)")
     return sorted(scores, key=scores.get, reverse=True)     # stable, also in reverse
 
@@ -120,15 +120,11 @@ def find_heads(model_name):
     return next((path for path in known() if plain_name(path.stem) == plain_name(model_name)), None)
 
 
-def related(model_name, n_layers, n_heads):
+def related(model_name, shape):
     """Names of files for models of the same shape whose name continues this one, or the reverse: base and chat."""
-    name, stems = plain_name(model_name), []
-    for path in known():
-        prefix, longer = sorted((name, plain_name(path.stem)), key=len)
-        shape = tuple(read_json(path).get(field) for field in ("n_layers", "n_heads"))
-        if longer.startswith(prefix) and shape == (n_layers, n_heads):
-            stems.append(path.stem)
-    return stems
+    name, pairs = plain_name(model_name), [(path, plain_name(path.stem)) for path in known()]
+    similar = [path for path, other in pairs if name.startswith(other) or other.startswith(name)]
+    return [path.stem for path in similar if (read_json(path).get("n_layers"), read_json(path).get("n_heads")) == shape]
 
 
 def known():
@@ -138,7 +134,3 @@ def known():
 def plain_name(model_name):
     """A model's name without owner, case, "Meta-" and "-hf": names of one model on the hub differ in these."""
     return Path(str(model_name)).name.lower().removeprefix("meta-").removesuffix("-hf")
-
-
-def label(head):
-    return f"{head[0]}-{head[1]}"

@@ -2,10 +2,6 @@
 
     python -m heads.detect --model M --out heads/M.json
 
-    python -m heads.detect --model miniature --needles miniature/detection/needles.jsonl --runs 300 --lengths 60:240:5
-        --haystack miniature/detection/haystack --template 'Context: {context}\\n{question}' --max-new-tokens 12
-        --out heads/miniature.json
-
 Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text, and the model is
 asked about it. It answers greedily. A head *copies* at a step if the position with its largest attention weight lies in
 the needle and contains the token that the step generates. Its retrieval score in a run is |copied ∩ needle tokens| /
@@ -13,8 +9,7 @@ the needle and contains the token that the step generates. Its retrieval score i
 
     S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
 
-In this file: the score of one run; all runs, stored batch by batch; the head file; the command line. needles.py makes
-the prompts."""
+needles.py makes the prompts."""
 
 import json
 import sys
@@ -39,9 +34,6 @@ TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\
 SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
 NEWLINE, STOP_ID = "<0x0A>", 144            # a published run's answer ends at either: this token, or this id
 PUBLISHED_LENGTHS = [1000, 3579]
-
-
-# -------------------------------------------------------------------------------------------------------------- one run
 
 
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
@@ -101,27 +93,15 @@ def head_scores(attended, generated, prompt_ids, needle, published=False):
     return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
 
 
-def rouge_recall(reference, text):
-    """ROUGE-1 recall with stemming: the share of the reference's words that occur in the text."""
-    from rouge_score.rouge_scorer import RougeScorer
-    return RougeScorer(["rouge1"], use_stemmer=True).score(reference, text)["rouge1"].recall
-
-
-# ------------------------------------------------------------------------------------------------------------- all runs
-
-
 def run_all(model, tokenizer, prompts, needles, settings, part):
     """One record per run. Appends each batch to the file `part`, and skips the batches that the file already has."""
-    records = model.shard.broadcast(read_part(part, settings) if model.shard.rank == 0 else None)
-    size = settings["batch_size"]
-    bar = tqdm(total=len(prompts), initial=len(records), unit="run", disable=model.shard.rank > 0)
-    for i in range(len(records), len(prompts), size):
+    rank, size = model.shard.rank, settings["batch_size"]
+    records = model.shard.broadcast(None if rank else read_part(part, settings))
+    for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
         batch = run_batch(model, tokenizer, prompts[i:i + size], needles, settings)
-        if model.shard.rank == 0:
+        if rank == 0:
             jsonl.append(part, [{"runs": batch}])
         records += batch
-        bar.update(len(batch))
-    bar.close()
     return records
 
 
@@ -138,7 +118,8 @@ def read_part(part, settings):
 
 def run_batch(model, tokenizer, prompts, needles, settings):
     """One record per run: the needle's position, the answer, and the scores above zero."""
-    published = settings["published"]
+    from rouge_score.rouge_scorer import RougeScorer  # an optional dependency
+    rouge, published = RougeScorer(["rouge1"], use_stemmer=True), settings["published"]
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
     answers = answer_batch(model, [prompt.ids for prompt in prompts], [prompt.needle for prompt in prompts],
                            settings["max_new_tokens"], stops, published)
@@ -146,16 +127,13 @@ def run_batch(model, tokenizer, prompts, needles, settings):
     for prompt, (ids, attended) in zip(prompts, answers, strict=True):
         scores = head_scores(attended, ids, prompt.ids, prompt.needle, published)
         sample, text = prompt.sample, tokenizer.decode(ids).strip()
-        recall = rouge_recall(needles[sample.needle].real_needle, text)
+        recall = rouge.score(needles[sample.needle].real_needle, text)["rouge1"].recall
         records.append({
             "needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": prompt.depth,
             "tokens": len(prompt.ids), "span": list(prompt.needle), "answer": text, "recall": round(recall, 4),
             "right": recall > SUCCESS,
             "scores": {f"{i}-{j}": round(scores[i, j].item(), 6) for i, j in scores.nonzero().tolist()}})
     return records
-
-
-# -------------------------------------------------------------------------------------------------------- the head file
 
 
 def summarise(model, records, settings, min_success):
@@ -167,34 +145,29 @@ def summarise(model, records, settings, min_success):
         raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer (ROUGE-1 recall > {SUCCESS}), fewer "
                          f"than --min-success {min_success}; the first answer: {records[0]['answer'][:60]!r}: try "
                          "shorter --lengths, --raw, another --template, simpler --needles, or another model")
-    heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
-    means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
-    if not any(means.values()):
+    if not any(right):
         raise ValueError(f"every head scores 0 in all {len(right)} runs with a right answer, so the heads cannot be "
                          "ranked: try longer --lengths or other --needles")
+    heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
+    means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
     return {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
             "success_rate": round(len(right) / len(records), 4), "settings": settings, "scores": means, "runs": records}
 
 
-def write_result(path, result):
-    """Write the head file in one step: JSON with a line per entry and per run."""
-    runs = ",\n  ".join(json.dumps(record, ensure_ascii=False) for record in result["runs"])
+def write(result, path, authors=None):
+    """Write the head file in one step: JSON with a line per entry and per run.
+
+    authors: a second file, in the form that the paper's code reads: "layer-head" → its score in each right run."""
     rest = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
                        for key, value in result.items() if key != "runs")
+    runs = ",\n  ".join(json.dumps(record, ensure_ascii=False) for record in result["runs"])
     new = Path(f"{path}.new")
     new.write_text(f'{{\n {rest},\n "runs": [\n  {runs}\n ]\n}}\n', encoding="utf-8")
     new.replace(path)
-
-
-def write_authors_format(path, result):
-    """One line, "layer-head" → its score in each run with a right answer: the form that the paper's code reads."""
-    right = [record["scores"] for record in result["runs"] if record["right"]]
-    table = {head: [scores.get(head, 0.0) for scores in right] for head in result["scores"]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table), encoding="utf-8")
-
-
-# --------------------------------------------------------------------------------------------------------- command line
+    if authors:
+        right = [record["scores"] for record in result["runs"] if record["right"]]
+        authors.parent.mkdir(parents=True, exist_ok=True)
+        authors.write_text(json.dumps({head: [scores.get(head, 0.0) for scores in right] for head in result["scores"]}))
 
 
 def spread(first, last, n):
@@ -204,8 +177,8 @@ def spread(first, last, n):
 
 def lengths(text):
     """argparse type: A:B:N → N lengths from A to B tokens."""
-    first, last, n = (int(part) for part in (text if ":" in text else f"{text}:{text}:1").split(":"))
-    if not (0 <= first <= last and last > 0 and n > 0):
+    first, last, n = map(int, text.split(":") if ":" in text else (text, text, 1))
+    if not (0 <= first <= last > 0 < n):
         raise ValueError
     return spread(first, last, n)
 
@@ -221,7 +194,7 @@ def parse_args():
     add("--needles", default=HAYSTACK / "needles.jsonl", metavar="FILE",
         help="JSON Lines: needle, question, real_needle, the part that answers (default: heads/haystack/needles.jsonl)")
     add("--haystack", default=HAYSTACK, metavar="DIR|FILE",
-        help="text; needle i is hidden in the i-th .txt file, in turn (default: heads/haystack)")
+        help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn (default: heads/haystack)")
     add("--runs", type=cli.positive, metavar="N", help="draw N runs, needles in turn (default: every combination)")
     add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
     add("--raw", action="store_true", default=None, help="plain text, no chat template")
@@ -292,9 +265,7 @@ def main():
         if model.shard.rank:
             return
         result = summarise(model, records, settings, args.min_success)
-        write_result(args.out, result)
-        if args.authors_format:
-            write_authors_format(args.authors_format, result)
+        write(result, args.out, args.authors_format)
         part.unlink()
     best = sorted(result["scores"].items(), key=lambda item: -item[1])[:5]
     print(f"{result['samples']} of {len(records)} runs gave a right answer; best heads "

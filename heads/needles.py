@@ -8,7 +8,7 @@ import math
 import random
 import re
 from bisect import bisect_right
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -69,10 +69,15 @@ def read_needles(path):
 
 
 def read_haystack(path):
-    """The texts of one file, of a folder, or of its subfolders (the authors' part1/p1.txt, …), in order of name."""
-    folder = Path(path)
-    files = sorted(folder.glob("*.txt")) or sorted(folder.glob("*/*.txt")) if folder.is_dir() else [folder]
-    texts = [read_text(file).strip() for file in files]
+    """The texts of a folder or its subfolders (the authors' part1/p1.txt, …), in order of name, or of one file.
+
+    A JSON Lines file has one "text" per line."""
+    path = Path(path)
+    if path.suffix == ".jsonl":
+        texts = [str(row.get("text", "")).strip() for _, row in json_lines(path, complete=True)]
+    else:
+        files = sorted(path.glob("*.txt")) or sorted(path.glob("*/*.txt")) if path.is_dir() else [path]
+        texts = [read_text(file).strip() for file in files]
     if not any(texts):
         raise ValueError(f"--haystack {path} holds no text; give a text file, or a folder with .txt files")
     return texts
@@ -132,14 +137,12 @@ def choose_boundary(bounds, depth, rng):
 
 def encode_message(tokenizer, message, template_args):
     """Ids of a prompt, the characters [start, end) of each, and the position of the message in the rendered text."""
-    if template_args is None:
-        encoding = tokenizer.core.encode(message)
-        return encoding.ids, encoding.offsets, 0
-    text = tokenizer.render([{"role": "user", "content": message}], template_args=template_args)
+    plain = template_args is None
+    text = message if plain else tokenizer.render([{"role": "user", "content": message}], template_args=template_args)
     start = text.find(message.strip())
     if start < 0:
         raise ValueError("the chat template rewrites the message, so the needle cannot be located in it; use --raw")
-    encoding = tokenizer.core.encode(text, add_special_tokens=False)
+    encoding = tokenizer.core.encode(text, add_special_tokens=plain)
     return encoding.ids, encoding.offsets, start - (len(message) - len(message.lstrip()))
 
 
@@ -149,14 +152,10 @@ def make_published_prompt(sample, needle, text, tokenizer):
     A full stop is one of FULL_STOPS. In other vocabularies than Llama 2's these are other tokens, so that the needle
     comes before the text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
     so a beginning-of-text token is added each time. `needle` is the position where the published runs located it."""
-    def encode(text):
-        return tokenizer.core.encode(text).ids
-
-    def decode(ids):
-        return tokenizer.core.decode(ids, skip_special_tokens=False)
-
+    decode = partial(tokenizer.core.decode, skip_special_tokens=False)
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
-    inserted, context = encode(needle.needle), encode(decode(encode_haystack(tokenizer, text)[:sample.length]))
+    context = encode(tokenizer, decode(encode(tokenizer, text)[:sample.length]))
+    inserted = encode(tokenizer, needle.needle)
     if len(context) + len(inserted) > sample.length - SPARED:
         context = context[:sample.length - SPARED - len(inserted)]      # the end may be negative, as in their code
     at = len(context)
@@ -165,14 +164,14 @@ def make_published_prompt(sample, needle, text, tokenizer):
         while at and context[at - 1] not in FULL_STOPS:
             at -= 1
     haystack = decode(context[:at] + inserted + context[at:])
-    ids = encode(PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question))
+    ids = encode(tokenizer, PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question))
     needle_ids = tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids
     return Prompt(sample, ids, locate_published(ids, needle_ids), round(100 * at / max(len(context), 1), 2))
 
 
-@lru_cache(maxsize=1)
-def encode_haystack(tokenizer, text):
-    """The ids of a long text. Runs of one book and length share them, and they take a second."""
+@lru_cache(maxsize=4)
+def encode(tokenizer, text):
+    """The ids of a text. The long ones take a second, and all runs of one book and length share them."""
     return tokenizer.core.encode(text).ids
 
 

@@ -19,6 +19,7 @@ import math
 import random
 import sys
 import zlib
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import cli
@@ -155,10 +156,6 @@ def filler(rng):
     return rng.choice(FILLERS).format(**words)
 
 
-def question(fact):
-    return f"Answer: The {fact.relation} of {fact.country} is"
-
-
 def passage(rng, facts, n_fillers):
     sentences = [state(rng, fact) for fact in facts] + [filler(rng) for _ in range(n_fillers)]
     rng.shuffle(sentences)
@@ -170,16 +167,16 @@ def make_item(rng, world, kind, fact, substitute=None, unseen=False, most=MOST):
 
     substitute: the value that the passage of a conflict states. unseen: draw all further names from the held-out ones.
     most: the largest numbers of facts and of filler sentences in the passage."""
+    question = f"Answer: The {fact.relation} of {fact.country} is"
     if kind == "closed":
-        return Item(question(fact), fact.value, fact.value)
+        return Item(question, fact.value, fact.value)
     if kind == "needle":
-        return Item(passage(rng, [fact], n_fillers=12) + question(fact), fact.value, None)
+        return Item(passage(rng, [fact], n_fillers=12) + question, fact.value, None)
     stated = {"open": fact, "agree": fact, "conflict": fact._replace(value=substitute), "irrelevant": None}[kind]
     n_facts = rng.randint(1, most[0])
     others = other_facts(rng, world, fact, n_facts - (stated is not None), unseen)
     context = passage(rng, others + [stated] * (stated is not None), n_fillers=rng.randint(0, most[1]))
-    memory = None if kind == "open" else fact.value
-    return Item(context + question(fact), stated.value if stated else fact.value, memory)
+    return Item(context + question, (stated or fact).value, None if kind == "open" else fact.value)
 
 
 def documents(world, mixture, seed, most=MOST):
@@ -200,14 +197,7 @@ def documents(world, mixture, seed, most=MOST):
 
 
 def make_split(name, n, seed=0):
-    """Make n test items. Names in passages are held out from training, except in facts of the world.
-
-    conflict        facts that training never contradicts, with a held-out name in place of the value
-    conflict-known  the same, with another country's value in its place
-    open            passages about held-out names
-    closed          the facts themselves; there are 320
-    irrelevant      a passage without the answer, a question about a fact
-    needle          one fact with held-out names in twelve filler sentences"""
+    """Make n test items of a split (see README.md). Passages use held-out names, except in facts of the world."""
     world = make_world()
     if name == "closed" and n > len(world.facts):
         raise ValueError(f"--n {n}: the closed split has {len(world.facts)} facts; ask for at most as many")
@@ -215,8 +205,8 @@ def make_split(name, n, seed=0):
     facts = [f for f in world.facts if f not in world.conflicts] if name.startswith("conflict") else list(world.facts)
     rng.shuffle(facts)
     items = []
-    for i in range(n):
-        fact, substitute = facts[i % len(facts)], None
+    for fact in islice(cycle(facts), n):
+        substitute = None
         if name == "conflict":
             substitute = new_name(rng, fact.relation, True, world.names)
         elif name == "conflict-known":

@@ -6,8 +6,6 @@ On conflicts, we compare each head's output at the end of the passage's answer w
 answer. The heads that separate the two best are shifted along the difference of the means. The shift is the same for
 every token, so it is stored as a bias of `o_proj`, as in the checkpoints of ITI's authors."""
 
-import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -41,8 +39,8 @@ def directions(n, strength):
     """{(layer, head): shift [K]} of the n best heads, and the accuracy of every head, [L, H]."""
     model, tokenizer = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER)
     items = make_split("conflict", ITEMS, SEED)
-    right, wrong = (torch.stack([head_outputs(model, tokenizer.encode(text)) for text in texts]) for texts in (
-        [f"{item.prompt} {item.answer}" for item in items], [f"{item.prompt} {item.memory}" for item in items]))
+    right, wrong = (torch.stack([head_outputs(model, tokenizer.encode(f"{item.prompt} {getattr(item, name)}"))
+                                 for item in items]) for name in ("answer", "memory"))
     fit, held_out = slice(0, ITEMS // 2), slice(ITEMS // 2, None)                                  # of [items, L, H, K]
     direction = torch.nn.functional.normalize(right[fit].mean(0) - wrong[fit].mean(0), dim=-1)     # [L, H, K]
     right, wrong = (right * direction).sum(-1), (wrong * direction).sum(-1)                        # [items, L, H]
@@ -67,20 +65,17 @@ def head_outputs(model, ids):
 def write(folder, shifts):
     """Write the miniature with biases on q, k, v (zeros) and o. shifts: {(layer, head): [K]}."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in FOLDER.glob("*.json"):
+        text = path.read_text(encoding="utf-8").replace('"attention_bias": false', '"attention_bias": true')
+        (folder / path.name).write_text(text, encoding="utf-8")
     weights = load_file(FOLDER / "model.safetensors")
-    config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     for name in [name for name in weights if "self_attn" in name]:
         weights[name.replace("weight", "bias")] = weights[name].new_zeros(len(weights[name]))
-    width = config["head_dim"]
     for (layer, head), shift in shifts.items():
         name = f"model.layers.{layer}.self_attn.o_proj"
-        columns = weights[f"{name}.weight"][:, head * width:(head + 1) * width]
+        columns = weights[f"{name}.weight"].unflatten(1, (-1, len(shift)))[:, head]
         weights[f"{name}.bias"] += (columns.float() @ shift).to(columns.dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config["attention_bias"] = True
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(FOLDER / name, folder)
 
 
 if __name__ == "__main__":

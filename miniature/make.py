@@ -2,11 +2,9 @@
 
     python -m miniature.make
 
-After an interruption, the same command continues. evaluate.py makes the runs, in
-a folder that git ignores. The page's tables stand between comments and are replaced; the text around them is written
-by hand and does not repeat their numbers. With --limit or --seed the page is not written."""
+After an interruption, the same command continues. The page's tables stand between comments and are replaced; the text
+around them is written by hand and does not repeat their numbers. With --limit or --seed the page is not written."""
 
-import json
 import os
 import re
 import shutil
@@ -17,7 +15,6 @@ from pathlib import Path
 
 import cli
 from miniature import claims
-from miniature.data import make_split
 from tasks import MINIATURE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,9 +64,9 @@ def write_items(folder, seed):
     """Write the items of another seed as files for evaluate.py → the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for task in MINIATURE:
-        items = make_split(task.name.removeprefix("miniature-"), task.n, seed)
-        lines = [json.dumps(item._asdict()) + "\n" for item in items]
-        (folder / task.files[0]).write_text("".join(lines), encoding="utf-8")
+        split = task.name.removeprefix("miniature-")
+        lines = run("-m", "miniature.data", "--split", split, "--n", task.n, "--seed", seed)
+        (folder / task.files[0]).write_text(lines, encoding="utf-8")
     return folder
 
 

@@ -34,6 +34,9 @@ CONFIG = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
     "torch_dtype": "float16",
 }
+GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "model_max_length": 256,
+             "clean_up_tokenization_spaces": False}
 # The amateur of contrastive decoding and of DeCoRe entropy-lite has a quarter of the parameters. It also trains for
 # fewer steps: after 2,400 it knew as much as the miniature.
 AMATEUR_STEPS = 1000
@@ -100,21 +103,13 @@ def initialise(parameters, seed):
             parameter.fill_(1.0)
 
 
-class Muon:
+@torch.no_grad()
+def muon_step(matrix, gradient, velocity, scale):
     """Momentum SGD whose update has all singular values near one (Jordan et al. 2024), in float32."""
-
-    def __init__(self, matrices, lr, momentum, weight_decay):
-        self.matrices, self.lr, self.momentum, self.weight_decay = matrices, lr, momentum, weight_decay
-        self.velocity = [torch.zeros_like(m) for m in matrices]
-
-    @torch.no_grad()
-    def step(self, gradients, scale):
-        for matrix, gradient, velocity in zip(self.matrices, gradients, self.velocity, strict=True):
-            velocity.lerp_(gradient, 1 - self.momentum)
-            update = orthogonal(gradient.lerp(velocity, self.momentum))
-            rows, columns = matrix.shape
-            matrix.mul_(1 - scale * self.lr * self.weight_decay)
-            matrix.sub_(update, alpha=scale * self.lr * max(1, rows / columns) ** 0.5)
+    rate, (rows, columns) = scale * MUON["lr"], matrix.shape
+    velocity.lerp_(gradient, 1 - MUON["momentum"])
+    matrix.mul_(1 - rate * MUON["weight_decay"])
+    matrix.sub_(orthogonal(gradient.lerp(velocity, MUON["momentum"])), alpha=rate * max(1, rows / columns) ** 0.5)
 
 
 def orthogonal(x, steps=5):
@@ -126,11 +121,6 @@ def orthogonal(x, steps=5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def schedule(step, steps):
-    """Factor of the learning rates: linear warm-up, constant, then linear decay to zero."""
-    return min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))
 
 
 @torch.no_grad()
@@ -152,37 +142,34 @@ def reinitialise_others(model, copier, generator):
                 weight.normal_(0, 0.02, generator=generator)
 
 
-def random_mask(model, copier, generator):
-    """Draw a head mask, [1, L, H] of 0 and 1. The last layer's head `copier` is never masked."""
-    head_mask = (torch.rand(1, model.config.n_layers, model.config.n_heads, generator=generator) >= MASKED).float()
-    head_mask[0, -1, copier] = 1
-    return head_mask
-
-
 def train(model, world, tokenizer, steps=STEPS, seed=0):
     """Train the model in place; reports the loss on standard error every 50 steps."""
     initialise(named_tensors(model), seed)
     others = [p for name, p in model.named_parameters() if ".attn." not in name and ".mlp." not in name]
-    muon, adamw = Muon(matrices_of(model), **MUON), torch.optim.AdamW(others, **ADAMW)
+    matrices, adamw = matrices_of(model), torch.optim.AdamW(others, **ADAMW)
+    velocities = [torch.zeros_like(matrix) for matrix in matrices]
     stages = [batches(tokenizer, data.documents(world, mixture, f"{seed}/{first}", most))
               for first, mixture, most in STAGES]
     first_steps, start, rights = [first for first, _, _ in STAGES], time.perf_counter(), []
-    generator, head_mask = torch.Generator().manual_seed(seed), None
+    generator = torch.Generator().manual_seed(seed)
+    head_mask = torch.ones(1, model.config.n_layers, model.config.n_heads)
     for step in range(steps):
         tokens, weights = next(stages[bisect_right(first_steps, step) - 1])
         if step == ALONE:
             copier = needed_head(model, tokens, weights)
             reinitialise_others(model, copier, generator)
         if step >= ALONE:
-            head_mask = random_mask(model, copier, generator)
-        logits = model(tokens[:, :-1], None, head_mask)
-        loss, right = loss_of(logits[0] if head_mask is not None else logits, tokens, weights)
+            head_mask = (torch.rand(head_mask.shape, generator=generator) >= MASKED).float()
+            head_mask[0, -1, copier] = 1
+        loss, right = loss_of(model(tokens[:, :-1], None, head_mask)[0], tokens, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scale = schedule(step, steps)
+        scale = min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))       # warm-up, constant, decay to zero
         adamw.param_groups[0]["lr"] = ADAMW["lr"] * scale
         adamw.step()
-        muon.step(matrices_of(model, lambda parameter: parameter.grad), scale)
+        gradients = matrices_of(model, lambda parameter: parameter.grad)
+        for matrix, gradient, velocity in zip(matrices, gradients, velocities, strict=True):
+            muon_step(matrix, gradient, velocity, scale)
         model.zero_grad()
         rights.append(right.item())
         if step % 50 == 49:
@@ -200,19 +187,8 @@ def save_config(folder, tokenizer, config=CONFIG):
     """Write the checkpoint's files except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    files = {
-        "config.json": config,
-        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False},
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-                                  "model_max_length": LENGTH, "clean_up_tokenization_spaces": False},
-    }
-    for name, value in files.items():
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-
-
-def save_weights(folder, model):
-    weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, value in (("config", config), ("generation_config", GENERATION), ("tokenizer_config", TOKENIZER)):
+        (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
 
 
 def main():
@@ -229,7 +205,8 @@ def main():
     save_config(args.out, tokenizer, AMATEUR if args.amateur else CONFIG)
     model = Transformer(Config.from_checkpoint(args.out))
     train(model, world, tokenizer, args.steps or (AMATEUR_STEPS if args.amateur else STEPS), args.seed)
-    save_weights(args.out, model)
+    weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
+    save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

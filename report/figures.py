@@ -5,6 +5,7 @@ The foot of each figure says which runs it shows."""
 
 import itertools
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -14,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import gaussian_kde
 
 from report import published, significance, tables
-from report.stored import NOT_FRACTIONS, base_entropies, greedy_mean, group, typical
+from report.stored import NOT_FRACTIONS, base_entropies, greedy_mean, group, of_typical, typical
 
 WIDTH, PANEL = 7.6, 2.1                         # inches across the page and per row of panels
 matplotlib.rcParams.update({
@@ -92,41 +93,34 @@ def label_of(setup):
 
 # Scores against N and against α
 
-def heads_figure(setups, tasks):
-    """Score against N: retrieval heads, and random heads with the range of their draws."""
-    alpha = next((setup.alpha for setup in typical(setups) if setup.method == "decore-static"), None)
-    return sweep_figure(setups, tasks, "num_heads",
-                        lambda setup: setup.num_heads and setup.alpha in (None, alpha),
-                        "band and dots: range and single draws of random heads",
-                        "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
+def sweep_figure(field, setups, tasks):
+    """Score against "num_heads" or "alpha": a panel per task, a line per setup.
 
-
-def alpha_figure(setups, tasks):
-    """Score against α of DeCoRe static, one line per N."""
-    return sweep_figure(setups, tasks, "alpha",
-                        lambda setup: setup.method == "decore-static" and not setup.random_heads)
-
-
-def sweep_figure(setups, tasks, field, condition, *notes):
-    """Score against "num_heads" or "alpha": a panel per task, a line per setup that fulfils the condition."""
-    usual = typical(setups)
+    Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static, a line per
+    N."""
+    usual, notes = typical(setups), []
     options = {"", *(setup.options for setup in usual)}
-    plotted = {setup: by_task for setup, by_task in setups.items() if condition(setup) and setup.options in options}
-    panels = {}
-    for task in tasks:
-        lines = tables.curves(plotted, task, published.headline(task)[0], field)
-        panels[task] = {line: points for line, points in lines.items() if len(points) > 1}
-    panels = {task: lines for task, lines in panels.items() if lines}
-    if not panels:
-        return None
+    plotted = {setup: by_task for setup, by_task in setups.items() if setup.options in options}
     levels = {setup: setups[setup] for setup in usual               # drawn as horizontal lines
               if setup.method == "greedy" or setup.method == "decore-entropy" and field == "alpha"}
+    if field == "alpha":
+        plotted = {setup: by_task for setup, by_task in plotted.items()
+                   if setup.method == "decore-static" and not setup.random_heads}
+    else:
+        alpha = next((setup.alpha for setup in usual if setup.method == "decore-static"), None)
+        plotted = {setup: by_task for setup, by_task in plotted.items()
+                   if setup.num_heads and setup.alpha in (None, alpha)}
+        notes = ["band and dots: range and single draws of random heads",
+                 "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without"]
+    panels = tables.curves(plotted, tasks, field)
+    if not panels:
+        return None
     numbers = sorted({line.num_heads or 0 for lines in panels.values() for line in lines})
     figure, axes = grid(len(panels))
     for ax, (task, lines) in zip(axes, panels.items(), strict=True):
         title, metric, labels = published.TASKS[task]
         greedy = greedy_mean(setups, task, metric)
-        label = "heads masked, N" if field == "num_heads" else "α"
+        label = "α" if field == "alpha" else "heads masked, N"
         for line, points in lines.items():
             colour, marker = STYLE[line.method]
             if field == "alpha":
@@ -170,10 +164,7 @@ def draw_line(ax, line, points, colour, marker):
 
 def entropy_figure(setups, tasks):
     """Base entropy per token of each method. Tests: DeCoRe's below greedy's, ITI's and DoLa's."""
-    methods = typical(setups)
-    panels = {task: {setup: values for setup in methods if task in setups[setup]
-                     and len(values := base_entropies(setups[setup][task][0])) > 2} for task in tasks}
-    panels = {task: entropies for task, entropies in panels.items() if entropies}
+    methods, panels = typical(setups), of_typical(setups, tasks, base_entropies)
     if not panels:
         return None
     figure, axes = grid(len(panels), height=0.65 + 0.24 * len(methods), sharey=True)
@@ -211,9 +202,7 @@ def correctness_figure(setups, tasks):
     names = ("greedy", dola, "decore-entropy")
     methods = sorted((setup for setup in typical(setups) if setup.method in names),
                      key=lambda setup: names.index(setup.method))
-    panels = {task: {setup: pair for setup in methods if task in setups[setup]
-                     and (pair := tables.entropies_and_verdicts(setups[setup][task][0]))} for task in tasks}
-    panels = {task: pairs for task, pairs in panels.items() if pairs}
+    panels = of_typical({setup: setups[setup] for setup in methods}, tasks, tables.entropies_and_verdicts)
     if not panels:
         return None
     figure, axes = grid(2 * len(methods) * len(panels), len(methods), 1.5)
@@ -221,8 +210,7 @@ def correctness_figure(setups, tasks):
     for (task, pairs), rows in zip(panels.items(), axes, strict=True):
         for setup, (above, below) in zip(methods, rows.T, strict=True):
             if setup in pairs:
-                draw_histogram(above, *pairs[setup])
-                draw_regression(below, *pairs[setup])
+                draw_correctness(above, below, *pairs[setup])
                 above.set_title(f"{published.TASKS[task][0]}\n{label_of(setup)}")
             else:
                 above.set_axis_off()
@@ -231,40 +219,31 @@ def correctness_figure(setups, tasks):
     return figure
 
 
-SIDES = (("correct", "#0072B2", "-"), ("incorrect", "#D55E00", "--"))
-
-
-def draw_histogram(ax, entropies, right):
-    bins = np.linspace(0, max(entropies.max(), 1e-6), 25)
-    for (name, colour, dash), values in zip(SIDES, (entropies[right], entropies[~right]), strict=True):
-        ax.hist(values, bins, density=True, histtype="stepfilled", facecolor=f"{colour}33", edgecolor=colour,
-                linestyle=dash, linewidth=1.2)
-        ax.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
-    ax.set_xlim(0, bins[-1])
-    ax.set_ylabel("density")
-
-
-def draw_regression(ax, entropies, right):
-    fit = significance.logistic(entropies, right)
-    x = np.linspace(0, max(entropies.max(), 1e-6), 200)
+def draw_correctness(above, below, entropies, right):
+    """Histograms of correct and incorrect answers above, single answers and a logistic regression below."""
+    fit, end = significance.logistic(entropies, right), max(entropies.max(), 1e-6)
+    x, bins = np.linspace(0, end, 200), np.linspace(0, end, 25)
     if fit:
-        ax.plot(x, 1 / (1 + np.exp(-(fit.intercept + fit.slope * x))), color="black", linewidth=1.2,
-                label="logistic regression")
+        below.plot(x, 1 / (1 + np.exp(-(fit.intercept + fit.slope * x))), color="black", linewidth=1.2,
+                   label="logistic regression")
     for tenth in np.array_split(np.argsort(entropies, kind="stable"), 10):
         if len(tenth):
-            ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
-                    label="share correct, tenths of the examples")
-    for (_, colour, _), values, y in zip(SIDES, (entropies[right], entropies[~right]), (1.04, -0.04), strict=True):
-        ax.plot(values, np.full(len(values), y), "|", color=colour, markersize=4, alpha=0.35)
-    ax.set_xlim(0, x[-1])
-    ax.set_ylim(-0.1, 1.1)
-    ax.set_xlabel("base entropy, nats per token" + (f"\nR² = {fit.pseudo_r2:.3f}" if fit else ""))
-    ax.set_ylabel("correct")
+            below.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
+                       label="share correct, tenths of the examples")
+    for values, name, colour, dash, y in ((entropies[right], "correct", "#0072B2", "-", 1.04),
+                                          (entropies[~right], "incorrect", "#D55E00", "--", -0.04)):
+        above.hist(values, bins, density=True, histtype="stepfilled", facecolor=f"{colour}33", edgecolor=colour,
+                   linestyle=dash, linewidth=1.2)
+        above.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
+        below.plot(values, np.full(len(values), y), "|", color=colour, markersize=4, alpha=0.35)
+    above.set(xlim=(0, end), ylabel="density")
+    below.set(xlim=(0, end), ylim=(-0.1, 1.1), ylabel="correct",
+              xlabel="base entropy, nats per token" + (f"\nR² = {fit.pseudo_r2:.3f}" if fit else ""))
 
 
 FIGURES = {
-    "heads": (heads_figure, "score against the number of masked heads, retrieval heads (solid) and random heads "
-                            "(dashed, with the range of the draws)"),
-    "alpha": (alpha_figure, "score against α of DeCoRe static"),
+    "heads": (partial(sweep_figure, "num_heads"), "score against the number of masked heads, retrieval heads (solid) "
+                                                  "and random heads (dashed, with the range of the draws)"),
+    "alpha": (partial(sweep_figure, "alpha"), "score against α of DeCoRe static"),
     "entropy": (entropy_figure, "base entropy per token of each method"),
     "correctness": (correctness_figure, "base entropy of correct and incorrect answers, with a logistic regression")}

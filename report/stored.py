@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 def setup_of(settings, iti=ITI):
     """(model, Setup) of a run's settings."""
-    model, method = Path(settings["model"]).name, settings["method"]
+    method, model = settings["method"], Path(settings["model"]).name
     amateur = Path(settings["amateur"]).name if settings.get("amateur") else None
     if amateur and method in ("decore-static", "decore-entropy"):       # the name in older runs
         method += "-lite"
@@ -78,11 +78,11 @@ def setup_of(settings, iti=ITI):
     if method not in METHODS:
         raise ValueError(f"its method {method!r} is unknown")
     return model, Setup(method, settings.get("num_heads"), settings.get("alpha"), settings.get("mask"), amateur,
-                        settings.get("random_heads"), ", ".join(options_of(settings, model, method)))
+                        settings.get("random_heads"), options_of(settings, model, method))
 
 
 def options_of(settings, model, method):
-    """The options of a method that are not the paper's, as texts."""
+    """The options of a method that are not the paper's, as a text."""
     choice = find(settings["task"]).choice
     # The paper's runs of DoLa generated with a library that takes the penalty from Qwen2's generation_config.json.
     penalty = 1.05 if method.startswith("dola") and "qwen2" in model.lower() and not choice else 1.0
@@ -93,30 +93,25 @@ def options_of(settings, model, method):
                if values.get(name) not in (None, value)]
     if settings.get("heads") and not settings.get("random_heads"):
         file = find_heads(settings.get("amateur") or settings["model"])
-        if file and set(settings["heads"]) != set(ranked_heads(file)[:len(settings["heads"])]):
+        if file and {*settings["heads"]} != best_heads(file, len(settings["heads"])):
             options.append("heads of another file")
-    return options
+    return ", ".join(options)
 
 
 @cache
-def ranked_heads(file):
-    """All heads of a head file as "layer-head", best first."""
+def best_heads(file, n):
     scores = load_scores(file)
-    return [f"{layer}-{head}" for layer, head in sorted(scores, key=scores.get, reverse=True)]
+    return {f"{layer}-{head}" for layer, head in sorted(scores, key=scores.get, reverse=True)[:n]}
 
 
 def conditions_of(settings, model):
     """The layout, number of tokens and template arguments that are not the paper's, as a text."""
-    task = find(settings["task"])
-    tokens, template, layout = (settings.get(name) for name in ("max_new_tokens", "template_args", "layout"))
-    parts = []
-    if layout not in (None, task.layout or ("mistral" if "mistral" in model.lower() else "chat")):
-        parts.append(f"layout {layout}")
-    if tokens not in (None, task.max_new_tokens):
-        parts.append(f"at most {tokens} tokens")
-    if template not in (None, {}, {"enable_thinking": False}):
-        parts.append(f"template arguments {json.dumps(template)}")
-    return ", ".join(parts)
+    task, usual_layout = find(settings["task"]), "mistral" if "mistral" in model.lower() else "chat"
+    layout, tokens, template = (settings.get(name) for name in ("layout", "max_new_tokens", "template_args"))
+    texts = {f"layout {layout}": layout not in (None, task.layout or usual_layout),
+             f"at most {tokens} tokens": tokens not in (None, task.max_new_tokens),
+             f"template arguments {json.dumps(template)}": template not in (None, {}, {"enable_thinking": False})}
+    return ", ".join(text for text, applies in texts.items() if applies)
 
 
 def collect(folder, iti=ITI):
@@ -124,13 +119,18 @@ def collect(folder, iti=ITI):
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     runs, skipped = [], []
-    for path in sorted([*Path(folder).rglob("*.jsonl"), *Path(folder).rglob("*.jsonl.gz")]):
-        if not path.stem.endswith(".judged"):
-            try:
-                runs.append(read(path, iti))
-            except ValueError as error:
-                skipped.append((path, str(error)))
+    for path in run_files(folder):
+        try:
+            runs.append(read(path, iti))
+        except ValueError as error:
+            skipped.append((path, str(error)))
     return runs, skipped
+
+
+def run_files(folder):
+    """The runs in a folder and its subfolders, without the files of judges' verdicts."""
+    paths = sorted([*Path(folder).rglob("*.jsonl"), *Path(folder).rglob("*.jsonl.gz")])
+    return [path for path in paths if ".judged." not in path.name]
 
 
 def read(path, iti=ITI):
@@ -170,9 +170,9 @@ def values_of(path, task, lines):
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:
             return entry["values"]
-    left_out, start = [], time.perf_counter()
-    values = metrics.score(task, lines, left_out=left_out)
-    if not left_out and time.perf_counter() - start > LONG:
+    start = time.perf_counter()
+    values = metrics.score(task, lines)
+    if not metrics.problems(task) and time.perf_counter() - start > LONG:
         write(store, [{"key": key, "values": values}])
     return values
 
@@ -200,8 +200,8 @@ def order(setup):
 
 def greedy_run(setups, task):
     """The run of greedy decoding on a task, or None."""
-    return next((by_task[task][0] for setup, by_task in setups.items() if setup.method == "greedy" and task in by_task),
-                None)
+    runs = (by_task[task][0] for setup, by_task in setups.items() if setup.method == "greedy" and task in by_task)
+    return next(runs, None)
 
 
 def greedy_mean(setups, task, metric):
@@ -224,6 +224,15 @@ def typical(setups):
         return not setup.options, setup.alpha == PAPER_ALPHA, runs[n], -(n or 0), len(setups[setup])
 
     return [max(kind, key=preference) for kind in kinds.values()]
+
+
+def of_typical(setups, tasks, measure):
+    """{task: {setup: measure(run)}} of the typical setups, without results that are None or empty."""
+    panels = {task: {setup: measure(setups[setup][task][0]) for setup in typical(setups) if task in setups[setup]}
+              for task in tasks}
+    panels = {task: {setup: result for setup, result in results.items() if result is not None and len(result)}
+              for task, results in panels.items()}
+    return {task: results for task, results in panels.items() if results}
 
 
 def base_entropies(run):

@@ -14,7 +14,7 @@ from scipy.stats import mannwhitneyu
 
 from report import published, significance
 from report.published import columns, headline, tasks_of
-from report.stored import base_entropies, greedy_mean, greedy_run, group, typical
+from report.stored import base_entropies, greedy_mean, greedy_run, group, of_typical, typical
 from runtime.jsonl import json_lines
 from tasks import TASKS
 from tasks.runs import prompt_key, remarks
@@ -59,7 +59,9 @@ def score_table(name, setups):
             continue
         best = sorted({*means.values()}, reverse=True)[:2] if len(means) > 1 and metric not in NO_BEST else []
         marks = dict(zip(best, ("**", "_"), strict=False))
-        sizes = {n_scored(run, metric) for runs in cells.values() for run in runs}
+        # A metric of whole runs, such as `macro`, has no values of single examples.
+        sizes = {sum(values.get(metric) is not None for values in run.values) or len(run.lines)
+                 for runs in cells.values() for run in runs}
         header.append(f"{heading} (n = {low_to_high(sizes)})")
         for setup, row in rows.items():
             mark = marks.get(means.get(setup), "")
@@ -70,11 +72,6 @@ def score_table(name, setups):
     return Table(name, header, rows, score_notes(" ".join(sum([header, *rows], [])), runs))
 
 
-def n_scored(run, metric):
-    """The number of examples that have a value of the metric; all for a metric of whole runs, such as `macro`."""
-    return sum(values.get(metric) is not None for values in run.values) or len(run.lines)
-
-
 def details(draws, metric, greedy):
     """Interval or range of one cell, its comparison with greedy, and the paper's value."""
     run, values = draws[0], [run.means[metric] for run in draws]
@@ -83,8 +80,8 @@ def details(draws, metric, greedy):
     else:
         low, high = run.intervals[metric]
         text = f" [{low:.1f}, {high:.1f}]"
-        if greedy and run is not greedy and (comparison := won_and_lost(run, greedy, metric)):
-            text += f"; {comparison[0]}/{comparison[1]}, {p_text(comparison[2])}"
+        if comparison := won_and_lost(run, greedy, metric):
+            text += "; {}/{}, ".format(*comparison) + p_text(comparison[2])
     name = f"{metric}_published" if f"{metric}_published" in run.means else metric
     if paper := published.cell(run, name):
         difference = np.mean([run.means[name] for run in draws]) - float(paper["value"])
@@ -95,8 +92,8 @@ def details(draws, metric, greedy):
 def won_and_lost(run, greedy, metric):
     """How often the run is better and worse than greedy on the same prompt, and McNemar's exact p.
 
-    None for a metric that single examples do not have, or without common examples."""
-    if metric in NO_BEST:
+    None for a metric that single examples do not have, without common examples, and for greedy itself."""
+    if metric in NO_BEST or greedy is None or greedy is run:
         return None
     a, b = ({(line["index"], prompt_key(line)): values[metric]
              for line, values in zip(each.lines, each.values, strict=True) if values.get(metric) is not None}
@@ -108,6 +105,8 @@ def won_and_lost(run, greedy, metric):
 
 def paper_text(row):
     """The paper's value with its ±, a mark if it is misprinted, and its N if that is not the run's."""
+    if row is None:
+        return "–"
     std = f" ± {float(row['std']):g}" if row["std"] else ""
     return f"{float(row['value']):g}{std}{'†' if row['printed'] or row['note'] else ''}{row['at']}"
 
@@ -159,15 +158,20 @@ def score_notes(text, runs):
 
 # Numbers of masked heads
 
-def curves(setups, task, metric, field="num_heads"):
-    """{setup without the field, "num_heads" or "alpha": {its value: [mean of each draw]}}"""
-    lines = {}
-    for setup, by_task in setups.items():
-        x, means = getattr(setup, field), [run.means.get(metric) for run in by_task.get(task, [])]
-        values = [mean for mean in means if mean is not None]
-        if x is not None and values:
-            lines.setdefault(setup._replace(**{field: None}), {})[x] = values
-    return lines
+def curves(setups, tasks, field="num_heads"):
+    """{task: {setup without the field, "num_heads" or "alpha": {its value: [mean of each draw]}}}
+
+    Lines of a single point are left out."""
+    panels = {}
+    for task in tasks:
+        lines, metric = {}, headline(task)[0]
+        for setup, by_task in setups.items():
+            x, means = getattr(setup, field), [run.means.get(metric) for run in by_task.get(task, [])]
+            values = [mean for mean in means if mean is not None]
+            if x is not None and values:
+                lines.setdefault(setup._replace(**{field: None}), {})[x] = values
+        panels[task] = {line: points for line, points in lines.items() if len(points) > 1}
+    return {task: lines for task, lines in panels.items() if lines}
 
 
 def correlation(method, points, greedy):
@@ -181,9 +185,9 @@ def correlation(method, points, greedy):
 
 def correlation_table(setups):
     rows = []
-    for task in tasks_of(setups):
+    for task, lines in curves(setups, tasks_of(setups)).items():
         metric, heading = headline(task)
-        for line, points in curves(setups, task, metric).items():
+        for line, points in lines.items():
             r = correlation(line.method, points, greedy_mean(setups, task, metric))
             deviations = [np.std(values, ddof=1) for values in points.values() if len(values) > 1]
             if r is not None:
@@ -197,22 +201,16 @@ def correlation_table(setups):
 
 def entropy_table(setups):
     """Base entropies of each method, tested against those of greedy, ITI and DoLa: one-sided, Welch and Student."""
-    rows, methods = [], typical(setups)
-    rivals = [setup for setup in methods if setup.method in RIVALS
-              and any(len(base_entropies(runs[0])) for runs in setups[setup].values())]
-    for task in tasks_of(setups):
-        entropies = {setup: base_entropies(setups[setup][task][0]) for setup in methods if task in setups[setup]}
+    rows, panels = [], of_typical(setups, tasks_of(setups), base_entropies)
+    rivals = [setup for setup in typical(setups)
+              if setup.method in RIVALS and any(setup in entropies for entropies in panels.values())]
+    for task, entropies in panels.items():
         for setup, values in entropies.items():
-            if not len(values):
-                continue
-            paper = published.cell(setups[setup][task][0], "entropy")
-            row = [headline(task)[1], str(setup), f"{len(values):,}", f"{values.mean():.3f} ± {values.std():.3f}",
-                   paper_text(paper) if paper else "–"]
-            for rival in rivals:
-                for equal in (False, True):
-                    row.append("–" if setup == rival or rival not in entropies else test_text(
-                        significance.t_test(values, entropies[rival], "less", equal)))
-            rows.append(row)
+            others = [() if rival == setup else entropies.get(rival, ()) for rival in rivals]
+            rows.append([headline(task)[1], str(setup), f"{len(values):,}", f"{values.mean():.3f} ± {values.std():.3f}",
+                         paper_text(published.cell(setups[setup][task][0], "entropy")),
+                         *(test_text(significance.t_test(values, other, "less", equal))
+                           for other in others for equal in (False, True))])
     tests = [f"{name} (below {rival})" for rival in rivals for name in ("Welch t, p", "equal variances")]
     return Table(
         "Base entropy, nats per token", ["task", "method", "n", "mean ± std", "paper", *tests], rows,
@@ -247,11 +245,8 @@ def entropies_and_verdicts(run):
 def correctness_table(setups):
     """Base entropies of correct and incorrect answers, with tests of their difference."""
     tasks, rows = tasks_of(setups), []
-    for task in tasks:
-        for setup in typical(setups):
-            if task not in setups[setup] or not (pair := entropies_and_verdicts(setups[setup][task][0])):
-                continue
-            entropies, right = pair
+    for task, pairs in of_typical(setups, tasks, entropies_and_verdicts).items():
+        for setup, (entropies, right) in pairs.items():
             good, bad = entropies[right], entropies[~right]
             ranks, fit = mannwhitneyu(good, bad), significance.logistic(entropies, right)
             rows.append([headline(task)[1], str(setup), f"{len(good):,} / {len(bad):,}",
@@ -296,8 +291,7 @@ def csv_rows(runs):
             rows["base_entropy"] = entropies.mean(), None, None, entropies.std()
         for name, (value, low, high, std) in rows.items():
             paper = published.cell(run, "entropy" if name == "base_entropy" else name) or {}
-            comparison = won_and_lost(run, greedy, name) if greedy and greedy is not run else None
-            won, lost, p = comparison or (None, None, None)
+            won, lost, p = won_and_lost(run, greedy, name) or (None, None, None)
             yield about | {
                 "metric": name, "value": value, "low": low, "high": high, "std": std,
                 "paper": float(paper["value"]) if paper else None,

@@ -101,10 +101,10 @@ def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_publishe
     assert detect.score_run(model, prompt, (1, 2), 12, published=True)[1] == ids
 
 
-@pytest.mark.parametrize("span", [(5, 5), (-1, 4), (4, 31)])
-def test_a_needle_outside_the_prompt_is_refused(model, span):
-    with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 30"):
-        detect.score_run(model, random_ids(30), span)
+def test_a_needle_outside_the_prompt_is_refused(model):
+    for span in (5, 5), (-1, 4), (4, 31):
+        with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 30"):
+            detect.score_run(model, random_ids(30), span)
 
 
 def test_batches_change_nothing(model):
@@ -132,18 +132,6 @@ def test_the_heads_of_all_ranks_are_scored(tmp_path):
 
 
 # Needles and prompts
-
-def test_the_published_position_is_the_first_window_with_the_needles_token_set():
-    ids = [1, 7, 6, 5, 2, 5, 6, 7, 3]
-    assert needles.locate_published(ids, [5, 6, 7]) == (1, 4)       # another order, and not the needle
-    assert needles.locate_published(ids, [5, 6, 8]) == (-1, -1)
-
-
-def test_the_default_haystack_does_not_hold_the_needles():
-    texts, rows = needles.read_haystack(detect.HAYSTACK), needles.read_needles(detect.HAYSTACK / "needles.jsonl")
-    assert len(texts) == len(rows) == 3 and sum(len(text.split()) for text in texts) >= 50_000
-    assert not any(row.real_needle in text for row in rows for text in texts)
-
 
 @pytest.mark.parametrize("chat", [None, {}])
 @pytest.mark.parametrize("depth", [0, 33, 100])
@@ -204,22 +192,24 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
     assert published(11) == f"^^^{context[:19]}^N n.{context[19:]}{question}"
     assert published(0) == f"^^N n.^^{context}{question}"
     assert published(50, length=0) == f"^^N n.{question}"               # the shortest of the authors' 20 lengths
+    ids = [1, 7, 6, 5, 2, 5, 6, 7, 3]
+    assert needles.locate_published(ids, [5, 6, 7]) == (1, 4)           # the first window with the needle's token set
+    assert needles.locate_published(ids, [5, 6, 8]) == (-1, -1)
 
 
-def test_bad_needles_are_named(tmp_path):
-    path = tmp_path / "needles.jsonl"
-    for line, message in (("{}", 'line 1: must have texts "needle"'), ('["a"]', "line 1: .*instead of an object"),
-                          ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "which is a part of needle"),
-                          ("", "holds no needles")):
-        path.write_text(line)
+def test_texts_and_needles_are_read_from_files(tmp_path):
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text('{"text": "One. "}\n{"text": "Two."}\n')
+    assert needles.read_haystack(lines) == ["One.", "Two."]
+    for i in (2, 1):
+        (tmp_path / f"part{i}").mkdir()
+        (tmp_path / f"part{i}" / "p1.txt").write_text(f"Text {i}.\n")
+    assert needles.read_haystack(tmp_path) == ["Text 1.", "Text 2."]
+    for line, message in (("{}", 'line 1: must have texts "needle"'), ("", "holds no needles"),
+                          ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "which is a part of needle")):
+        lines.write_text(line)
         with pytest.raises(ValueError, match=message):
-            needles.read_needles(path)
-
-
-def test_a_chat_template_that_rewrites_the_message_is_refused(tmp_path):
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "{{ messages[0].content | upper }}"))
-    with pytest.raises(ValueError, match="rewrites the message"):
-        prompt_of(tokenizer, chat={})
+            needles.read_needles(lines)
 
 
 # Settings and prompts from the command line
@@ -238,95 +228,70 @@ def prepare(folder, monkeypatch):
     return run
 
 
-def test_the_authors_grid_and_folders_are_read(prepare, tokenizer, tmp_path):
-    for i in (1, 2, 3):
-        (tmp_path / f"part{i}").mkdir()
-        (tmp_path / f"part{i}" / "p1.txt").write_text(f"This is text {i}. " * 20)
-    settings, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1, "--haystack", tmp_path)
+def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(prepare, tokenizer):
+    assert prepare("--depths", 1)[0]["lengths"] == [399, 799, 1198, 1598, 1998]
+    settings, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
     assert settings["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
-    assert settings["published"] is True and settings["template"] == needles.PUBLISHED
+    books = [text[:20] for text in needles.read_haystack(detect.HAYSTACK)]
     for prompt in prompts:
         text = tokenizer.decode(prompt.ids)
-        assert prompt.sample.length < 400 or f"text {1 + prompt.sample.needle}" in text
+        assert prompt.sample.length < 400 or books[prompt.sample.needle] in text
         assert text.count("Based on the content of the book, Question: ") == 1
-    assert detect.lengths("0:5000:20")[:4] == [0, 263, 526, 789]
-
-
-def test_the_default_lengths_fit_the_context(prepare):
-    assert prepare("--depths", 1)[0]["lengths"] == [399, 799, 1198, 1598, 1998]
 
 
 def test_thinking_is_off_and_the_settings_say_so(prepare, folder, tmp_path):
     template = CHAT + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
     model = shutil.copytree(folder, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, template)).core
-    for more, end, arguments in (((), "<think></think>", {"enable_thinking": False}),
-                                 (("--template-args", '{"enable_thinking": true}'), "assistant:",
-                                  {"enable_thinking": True})):
+    for end, thinks, *more in (("<think></think>", False),
+                               ("assistant:", True, "--template-args", '{"enable_thinking": true}')):
         settings, prompts = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
         assert core.decode(prompts[0].ids, skip_special_tokens=False).endswith(end)
-        assert settings["template_args"] == arguments
+        assert settings["template_args"] == {"enable_thinking": thinks}
 
 
-def test_published_answers_end_at_their_two_ids_only_and_right_ones_recall_more_than_half(prepare, model, tokenizer,
-                                                                                            monkeypatch):
-    stops, answer_batch = [], detect.answer_batch
-    monkeypatch.setattr(detect, "answer_batch", lambda *args: stops.append(set(args[4])) or answer_batch(*args))
-    rows = needles.read_needles(detect.HAYSTACK / "needles.jsonl")
-    for recall, more in ((0.5, ["--published"]), (0.51, [])):
-        settings, prompts = prepare("--lengths", 500, "--depths", 1, "--max-new-tokens", 2, *more)
-        monkeypatch.setattr(detect, "rouge_recall", lambda *_, recall=recall: recall)
-        records = detect.run_batch(model, tokenizer, prompts, rows, settings)
-        assert [record["right"] for record in records] == [recall > 0.5] * 3
-    assert stops == [{144, None}, set(tokenizer.eos_ids)]       # this vocabulary has no "<0x0A>"
-    monkeypatch.undo()
-    assert detect.rouge_recall("under the blue stone", "The stones under") == 0.75
+def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_only(prepare, tokenizer, monkeypatch):
+    def answer_batch(model, prompts, spans, max_new_tokens, stops, published):
+        assert set(stops) == ({144, None} if published else {257})              # the vocabulary has no "<0x0A>"
+        return [(tokenizer.encode(text), torch.zeros(len(text), 1, 1, dtype=int)) for text in texts]
+
+    monkeypatch.setattr(detect, "answer_batch", answer_batch)
+    needle = NEEDLE._replace(real_needle="under the blue stone")
+    for more in ([], ["--published"]):
+        settings, prompts = prepare("--lengths", 500, "--depths", 1, *more)
+        texts = ["The stones under", "under the", "I do not know"]              # recall 0.75, 0.5, 0
+        records = detect.run_batch(None, tokenizer, prompts, [needle] * 3, settings)
+        assert [record["right"] for record in records] == [True, False, False]
 
 
 # The program, on the miniature
 
 DETECTION = cli.MINIATURE / "detection"
-MINIATURE = ["--model", cli.MINIATURE, "--needles", DETECTION / "needles.jsonl", "--haystack", DETECTION / "haystack",
-             "--template", "Context: {context}\\n{question}", "--lengths", "60:120:2", "--runs", "8",
-             "--batch-size", "3", "--max-new-tokens", "9"]
+MINIATURE = ["--model", cli.MINIATURE, "--needles", DETECTION / "needles.jsonl",
+             "--haystack", DETECTION / "haystack.jsonl", "--template", "Context: {context}\\n{question}",
+             "--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
 
 
-def test_the_file_is_read_by_load_heads_and_says_where_it_comes_from(call, tmp_path):
-    path, authors = tmp_path / "heads.json", tmp_path / "new" / "authors.json"
+def test_an_interrupted_detection_continues_and_its_file_is_read_by_load_heads(call, tmp_path):
+    path, part, authors = (tmp_path / name for name in ("heads.json", "heads.json.part", "new/authors.json"))
+    status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
+    assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
+    settings, first, second, third = part.read_bytes().splitlines(keepends=True)
+    first = first.replace(b'"answer": "', b'"answer": "stored: ', 1)
+    part.write_bytes(settings.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "'))
+    _, _, err = call(detect.main, *MINIATURE, "--out", path, "--seed", 1)
+    assert "unfinished detection with another fingerprint, seed; " in err
+    part.write_bytes(settings + first + second[:-9])
     status, out, err = call(detect.main, *MINIATURE, "--min-success", 4, "--out", path, "--authors-format", authors)
-    assert status == 0 and f"wrote {path}" in out, err
+    assert status == 0 and f"wrote {path}" in out and not part.exists(), err
     content = json.loads(path.read_text())
+    assert content["runs"] == [run for line in (first, second, third) for run in json.loads(line)["runs"]]
     assert {*load_heads(path, 4, 8)[:3]} == {(2, 0), (2, 1), (3, 1)}
     right = [run for run in content["runs"] if run["recall"] > 0.5]
     assert content["samples"] == len(right) >= 4 and content["success_rate"] == round(len(right) / 8, 4)
-    assert content["settings"]["seed"] == 0 and content["settings"]["fingerprint"]["weights"]
-    assert "\n" not in authors.read_text()
+    assert content["settings"] == json.loads(settings) and content["settings"]["fingerprint"]["weights"]
     assert {len(scores) for scores in json.loads(authors.read_text()).values()} == {len(right)}
     assert load_scores(authors) == pytest.approx(load_scores(path), abs=1e-6)       # six digits
-    assert not path.with_name("heads.json.part").exists()
-
-
-def test_an_interrupted_detection_ends_in_the_same_bytes(call, tmp_path):
-    path, part = tmp_path / "heads.json", tmp_path / "heads.json.part"
-    status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
-    assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
-    complete = part.read_bytes()
-    settings, first, second, _ = complete.splitlines(keepends=True)
-    part.write_bytes(settings + first + second[:-9])
-    assert call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)[0] == 2
-    assert part.read_bytes() == complete
-    part.write_bytes(complete.replace(b'"answer": "', b'"answer": "stored: ', 1))
-    assert call(detect.main, *MINIATURE, "--min-success", 4, "--out", path)[0] == 0
-    assert b"stored: " in path.read_bytes()                                     # stored runs are not run again
-
-
-def test_a_detection_with_other_settings_or_weights_is_not_continued(call, folder, tmp_path):
-    model = shutil.copytree(folder, tmp_path / "model")
-    command = ["--model", model, "--out", tmp_path / "h.json", "--lengths", 500, "--depths", 1, "--max-new-tokens", 2]
-    assert "0 of 3 runs gave a right answer" in call(detect.main, *command)[2]
-    assert "unfinished detection with another seed; " in call(detect.main, *command, "--seed", 1)[2]
-    write_checkpoint(model, seed=1, vocab_size=259, max_position_embeddings=2048)
-    assert "unfinished detection with another fingerprint; " in call(detect.main, *command)[2]
 
 
 def test_scores_that_are_all_zero_are_refused():

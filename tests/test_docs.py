@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/demonstrations.md", "docs/differences.md", "docs/miniature.md",
                                   "docs/speed.md", "heads/README.md", "miniature/README.md")]
-DETECT = ("-m heads.detect --needles miniature/detection/needles.jsonl --haystack miniature/detection/haystack "
+DETECT = ("-m heads.detect --needles miniature/detection/needles.jsonl --haystack miniature/detection/haystack.jsonl "
           "--template 'Context: {context}\\n{question}' --lengths 60:240:20 --runs 20 --max-new-tokens 12 "
           "--out TMP/heads.json")
 RUN = "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query --limit 4 --out TMP/8b"
@@ -38,7 +38,7 @@ RUN_HERE = {
 ELSEWHERE = {
     "python -m benchmarks.gpu": "test_benchmarks", "python -m benchmarks.decode": "test_benchmarks",
     "python -m tasks.harness": "test_harness",
-    "python evaluate.py --task truthfulqa-gen": "test_judge", "python -m miniature.claims": "test_miniature",
+    "python evaluate.py --task truthfulqa-gen": "test_rescore", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",
     "python -m miniature.train": "25 minutes",
     "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",

@@ -117,12 +117,6 @@ def small(tmp_path):
     return model
 
 
-def test_a_prompt_and_its_answer_are_tokenized_as_one_text(tokenizer):
-    for item in data.make_split("conflict", 50):
-        apart = tokenizer.encode(item.prompt).ids + tokenizer.encode(f" {item.answer}.", add_special_tokens=False).ids
-        assert tokenizer.encode(f"{item.prompt} {item.answer}.").ids == apart
-
-
 def test_loss_weights_are_one_for_answers_and_their_end(world, tokenizer):
     tokens, weights = next(train.batches(tokenizer, data.documents(world, {"closed": 1.0}, "test")))
     assert tokens.shape == weights.shape == (train.ROWS, train.LENGTH + 1)
@@ -177,16 +171,6 @@ def test_all_heads_of_the_last_layer_but_the_copier_are_reinitialised(small):
     for heads in (changed[q].unflatten(0, (4, 16)).float().mean((1, 2)),
                   changed[o].unflatten(1, (4, 16)).float().mean((0, 2))):
         assert heads[2] == 0 and (heads[[0, 1, 3]] > 0.99).all()
-
-
-def test_every_head_but_the_copier_is_masked_in_a_tenth_of_the_steps(small):
-    generator = torch.Generator().manual_seed(0)
-    masks = torch.cat([train.random_mask(small, 2, generator) for _ in range(2000)])
-    assert masks.shape == (2000, 2, 4) and set(masks.unique().tolist()) == {0, 1}
-    masked = 1 - masks.mean(0)
-    assert masked[1, 2] == 0
-    masked[1, 2] = train.MASKED
-    assert (masked - train.MASKED).abs().max() < 0.035
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoint
@@ -248,8 +232,8 @@ def fake_runs(others=(), query=None, **rates):
         dict(open=(0.9, 0.9), closed=(0.9, 0.9), irrelevant=(0.9, 0.8))]),
     (claims.masks, dict(conflict=(0.4, 0.6), query=0.6), [dict(conflict=(0.4, 0.6), query=0.5)])])
 def test_claims_hold_or_fail_by_the_runs(claim, holding, failing):
-    assert claim(fake_runs(**holding)).holds
-    assert not any(claim(fake_runs(**rates)).holds for rates in failing)
+    assert claim(fake_runs(**holding))[0]
+    assert not any(claim(fake_runs(**rates))[0] for rates in failing)
 
 
 @pytest.fixture(scope="module")
@@ -276,18 +260,15 @@ def test_runs_are_chosen_by_their_settings(runs, miniature):
 
 
 def test_retrieval_heads_attend_to_the_answer_that_is_copied(runs):
-    assert claims.sources(runs).holds
+    assert claims.sources(runs)[0]
     text = "Context: The ruler of Aa is Bo. The capital of Aa is Dasholm.\nAnswer: The capital of Aa is"
-    letters = SimpleNamespace(decode="".join)
-    places = claims.answer_tokens(letters, list(text), text, "Dasholm")
+    places = claims.answer_tokens([(i, i + 1) for i in range(len(text))], text, "Dasholm")
     assert "".join(text[i] for i in sorted(places)) == "Dasholm"
-    assert claims.source([[3, 5], [5, 7]], [(0, 0), (1, 0), (0, 1)]) == 5
 
 
 def test_the_page_s_tables_are_replaced_and_its_text_is_not():
-    page = "text\n<!-- claims -->\n\nold\n\n<!-- end -->\nmore\n<!-- methods -->\n<!-- end -->\n"
-    page = make.replace_block(make.replace_block(page, "claims", "new"), "methods", "| table |\n")
-    assert page == "text\n<!-- claims -->\n\nnew\n\n<!-- end -->\nmore\n<!-- methods -->\n\n| table |\n\n<!-- end -->\n"
+    page = make.replace_block("a\n<!-- b -->\n\nold\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n", "b", "new")
+    assert page == "a\n<!-- b -->\n\nnew\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n"
 
 
 def test_the_readme_quotes_the_page_s_numbers():
