@@ -64,9 +64,9 @@ class Letters:
 
 
 def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
-    answer = linked([[(0, 0.75), (2, 0.25)], [], [(2, 1.0), (1, 0.5)]])
+    answer = linked([[(2, 1.0), (0, 0.75)], [], [(1, 0.5), (2, 0.25)]])
     rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) { .*? / ([\d.]+)\) }", answer)
-    pairs = {("g0t0", "p0s0"): "0.75", ("g0t0", "p0s2"): "0.25", ("g0t2", "p0s1"): "0.50", ("g0t2", "p0s2"): "1.00"}
+    pairs = {("g0t0", "p0s0"): "0.75", ("g0t0", "p0s2"): "1.00", ("g0t2", "p0s1"): "0.50", ("g0t2", "p0s2"): "0.25"}
     # Of the title: the largest shares of the answer's tokens.
     title = {("g0h", "p0s0"): "0.75", ("g0h", "p0s1"): "0.50", ("g0h", "p0s2"): "1.00"}
     assert {rule[:2]: rule[2] for rule in rules} == pairs | title | {pair[::-1]: pairs[pair] for pair in pairs}
@@ -74,7 +74,7 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
     notes, texts = zip(*re.findall(r'data-note="([^"]*)">([^<]*)</span>', answer), strict=True)
     assert texts == ("&lt;", "b", "c")                                  # markup stays text
-    assert html.unescape(notes[0]).endswith("from '<' at 0 (75% of the heads)\nfrom 'z' at 2 (25% of the heads)")
+    assert html.unescape(notes[0]).endswith("from 'z' at 2 (100% of the heads)\nfrom '<' at 0 (75% of the heads)")
     assert "from" not in notes[1] and "from '&quot;' at 1" in notes[2].replace("&#x27;", "'")
     assert ":has(" not in linked() and "Blue" not in page.document("x", [linked()])
     assert "Blue" in page.document("x", [answer])
