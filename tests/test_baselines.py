@@ -1,4 +1,4 @@
-"""Each decoder against numpy in float64 on what transformers computes without a cache; DoLa as recorded."""
+"""Each decoder against numpy on float64 logits of transformers without a cache; DoLa against recorded runs."""
 
 from functools import cache
 from types import SimpleNamespace

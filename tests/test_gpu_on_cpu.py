@@ -1,4 +1,4 @@
-"""What happens only on a GPU, checked on a CPU: the kernels that are called, and steps recorded as CUDA graphs."""
+"""Behaviour on a GPU, checked on a CPU: the kernels that are called, and steps recorded as CUDA graphs."""
 
 import copy
 import gc

@@ -156,7 +156,7 @@ def test_a_repeated_cache_continues_the_prompt_in_several_ways(model):
         assert_close(logits, cached(model, prompt + answer, len(prompt), steps=5)[0, 0])
 
 
-def test_each_text_may_take_back_another_number_of_tokens(model):
+def test_each_text_may_take_back_a_different_number_of_tokens(model):
     prompts = [random_ids(n, seed=n) for n in (6, 11)]
     cache = read(model, prompts, 400, 2)
     first, then = random_ids(2, 4, seed=3), random_ids(2, 2, seed=4)

@@ -1,10 +1,9 @@
-"""What the authors' published classes decode and score, on tiny checkpoints with random weights.
+"""Tokens and scores of the authors' published classes, on tiny checkpoints with random weights.
 
-golden/published holds the checkpoints and, as token ids, prompts and what was computed from them in float32. In
-decoders.json `official_query`, `masked_baseline`, `cad`, `activation` and `greedy` are the published decoders, whose
-masked heads are those of `mask="query"`; `dola` is the one they call, of transformers 4.51; `paper_output` and
-`strict_output` are the paper's equation, masked from the last prompt token on and everywhere. scores.json: the
-published multiple-choice scores."""
+golden/published holds the checkpoints, prompts as token ids, and results in float32. In decoders.json `official_query`,
+`masked_baseline`, `cad`, `activation` and `greedy` are the published decoders, whose masked heads are those of
+`mask="query"`; `dola` is that of transformers 4.51; `paper_output` and `strict_output` are the paper's equation, masked
+from the last prompt token on and everywhere. scores.json: the published multiple-choice scores."""
 
 import json
 import math
