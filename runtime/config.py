@@ -121,12 +121,11 @@ def find_dtype(dtype):
 
 def read_rope(c, path, max_positions):
     """(base of the rotary frequencies, `rope_scaling` for Config)."""
-    key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
-    outer = {k: c[k] for k in ("rope_theta", "partial_rotary_factor") if k in c}
+    key, trained = "rope_scaling" if c.get("rope_scaling") else "rope_parameters", "original_max_position_embeddings"
     inner = field({key: c.get(key) or {}}, path, key)
-    rope = {"truncate": True, "original_max_position_embeddings": max_positions} | outer | inner
-    if "original_max_position_embeddings" in c:         # takes precedence over the inner one
-        rope["original_max_position_embeddings"] = c["original_max_position_embeddings"]
+    rope = {"truncate": True, trained: max_positions, "rope_theta": c["rope_theta"],
+            "partial_rotary_factor": c.get("partial_rotary_factor")} | inner
+    rope[trained] = c.get(trained, rope[trained])       # the outer one takes precedence
     rope["rope_type"] = inner.get("rope_type", inner.get("type", "default"))
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", null=1)
@@ -140,20 +139,18 @@ def read_rope(c, path, max_positions):
 
 def read_windows(c, path):
     """One window per layer. Mistral's applies if it is a number; Qwen's only with `use_sliding_window`."""
-    need, n_layers = partial(field, c, path), c["num_hidden_layers"]
-    if c["model_type"] == "llama":
-        return (None,) * n_layers
-    if c["model_type"] == "mistral":
-        return (need("sliding_window", null=None),) * n_layers
-    window = need("sliding_window", null=None) if need("use_sliding_window") else None
-    first = need("max_window_layers")
-    kinds = need("layer_types", null=["sliding_attention" if window and layer >= first else "full_attention"
-                                      for layer in range(n_layers)])
-    known = ["full_attention", "sliding_attention"] if window else ["full_attention"]
+    need, n_layers, qwen = partial(field, c, path), c["num_hidden_layers"], c["model_type"].startswith("qwen")
+    applies = need("use_sliding_window") if qwen else c["model_type"] == "mistral"
+    window = need("sliding_window", null=None) if applies else None
+    if not qwen:
+        return (window,) * n_layers
+    full, sliding, first = "full_attention", "sliding_attention", need("max_window_layers")
+    kinds = need("layer_types", null=[sliding if window and i >= first else full for i in range(n_layers)])
+    known = [full, sliding] if window else [full]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
         raise ValueError(f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} it must be "
                          f"{n_layers} times {' or '.join(known)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == sliding else None for kind in kinds)
 
 
 def rope_frequencies(c):
@@ -173,21 +170,17 @@ def rope_frequencies(c):
         blend = (trained / wavelength - low) / (high - low)
         between = (1 - blend) * f / factor + blend * f
         return f.where(wavelength < trained / high, (f / factor).where(wavelength > trained / low, between)), 1.0
-
-    def pair(turns):                            # number of the pair with that many turns in the trained context
-        return c.head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
-
-    def spread(mscale=1):
-        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-    low, high = pair(s["beta_fast"]), pair(s["beta_slow"])
+    # The numbers of the pairs with beta_fast and beta_slow turns in the trained context.
+    low, high = (c.head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
+                 for turns in (s["beta_fast"], s["beta_slow"]))
     if s["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, c.head_dim - 1)
     high += 0.001 * (low == high)
-    ramp = (torch.arange(c.head_dim // 2).float() - low) / (high - low)
-    blend = 1 - ramp.clamp(0, 1)
+    blend = 1 - ((torch.arange(c.head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
     f = 1 / (factor * power) * (1 - blend) + f * blend
-    both = s["mscale"] and s["mscale_all_dim"]
-    scale = spread(s["mscale"]) / spread(s["mscale_all_dim"]) if both else spread()
-    return f, float(scale if s["attention_factor"] is None else s["attention_factor"])
+    if s["attention_factor"] is not None:
+        return f, float(s["attention_factor"])
+    over, under = (s["mscale"], s["mscale_all_dim"]) if s["mscale"] and s["mscale_all_dim"] else (1, 0)
+    growth = math.log(max(factor, 1))
+    return f, (0.1 * over * growth + 1) / (0.1 * under * growth + 1)

@@ -14,8 +14,7 @@ def read_json(path, kind=dict):
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, kind):
-        raise ValueError(f"{path} must contain a JSON {'object' if kind is dict else 'list'}, not a "
-                         f"{type(value).__name__}")
+        raise ValueError(f"{path} must contain a JSON {'object' if kind is dict else 'list'}")
     return value
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, errors, snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -35,13 +35,10 @@ def checkpoint_folder(name, weights=True):
     try:
         # Llama and Mistral repositories hold the weights twice: again in original/, or as consolidated*.safetensors.
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
-    except errors.RepositoryNotFoundError:
-        problem = (f"{name} is neither a folder nor a model that you may download: check the spelling; if it is gated, "
-                   f"accept its terms at {constants.ENDPOINT}/{name}, then run `hf auth login` or set HF_TOKEN")
     except Exception as error:              # the network library raises many kinds
-        problem = (f"downloading {name} failed: check the connection and HF_HUB_OFFLINE, then run the command again to "
-                   f"continue, or give a folder ({one_line(error)})")
-    raise OSError(problem)
+        raise OSError(f"downloading {name} failed ({one_line(error)}): check the name, the connection and "
+                      "HF_HUB_OFFLINE, or give a folder; if the model is gated, accept its terms at "
+                      f"{constants.ENDPOINT}/{name}, then run `hf auth login` or set HF_TOKEN") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
@@ -49,41 +46,35 @@ def checkpoint_folder(name, weights=True):
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)          # buffers in old checkpoints
 
+# Module → its names in a checkpoint with the axes of their weights; a bias has the first. Several are concatenated.
+# D model width   F feed-forward width   V vocabulary   H query heads × K   G key/value heads × K   K head width
+NAMES = {
+    "embed": {"model.embed_tokens": "VD"},
+    "norm": {"model.norm": "D"},
+    "lm_head": {"lm_head": "VD"},
+    "attn_norm": {"input_layernorm": "D"},
+    "attn.qkv": {"self_attn.q_proj": "HD", "self_attn.k_proj": "GD", "self_attn.v_proj": "GD"},
+    "attn.q_norm": {"self_attn.q_norm": "K"},
+    "attn.k_norm": {"self_attn.k_norm": "K"},
+    "attn.o": {"self_attn.o_proj": "DH"},
+    "mlp_norm": {"post_attention_layernorm": "D"},
+    "mlp.gate_up": {"mlp.gate_proj": "FD", "mlp.up_proj": "FD"},
+    "mlp.down": {"mlp.down_proj": "DF"},
+}
 
-def weight_table(c, shard):
-    """{parameter: [(name in the checkpoint, its shape there, this rank's slices), …]}.
 
-    A merged parameter is the concatenation of several. q, k, v, gate and up are split by rows of [out, in], o and down
-    by columns, embedding and head by vocabulary. Without slices, every rank has the entire tensor."""
-    D, K, every = c.d_model, c.head_dim, slice(None)
-
-    def split(n, width=1, copies=False):
-        part = shard.part(n, copies)
-        return slice(part.start * width, part.stop * width)
-
-    heads, kv_heads = split(c.n_heads, K), split(c.n_kv_heads, K, copies=True)
-    vocab, ff = split(c.vocab_size), split(c.d_ff)
-    qkv = [("q", c.n_heads * K, heads), ("k", c.n_kv_heads * K, kv_heads), ("v", c.n_kv_heads * K, kv_heads)]
-    layer = {
-        "attn_norm.weight": [("input_layernorm.weight", (D,), ())],
-        "attn.qkv.weight": [(f"self_attn.{x}_proj.weight", (n, D), (rows,)) for x, n, rows in qkv],
-        "attn.o.weight": [("self_attn.o_proj.weight", (D, c.n_heads * K), (every, heads))],
-        "mlp_norm.weight": [("post_attention_layernorm.weight", (D,), ())],
-        "mlp.gate_up.weight": [(f"mlp.{x}_proj.weight", (c.d_ff, D), (ff,)) for x in ("gate", "up")],
-        "mlp.down.weight": [("mlp.down_proj.weight", (D, c.d_ff), (every, ff))]}
-    if c.qkv_bias:
-        layer["attn.qkv.bias"] = [(f"self_attn.{x}_proj.bias", (n,), (rows,)) for x, n, rows in qkv]
-    if c.o_bias:
-        layer["attn.o_bias"] = [("self_attn.o_proj.bias", (D,), ())]
-    if c.qk_norm:
-        layer |= {f"attn.{x}_norm.weight": [(f"self_attn.{x}_norm.weight", (K,), ())] for x in "qk"}
-    table = {"embed.weight": [(EMBEDDING, (c.vocab_size, D), (vocab,))],
-             "norm.weight": [("model.norm.weight", (D,), ())]}
-    if not c.tied_embeddings:
-        table["lm_head.weight"] = [(HEAD, (c.vocab_size, D), (vocab,))]
-    for i in range(c.n_layers):
-        table |= {f"layers.{i}.{parameter}": [(f"model.layers.{i}.{name}", *rest) for name, *rest in pieces]
-                  for parameter, pieces in layer.items()}
+def weight_table(model):
+    """{parameter: {name in the checkpoint: (its shape there, this rank's slices)}}. Ranks split F, V, H and G."""
+    c, part, table = model.config, model.shard.part, {}
+    K, kv = c.head_dim, part(c.n_kv_heads, copies=True)
+    axes = {"D": (c.d_model, slice(None)), "K": (K, slice(None)),
+            "G": (c.n_kv_heads * K, slice(kv.start * K, kv.stop * K))}
+    axes |= {axis: (n, part(n)) for axis, n in (("F", c.d_ff), ("V", c.vocab_size), ("H", c.n_heads * K))}
+    for parameter, tensor in model.named_parameters():
+        layer, module, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)[._](weight|bias)", parameter).groups()
+        prefix = f"model.{layer}" if layer else ""
+        table[parameter] = {f"{prefix}{name}.{kind}": tuple(zip(*map(axes.get, dims[:tensor.dim()]), strict=True))
+                            for name, dims in NAMES[module].items()}
     return table
 
 
@@ -92,37 +83,35 @@ def named_tensors(model, of=lambda parameter: parameter):
 
     of: maps a parameter to the tensor to view instead, for example its gradient."""
     tensors = {}
-    for parameter, pieces in weight_table(model.config, model.shard).items():
-        parts = of(model.get_parameter(parameter)).split([shape[0] for _, shape, _ in pieces])
-        tensors |= {name: part for (name, _, _), part in zip(pieces, parts, strict=True)}
+    for parameter, pieces in weight_table(model).items():
+        parts = of(model.get_parameter(parameter)).split([shape[0] for shape, _ in pieces.values()])
+        tensors |= zip(pieces, parts, strict=True)
     return tensors
 
 
 def load_weights(model, folder, device):
     """Fills the model's parameters from safetensors files. ValueError if tensors are missing, unused or not finite."""
-    files, table, tied = weight_files(folder), weight_table(model.config, model.shard), model.config.tied_embeddings
+    files, table, tied = weight_files(folder), weight_table(model), model.config.tied_embeddings
     if tied and EMBEDDING not in files:                 # the shared matrix may be stored under its other name
-        table["embed.weight"] = [(HEAD, *table["embed.weight"][0][1:])]
-    names = {name for pieces in table.values() for name, _, _ in pieces}
+        table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
+    names = {name for pieces in table.values() for name in pieces}
     missing = sorted(names - files.keys())
     unused = sorted(n for n in files.keys() - names if not (tied and n == HEAD) and not n.endswith(NOT_WEIGHTS))
     if missing or unused:
         raise ValueError(f"{folder}: missing {missing[:4]}, unused {unused[:4]}; do config.json and the safetensors "
                          "files belong together?")
     # Large matrices first: then the peak of the host's memory is the weights alone.
-    for parameter, pieces in sorted(table.items(), key=lambda item: -math.prod(item[1][0][1])):
-        module, _, attribute = parameter.rpartition(".")
-        module = model.get_submodule(module)
-        weight = torch.zeros(getattr(module, attribute).shape, dtype=model.dtype, device=device)
-        row = 0
-        for name, shape, slices in pieces:
+    for parameter, empty in sorted(model.named_parameters(), key=lambda item: -math.prod(item[1].shape)):
+        weight, row = torch.zeros(empty.shape, dtype=model.dtype, device=device), 0
+        for name, (shape, slices) in table[parameter].items():
             values = read_tensor(files[name], name, shape, slices)
             weight[row:row + len(values)] = values      # the last rank's part of the vocabulary may be shorter
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
-            raise ValueError(f"{files[name]}: {' or '.join(name for name, _, _ in pieces)} is not finite in "
-                             f"{model.dtype}; load in float32 or download the file again")
-        setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
+            raise ValueError(f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; load in "
+                             "float32 or download the file again")
+        module, _, attribute = parameter.rpartition(".")
+        setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
 def read_tensor(path, name, shape, slices):
@@ -132,25 +121,23 @@ def read_tensor(path, name, shape, slices):
         if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in ("F32", "F16", "BF16"):
             raise ValueError(f"{path}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json requires F32, "
                              f"F16 or BF16 {list(shape)}")
-        return tensor[slices or (slice(None),)]
+        return tensor[slices]
 
 
 def weight_files(folder):
     """{name of a tensor: its safetensors file}. Of an index only the names of the files are used."""
-    folder = Path(folder)
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if os.path.lexists(single):                         # takes precedence, as in transformers
-        names = [single.name]
-    elif os.path.lexists(index):
-        weight_map = read_json(index).get("weight_map")
+    folder, single, index = Path(folder), "model.safetensors", "model.safetensors.index.json"
+    if os.path.lexists(folder / single):                # takes precedence, as in transformers
+        names = [single]
+    elif os.path.lexists(folder / index):
+        weight_map = read_json(folder / index).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or not all(isinstance(name, str) and FILE.fullmatch(name) for name in names):
-            raise ValueError(f"{index}: weight_map must map tensors to safetensors files of its own folder; "
+            raise ValueError(f"{folder / index}: weight_map must map tensors to safetensors files of its own folder; "
                              "download it again")
     else:
-        raise FileNotFoundError(f"{folder}: no model.safetensors. Pickles (.bin, .pt, .pth) are not read, because they "
-                                "can run code. If you trust one, convert it: load it with transformers' "
-                                "AutoModelForCausalLM.from_pretrained and call save_pretrained")
+        raise FileNotFoundError(f"{folder}: no {single}. Pickles (.bin, .pt, .pth) are not read, because they can run "
+                                "code. If you trust one, load it with transformers and call save_pretrained")
     files = {}
     for name in sorted(set(names)):
         try:
@@ -197,9 +184,8 @@ def fingerprint(name):
             header = json.loads(file.read(start - 8))[tensor]
             first, last = header["data_offsets"]
             weights.update(json.dumps([tensor, header["dtype"], header["shape"]]).encode())
-            blocks = [(first, last - first)] if last - first <= LARGE else [
-                (first + i * (last - first - BLOCK) // (BLOCKS - 1), BLOCK) for i in range(BLOCKS)]
-            for offset, size in blocks:
-                file.seek(start + offset)
+            n, size = (1, last - first) if last - first <= LARGE else (BLOCKS, BLOCK)
+            for i in range(n):
+                file.seek(start + first + i * (last - first - size) // max(1, n - 1))
                 weights.update(file.read(size))
     return hashes | {"weights": weights.hexdigest()[:16]}

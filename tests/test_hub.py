@@ -16,18 +16,17 @@ import pytest
 from runtime.weights import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TEXT = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+TEXT = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors.index.json",
+        "tokenizer.json", "tokenizer_config.json"]
 WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-INDEX = "model.safetensors.index.json"
 OTHERS = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "original/params.json",
           "onnx/model.safetensors", "README.md", "tokenizer.model"]
-FILES = [*TEXT, INDEX, *WEIGHTS, *OTHERS]
-CASES = {
+FILES = [*TEXT, *WEIGHTS, *OTHERS]
+HASH = hashlib.sha256(b"d.jsonl").hexdigest()
+CASES = {                           # arguments of checkpoint_folder and a token, or of Home
     "text": ("open/model", False, ""), "all": ("open/model", True, ""), "misspelled": ("open/modle", False, ""),
-    "gated": ("gated/model", False, ""), "wrong token": ("gated/model", False, "bad"),
-    "right token": ("gated/model", False, "good"), "error": ("down/model", False, ""), "name": ("a/b--c", False, ""),
-    "commit": ("open/data", "data/dev.parquet", COMMIT),
-    "hash": ("open/data", "d.jsonl", "main", hashlib.sha256(b"d.jsonl").hexdigest()),
+    "no token": ("gated/model", False, ""), "token": ("gated/model", False, "good"), "error": ("down/model", False, ""),
+    "commit": ("open/data", "data/dev.parquet", COMMIT), "hash": ("open/data", "d.jsonl", "main", HASH),
     "other hash": ("open/data", "d.jsonl", "main", "0" * 64), "no data": ("other/data", "d.jsonl", COMMIT),
     "stop": (), "cached": ("open/model", True, ""), "not cached": ("open/other", True, "")}
 CLIENT = """
@@ -45,7 +44,7 @@ for name, case in json.loads(sys.argv[1]).items():
         else:
             model, weights, os.environ["HF_TOKEN"] = case
             files = checkpoint_folder(model, weights).rglob("*")
-            lines[name] = " ".join(sorted(path.name for path in files if not path.is_dir()))
+            lines[name] = sorted(path.name for path in files if not path.is_dir())
     except (ValueError, OSError) as error:
         lines[name] = str(error)
 print(json.dumps(lines))
@@ -94,43 +93,24 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory):
-    """({name of a case: files or message}, requested paths)."""
+def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.paths = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     clean = {k: v for k, v in os.environ.items() if not k.upper().startswith("HF_") and "PROXY" not in k.upper()}
-    clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+    clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path),
               "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": "."}
     done = subprocess.run([sys.executable, "-c", CLIENT, json.dumps(CASES)], env=clean, text=True, timeout=300,
                           cwd=Path(__file__).parent.parent, capture_output=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), server.paths
-
-
-def test_only_json_jinja_and_safetensors_are_downloaded(hub):
-    lines, paths = hub
-    assert lines["text"].split() == lines["right token"].split() == sorted([*TEXT, INDEX])
-    assert lines["all"].split() == lines["cached"].split() == sorted([*TEXT, INDEX, *WEIGHTS])
-    assert not [path for path in paths if path.endswith(tuple(OTHERS))]
-
-
-@pytest.mark.parametrize("case, words", [
-    ("misspelled", "open/modle is neither a folder nor a model that you may download: check the spelling"),
-    ("gated", "accept its terms at http://127.0.0.1:"), ("wrong token", "HF_TOKEN"),
-    ("error", "downloading down/model failed"), ("name", "downloading a/b--c failed"),
-    ("not cached", "downloading open/other failed: check the connection"),
-    ("other hash", "open/data"), ("other hash", "--data FILE"), ("no data", "other/data"), ("no data", "--data FILE"),
-])
-def test_every_failure_is_one_line(hub, case, words):
-    assert words in hub[0][case] and "\n" not in hub[0][case]
-
-
-def test_a_data_file_comes_from_its_home_with_the_commit_or_the_content_of_the_paper(hub):
-    lines, paths = hub
+    lines = json.loads(done.stdout)
+    assert lines["text"] == lines["token"] == TEXT and lines["all"] == lines["cached"] == sorted([*TEXT, *WEIGHTS])
+    assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
     assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
-    assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in paths)
+    assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
+    for name, word in {"misspelled": "HF_TOKEN", "no token": "HF_TOKEN", "error": "500", "not cached": "connection",
+                       "other hash": "--data FILE", "no data": "--data FILE"}.items():
+        assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c", "a/", "a b", "", "file"])
@@ -139,7 +119,3 @@ def test_a_name_that_is_neither_folder_nor_hub_id_never_reaches_the_hub(name, tm
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
         checkpoint_folder(name)
-
-
-def test_a_folder_is_returned_unchanged(tmp_path):
-    assert checkpoint_folder(tmp_path) == checkpoint_folder(str(tmp_path)) == tmp_path

@@ -24,7 +24,7 @@ from model import MASKS, Transformer
 from runtime.config import Config
 from runtime.graph import GRAPHS
 from runtime.parallel import Ranks, Shard, check_split, first_on_node, rank_device
-from runtime.weights import weight_table
+from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -273,8 +273,8 @@ def memory(key):
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=2048)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama3"] | sizes))
-    table = weight_table(Config.from_checkpoint(tmp_path), Shard())
-    weights = {name: torch.zeros(shape) for pieces in table.values() for name, shape, _ in pieces}
+    empty = Transformer(Config.from_checkpoint(tmp_path), Shard(), "meta")
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in named_tensors(empty).items()}
     write_checkpoint(tmp_path, "llama3", weights=weights, **sizes)
     stored = sum(weight.nbytes for weight in weights.values())                  # about 200 MB
     del weights
