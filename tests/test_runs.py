@@ -162,8 +162,8 @@ def evaluation(folder, chat_model):
 
 def detection(folder, chat_model):
     texts = cli.MINIATURE / "detection"
-    return (f"--needles {texts}/needles.jsonl --haystack {texts}/haystack.jsonl --runs 24 --lengths 60:120:2 --min-success 1 "
-            f"--out {folder}/out/heads.json --template 'Context: {{context}}\\n{{question}}'")
+    return (f"--needles {texts}/needles.jsonl --haystack {texts}/haystack.jsonl --runs 24 --lengths 60:120:2 "
+            f"--min-success 1 --out {folder}/out/heads.json --template 'Context: {{context}}\\n{{question}}'")
 
 
 @pytest.mark.parametrize("main, arguments", [(evaluate.main, evaluation), (detect.main, detection)])
