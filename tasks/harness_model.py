@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self):
-        """Part of the name of files that store prompts (--cache_requests), different for each chat template."""
+        """Part of the name of files that store prompts, different for each chat template."""
         key = json.dumps([self.tokenizer.chat_template, self.template_args], sort_keys=True)
         return f"{self.tokenizer.name}-{short_hash(key.encode())}".replace("/", "__")
 

@@ -52,13 +52,13 @@ def keyed(lines):
 
 
 def read_store(path, models=None):
-    """(kind, key) → verdict, as stored. models: kind → judge; ValueError if the verdicts are another judge's."""
+    """(kind, key) → verdict, as stored. ValueError if a verdict is not one of `models`, kind → judge."""
     verdicts = {}
     for number, line in json_lines(path) if path.exists() else ():
         kind, model, key, yes = (line.get(name) for name in ("judge", "model", "key", "yes"))
         texts = all(isinstance(value, str) for value in (kind, model, key))
         if not (texts and kind in PROMPTS and isinstance(yes, (int, float)) and 0 <= yes <= 1):
-            raise ValueError(f"{path}, line {number}: not a verdict of a judge; remove the line to judge it again")
+            raise ValueError(f"{path}, line {number}: not a verdict of a judge; remove the line")
         if models and models[kind] != model:
             raise ValueError(f"{path} was judged by {model}, not by {models[kind]}; remove the file to judge again")
         verdicts[kind, key] = line

@@ -92,7 +92,7 @@ def from_hub(home, option="--data"):
 
 
 def read_with(read, numbered_rows, path, home):
-    """Yields `read` of each row. ValueError names the row's file, its line, and the data that the task reads."""
+    """Yields `read` of each row. ValueError names the file, the line, and the data that the task reads."""
     for number, row in numbered_rows:
         try:
             yield read(row)
@@ -103,9 +103,9 @@ def read_with(read, numbered_rows, path, home):
 def load(task, data=None, demos=None, limit=None, seed=1234):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
-    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt
-    (`fixed_demos`); the training split; the first items of the data, which then are not scored. Their record says which
-    ("source": "file", "fixed", "train" or "first items"), and whether they are the paper's."""
+    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt;
+    the training split; the first items of the data, which then are not scored. Their record says which ("source":
+    "file", "fixed", "train" or "first items"), and whether they are the paper's."""
     demonstrations, record = find_demos(task, demos, data, seed)
     use_first = bool(task.shots) and record is None
     items, records = load_items(task, data, None if use_first else limit)
@@ -180,8 +180,8 @@ def find_demos(task, demos, data, seed):
 def split_first_items(task, items, limit=None):
     """(demonstrations, items left to score): the first items with different questions.
 
-    An item with the question of a demonstration is not scored. PopQA is the exception: its first nine items are the
-    published demonstrations. They are scored, and an item that is a demonstration is shown the ninth instead."""
+    An item with the question of a demonstration is not scored, except in PopQA, whose first nine items are the
+    published demonstrations. An item that is one of them is shown the ninth instead."""
     first = {}
     for item in items:
         if len(first) < task.shots + task.demos_are_items:
@@ -190,8 +190,8 @@ def split_first_items(task, items, limit=None):
     if not task.demos_are_items:
         items = [item for item in items if item["question"] not in first]
     if not items:
-        raise ValueError(f"{task.name}: the data's first {len(first)} questions are its demonstrations, and nothing is "
-                         "left to score: give more data, or --demos FILE")
+        raise ValueError(f"{task.name}: the data's first {len(first)} questions are its demonstrations, and nothing "
+                         "is left to score: give more data, or --demos FILE")
     return demos, [item | {"index": index} for index, item in enumerate(items[:limit])]
 
 
