@@ -169,8 +169,7 @@ MINIATURE = tuple(
          files=(f"miniature-{split}.jsonl",), home=f"the lines that python -m miniature.data --split {split} prints",
          made_by=("miniature.data:make_split", split), without_context="field", layout="plain", n=n,
          running="exact_match")
-    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 1024, 320, 1024),
-                        strict=True))
+    for split, n in {"conflict": 1024, "conflict-known": 1024, "open": 1024, "closed": 320, "irrelevant": 1024}.items())
 
 PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,
          MUSIQUE_DIRECT_CLOSED, MUSIQUE_DIRECT_OPEN, MUSIQUE_COT_CLOSED, MUSIQUE_COT_OPEN)
