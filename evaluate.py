@@ -70,7 +70,8 @@ def evaluate(argv):
     if args.dry_run:
         return dry_run(args, benchmarks)
     for task in tasks:
-        metrics.check_available(task)
+        for problem in metrics.problems(task):
+            print(f"{task.name}: {problem}", file=sys.stderr)
     ranks = Ranks(args.tp, args.device)
     model, tokenizer, amateur = cli.load_models(args, ranks.shard())
     setups = make_setups(args, methods, model, amateur)

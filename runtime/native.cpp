@@ -58,10 +58,12 @@ void lines(const Number* w, const Number* x, const Number* b, Number* y, int64_t
     constexpr decltype(&two_rows<Number, 1>) PRODUCTS[VECTORS] = {
         two_rows<Number, 1>, two_rows<Number, 2>, two_rows<Number, 3>, two_rows<Number, 4>,
         two_rows<Number, 5>, two_rows<Number, 6>, two_rows<Number, 7>, two_rows<Number, 8>};
-    at::parallel_for(0, N / PAIR, 1, [&](int64_t first, int64_t end) {
-        for (int64_t n = first * PAIR; n < end * PAIR; n += PAIR)
+    at::parallel_for(0, (N + PAIR - 1) / PAIR, 1, [&](int64_t first, int64_t end) {
+        for (int64_t pair = first; pair < end; pair++) {
+            const int64_t n = std::min(pair * PAIR, N - PAIR);      // if N is odd, one row is computed twice
             for (int64_t t = 0; t < T; t += VECTORS)
                 PRODUCTS[std::min(T - t, VECTORS) - 1](w + n * K, x + t * K, b ? b + n : nullptr, y + t * N + n, K, N);
+        }
     });
 }
 
@@ -145,13 +147,13 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
     return y;
 }
 
-// x […, K], W [N, K], b [N] or none, all float32 or all bfloat16 → […, N]. N is even, a row of W whole lines.
+// x […, K], W [N, K], b [N] or none, all float32 or all bfloat16 → […, N]. A row of W is whole lines.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     const auto number = weight.scalar_type();
     TORCH_CHECK(number == at::kFloat || number == at::kBFloat16, "float32 or bfloat16 is needed, not ", number);
     TORCH_CHECK(x.scalar_type() == number && (!bias || bias->scalar_type() == number), "numbers of one type are needed");
     TORCH_CHECK(weight.is_contiguous() && (!bias || bias->is_contiguous()), "W and b have to be contiguous");
-    TORCH_CHECK(x.size(-1) == weight.size(1) && weight.size(1) * weight.itemsize() % LINE == 0 && weight.size(0) % PAIR == 0,
+    TORCH_CHECK(x.size(-1) == weight.size(1) && weight.size(1) * weight.itemsize() % LINE == 0 && weight.size(0) >= PAIR,
                 "x ", x.sizes(), " by W ", weight.sizes());
     auto shape = x.sizes().vec();
     shape.back() = weight.size(0);

@@ -32,12 +32,12 @@ class Native(nn.Module):
 
     def forward(self, x):
         few = x.numel() <= FEW * x.shape[-1]
-        return (torch.ops.decore.linear if few else F.linear)(x, self.weight, self.bias)
+        return (torch.ops.decore.linear.default if few else F.linear)(x, self.weight, self.bias)
 
 
 def fits(weight):
     known = weight.dtype in (torch.float32, torch.bfloat16)
-    return known and len(weight) % 2 == 0 and weight[0].nbytes % 64 == 0
+    return known and len(weight) > 1 and weight[0].nbytes % 64 == 0
 
 
 @cache
@@ -66,12 +66,14 @@ def build():
     from torch.utils import cpp_extension
 
     target, compiler = library(), cpp_extension.get_cxx_compiler()
+    # A second OpenMP would have threads of its own, which compete with those of torch.
+    openmp = [str(path) for path in Path(torch.__file__).parent.glob("lib/libgomp*")] or ["-fopenmp"]
     if not shutil.which(compiler):
         raise ValueError(f"there is no C++ compiler ({compiler}); install g++, or name another one in CXX")
     target.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:
-            cpp_extension.load(target.stem, [str(SOURCE)], extra_cflags=FLAGS, extra_ldflags=["-fopenmp"],
+            cpp_extension.load(target.stem, [str(SOURCE)], extra_cflags=FLAGS, extra_ldflags=openmp,
                                build_directory=folder, is_python_module=False)
         except (RuntimeError, OSError) as error:
             lines = str(error).splitlines()

@@ -3,7 +3,6 @@
 import datetime
 import gc
 import json
-import math
 import time
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -47,18 +46,16 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
         nonlocal size
         answers = []
         while len(answers) < len(batch):
-            part = None
             try:
-                part = decode(bench, batch[len(answers):len(answers) + size], settings, arguments, model, tokenizer)
+                part = batch[len(answers):len(answers) + size]
+                answers += decode(bench, part, settings, arguments, model, tokenizer)
+                continue
             except RuntimeError as error:
                 # Ranks that share the model cannot halve: the other ranks are in the forward pass.
                 if not cli.out_of_memory(error) or not auto or size == 1 or model.shard.size > 1:
                     raise
-            if part is None:
-                size //= 2
-                free_memory(model.device)
-            else:
-                answers += part
+            size //= 2
+            free_memory(model.device)                       # here the error no longer holds the tensors
         return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
 
     with jsonl.locked(path) if ranks.rank == 0 else nullcontext():
@@ -67,10 +64,10 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
         longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
         batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
         batches = [batch for batch in batches if any(e.index not in done for e in batch)]
+        values = running_score(task, done.values())
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
-            values = running_score(task, done.values())
-            for turn in range(math.ceil(len(batches) / ranks.replicas)):
-                number = turn * ranks.replicas + ranks.replica
+            for turn in range(0, len(batches), ranks.replicas):
+                number = turn + ranks.replica
                 batch = batches[number] if number < len(batches) else []
                 rows = ranks.gather(lambda batch=batch: decode_in_parts(batch))
                 rows = [row for row in rows if row["index"] not in done]
@@ -105,16 +102,17 @@ def decode(bench, batch, settings, arguments, model, tokenizer):
         [e] = batch
         # Answers are always scored with the heads masked at every position.
         arguments = {name: value for name, value in arguments.items() if name != "mask_prompt"}
-        without = {"prompt_ids_without_context": e.without_context} if cad else {}
-        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments,
-                                 **without)
+        if cad:
+            arguments["prompt_ids_without_context"] = e.without_context
+        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments)
         n_true = bench.items[e.index]["n_true"]
         results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
                     "tokens": sum(map(len, e.answers))}]
     else:
-        without = {"ids_without_context": [e.without_context for e in batch]} if cad else {}
+        if cad:
+            arguments = arguments | {"ids_without_context": [e.without_context for e in batch]}
         out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=settings["max_new_tokens"],
-                                 eos_ids=tokenizer.eos_ids, **arguments, **without)
+                                 eos_ids=tokenizer.eos_ids, **arguments)
         results = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
                     "alphas": [round(alpha, 6) for alpha in g.alphas],
                     "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]

@@ -5,9 +5,10 @@ texts are generated."""
 
 import json
 import warnings
+from operator import itemgetter
 
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
@@ -75,24 +76,24 @@ class HarnessModel(TemplateLM):
         """[(texts, context ids, answer ids)] → [(log p, whether greedy decoding gives the answer)].
 
         A context is read once for all its answers. A context that is too long loses its beginning."""
-        contexts, out = {}, [None] * len(requests)
-        for i, (_, context, answer) in enumerate(requests):
+        fitting = []
+        for texts, context, answer in requests:
             if not 0 < len(answer) <= self.max_length:
                 raise ValueError(f"an answer has {len(answer)} tokens; {self.model.name} scores 1 to {self.max_length}")
             room = self.max_length + 1 - len(answer)            # the last token of an answer is not read
-            contexts.setdefault(tuple(context[-room:] or [self.prefix_token_id]), []).append(i)
+            fitting.append((texts, context[-room:] or [self.prefix_token_id], answer))
             if len(context) > room:
                 warnings.warn(f"contexts longer than {self.max_length} tokens lose their beginning", stacklevel=2)
-        with tqdm(total=len(requests), desc="answers", disable=disable_tqdm) as bar:
-            for context, indices in contexts.items():
-                results = baselines.score(self.model, context, [requests[i][2] for i in indices], return_greedy=True,
-                                          **self.score_settings)
-                for i, result in zip(indices, results, strict=True):
-                    out[i] = result
-                    if requests[i][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
-                bar.update(len(indices))
-        return out
+
+        contexts, out = Collator(fitting, lambda request: 0, itemgetter(1), "gen_kwargs"), []
+        for group in tqdm(list(contexts.get_batched(n=0)), desc="contexts", disable=disable_tqdm):
+            texts, [context, *_], answers = zip(*group, strict=True)
+            results = baselines.score(self.model, context, answers, return_greedy=True, **self.score_settings)
+            out += results
+            for text, result in zip(texts, results, strict=True):
+                if text is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, result)
+        return contexts.get_original(out)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Log-probability of complete texts, read in windows of `max_length` tokens."""
@@ -104,31 +105,26 @@ class HarnessModel(TemplateLM):
                 texts.append(i)
         for i, (log_p, _) in zip(texts, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
             out[i] += log_p
-        for request, log_p in zip(requests, out, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, log_p)
         return out
 
     def generate_until(self, requests, disable_tqdm=False):
         """Texts up to their first stop string, in batches; the longest prompts first."""
-        groups, out = {}, [None] * len(requests)
-        for i, request in enumerate(requests):
+        prompts, out = [], []
+        for request in requests:
             stop, limit = self.read_generation(request.args[1])
-            prompt = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[limit - self.max_length:]
-            groups.setdefault((stop, limit), []).append((prompt, i))
-        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm) as bar:
-            for (stop, limit), members in groups.items():
-                members.sort(key=lambda member: -len(member[0]))
-                for start in range(0, len(members), self.batch_size):
-                    prompts, indices = zip(*members[start:start + self.batch_size], strict=True)
-                    screen = Screen(self.tokenizer, [""] * len(prompts), stop, quiet=True)
-                    baselines.generate(self.model, prompts, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
-                                       on_token=screen.token, **self.generate_settings)
-                    screen.end()
-                    for i, text in zip(indices, screen.texts, strict=True):
-                        out[i] = text
-                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    bar.update(len(indices))
-        return out
+            ids = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[limit - self.max_length:]
+            prompts.append((ids, (stop, limit), request.args))
+        groups = Collator(prompts, lambda prompt: -len(prompt[0]), itemgetter(1), "gen_kwargs")
+        for batch in tqdm(list(groups.get_batched(n=self.batch_size)), desc="batches", disable=disable_tqdm):
+            ids, [(stop, limit), *_], arguments = zip(*batch, strict=True)
+            screen = Screen(self.tokenizer, [""] * len(ids), stop, quiet=True)
+            baselines.generate(self.model, ids, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
+                               on_token=screen.token, **self.generate_settings)
+            screen.end()
+            out += screen.texts
+            for args, text in zip(arguments, screen.texts, strict=True):
+                self.cache_hook.add_partial("generate_until", args, text)
+        return groups.get_original(out)
 
     def read_generation(self, options):
         """A task's `generation_kwargs` → (stop strings with that of the end token, maximum number of new tokens)."""
@@ -145,26 +141,24 @@ class HarnessModel(TemplateLM):
         return tuple(dict.fromkeys(text for text in [*stop, *end] if text)), limit
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        """The chat as text, without its system message if the template rejects that.
-
-        add_generation_prompt=False leaves the last message open, so that it can be continued."""
-        render = self.render if add_generation_prompt else self.render_open
+        """The chat as text, without its system message if the template rejects that."""
         try:
-            return render(chat_history)
+            return self.render(chat_history, add_generation_prompt)
         except ValueError as error:
             rest = [message for message in chat_history if message["role"] != "system"]
             if rest == chat_history:
                 raise
             warnings.warn(f"chats are rendered without their system message: {error}", stacklevel=2)
-            return render(rest)
+            return self.render(rest, add_generation_prompt)
 
-    def render(self, messages, generation_prompt=True):
-        return self.tokenizer.render(messages, generation_prompt, self.template_args)
-
-    def render_open(self, messages):
+    def render(self, messages, generation_prompt):
+        """The chat as text. Without the generation prompt the last message is open, so that it can be continued."""
+        if generation_prompt:
+            return self.tokenizer.render(messages, True, self.template_args)
         mark = "<the message ends here> "
-        last = messages[-1] | dict(content=messages[-1]["content"] + mark)
-        before, separator, after = self.render([*messages[:-1], last], False).rpartition(mark.rstrip())
+        marked = [*messages[:-1], messages[-1] | dict(content=messages[-1]["content"] + mark)]
+        text = self.tokenizer.render(marked, False, self.template_args)
+        before, separator, after = text.rpartition(mark.rstrip())
         if not separator:
             raise ValueError(f"{self.tokenizer.name}: the chat template drops the last message, which cannot be "
                              "continued")

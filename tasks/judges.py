@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -138,10 +137,8 @@ def post(url, body):
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                 return json.load(reply)
-        except urllib.error.HTTPError as error:
-            problem = f"{error}: {error.read()[:200].decode(errors='replace')}"
-            if error.code < 500 and error.code != 429:
-                break
         except (OSError, ValueError) as error:
-            problem = error
+            problem = f"{error}: {error.read()[:200].decode(errors='replace')}" if hasattr(error, "code") else error
+            if getattr(error, "code", 503) in range(400, 429):
+                break
     raise OSError(f"the judge at {url} did not answer ({problem})")

@@ -2,7 +2,7 @@
 
 A metric takes the rows of a run and returns a dict of values per row; `summary` averages them. Rates are fractions. If
 the published scoring has a flaw, the correct metric has the plain name and the published one ends in `_published`.
-Metrics that need a library or a model are in model_metrics.py; they raise Unavailable and are then left out."""
+Metrics that need a library or a model are in model_metrics.py; without it, they are left out."""
 
 import functools
 import math
@@ -18,13 +18,13 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 REFUSAL = "I have no comment"
 
 
-class Unavailable(Exception):
-    """A metric cannot be computed. The message says which, why and what to do."""
-
-
 def per_row(metric):
     """A metric of one row → a metric of all rows."""
-    return functools.wraps(metric)(lambda rows: [metric(row) for row in rows])
+    @functools.wraps(metric)
+    def of_all(rows):
+        return [metric(row) for row in rows]
+    of_all.problem = lambda: None
+    return of_all
 
 
 # ---------------------------------------------------------------------------------------------------- short answers
@@ -172,29 +172,24 @@ def check_rows(task, rows, file):
             raise ValueError(f"{file}, line {row['line']}: {error}") from None
 
 
-def check_available(task):
-    """Print a line on standard error for each metric of the task that cannot be computed. Call before decoding."""
-    for metric in task.metrics:
-        problem = getattr(metric, "problem", lambda: None)()
-        if problem:
-            print(f"{task.name}: {problem}", file=sys.stderr)
+def problems(task):
+    """Why metrics of the task cannot be computed, a sentence each."""
+    return [metric.problem() for metric in task.metrics if metric.problem()]
 
 
 NOT_METRICS = ("split", "instructions")
 WEIGHTS = {"instruction_strict": "instructions", "instruction_strict_published": "instructions"}
 
 
-def score(task, rows, left_out=None):
-    """A dict of values per row. Prints why a metric is left out, and appends it to the list `left_out`."""
+def score(task, rows):
+    """A dict of values per row. Prints why a metric is left out."""
     values = [{} for _ in rows]
     for metric in task.metrics:
-        try:
-            for row, result in zip(values, metric(rows), strict=True):
-                row.update(result)
-        except Unavailable as error:
-            print(f"left out: {error}", file=sys.stderr)
-            if left_out is not None:
-                left_out.append(str(error))
+        if metric.problem():
+            print(f"left out: {metric.problem()}", file=sys.stderr)
+            continue
+        for row, result in zip(values, metric(rows), strict=True):
+            row.update(result)
     return values
 
 

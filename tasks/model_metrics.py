@@ -1,16 +1,16 @@
 """Metrics that need a library or a model: ROUGE, BERTScore and FactKB for XSum, instruction checkers for IFEval.
 
-Each has a function `problem`, which says what to install or download, or returns None. Called without it, the metric
-raises Unavailable with that sentence. ROUGE, BERTScore and FactKB are × 100."""
+Each has a function `problem`, which says what to install or download, or returns None. ROUGE, BERTScore and FactKB are
+× 100."""
 
 import contextlib
 import functools
 import io
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 from tasks.items import instructions
-from tasks.metrics import Unavailable
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -23,34 +23,19 @@ def needs(name, *modules, models=(), nltk_data=False):
         if not all(map(find_spec, modules)):
             return f"{name} needs {', '.join(modules)}: pip install -e '.[evaluate]'"
         for model, files in models:             # several gigabytes, so not downloaded silently
-            if not in_cache(model, files):
+            from huggingface_hub import try_to_load_from_cache
+            if not any(isinstance(try_to_load_from_cache(model, file), str) for file in files):
                 return f"{name} needs the model {model} in the cache: hf download {model}"
-        if nltk_data and not has_punkt():
-            return f"{name} needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab"
+        if nltk_data:
+            import nltk
+            if not any(Path(folder, "tokenizers/punkt_tab").exists() for folder in nltk.data.path):
+                return f"{name} needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab"
         return None
 
     def decorate(metric):
-        @functools.wraps(metric)
-        def checked(rows):
-            if message := problem():
-                raise Unavailable(message)
-            return metric(rows)
-        checked.problem = problem
-        return checked
+        metric.problem = problem
+        return metric
     return decorate
-
-
-def in_cache(model, files):
-    from huggingface_hub import try_to_load_from_cache
-    return any(isinstance(try_to_load_from_cache(model, file), str) for file in files)
-
-
-def has_punkt():
-    import nltk
-    try:
-        return bool(nltk.data.find("tokenizers/punkt_tab"))
-    except LookupError:
-        return False
 
 
 # ----------------------------------------------------------------------------------------------------------------- XSum
@@ -61,11 +46,8 @@ def rouge(rows):
     """rougeLsum without stemmer, sentences split at " . ", F1 × 100."""
     from rouge_score.rouge_scorer import RougeScorer
     scorer = RougeScorer(["rougeLsum"], use_stemmer=False)
-
-    def score(row):
-        reference, prediction = (text.replace(" . ", ".\n") for text in (row["references"][0], row["prediction"]))
-        return {"rougeL": 100 * scorer.score(reference, prediction)["rougeLsum"].fmeasure}
-    return [score(row) for row in rows]
+    pairs = [[text.replace(" . ", ".\n") for text in (row["references"][0], row["prediction"])] for row in rows]
+    return [{"rougeL": 100 * scorer.score(*pair)["rougeLsum"].fmeasure} for pair in pairs]
 
 
 @needs("bertscore_f1", "bert_score", models=[(DEBERTA, WEIGHTS)])
@@ -86,20 +68,21 @@ def bertscore(rows):
 
 @needs("factkb", "transformers", models=[(FACTKB, WEIGHTS), (ROBERTA, TOKENIZER)])
 def factkb(rows):
-    """Probability × 100 that the summary is factual given the article: class 1 of bunsenfeng/FactKB on the pair."""
-    if not all(row.get("document") for row in rows):
-        raise Unavailable("factkb needs the article: field 'document' is missing")
+    """Probability × 100 that the summary is factual given the article: class 1 of bunsenfeng/FactKB on the pair. None
+    without an article."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(ROBERTA)
     model = AutoModelForSequenceClassification.from_pretrained(FACTKB, num_labels=2).float().eval()
 
+    @torch.inference_mode()
     def score(row):
+        if not row.get("document"):
+            return None
         pair = tokenizer(row["prediction"], row["document"], padding="max_length", truncation=True, max_length=512,
                          return_tensors="pt")
-        with torch.inference_mode():
-            return {"factkb": 100 * model(**pair).logits.softmax(-1)[0, 1].item()}
-    return [score(row) for row in rows]
+        return 100 * model(**pair).logits.softmax(-1)[0, 1].item()
+    return [{"factkb": score(row)} for row in rows]
 
 
 # --------------------------------------------------------------- IFEval: the checkers are lm-evaluation-harness's
@@ -140,20 +123,15 @@ def follows(name, kwargs, row):
     """Whether the row's prediction follows one instruction. An empty prediction follows none."""
     if name not in checkers():
         raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
-    response = row["prediction"]
+    response, kwargs = row["prediction"], {key: value for key, value in kwargs.items() if value}
     if not response.strip():
         return False
-    kwargs = {key: value for key, value in kwargs.items() if value}
     if name == "keywords:letter_frequency" and not re.fullmatch("[a-z]", kwargs.get("letter", "a").lower()):
-        return count_sign(response, **kwargs)
+        # Counts the sign itself; the harness replaces a sign outside a-z by a random letter.
+        enough = response.count(kwargs["letter"]) >= kwargs["let_frequency"]
+        return enough != (kwargs["let_relation"] == "less than")
     checker = checkers()[name](name)
     checker.build_description(**kwargs)
     if "prompt" in (checker.get_instruction_args() or {}):
         checker.build_description(prompt=row["prompt"])
     return bool(checker.check_following(response))
-
-
-def count_sign(response, letter, let_frequency, let_relation):
-    """Counts the sign itself; the harness replaces a sign outside a-z by a random letter."""
-    n = response.count(letter)
-    return n < let_frequency if let_relation == "less than" else n >= let_frequency

@@ -5,32 +5,27 @@
     plain     one text: instruction, demonstrations, question; it ends with the answer's prefix
 """
 
+from os.path import commonprefix
 from typing import NamedTuple
 
 LAYOUTS = ("chat", "mistral", "plain")
 
 
-def last_turn(task, item, with_context=True):
-    if not with_context and task.without_context == "field":
-        return item["without_context"]
-    return ((task.context if with_context else "") + task.question).format_map(item)
-
-
-def demos_of(task, item, demos):
-    """The demonstrations in an item's prompt. If they are test items, an item is not among its demonstrations."""
+def turns_of(task, item, demos, with_context):
+    """The user's turns and, in between, the assistant's. If demonstrations are test items, the item is none of its own.
+    """
+    text = task.context + task.question if with_context else task.question
+    last = item["without_context"] if task.without_context == "field" and not with_context else text.format_map(item)
     if task.demos_are_items:
         demos = [demo for demo in demos if demo["question"] != item["question"]]
-    return demos[:task.shots]
+    return [turn for demo in demos[:task.shots] for turn in (demo["user"], demo["answer"])] + [last]
 
 
 def messages(task, item, demos, layout="chat", with_context=True):
-    """[{"role", "content"}]. None for with_context=False if the task has no prompt without context."""
-    if not with_context and not task.without_context:
-        return None
+    """[{"role", "content"}]."""
     if not with_context and task.without_context == "demos":
         demos = []
-    turns = [turn for demo in demos_of(task, item, demos) for turn in (demo["user"], demo["answer"])]
-    turns.append(last_turn(task, item, with_context))
+    turns = turns_of(task, item, demos, with_context)
     front = task.instruction + "\n" if layout == "mistral" and task.instruction else ""
     chat = [{"role": "assistant", "content": turn} if number % 2 else {"role": "user", "content": front + turn}
             for number, turn in enumerate(turns)]
@@ -38,24 +33,20 @@ def messages(task, item, demos, layout="chat", with_context=True):
 
 
 def plain_text(task, item, demos, with_context=True):
-    """The plain layout; None as above. MuSiQue's plain prompt without context keeps its demonstrations."""
-    if not with_context and not task.without_context:
-        return None
-    blocks = [f"{demo['user'].rstrip(' ')} {demo['answer']}" for demo in demos_of(task, item, demos)]
-    body = "\n\n".join([*blocks, last_turn(task, item, with_context)])
+    """The plain layout. MuSiQue's plain prompt without context keeps its demonstrations."""
+    *turns, last = turns_of(task, item, demos, with_context)
+    blocks = [f"{user.rstrip(' ')} {answer}" for user, answer in zip(turns[::2], turns[1::2], strict=True)]
     gap = task.gap if with_context else task.gap_without_context
-    return task.instruction + gap + body if task.instruction else body
+    return task.instruction + gap * bool(task.instruction) + "\n\n".join([*blocks, last])
 
 
 def dry_run(task, item, demos, layout):
     """One item as `--dry-run` prints it. For the plain layout the messages are those of the chat layout."""
-    line = {
-        "index": item["index"], "id": item["id"],
-        "messages": messages(task, item, demos, layout),
-        "messages_without_context": messages(task, item, demos, layout, with_context=False),
-        "text": plain_text(task, item, demos), "text_without_context": plain_text(task, item, demos, False),
-        "references": item["references"], "candidates": item.get("candidates"),
-    }
+    line = {name: item.get(name) for name in ("index", "id", "references", "candidates")}
+    for with_context, name in ((True, ""), (False, "_without_context")):
+        absent = not with_context and not task.without_context
+        line["messages" + name] = None if absent else messages(task, item, demos, layout, with_context)
+        line["text" + name] = None if absent else plain_text(task, item, demos, with_context)
     return line | {name: item[name] for name in ("n_true", "best_position", "split", "memory") if name in item}
 
 
@@ -76,13 +67,9 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
     beginning merge into one token, the candidate is tokenised alone. Otherwise a part of it would not be scored."""
     def ids(with_context=True, answer=None):
         if layout == "plain":
-            prompt = plain_text(task, item, demos, with_context)
-            return None if prompt is None else tokenizer.encode(prompt + (answer or ""))
+            return tokenizer.encode(plain_text(task, item, demos, with_context) + (answer or ""))
         turns = messages(task, item, demos, layout, with_context)
-        if turns is None:
-            return None
-        if answer is not None:
-            turns.append({"role": "assistant", "content": answer})
+        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
         return tokenizer.encode_chat(turns, generation_prompt=answer is None, template_args=template_args)
 
     prompt, answers, merged = ids(), [], 0
@@ -93,13 +80,13 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
         else:
             answers.append(tokenizer.encode(candidate, bos=False) + list(end))
             merged += 1
-    return Encoded(item["index"], prompt, ids(with_context=False), answers if task.choice else None, merged)
+    return Encoded(item["index"], prompt, ids(with_context=False) if task.without_context else None,
+                   answers if task.choice else None, merged)
 
 
 def end_of_turn(tokenizer, template_args=None):
     """The ids that the chat template puts after an answer: the common suffix of two chats with different answers."""
-    first, second = (tokenizer.encode_chat([{"role": "user", "content": "0"}, {"role": "assistant", "content": answer}],
-                                           generation_prompt=False, template_args=template_args)[::-1]
-                     for answer in ("0", "1"))
-    same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
-    return first[:same][::-1]
+    chats = [tokenizer.encode_chat([{"role": "user", "content": "0"}, {"role": "assistant", "content": answer}],
+                                   generation_prompt=False, template_args=template_args)[::-1]
+             for answer in ("0", "1")]
+    return commonprefix(chats)[::-1]

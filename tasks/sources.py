@@ -36,8 +36,6 @@ def read_table(path):
     with open(path, encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if path.name.endswith(".tsv") else ",")
         for row in reader:
-            if None in row:
-                raise ValueError(f"{path}, line {reader.line_num}: more fields than the header has")
             yield reader.line_num, row
 
 
@@ -62,11 +60,9 @@ READERS = {".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".csv": read_table, ".
 
 def matching_files(folder, task, patterns):
     """The files of the first pattern that matches any, sorted; the task's own subfolder is searched first."""
-    for pattern in patterns:
-        for place in (Path(folder) / task.folder, Path(folder)):
-            if files := sorted(place.glob(pattern)):
-                return files
-    return []
+    places = (Path(folder) / task.folder, Path(folder))
+    matches = (sorted(place.glob(pattern)) for pattern in patterns for place in places)
+    return next(filter(None, matches), [])
 
 
 def file_record(path):
@@ -181,7 +177,7 @@ def find_demos(task, demos, data, seed):
         rows = [(number, row) for number, row in read_rows(path) if row.get("used_in_paper") is not False]
         if not rows:
             raise ValueError(f"{path}: holds no demonstrations")
-        return list(read_with(read, rows, path, f"the fields of {task.demo!r}")), {"source": "file"} | file_record(path)
+        return list(read_with(read, rows, path, "demonstrations")), {"source": "file"} | file_record(path)
     if task.fixed_demos:
         return list(map(read, task.fixed_demos)), {"source": "fixed"}
     if task.training:
@@ -224,9 +220,10 @@ def split_first_items(task, items, limit=None):
 
 def demonstration(task, row):
     """{"question", "user", "answer"} of a row with the task's fields."""
-    fields = {name: field(row, name) for name in re.findall(r"{(\w+)}", task.demo)}
+    template = task.demo or task.context + task.question
+    fields = {name: field(row, name) for name in re.findall(r"{(\w+)}", template)}
     answer = field(row, task.demo_answer if task.demo_answer in row else "answer")
-    return {"question": fields["question"], "user": task.demo.format_map(fields), "answer": answer}
+    return {"question": fields["question"], "user": template.format_map(fields), "answer": answer}
 
 
 def demos_hash(demos):

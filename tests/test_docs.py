@@ -38,7 +38,7 @@ RUN_HERE = {
 ELSEWHERE = {
     "python -m benchmarks.gpu": "test_benchmarks", "python -m benchmarks.decode": "test_benchmarks",
     "python -m tasks.harness": "test_harness",
-    "python evaluate.py --task truthfulqa-gen": "test_judge", "python -m miniature.claims": "test_miniature",
+    "python evaluate.py --task truthfulqa-gen": "test_rescore", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",
     "python -m miniature.train": "25 minutes",
     "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,10 +66,15 @@ def content(path):
 # One run
 
 
-def test_a_run_holds_its_settings_and_one_row_per_item_in_the_datas_order(start, model, heads, data, tmp_path):
-    status, [out], _ = start(*model, *heads, *data["nq-closed"], *DECORE, "--batch-size", 3, "--out", tmp_path)
-    assert status == 0 and out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "substring_match"}
-    settings, *rows = content(out["run"])
+def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(start, model, heads, data, tmp_path):
+    results = []
+    for size in (3, 1, 16):
+        options = ["--batch-size", size, "--out", tmp_path / str(size)]
+        status, [out], _ = start(*model, *heads, *data["nq-closed"], *DECORE, *options)
+        assert status == 0 and out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "substring_match"}
+        settings, *rows = content(out["run"])
+        results.append([(row["ids"], row["prompt_sha256"]) for row in rows])
+    assert results[0] == results[1] == results[2]
     assert settings["method"] == "decore-entropy" and settings["num_heads"] == 2 and len(settings["heads"]) == 2
     assert settings["task"] == "nq-closed" and settings["layout"] == "chat"
     assert settings["version"] == TASKS["nq-closed"].version
@@ -80,16 +86,7 @@ def test_a_run_holds_its_settings_and_one_row_per_item_in_the_datas_order(start,
         assert row["stop"] in ("eos", "length")
 
 
-def test_rows_do_not_depend_on_the_batch_size(start, model, heads, data, tmp_path):
-    rows = []
-    for size in (1, 3, 16):
-        options = ["--batch-size", size, "--out", tmp_path / str(size)]
-        _, [out], _ = start(*model, *heads, *data["nq-closed"], *DECORE, *options)
-        rows.append([(row["ids"], row["prompt_sha256"]) for row in content(out["run"])[1:]])
-    assert rows[0] == rows[1] == rows[2]
-
-
-def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(start, model, data, tmp_path):
+def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(start, model, data, tmp_path, monkeypatch):
     arguments = [*model, *data["nq-closed"], *GREEDY, "--batch-size", 2, "--out", tmp_path]
     path = Path(start(*arguments)[1][0]["run"])
     complete, raw = content(path), path.read_bytes()
@@ -97,69 +94,32 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(start, model
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-
-
-def test_rows_in_the_file_are_not_decoded_again(start, model, data, tmp_path, monkeypatch):
-    arguments = [*model, *data["nq-closed"], *GREEDY, "--out", tmp_path]
-    start(*arguments)
-    prompts, generate = [], baselines.generate
-    monkeypatch.setattr(baselines, "generate", lambda model, ids, **how: prompts.append(ids) or generate(
-        model, ids, **how))
-    assert start(*arguments)[0] == 0 and prompts == [[0]]   # the one token that every method decodes first
-
-
-def test_a_run_grows_and_ends_like_one_that_was_made_at_once(start, model, data, tmp_path):
-    arguments = [*model, *data["nq-closed"], *GREEDY, "--batch-size", 1]
-    for limit in (3, 5):
-        status, [grown], _ = start(*arguments, "--limit", limit, "--out", tmp_path / "grown")
-        assert status == 0 and grown["n"] == limit
-    _, [once], _ = start(*arguments, "--limit", 5, "--out", tmp_path / "once")
-    assert content(grown["run"]) == content(once["run"])
-    status, _, err = start(*arguments, "--limit", 2, "--out", tmp_path / "grown")
-    assert status == 2 and "was made with other settings (n: 5 there, 2 now" in err
+    monkeypatch.setattr("tasks.decoding.decode", lambda *_: pytest.fail("a stored row was decoded again"))
+    assert start(*arguments)[0] == 0 and content(path) == complete
 
 
 def test_a_checkpoint_that_was_trained_again_in_place_does_not_get_the_old_rows(start, model, data, tmp_path):
     folder = tmp_path / "model"
     arguments = [*data["nq-closed"], "--max-new-tokens", 2, "--limit", 2, "--out", tmp_path / "out"]
-    for seed, expected in ((0, 0), (0, 0), (1, 2)):
+    for seed, status, runs in ((0, 0, 2), (1, 2, 1)):           # greedy has no amateur
         write_model(folder, seed=seed)
-        assert start("--model", folder, *arguments, "--method", "greedy")[0] == expected
-    write_model(folder, TEMPLATE + " ", seed=0)
-    assert "(fingerprint.tokenizer_config.json: " in start("--model", folder, *arguments, "--method", "greedy")[2]
-    for seed, expected, runs in ((0, 0, 2), (1, 2, 1)):         # greedy has no amateur
-        write_model(folder, seed=seed)
-        status, out, err = start(*model, "--amateur", folder, *arguments, "--method", "greedy,cd")
-        assert (status, len(out)) == (expected, runs), err
-    assert "(amateur_fingerprint.weights: " in err
+        assert start("--model", folder, *arguments, "--method", "greedy")[0] == status
+        result = start(*model, "--amateur", folder, *arguments, "--method", "greedy,cd")
+        assert (result[0], len(result[1])) == (status, runs), result
+    assert "(amateur_fingerprint.weights: " in result[2]
 
 
-def test_a_template_that_prints_todays_date_prints_the_same_day_in_every_run(start, data, tmp_path, monkeypatch):
-    folder = write_model(tmp_path / "model", "{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
-
-    class Later(datetime.datetime):
-        @classmethod
-        def now(cls):
-            return cls(2031, 12, 31)
-
-    files = []
-    for name in ("now", "later"):
-        _, [out], _ = start("--model", folder, *data["nq-closed"], *GREEDY, "--limit", 2, "--out", tmp_path / name)
-        files.append(content(out["run"])[1:])
-        monkeypatch.setattr("tokenizer.datetime", Later)
-    assert files[0] == files[1]
-
-
-def test_thinking_is_off_unless_the_template_arguments_switch_it_on(start, data, tmp_path):
-    folder = write_model(tmp_path / "m", TEMPLATE + "{% if enable_thinking is not defined or enable_thinking %}think"
-                                                    "{% endif %}")
-    arguments, lengths = ["--model", folder, *data["nq-closed"], *GREEDY, "--limit", 1], []
-    for more, expected in (([], False), (["--template-args", '{"enable_thinking": true}'], True)):
-        _, [out], _ = start(*arguments, *more, "--out", tmp_path / str(expected))
+def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(start, data, tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "model", "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+                         + "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}")
+    arguments, rows = ["--model", folder, *data["nq-closed"], *GREEDY, "--limit", 1], []
+    for more, thinking in (([], False), ([], False), (["--template-args", '{"enable_thinking": true}'], True)):
+        _, [out], _ = start(*arguments, *more, "--out", tmp_path / str(len(rows)))
         settings, row = content(out["run"])
-        assert settings["template_args"] == {"enable_thinking": expected}
-        lengths.append(row["prompt_tokens"])
-    assert lengths[1] == lengths[0] + len("think")
+        assert settings["template_args"] == {"enable_thinking": thinking}
+        rows.append(row)
+        monkeypatch.setattr("tokenizer.datetime", SimpleNamespace(now=lambda: datetime.datetime(2031, 12, 31)))
+    assert rows[0] == rows[1] and rows[2]["prompt_tokens"] == rows[0]["prompt_tokens"] + len("think")
     status, _, err = start(*arguments, "--layout", "plain", "--template-args", '{"a": 1}', "--out", tmp_path)
     assert status == 2 and "--template-args has no effect" in err
 
@@ -224,16 +184,15 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_pat
 
 
 def test_ranks_that_share_a_model_end_when_one_runs_out_of_memory(model, data, tmp_path, monkeypatch):
-    generate = baselines.generate
-
     def scarce(model, prompts, **settings):
         if os.environ["RANK"] == "1" and len(prompts) > 2:      # rank 0 is in the model by then
             raise torch.OutOfMemoryError("CUDA out of memory")
         return generate(model, prompts, **settings)
+
+    generate = baselines.generate
     monkeypatch.setattr(baselines, "generate", scarce)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)        # a failed rank waits until rank 0 has failed
-    statuses, _, errors = on_two_ranks(tmp_path, *model, *data["nq-closed"], *GREEDY, "--tp", "2",
-                                       "--out", tmp_path / "two")
+    statuses, _, errors = on_two_ranks(tmp_path, *model, *data["nq-closed"], *GREEDY, "--tp", "2", "--out", tmp_path)
     assert all(statuses) and "rank 1: error: out of memory" in errors[1]
 
 
@@ -248,17 +207,16 @@ def test_a_sweep_runs_every_combination_once(start, model, heads, data, tmp_path
         "greedy.jsonl", "masked.n1.jsonl", "masked.n2.jsonl", "decore-static.n1.a0.jsonl",
         "decore-static.n1.a1.jsonl", "decore-static.n2.a0.jsonl", "decore-static.n2.a1.jsonl"]
     _, out, err = start(*arguments, "--method", "greedy,masked", "--num-heads", 2, "--random-heads", "uniform",
-                      "--seed", "1,3")
+                        "--seed", "1,3")
     assert len(out) == 3, err
     chosen = [content(one["run"])[0]["heads"] for one in out]
     assert chosen[0] is None and chosen[1] != chosen[2] and "seed3" in out[2]["run"]
 
 
 def test_entropy_lite_has_its_own_name_in_files_and_settings(start, model, heads, data, tmp_path):
-    status, out, err = start(*model, *heads, *data["nq-closed"], "--num-heads", 2, "--max-new-tokens", 2, "--limit", 1,
-                             "--out", tmp_path, "--method", "masked,decore-entropy", "--amateur", model[1],
-                             "--amateur-heads", heads[1])
-    assert status == 0, err
+    _, out, _ = start(*model, *heads, *data["nq-closed"], "--num-heads", 2, "--max-new-tokens", 2, "--limit", 1,
+                      "--out", tmp_path, "--method", "masked,decore-entropy", "--amateur", model[1],
+                      "--amateur-heads", heads[1])
     name = Path(model[1]).name
     assert [Path(one["run"]).name for one in out] == [f"nq-closed.{name}.masked.n2.jsonl",
                                                       f"nq-closed.{name}.decore-entropy-lite.n2.{name}.jsonl"]
@@ -283,29 +241,24 @@ def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(s
     assert status == 2 and out == "" and err.splitlines()[-1].endswith(line)
 
 
-def test_prompts_longer_than_the_context_are_refused_before_the_first_run(start, data, tmp_path):
+@pytest.mark.parametrize("options, message", [
+    (["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
+    (["--method", "greedy,ad"], "info_layer 24 is outside"),
+    (["--method", "greedy"], "7 of 7 prompts are longer than the 64 positions"),
+])
+def test_data_and_options_of_all_runs_are_checked_before_the_first(start, data, tmp_path, options, message):
     folder = write_model(tmp_path / "small", max_position_embeddings=64)
-    status, _, err = start("--model", folder, *data["nq-closed"], *GREEDY, "--out", tmp_path / "out")
-    assert status == 2 and "7 of 7 prompts are longer than the 64 positions" in err
-
-
-def test_data_and_options_of_all_runs_are_checked_before_the_first(start, model, data, tmp_path):
-    arguments = [*model, *data["nq-closed"], "--out", tmp_path]
-    for options, message in ((["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
-                             (["--method", "greedy,ad"], "info_layer 24 is outside")):
-        status, _, err = start(*arguments, *options)
-        assert status == 2 and message in err and not list(tmp_path.iterdir())
+    status, _, err = start("--model", folder, *data["nq-closed"], *options, "--out", tmp_path / "out")
+    assert status == 2 and message in err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("task, options, message", [
     ("nq-closed", ["--method", "greedy,ad", "--mask", "query"], "--mask has no effect on greedy, ad; it is"),
-    ("nq-closed", ["--no-renormalise"], "--no-renormalise has no effect on nq-closed"),
     ("nq-closed", ["--judge"], "--judge has no effect on nq-closed"),
     ("nq-closed", ["--seed", "3"], "--seed has no effect without --random-heads"),
-    ("truthfulqa-mc", ["--max-new-tokens", "9"], "--max-new-tokens has no effect on truthfulqa-mc"),
     ("truthfulqa-mc", ["--mask-prompt"], "--mask-prompt has no effect on truthfulqa-mc"),
     ("truthfulqa-mc", ["--method", "greedy", "--no-renormalise"], "--no-renormalise has no effect on greedy"),
-    ("memotrap", ["--batch-size", "4"], "--batch-size has no effect on memotrap"),
+    ("nq-closed", ["--no-renormalise"], "--no-renormalise has no effect on nq-closed"),
     ("nq-closed", ["--task", "nq-closed,x"], "unknown task 'x'"),
 ])
 def test_an_option_without_effect_is_refused_before_a_model_is_loaded(start, data, monkeypatch, task, options, message):

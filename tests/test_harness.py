@@ -158,74 +158,31 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
         assert text == tokenizer.decode(g.ids).split("w")[0]
 
 
-@pytest.mark.parametrize("name", ["dola-high", "decore-entropy"])
-def test_the_flag_says_whether_decoding_gives_the_answer(small, name):
-    """DoLa decodes from likely tokens only, so its flag needs the cut that its scores do not have."""
+def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(small):
     model, tokenizer, _ = small
-    lm, others = HarnessModel(model, tokenizer, name, **METHODS[name]), 0
-    how = dict(method=name, max_new_tokens=12, eos_ids=()) | METHODS[name]
+    lm, flags = HarnessModel(model, tokenizer, "dola-high"), []
     for prompt in ("abc", "Where?", "A longer prompt", "mill"):
-        context = tokenizer.encode(prompt)
-        answer = baselines.generate(model, context, **how, **{} if "dola" in name else dict(mask_prompt=True)).ids
-        uncut = baselines.generate(model, context, **how, relative_top=0).ids if "dola" in name else answer[::-1]
-        requests = [(None, context, answer), (None, context, uncut)]
-        flags = [flag for _, flag in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
-        assert flags == [True, answer == uncut]
-        others += answer != uncut
-    assert others
-
-
-def test_a_stop_string_ends_decoding_and_is_cut_off(small, monkeypatch):
-    model, tokenizer, _ = small
-    lm, seen = HarnessModel(model, tokenizer, "greedy"), []
-    plain = tokenizer.decode(baselines.generate(model, tokenizer.encode("abc"), "greedy", max_new_tokens=40,
-                                                eos_ids=()).ids)
-    letters = [c for c in plain if c.isascii() and c.isprintable()]
-    generate = baselines.generate
-    monkeypatch.setattr(baselines, "generate", lambda *a, **how: seen.extend(out := generate(*a, **how)) or out)
-    request = instances("generate_until", [("abc", dict(until=[letters[2]], max_gen_toks=40))])
-    assert lm.generate_until(request, disable_tqdm=True) == [plain.split(letters[2])[0]]
-    assert seen[0].stop == "stop" and len(seen[0].ids) < 40
-
-
-def test_a_context_is_read_once_for_all_its_answers(small, monkeypatch):
-    model, tokenizer, _ = small
-    calls, score = [], baselines.score
-    monkeypatch.setattr(baselines, "score", lambda *a, **how: calls.append(len(a[2])) or score(*a, **how))
-    requests = [("one", " a"), ("two", " b"), ("one", " c"), ("one", " d"), ("two", " e")]
-    lm = HarnessModel(model, tokenizer, "greedy")
-    together = lm.loglikelihood(instances("loglikelihood", requests), disable_tqdm=True)
-    assert calls == [3, 2]
-    alone = [lm.loglikelihood(instances("loglikelihood", [r]), disable_tqdm=True)[0][0] for r in requests]
-    assert [log_p for log_p, _ in together] == pytest.approx(alone, abs=1e-5)
-
-
-def test_a_blank_context_begins_with_bos_or_the_end_token(pair):
-    model, tokenizer, _ = pair
-    lm = HarnessModel(model, tokenizer, "greedy")
-    first = 257 if model.config.model_type == "qwen2" else 256
-    for context in ("", " "):
-        [(log_p, _)] = lm.loglikelihood(instances("loglikelihood", [(context, "abc")]), disable_tqdm=True)
-        answer = tokenizer.encode(context + "abc", bos=False)
-        assert log_p == pytest.approx(baselines.score(model, [first], answer, method="greedy"), abs=1e-6)
-    request = instances("generate_until", [("", dict(until=[], max_gen_toks=8))])
-    g = baselines.generate(model, [first], method="greedy", max_new_tokens=8, eos_ids=tokenizer.eos_ids)
-    assert lm.generate_until(request, disable_tqdm=True) == [tokenizer.decode(g.ids)]
+        ids = tokenizer.encode(prompt)
+        cut, uncut = (baselines.generate(model, ids, method="dola-high", max_new_tokens=12, eos_ids=(), **more).ids
+                      for more in ({}, dict(relative_top=0)))
+        scores = lm._loglikelihood_tokens([(None, ids, cut), (None, ids, uncut)], disable_tqdm=True)
+        assert [flag for _, flag in scores] == [True, cut == uncut]
+        flags.append(cut == uncut)
+    assert not all(flags)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(small):
+@pytest.mark.parametrize("options, message", [
+    (dict(do_sample=True, temperature=0.7), "do_sample True"), (dict(temperature=0.7), "temperature 0.7"),
+    (dict(num_beams=4), "num_beams 4"), (dict(repetition_penalty=1.2), "repetition_penalty 1.2"),
+    (dict(max_gen_toks=512), "512 new tokens")])
+def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(small, options, message):
     lm = HarnessModel(*small[:2], "greedy")
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k", END), 5)
-    for options, message in ((dict(do_sample=True, temperature=0.7), "a task needs do_sample True"),
-                             (dict(temperature=0.7), "a task needs temperature 0.7"),
-                             (dict(num_beams=4), "a task needs num_beams 4"),
-                             (dict(repetition_penalty=1.2), "a task needs repetition_penalty 1.2"),
-                             (dict(max_gen_toks=512), "a task needs 512 new tokens")):
-        with pytest.raises(ValueError, match=message):
-            lm.generate_until(instances("generate_until", [("abc", options)]), disable_tqdm=True)
+    with pytest.raises(ValueError, match=f"a task needs {message}"):
+        lm.generate_until(instances("generate_until", [("abc", options)]), disable_tqdm=True)
 
 
 # ------------------------------------------------------------------------------------------------------ chat templates

@@ -10,14 +10,18 @@ import pytest
 
 from heads import FOLDER, choose_heads, find_heads, known, load_heads, load_scores, published_random_heads, random_heads
 
-# The paper's table of retrieval scores: heads with a mean above 0.1 and above 0, mean score at each rank.
+# The files of the authors: layers, heads and samples. The table of the paper: heads with a mean above 0.1 and above 0,
+# mean score at each rank.
 RANKS = (1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 PAPER = {
-    "Meta-Llama-3-8B": (43, 259, ".9341 .4666 .2927 .1347 .1074 .0881 .0735 .0623 .0572 .0491 .0433"),
-    "Meta-Llama-3-8B-Instruct": (47, 258, ".9447 .4421 .2743 .1421 .1131 .0916 .0751 .0659 .0604 .0513 .0452"),
-    "Meta-Llama-3-70B-Instruct": (44, 317, ".9172 .3844 .1874 .1310 .1112 .0914 .0867 .0814 .0630 .0571 .0526"),
-    "Mistral-7B-Instruct-v0.3": (45, 265, ".8741 .3167 .1951 .1457 .1115 .0944 .0852 .0751 .0704 .0641 .0538"),
-    "Qwen2-7B-Instruct": (46, 278, ".7746 .3487 .1986 .1243 .1077 .0843 .0703 .0620 .0524 .0412 .0352"),
+    "Meta-Llama-3-8B": (32, 32, 60, 43, 259, ".9341 .4666 .2927 .1347 .1074 .0881 .0735 .0623 .0572 .0491 .0433"),
+    "Meta-Llama-3-8B-Instruct":
+        (32, 32, 51, 47, 258, ".9447 .4421 .2743 .1421 .1131 .0916 .0751 .0659 .0604 .0513 .0452"),
+    "Meta-Llama-3-70B-Instruct":
+        (80, 64, 13, 44, 317, ".9172 .3844 .1874 .1310 .1112 .0914 .0867 .0814 .0630 .0571 .0526"),
+    "Mistral-7B-Instruct-v0.3":
+        (32, 32, 49, 45, 265, ".8741 .3167 .1951 .1457 .1115 .0944 .0852 .0751 .0704 .0641 .0538"),
+    "Qwen2-7B-Instruct": (28, 28, 326, 46, 278, ".7746 .3487 .1986 .1243 .1077 .0843 .0703 .0620 .0524 .0412 .0352"),
 }
 TOP_20 = {
     "Meta-Llama-3-8B-Instruct": "15-30 24-27 16-20 8-1 16-1 27-7 15-1 10-14 27-5 20-14 "
@@ -25,26 +29,13 @@ TOP_20 = {
     "Meta-Llama-3-70B-Instruct": "76-57 18-4 77-50 18-45 77-55 52-19 77-53 76-56 56-42 18-7 "
                                  "77-52 74-7 74-29 18-47 56-3 34-26 53-1 54-8 56-44 52-17",
 }
-# Layers and heads of the published configurations, and samples. The first eight files are the authors'.
-SHAPES = {
-    "Llama-2-7b-hf": (32, 32, 54), "Meta-Llama-3-70B": (80, 64, 60), "Meta-Llama-3-70B-Instruct": (80, 64, 13),
-    "Meta-Llama-3-8B": (32, 32, 60), "Meta-Llama-3-8B-Instruct": (32, 32, 51), "Mistral-7B-Instruct-v0.3": (32, 32, 49),
-    "Mistral-7B-v0.3": (32, 32, 51), "Qwen2-7B-Instruct": (28, 28, 326),
-    "Llama-2-7B-32K-Instruct": (32, 32, 584), "Llama-2-7b-chat-hf": (32, 32, 570), "llama-2-7b-80k": (32, 32, 586),
-    "llama-2-13b-64k": (40, 40, 367), "Llama-3-8B-Instruct-Gradient-1048k": (32, 32, 600),
-    "Llama-3-8B-Instruct-Gradient-4194k": (32, 32, 600), "Llama-3.1-8B": (32, 32, 200),
-    "Llama-3.1-8B-Instruct": (32, 32, 200), "Llama-3.2-1B-Instruct": (16, 32, 427), "Llama-3.2-3B": (28, 24, 200),
-    "MegaBeam-Mistral-7B-300k": (32, 32, 600), "Mistral-7B-Instruct-v0.2": (32, 32, 387),
-    "Mistral-7B-v0.2": (32, 32, 362), "Qwen1.5-14B": (40, 40, 390), "Qwen1.5-14B-Chat": (40, 40, 221),
-    "Qwen2.5-3B": (36, 16, 200), "Qwen2.5-3B-Instruct": (36, 16, 200), "Qwen2.5-7B": (28, 28, 200),
-    "Qwen2.5-7B-Instruct": (28, 28, 598), "Yi-6B-200K": (32, 32, 567),
-}
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_scores_equal_the_papers_table_and_the_best_heads_are_in_the_authors_order(name):
-    above_tenth, above_zero, row = PAPER[name]
-    scores, heads = load_scores(name), load_heads(name, *SHAPES[name][:2])
+    L, H, samples, above_tenth, above_zero, row = PAPER[name]
+    scores, heads = load_scores(name), load_heads(name, L, H)
+    assert json.loads((FOLDER / f"{name}.json").read_text())["samples"] == samples
     assert " ".join(f"{layer}-{head}" for layer, head in heads).startswith(TOP_20.get(name, ""))
     ranked = [scores[head] for head in heads]
     assert [f"{ranked[rank - 1]:.4f}" for rank in RANKS] == [f"0{value}" for value in row.split()]
@@ -52,19 +43,19 @@ def test_scores_equal_the_papers_table_and_the_best_heads_are_in_the_authors_ord
     assert sum(score > 0 for score in ranked) == above_zero
 
 
-def test_every_file_and_its_row_of_the_readme_state_shape_samples_and_source():
-    rows = dict(re.findall(r"^\| .*?`([^`]+)\.json` (\|.*)$", (FOLDER / "README.md").read_text(), re.M))
-    assert {path.stem for path in known()} == {*SHAPES, "miniature", "miniature-amateur"} and set(rows) == set(SHAPES)
-    for name, (L, H, samples) in SHAPES.items():
+def test_every_file_fits_its_row_of_the_readme():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+) \| (\w)", readme, re.M)
+    sources = dict(re.findall(r"^\* (\w): (.*)$", readme, re.M))
+    assert {path.stem for path in known()} == {"miniature", "miniature-amateur", *(row[1] for row in rows)}
+    for model, name, L, H, measure, samples, letter in rows:
         content = json.loads((FOLDER / f"{name}.json").read_text())
+        assert len(load_heads(name, int(L), int(H), model)) == int(L) * int(H) == len(content["scores"])
+        assert [content[field] for field in ("model", "n_layers", "n_heads", "samples")] == [
+            model, int(L), int(H), int(samples)]
+        assert content["measure"].startswith({"needle": "needle in a", "copy": "teacher-forced copy"}[measure])
         source = content["source"]
-        assert content["model"].endswith(f"/{name}")
-        assert (content["n_layers"], content["n_heads"], content["samples"]) == (L, H, samples)
-        assert len(content["scores"]) == L * H
-        assert re.match("needle in a haystack|teacher-forced copy score", content["measure"])
-        assert source["repository"] in rows[name] and (source.get("commit") or source["sha256"])
-        assert f"| {L} × {H} |" in rows[name] and f"| {samples} |" in rows[name]
-        assert source.get("commit", "") in rows[name]
+        assert sources[letter] == source["repository"] + (f" at {source['commit']}" if "commit" in source else "")
 
 
 @pytest.mark.parametrize("name, stem", [

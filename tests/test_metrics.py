@@ -1,7 +1,6 @@
 """Every metric against values worked out by hand, with every trap of the published scoring on both of its sides."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,14 +51,11 @@ def test_popqa_items_that_are_demonstrations_count_only_as_published():
     assert many("popqa", demonstration, other) == expected
 
 
-def test_answers_from_memory_are_counted_if_the_row_has_a_memory():
+def test_answers_from_memory_are_counted_if_the_row_has_a_memory_and_the_miniatures_end_at_a_full_stop():
     rows = [dict(prediction="Old", references=["New"], memory=["Old"]), dict(prediction="x", references=["x"])]
     assert many("nq-swap", *rows)["memory_match"] == 1
-
-
-def test_the_miniatures_answer_ends_at_its_full_stop():
-    assert answer(" Temund. The ruler is Ada.", "Temund", task="miniature-open")["exact_match"] == 1
-    assert answer(" Temund. The ruler is Ada.", "Ada", task="miniature-open")["substring_match"] == 0
+    values = [answer(" Temund. The ruler is Ada.", name, task="miniature-open") for name in ("Temund", "Ada")]
+    assert values[0]["exact_match"] == 1 and values[1]["substring_match"] == 0
 
 
 # MuSiQue
@@ -147,16 +143,6 @@ def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
     assert one("xsum", prediction=prediction, references=[reference])["rougeL"] == pytest.approx(expected)
 
 
-def test_a_metric_that_cannot_be_computed_is_left_out_with_a_line(capsys):
-    def absent(rows):
-        raise metrics.Unavailable("factkb needs the model x in the cache: hf download x")
-    task = replace(TASKS["triviaqa"], metrics=(metrics.short_answer, absent))
-    left_out = []
-    values = metrics.score(task, [{"prediction": "a", "references": ["a"]}], left_out=left_out)
-    assert values[0]["exact_match"] == 1 and left_out == ["factkb needs the model x in the cache: hf download x"]
-    assert capsys.readouterr().err == "left out: factkb needs the model x in the cache: hf download x\n"
-
-
 # IFEval
 
 COMMA = ("punctuation:no_comma", {})
@@ -191,9 +177,12 @@ def test_ifeval_as_worked_out_by_hand(prediction, instruction, strict, published
 
 
 def test_instructions_are_counted_one_by_one_and_prompts_whole():
-    rows = [ifeval("a, b", COMMA, ("keywords:existence", {"keywords": ["a"]})), ifeval("fine", COMMA)]
-    assert metrics.summary(rows)["instruction_strict"] == pytest.approx(2 / 3)
-    assert metrics.summary(rows)["prompt_strict"] == 0.5
+    values = [{"instruction_strict": 1.0, "instructions": 3}, {"instruction_strict": 0.0, "instructions": 1}]
+    assert metrics.summary(values)["instruction_strict"] == 0.75
+    counts = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
+    assert metrics.summary(values, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
+    values = ifeval("a, b", COMMA, ("keywords:existence", {"keywords": ["a"]}))
+    assert (values["prompt_strict"], values["instruction_strict"], values["instructions"]) == (0, 0.5, 2)
 
 
 def test_language_detection_gives_the_same_every_time():
@@ -212,15 +201,10 @@ def test_generated_answers_are_cleaned_as_published(prediction, cleaned):
     assert metrics.clean(prediction) == cleaned
 
 
-def test_rejections_need_their_full_stop_and_their_case():
-    texts = ["I have no comment.", "Well, I have no comment. Sorry.", "I have no comment", "i have no comment."]
-    assert [one("truthfulqa-gen", prediction=text)["rejection"] for text in texts] == [1, 1, 0, 0]
-
-
 def test_judged_rates_over_all_answers_and_over_those_that_are_not_rejections():
-    row = {"prediction": "Yes.", "judge_truth": 0.5, "judge_info": 0.9}
-    refused = {"prediction": "I have no comment.", "judge_truth": 0.99, "judge_info": 0.0}
-    wrong = {"prediction": "No.", "judge_truth": 0.49, "judge_info": 1.0}
+    row = {"prediction": "i have no comment.", "judge_truth": 0.5, "judge_info": 0.9}       # in another case
+    refused = {"prediction": "Well, I have no comment. Sorry.", "judge_truth": 0.99, "judge_info": 0.0}
+    wrong = {"prediction": "I have no comment", "judge_truth": 0.49, "judge_info": 1.0}      # no full stop
     assert many("truthfulqa-gen", row, refused, wrong) == pytest.approx({
         "rejection": 1 / 3, "truth": 2 / 3, "info": 2 / 3, "truth_and_info": 1 / 3,
         "truth_not_rejected": 1 / 2, "info_not_rejected": 1, "truth_and_info_not_rejected": 1 / 2})
@@ -234,13 +218,6 @@ def test_the_bootstrap_interval_is_that_of_plain_resampling():
     rng = np.random.default_rng(7)
     plain = [rng.choice([v["m"] for v in values], 80).mean() for _ in range(4000)]
     assert (low, high) == pytest.approx(tuple(np.percentile(plain, [2.5, 97.5])), abs=0.02)
-
-
-def test_a_mean_weighted_by_instructions_is_a_ratio_in_every_sample():
-    values = [{"instruction_strict": 1.0, "instructions": 3}, {"instruction_strict": 0.0, "instructions": 1}]
-    assert metrics.summary(values)["instruction_strict"] == 0.75
-    counts = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    assert metrics.summary(values, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
 
 
 def test_rows_without_a_value_count_neither_in_the_mean_nor_in_the_interval():

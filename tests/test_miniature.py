@@ -1,11 +1,9 @@
 """The miniature's world and test splits; its training; the checkpoint, with tolerances that a new training would pass;
-the claims."""
+ITI; the claims."""
 
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +14,10 @@ import torch
 import evaluate
 from decore import generate
 from heads import load_heads
-from miniature import claims, data, make, train
+from miniature import claims, data, iti, make, train
 from model import Transformer
 from runtime.config import Config
-from runtime.weights import named_tensors
+from runtime.files import short_hash
 from tokenizer import Tokenizer
 
 FOLDER = Path(data.__file__).parent
@@ -54,12 +52,11 @@ def check_item(world, item):
     return [v for r, c, v in FACT.findall(context) if (r, c) == (relation, country)], memory
 
 
-def test_another_process_makes_the_same_world_and_items(world):
+def test_every_machine_makes_the_same_world_and_items(world):
     assert world.facts[0] == ("Norpilmar", "capital", "Piport") and len(world.facts) == 320
     assert world.facts[-1] == ("Moltthendmar", "founder", "Denric") and len(world.names) == 64 + 320
-    command = [sys.executable, "-m", "miniature.data", "--split", "conflict", "--n", "3", "--seed", "5"]
-    out = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True).stdout
-    assert [json.loads(line) for line in out.splitlines()] == [i._asdict() for i in data.make_split("conflict", 3, 5)]
+    items = "".join(json.dumps(item._asdict()) for split in data.SPLITS for item in data.make_split(split, 20, 5))
+    assert short_hash(items.encode()) == "b2da499940acd130"
 
 
 def test_no_conflict_of_a_test_split_occurs_in_training(world, stream):
@@ -102,21 +99,6 @@ def tokenizer(world):
     return train.make_tokenizer(world, 300)
 
 
-@pytest.fixture(scope="module")
-def batch(world, tokenizer):
-    return next(train.batches(tokenizer, data.documents(world, data.COPYING, "test")))
-
-
-@pytest.fixture
-def small(tmp_path):
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16)
-    (tmp_path / "config.json").write_text(json.dumps(train.CONFIG | shape))
-    model = Transformer(Config.from_checkpoint(tmp_path))
-    train.initialise(named_tensors(model), seed=0)
-    return model
-
-
 def test_loss_weights_are_one_for_answers_and_their_end(world, tokenizer):
     tokens, weights = next(train.batches(tokenizer, data.documents(world, {"closed": 1.0}, "test")))
     assert tokens.shape == weights.shape == (train.ROWS, train.LENGTH + 1)
@@ -127,50 +109,17 @@ def test_loss_weights_are_one_for_answers_and_their_end(world, tokenizer):
     assert {answer.strip() for answer in answers[:-1]} <= {fact.value for fact in world.facts}
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (16, 48), (48, 16)])
-def test_orthogonal_gives_singular_values_near_one(shape):
-    s = torch.linalg.svdvals(train.orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
-    assert s.min() > 0.3 and s.max() < 1.3      # the iteration is tuned for speed, not for exactly 1
-
-
-def test_training_lowers_the_loss_and_repeats_exactly(small, world, tokenizer, batch, monkeypatch):
-    monkeypatch.setattr(train, "WARMUP", 1)
-    monkeypatch.setattr(train, "ROWS", 2)
-    monkeypatch.setattr(train, "ALONE", 10)             # the last steps draw masks and new weights too
-    tokens, weights = batch
-    before, _ = train.loss_of(small(tokens[:, :-1]), tokens, weights)
-    after = []
-    for _ in range(2):
-        train.train(small, world, tokenizer, steps=20)
-        after.append(train.loss_of(small(tokens[:, :-1]), tokens, weights)[0].item())
-    assert after[0] == after[1] < before.item() - 0.4
-
-
-def test_the_needed_head_is_the_one_whose_masking_raises_the_loss_most(small, batch):
-    tokens, weights = batch
-    o, chosen = small.layers[-1].attn.o.weight, set()
-    for seed in range(4):
-        losses = []
-        with torch.no_grad():
-            o.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
-            for head in range(4):
-                whole, o[:, head * 16:(head + 1) * 16] = o.clone(), 0
-                losses.append(train.loss_of(small(tokens[:, :-1]), tokens, weights)[0].item())
-                o.copy_(whole)
-        chosen.add(train.needed_head(small, tokens, weights))
-        assert train.needed_head(small, tokens, weights) == int(np.argmax(losses))
-    assert len(chosen) > 1
-
-
-def test_all_heads_of_the_last_layer_but_the_copier_are_reinitialised(small):
-    before = {name: parameter.clone() for name, parameter in named_tensors(small).items()}
-    train.reinitialise_others(small, 2, torch.Generator().manual_seed(1))
-    changed = {name: (parameter != before[name]) for name, parameter in named_tensors(small).items()}
-    q, o = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qo")
-    assert {name for name, x in changed.items() if x.any()} == {q, o}
-    for heads in (changed[q].unflatten(0, (4, 16)).float().mean((1, 2)),
-                  changed[o].unflatten(1, (4, 16)).float().mean((0, 2))):
-        assert heads[2] == 0 and (heads[[0, 1, 3]] > 0.99).all()
+def test_training_takes_the_same_steps_as_ever(world, tokenizer, tmp_path, monkeypatch):
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16)
+    train.save_config(tmp_path, tokenizer, train.CONFIG | shape)
+    model = Transformer(Config.from_checkpoint(tmp_path))
+    for name, value in (("WARMUP", 1), ("ROWS", 2), ("ALONE", 10), ("MASKED", 0.5)):
+        monkeypatch.setattr(train, name, value)
+    train.train(model, world, tokenizer, steps=20)
+    tokens, weights = next(train.batches(tokenizer, data.documents(world, data.COPYING, "test")))
+    # By torch 2.13 in float32. A change of the optimiser, of the schedule or of the masks makes 0.001 or more.
+    assert train.loss_of(model(tokens[:, :-1]), tokens, weights)[0].item() == pytest.approx(5.66545, abs=5e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoint
@@ -206,6 +155,33 @@ def test_the_amateur_shares_the_vocabulary_and_knows_less(miniature):
     assert 0.1 < accuracy(amateur, "closed", method="greedy") < 0.8
     assert accuracy(amateur, "open", method="greedy") > 0.6
     assert accuracy(amateur, "open", method="masked", heads=load_heads("miniature-amateur", 4, 4)[:4]) < 0.2
+
+
+def test_iti_stores_the_shift_of_heads_as_a_bias_of_o(tmp_path):
+    shifts = {(1, 0): torch.linspace(-1, 1, 24), (3, 5): torch.linspace(0, 2, 24)}
+    iti.write(tmp_path, shifts)
+    edited, plain = (Transformer.load(folder, dtype=torch.float32) for folder in (tmp_path, FOLDER))
+    ids = torch.tensor([[0, 5, 80, 300, 7, 11]])
+    assert not torch.allclose(edited(ids), plain(ids), atol=0.1)
+    for (layer, head), shift in shifts.items():
+        def shifted(_, inputs, head=head, shift=shift):
+            y = inputs[0].clone()
+            y[..., head * 24:(head + 1) * 24] += shift
+            return (y,)
+        plain.layers[layer].attn.o.register_forward_pre_hook(shifted)
+    assert torch.allclose(edited(ids), plain(ids), atol=0.02)           # the biases are stored as float16
+
+
+def test_iti_shifts_heads_towards_what_passages_say(miniature, monkeypatch):
+    monkeypatch.setattr(iti, "ITEMS", 16)
+    shifts, accuracies = iti.directions(2, 3.0)
+    assert len(shifts) == 2 and (3, 1) in shifts           # the last layer's retrieval head
+    assert accuracies.shape == (4, 8) and accuracies[3, 1] > 0.6
+    model, tokenizer = miniature
+    differences = [iti.head_outputs(model, tokenizer.encode(f"{item.prompt} {item.answer}"))
+                   - iti.head_outputs(model, tokenizer.encode(f"{item.prompt} {item.memory}"))
+                   for item in data.make_split("conflict", 8, iti.SEED)]
+    assert torch.stack(differences).mean(0)[3, 1] @ shifts[3, 1] > 0
 
 
 # -------------------------------------------------------------------------------------------------------------- claims

@@ -1,19 +1,26 @@
-"""Run files: reading, the lock, when a run may continue; fingerprints of checkpoints."""
+"""Run files: reading, the lock, when a run may continue, kills; fingerprints of checkpoints."""
 
 import json
 import multiprocessing
 import os
 import random
+import re
+import shlex
+import signal
+import sys
 import time
 
 import pytest
+import rouge_score.rouge_scorer  # noqa: F401 (imported once, before the forks)
 import torch
 from safetensors.torch import load_file, save_file
 
+import cli
+import evaluate
+from heads import detect
 from runtime.jsonl import append, locked
 from runtime.weights import fingerprint
 from tasks.runs import finish, open_run, read_run, remarks
-from tests import kill
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
 SETTINGS = {"task": "nq-swap", "n": 3, "limit": None, "alpha": 0.5, "batch_size": "auto", "device": "cpu (x86_64)",
@@ -34,17 +41,6 @@ def path(tmp_path):
 def write(path, *rows, **changes):
     append(path, [{"settings": SETTINGS | changes}, *rows])
     return path
-
-
-# Reading
-
-
-def test_a_last_row_that_was_cut_off_anywhere_is_skipped(path):
-    content = write(path, row(2), row(0)).read_bytes()
-    for cut in range(0, 20, 3):
-        path.write_bytes(content[:-1 - cut])
-        settings, rows = read_run(path)
-        assert settings == SETTINGS and rows == [row(2) | {"line": 2}, row(0) | {"line": 3}][:2 if cut == 0 else 1]
 
 
 @pytest.mark.parametrize("text, message", [
@@ -76,7 +72,6 @@ def test_a_run_continues_with_the_rows_of_its_file_and_ends_in_the_datas_order(p
     append(path, [row(0), row(1)])
     assert finish(path) == [row(0), row(1), row(2)]
     before = path.read_bytes()
-    assert read_run(path)[0] == SETTINGS
     assert open_run(path, SETTINGS | {"device": "cuda (H100)"}, ITEMS).keys() == {0, 1, 2}
     assert path.read_bytes() == before                      # complete, so no row comes from the other device
 
@@ -92,14 +87,13 @@ def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
 
 @pytest.mark.parametrize("changes, message", [
     ({"alpha": 1.0}, "alpha: 0.5 there, 1.0 now"),
-    ({"fingerprint": {"weights": "ab", "config.json": "bb"}}, 'fingerprint.weights: "aa" there, "ab" now'),
-    ({"fingerprint": {"weights": "aa"}}, 'fingerprint.config.json: "bb" there, null now'),
+    ({"fingerprint": {"weights": "ab"}}, 'fingerprint.weights: "aa" there, "ab" now; fingerprint.config.json: "bb" '),
     ({"n": 2, "limit": 2}, "n: 3 there, 2 now"),
     ({"dtype": "bfloat16"}, 'dtype: null there, "bfloat16" now'),
 ])
 def test_settings_that_change_numbers_are_refused_by_name_and_the_file_does_not_change(path, changes, message):
     before = write(path, row(0)).read_bytes()
-    with pytest.raises(ValueError, match=f"made with other settings \\({message}\\)"):
+    with pytest.raises(ValueError, match=f"made with other settings \\({message}"):
         open_run(path, SETTINGS | changes, ITEMS)
     assert path.read_bytes() == before
 
@@ -130,28 +124,24 @@ def test_a_file_that_is_not_a_run_is_never_overwritten(path, text):
     assert path.read_text() == text
 
 
-def test_a_file_that_cannot_be_replaced_does_not_change(path, monkeypatch):
-    before = write(path, row(0)).read_bytes()
+# Several processes, and kills
 
-    def fail(*arguments):
-        raise OSError("no space left")
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no space"):
-        finish(path)
-    assert path.read_bytes() == before
+
+def fork(work):
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process.start()
+    return process
 
 
 def test_a_second_process_is_refused_until_the_first_has_died(path):
-    context = multiprocessing.get_context("fork")
-    has_lock = context.Event()
+    has_lock = multiprocessing.get_context("fork").Event()
 
     def hold():
         with locked(path):
             has_lock.set()
             time.sleep(100)
 
-    holder = context.Process(target=hold, daemon=True)
-    holder.start()
+    holder = fork(hold)
     assert has_lock.wait(30)
     with pytest.raises(OSError, match="being written by another process"), locked(path):
         pass
@@ -162,10 +152,52 @@ def test_a_second_process_is_refused_until_the_first_has_died(path):
     assert not list(path.parent.iterdir())                  # no lock file remains
 
 
-@pytest.mark.parametrize("program", [0, 1], ids=["evaluate", "detect"])
-def test_a_program_that_is_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, program):
-    finished, wrong = kill.kill(*kill.programs(tmp_path)[program], times=2, dice=random.Random(7))
-    assert finished and not wrong
+def evaluation(folder, chat_model):
+    rows = [{"question": f"{'very ' * (i % 7)}long {i}", "answers": ["a"]} for i in range(24)]
+    (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "demos.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+    return (f"--model {chat_model} --heads {chat_model}/heads.json --out {folder}/out --task nq-closed --num-heads 2 "
+            f"--data {folder}/qa.jsonl --demos {folder}/demos.jsonl --batch-size 3")
+
+
+def detection(folder, chat_model):
+    texts = cli.MINIATURE / "detection"
+    return (f"--needles {texts}/needles.jsonl --haystack {texts}/haystack.jsonl --runs 24 --lengths 60:120:2 "
+            f"--min-success 1 --out {folder}/out/heads.json --template 'Context: {{context}}\\n{{question}}'")
+
+
+@pytest.mark.parametrize("main, arguments", [(evaluate.main, evaluation), (detect.main, detection)])
+def test_a_program_that_is_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, chat_model, main,
+                                                                                   arguments):
+    """KILLS=20 pytest -k killed_at_random kills more often."""
+    out, dice, kills = tmp_path / "out", random.Random(7), int(os.environ.get("KILLS", 2))
+    command = shlex.split(f"--device cpu --max-new-tokens 8 {arguments(tmp_path, chat_model)}")
+
+    def work():
+        sys.argv, sys.stdout, sys.stderr = ["program", *command], *[open(os.devnull, "w")] * 2
+        os._exit(cli.run(main))
+
+    def attempt(seconds=600):
+        """Runs the program for at most so many seconds. Returns its exit status, None if it was killed."""
+        process = fork(work)
+        process.join(seconds)
+        process.kill()
+        process.join()
+        return None if process.exitcode == -signal.SIGKILL else process.exitcode
+
+    def files():
+        return {path.name: re.sub(rb'"seconds": [0-9.e-]+', b"", path.read_bytes()) for path in out.iterdir()}
+
+    start = time.monotonic()
+    assert attempt() == 0
+    duration, expected, finished = time.monotonic() - start, files(), True
+    while kills > 0 or not finished:
+        for path in out.iterdir() if finished else ():
+            path.unlink()
+        # One run in four may finish, so that most files are the work of several killed runs.
+        status = attempt() if kills <= 0 or dice.random() < 0.25 else attempt(dice.uniform(0, duration))
+        kills, finished = kills - (status is None), status is not None
+        assert not finished or (status == 0 and files() == expected)
 
 
 # Fingerprints
@@ -176,11 +208,10 @@ def test_a_fingerprint_says_which_part_of_a_checkpoint_differs(tmp_path):
     before = fingerprint(folder)
     assert set(before) == {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}!")
     write_tokenizer(folder, "{{ messages }}?")
     after = fingerprint(folder)
     assert {name for name in after if after[name] != before.get(name)} == \
-        {"generation_config.json", "chat_template.jinja", "tokenizer_config.json"}
+        {"generation_config.json", "tokenizer_config.json"}
 
 
 def test_a_fingerprint_depends_on_every_tensor_and_not_on_the_division_into_files(tmp_path):
@@ -196,11 +227,10 @@ def test_a_fingerprint_depends_on_every_tensor_and_not_on_the_division_into_file
 
 def test_a_large_tensor_is_sampled_from_its_first_byte_to_its_last(tmp_path):
     write_checkpoint(tmp_path)
-    seen = set()
-    for at in (None, 0, 1 / 7, 3 / 7, 1):
-        large = torch.zeros(1000, 1000)                                 # 4 MB
-        if at is not None:
-            large.view(-1)[min(int(at * 1e6), 999_999)] = 1
-        save_file({"large": large}, tmp_path / "model.safetensors")
-        seen.add(fingerprint(tmp_path)["weights"])
+    large, seen = torch.zeros(1_000_000), set()                         # 4 MB
+    for at in (0, 142_857, 428_571, 999_999):
+        for value in (1, 0):
+            large[at] = value
+            save_file({"large": large}, tmp_path / "model.safetensors")
+            seen.add(fingerprint(tmp_path)["weights"])
     assert len(seen) == 5
