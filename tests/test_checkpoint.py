@@ -35,10 +35,8 @@ def load_theirs(folder, **more):
 
 @pytest.mark.parametrize("family, change, words", [
     ("llama3", dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or "mistral" or "qwen2" or "qwen3"'),
-    ("llama3", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'rope_type is "dynamic"; it must be "def'),
     ("llama3", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: low_freq_factor is missing"),
     ("llama3", dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than"),
-    ("llama3", dict(rope_scaling="linear"), 'rope_scaling is "linear"; it must be an object'),
     ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
     ("llama3", dict(quantization_config=dict(quant_method="awq")), 'quantization_config is .*"awq".*; it must be null'),
     ("llama3", dict(rms_norm_eps=float("nan")), "rms_norm_eps is NaN; it must be a number"),
@@ -82,14 +80,12 @@ def test_absent_fields_have_the_values_of_transformers(family, sliding, tmp_path
 
 YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=128)
 ROPES = {
-    "default": dict(), "linear": dict(rope_scaling=dict(type="linear", factor=4)),
+    "linear": dict(rope_scaling=dict(type="linear", factor=4)),
     "bands of Llama-3.1": dict(rope_theta=5e5, max_position_embeddings=131_072,
                                rope_scaling=BANDS | dict(original_max_position_embeddings=8192)),
     "yarn": dict(rope_scaling=YARN), "yarn without its context": dict(rope_scaling=dict(type="yarn", factor=2.5)),
     "yarn with its context outside": dict(rope_scaling=YARN, original_max_position_embeddings=64),
     "yarn not rounded": dict(rope_scaling=YARN | dict(truncate=False, beta_fast=16, beta_slow=2)),
-    "yarn with a factor": dict(rope_scaling=YARN | dict(attention_factor=0.7)),
-    "yarn with mscale": dict(rope_scaling=YARN | dict(mscale=0.7, mscale_all_dim=1.3)),
     "yarn with half of mscale": dict(rope_scaling=YARN | dict(mscale=0.7)),
     "yarn after a short context": dict(rope_scaling=YARN | dict(original_max_position_embeddings=1)),
     "both generations": dict(rope_scaling=dict(type="linear", factor=2), rope_parameters=dict(rope_theta=77.0)),
