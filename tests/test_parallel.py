@@ -26,7 +26,7 @@ from runtime.graph import GRAPHS
 from runtime.parallel import Ranks, Shard, check_split, first_on_node, rank_device
 from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
-from tests.test_gpu_on_cpu import Recorder, Wrong
+from tests.test_gpu_on_cpu import Recorder
 
 ROOT = Path(__file__).parent.parent
 MODELS = {family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"}
@@ -66,6 +66,13 @@ class Failing(Recorder):
     def __init__(self, *args):
         super().__init__(*args)
         raise RuntimeError("out of graphs")
+
+
+class Wrong(Recorder):
+    def __call__(self, tokens):
+        result = super().__call__(tokens)
+        result.scores.add_(1)
+        return result
 
 
 GRAPH_KINDS = {"right": Recorder, "failing": Failing, "wrong": Wrong}
