@@ -37,12 +37,8 @@ from tasks.decoding import Benchmark, encode, run
 from tokenizer import Tokenizer
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
-USED_BY_TASK = {
-    "max_new_tokens": lambda task: not task.choice,
-    "batch_size": lambda task: not task.choice,
-    "mask_prompt": lambda task: not task.choice,
-    "relative_top": lambda task: not task.choice,
-    "repetition_penalty": lambda task: not task.choice,
+GENERATING = ("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty")
+USED_BY_TASK = dict.fromkeys(GENERATING, lambda task: not task.choice) | {
     "no_renormalise": lambda task: task.choice,
     "layout": lambda task: task.layout is None,
     "demos": lambda task: task.shots,
@@ -52,8 +48,7 @@ USED_BY_TASK = {
 
 
 def main():
-    commands = {"rescore": rescore, "report": report.main}
-    command = commands.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    command = {"rescore": rescore, "report": report.main}.get("".join(sys.argv[1:2]))
     return command(sys.argv[2:]) if command else evaluate(sys.argv[1:])
 
 

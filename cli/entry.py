@@ -56,7 +56,7 @@ def explain(error):
     if out_of_memory(error):
         return "out of memory: use fewer or shorter prompts, bfloat16, or more devices (torchrun)"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'writing'}: {error.strerror[0].lower()}{error.strerror[1:]}"
+        return one_line(f"{error.filename or 'writing'}: {error.strerror[0].lower()}{error.strerror[1:]}", 1000)
     return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None
 
 

@@ -16,10 +16,9 @@ class Screen:
         """Add a token to the b-th text. Returns whether a stop string ends the text (`on_token` of generate)."""
         if token not in self.eos_ids:
             self.add(b, self.streams[b].push(token))
-        ended = self.streams[b] is None
         if b == 0:
-            self.print(0, 0 if ended else max(map(len, self.stop), default=1) - 1)
-        return ended
+            self.print(0, max(map(len, self.stop), default=1) - 1)
+        return self.streams[b] is None
 
     def add(self, b, new):
         self.texts[b] += new

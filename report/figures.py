@@ -140,8 +140,7 @@ def sweep_figure(field, setups, tasks):
                 ax.axhline(mean, linestyle=":" if setup.method == "greedy" else "-.", linewidth=1,
                            color=STYLE[setup.method][0], label=label_of(setup))
         ax.set_title(title)
-        ax.set_xlabel(label)
-        ax.set_ylabel(labels[metric] or "%")
+        ax.set(xlabel=label, ylabel=labels[metric] or "%")
         if metric not in NOT_FRACTIONS:
             ax.set_ylim(-4, 104)                # the whole range, so that a small change looks small
     finish(figure, levels | plotted, panels, *notes)
@@ -178,9 +177,8 @@ def entropy_figure(setups, tasks):
             if test := significance.t_test(decore, entropies[rival], "less"):
                 label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
         ax.set_yticks(range(len(methods)), map(label_of, reversed(methods)))
-        ax.set_xlim(0, highest * 1.02)
+        ax.set(xlim=(0, highest * 1.02), xlabel=label)
         ax.set_title(published.TASKS[task][0])
-        ax.set_xlabel(label)
     finish(figure, {setup: setups[setup] for setup in methods}, panels, "line: mean; box: quartiles; p: Welch's "
            "t-test, one-sided, DeCoRe entropy's below the others'; drawn up to the 99.5th percentile")
     return figure

@@ -34,7 +34,7 @@ def main(argv):
         if path.stem in paper:
             rows.append(["the paper", "", "", "", *(paper[path.stem][str(rank)] for rank in RANKS)])
     header = ["model", "heads", "samples", f"above {RETRIEVAL}", *(f"rank {rank}" for rank in RANKS)]
-    tables.print_tables([tables.Table("Retrieval scores", header, rows, ["Means over the samples of each head file."])])
+    tables.print_tables([("Retrieval scores", header, rows, ["Means over the samples of each head file."])])
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,8 +52,7 @@ def head_curves(files):
                 color=CYCLE[i % len(CYCLE)], linewidth=1.4, marker=MARKERS[i % len(MARKERS)], markevery=0.2,
                 markersize=4, label=path.stem)
     ax.axhline(RETRIEVAL, color="#999999", linestyle=":", linewidth=1)
-    ax.set_xlabel("rank of the head")
-    ax.set_ylabel("retrieval score")
+    ax.set(xlabel="rank of the head", ylabel="retrieval score")
     ax.legend()
     add_foot(figure, "retrieval scores of all heads, sorted")
     return figure
@@ -65,15 +64,13 @@ def head_maps(files):
     highest = max(1, *(max(scores.values()) for scores in files.values()))  # by the published rule a score may exceed 1
     for ax, (path, scores) in zip(axes, files.items(), strict=True):
         table = np.zeros(np.add(max(scores), 1))                            # [L, H]
-        for head, score in scores.items():
-            table[head] = score
-        image = ax.imshow(table, norm=PowerNorm(0.5, 0, highest), cmap="viridis", aspect="auto", origin="lower",
+        table[tuple(np.transpose([*scores]))] = [*scores.values()]
+        image = ax.imshow(table, norm=PowerNorm(0.5, 0, highest), aspect="auto", origin="lower",
                           interpolation="nearest")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.set(xlabel="head", ylabel="layer")
         ax.set_title(path.stem)
-        ax.set_xlabel("head")
-        ax.set_ylabel("layer")
     bar = figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30)
     bar.set_label("retrieval score (colour by its square root)")
     add_foot(figure, "retrieval score of every head, layer 0 at the bottom")

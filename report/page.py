@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cli
-from cli.page import MARK, answer_html, document, pieces
+from cli.page import MARK, answer_html, document
 from report import stored
 from tasks import find, metrics, prompts
 from tasks.runs import prompt_key
@@ -33,14 +33,13 @@ def main(argv):
     args = p.parse_args(argv)
     items = [read_item(path, args.item) for path in [args.run, *args.against]]
     settings, line = items[0]
-    others = {other["task"] for other, _ in items} - {settings["task"]}
-    if others:
-        raise ValueError(f"{args.run} is a run of {settings['task']}, --against has one of {', '.join(others)}")
     parts = [prompt_part(settings, line, args.data, args.demos)]
-    for number, item in enumerate(items):
-        model, setup = stored.setup_of(item[0])
-        title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(item[1]) != prompt_key(line))
-        parts.append(answer_part(title, *item, f"g{number}", args.model))
+    for number, (other, answer) in enumerate(items):
+        if other["task"] != settings["task"]:
+            raise ValueError(f"{args.run} is a run of {settings['task']}, --against has one of {other['task']}")
+        model, setup = stored.setup_of(other)
+        title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(answer) != prompt_key(line))
+        parts.append(answer_part(title, other, answer, f"g{number}", args.model))
     path = Path(args.html or f"{str(args.run).split('.jsonl')[0]}.item{args.item}.html")
     path.write_text(document(f"{settings['task']}, item {args.item}", parts), encoding="utf-8")
     print(path)
@@ -49,10 +48,10 @@ def main(argv):
 def read_item(path, index):
     """(settings, line) of one item of a run."""
     settings, lines = stored.read_lines(path)
-    line = next((line for line in lines if line["index"] == index), None)
-    if line is None:
-        raise ValueError(f"{path} has no item {index}; it has {len(lines)} items, counted from 0")
-    return settings, line
+    for line in lines:
+        if line["index"] == index:
+            return settings, line
+    raise ValueError(f"{path} has no item {index}; it has {len(lines)} items, counted from 0")
 
 
 def prompt_part(settings, line, data, demos):
@@ -63,9 +62,8 @@ def prompt_part(settings, line, data, demos):
         check_files("data", records, settings.get("data"))
         check_files("demos", [record], [settings.get("demos")])
         item = items[line["index"]]
-        if settings["layout"] == "plain":
-            texts = [("prompt", prompts.plain_text(task, item, demonstrations))]
-        else:
+        texts = [("prompt", prompts.plain_text(task, item, demonstrations))]
+        if settings["layout"] != "plain":
             turns = prompts.messages(task, item, demonstrations, settings["layout"])
             texts = [(turn["role"], turn["content"]) for turn in turns]
     else:
@@ -83,23 +81,18 @@ def check_files(option, records, stored_records):
         raise ValueError(f"--{option} is not the run's file, {stored_records}")
 
 
-def is_right(settings, line):
-    """Whether the answer is right; None for a task whose answers have a score instead."""
-    task = find(settings["task"])
-    values = metrics.score(task, [line])[0] if task.running else {}
-    return next((values[name] == 1 for name in VERDICTS if values.get(name) is not None), None)
-
-
 def answer_part(title, settings, line, name, model):
     """One run's answer as HTML; for multiple choice its candidates, best first.
 
     name: unique on the page. model: the tokenizer's, None for the run's."""
-    right = is_right(settings, line)
+    task = find(settings["task"])
+    values = metrics.score(task, [line])[0] if task.running else {}         # without: metrics that need a model
+    right = next((values[verdict] == 1 for verdict in VERDICTS if values.get(verdict) is not None), None)
     if "scores_true" in line:
         return candidates_html(title, line, name, right)
     tokenizer = load_tokenizer(model or settings["model"])
     g = SimpleNamespace(**{key: line[key] for key in ("ids", "alphas", "entropies", "stop")})
-    text = "".join(text for text, _ in pieces(tokenizer, g.ids[:-1] if g.stop == "eos" else g.ids))
+    text = tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids)
     if text.strip() != line["prediction"].strip():
         raise ValueError(f"the tokenizer reads {text!r}, but the run has {line['prediction']!r}: give --model with the "
                          "run's own tokenizer")

@@ -4,6 +4,7 @@ A *setup* is a method with its N, α, way of masking, amateur and other options;
 *Conditions* are settings of the task that differ from the paper's: each combination has tables of its own. Greedy
 decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -135,6 +136,9 @@ def run_files(folder):
 
 def read(path, iti=ITI):
     """Reads a run file. ValueError if it cannot be reported."""
+    def scaled(metric, value):
+        return value if value is None or metric in NOT_FRACTIONS else 100 * value
+
     settings, lines = read_lines(path)
     task = find(settings["task"])
     if settings.get("version") != task.version:
@@ -147,10 +151,6 @@ def read(path, iti=ITI):
     means = {name: scaled(name, mean) for name, mean in metrics.summary(values).items()}
     intervals = {name: tuple(scaled(name, end) for end in ends) for name, ends in metrics.interval(values).items()}
     return Run(path, settings, model, conditions_of(settings, model), setup, lines, values, means, intervals)
-
-
-def scaled(metric, value):
-    return value if value is None or metric in NOT_FRACTIONS else 100 * value
 
 
 def read_lines(path):
@@ -227,12 +227,12 @@ def typical(setups):
 
 
 def of_typical(setups, tasks, measure):
-    """{task: {setup: measure(run)}} of the typical setups, without results that are None or empty."""
-    panels = {task: {setup: measure(setups[setup][task][0]) for setup in typical(setups) if task in setups[setup]}
-              for task in tasks}
-    panels = {task: {setup: result for setup, result in results.items() if result is not None and len(result)}
-              for task, results in panels.items()}
-    return {task: results for task, results in panels.items() if results}
+    """{task: {setup: measure(run)}} of the typical setups, without empty results."""
+    panels = {}
+    for task, setup in itertools.product(tasks, typical(setups)):
+        if task in setups[setup] and len(result := measure(setups[setup][task][0])):
+            panels.setdefault(task, {})[setup] = result
+    return panels
 
 
 def base_entropies(run):

@@ -5,9 +5,9 @@ next token along the text that a method wrote. Runs store it, Eq. 8 uses it as �
 distribution that Eq. 7 decodes from has another entropy."""
 
 import csv
+import itertools
 import sys
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import mannwhitneyu
@@ -23,14 +23,8 @@ NO_BEST = ("rejection", "memory_match")         # neither many nor few of these 
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")     # whose entropies the paper compares DeCoRe's with
 
 
-class Table(NamedTuple):
-    title: str
-    header: list
-    rows: list                  # texts
-    notes: list
-
-
 def print_tables(tables):
+    """tables: [(title, header, rows of texts, notes)]"""
     for title, header, rows, notes in tables:
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         print(f"### {title}\n")
@@ -43,7 +37,7 @@ def all_tables(runs):
     for title, setups in group(runs)[0].items():
         tables = [score_table(name, setups) for name in published.TABLES]
         tables += [correlation_table(setups), entropy_table(setups), correctness_table(setups)]
-        yield from (table._replace(title=f"{table.title}: {title}") for table in tables if table.rows)
+        yield from ((f"{name}: {title}", header, rows, notes) for name, header, rows, notes in tables if rows)
 
 
 # Scores, as in the paper's tables
@@ -69,7 +63,7 @@ def score_table(name, setups):
                        if setup in means else "–")
     rows = [row for row in rows.values() if {*row[1:]} - {"–"}]
     runs = [run for by_task in setups.values() for task in published.TABLES[name] for run in by_task.get(task, [])]
-    return Table(name, header, rows, score_notes(" ".join(sum([header, *rows], [])), runs))
+    return name, header, rows, score_notes(" ".join(sum(rows, [])), runs)
 
 
 def details(draws, metric, greedy):
@@ -163,14 +157,13 @@ def curves(setups, tasks, field="num_heads"):
 
     Lines of a single point are left out."""
     panels = {}
-    for task in tasks:
-        lines, metric = {}, headline(task)[0]
-        for setup, by_task in setups.items():
-            x, means = getattr(setup, field), [run.means.get(metric) for run in by_task.get(task, [])]
-            values = [mean for mean in means if mean is not None]
-            if x is not None and values:
-                lines.setdefault(setup._replace(**{field: None}), {})[x] = values
-        panels[task] = {line: points for line, points in lines.items() if len(points) > 1}
+    for task, (setup, by_task) in itertools.product(tasks, setups.items()):
+        x, means = getattr(setup, field), [run.means.get(headline(task)[0]) for run in by_task.get(task, [])]
+        values = [mean for mean in means if mean is not None]
+        if x is not None and values:
+            panels.setdefault(task, {}).setdefault(setup._replace(**{field: None}), {})[x] = values
+    panels = {task: {line: points for line, points in lines.items() if len(points) > 1}
+              for task, lines in panels.items()}
     return {task: lines for task, lines in panels.items() if lines}
 
 
@@ -193,8 +186,8 @@ def correlation_table(setups):
             if r is not None:
                 rows.append([heading, str(line), ", ".join(map(str, sorted(points))), f"{r:+.2f}",
                              f"{np.mean(deviations):.1f}" if deviations else "–"])
-    return Table("Score against the number of masked heads", ["task", "method", "N", "Pearson r", "std over draws"],
-                 rows, ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."])
+    return ("Score against the number of masked heads", ["task", "method", "N", "Pearson r", "std over draws"], rows,
+            ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."])
 
 
 # Entropies
@@ -212,7 +205,7 @@ def entropy_table(setups):
                          *(test_text(significance.t_test(values, other, "less", equal))
                            for other in others for equal in (False, True))])
     tests = [f"{name} (below {rival})" for rival in rivals for name in ("Welch t, p", "equal variances")]
-    return Table(
+    return (
         "Base entropy, nats per token", ["task", "method", "n", "mean ± std", "paper", *tests], rows,
         ["The base model's entropy along the text that the method wrote, mean over its tokens (of masked, the masked "
          "model's). The paper reports it under every decoder's name; it is not the entropy of the distribution decoded "
@@ -228,18 +221,18 @@ def test_text(test):
 def entropies_and_verdicts(run):
     """(base entropy per token [n], whether the answer is right [n]) of the scored examples.
 
-    None if the task's answers are not right or wrong, or if fewer than three are right or wrong."""
+    Empty if the task's answers are not right or wrong, or if fewer than three are right or wrong."""
     metric, _ = headline(run.task)
     if metric not in ("substring_match", "exact_match"):
-        return None
+        return ()
     right = [values.get(metric) for values in run.values]
     if run.task.startswith("musique"):                          # as published: a reference anywhere in the generation
         right = [any(reference.lower() in line["prediction"].lower() for reference in line["references"])
                  for line in run.lines]
-    pairs = [(np.mean(line["entropies"]), value == 1) for line, value in zip(run.lines, right, strict=True)
-             if line.get("entropies") and value is not None]
-    entropies, right = (np.array([pair[i] for pair in pairs], kind) for i, kind in enumerate((float, bool)))
-    return (entropies, right) if min(sum(right), sum(~right)) >= significance.FEWEST else None
+    pairs = np.array([(np.mean(line["entropies"]), value) for line, value in zip(run.lines, right, strict=True)
+                      if line.get("entropies") and value is not None]).reshape(-1, 2)
+    entropies, right = pairs[:, 0], pairs[:, 1] == 1
+    return (entropies, right) if min(sum(right), sum(~right)) >= significance.FEWEST else ()
 
 
 def correctness_table(setups):
@@ -253,7 +246,7 @@ def correctness_table(setups):
                          f"{good.mean():.3f} / {bad.mean():.3f}", test_text(significance.t_test(bad, good)),
                          test_text(significance.t_test(bad, good, equal_variance=True)),
                          f"{ranks.statistic:,.0f}, {p_text(ranks.pvalue)}", f"{fit.pseudo_r2:.3f}" if fit else "–"])
-    return Table(
+    return (
         "Base entropy of correct and incorrect answers",
         ["task", "method", "correct / incorrect", "nats, mean", "Welch t, p", "equal variances", "Mann-Whitney U, p",
          "pseudo-R²"], rows,

@@ -3,12 +3,8 @@
 The prompts are exactly those of the published runs; some differ from the paper's table. Raise `version` when a prompt,
 a reader or a metric of the task changes: runs of different versions are never mixed.
 
-    sources.py    files and public homes → rows            prompts.py         items → messages, plain text, token ids
-    items.py      one row → one item                       judges.py          TruthfulQA's truth and information judges
-    metrics.py    predictions and references → numbers     model_metrics.py   metrics that need a library or a model
-    decoding.py   a benchmark and a method → rows          runs.py            the file of the rows
-    harness.py    the tasks of lm-evaluation-harness       harness_model.py   our models as models of the harness
-"""
+sources.py loads a task's data, items.py reads their rows, prompts.py makes prompts of them. decoding.py runs a method
+and writes a file of rows (runs.py), which metrics.py scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,7 +30,7 @@ class Home(NamedTuple):
 @dataclass(frozen=True)
 class Task:
     name: str
-    read: Callable                      # row of the data file → item: question, references, fields of `context`, …
+    read: Callable                      # row of the data file → item
     metrics: tuple                      # functions of metrics.py and model_metrics.py
     files: tuple                        # names of the data inside a folder, as glob patterns, best first
     home: Home | str                    # public home of the data; a sentence if you have to fetch them
@@ -43,8 +39,8 @@ class Task:
     question: str = "{question}"        # the last user turn, after the context
     context: str = ""                   # precedes the question; CAD leaves it out
     instruction: str = ""               # the system turn
-    without_context: str = ""           # CAD's second prompt: "" none; "passage" drops the context; "demos" drops the
-    #                                     demonstrations too; "field" is the item's field `without_context`
+    without_context: str = ""           # CAD's second prompt: "" none; "passage" drops the context; "demos" the
+    #                                     demonstrations too; "field" is a field of the item
     gap: str = "\n\n"                   # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
     shots: int = 0
@@ -173,8 +169,7 @@ MINIATURE = tuple(
          files=(f"miniature-{split}.jsonl",), home=f"the lines that python -m miniature.data --split {split} prints",
          made_by=("miniature.data:make_split", split), without_context="field", layout="plain", n=n,
          running="exact_match")
-    for split, n in zip(("conflict", "conflict-known", "open", "closed", "irrelevant"), (1024, 1024, 1024, 320, 1024),
-                        strict=True))
+    for split, n in {"conflict": 1024, "conflict-known": 1024, "open": 1024, "closed": 320, "irrelevant": 1024}.items())
 
 PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,
          MUSIQUE_DIRECT_CLOSED, MUSIQUE_DIRECT_OPEN, MUSIQUE_COT_CLOSED, MUSIQUE_COT_OPEN)

@@ -55,7 +55,10 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
                 if not cli.out_of_memory(error) or not auto or size == 1 or model.shard.size > 1:
                     raise
             size //= 2
-            free_memory(model.device)                       # here the error no longer holds the tensors
+            GRAPHS.clear()
+            gc.collect()                                    # here the error no longer holds the tensors
+            if model.device.type != "cpu":
+                getattr(torch, model.device.type).empty_cache()
         return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
 
     with jsonl.locked(path) if ranks.rank == 0 else nullcontext():
@@ -118,14 +121,6 @@ def decode(bench, batch, settings, arguments, model, tokenizer):
                     "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]
     seconds = round((time.perf_counter() - start) / len(batch), 6)
     return [result | {"seconds": seconds} for result in results]
-
-
-def free_memory(device):
-    """Drop the CUDA graphs and the memory that torch holds in reserve."""
-    GRAPHS.clear()
-    gc.collect()
-    if device.type != "cpu":
-        getattr(torch, device.type).empty_cache()
 
 
 def running_score(task, rows):

@@ -22,8 +22,7 @@ SAMPLING = ("top_p", "top_k", "min_p")      # have no effect on greedy decoding
 
 
 class HarnessModel(TemplateLM):
-    """batch_size: prompts that are continued at once. renormalise: as in `score`. template_args: arguments of the chat
-    template. settings: the arguments of baselines.generate and score."""
+    """batch_size: prompts that are continued at once. settings: the arguments of baselines.generate and score."""
 
     max_gen_toks = 256                      # if a task does not say; the same as in the harness's `hf`
 
@@ -36,7 +35,7 @@ class HarnessModel(TemplateLM):
         self.score_settings.pop("mask_prompt", None)            # answers are always masked at every position
 
     def get_model_info(self):
-        """What the harness stores with its results: models by name, heads as "layer-head"."""
+        """What the harness stores with its results."""
         info = self.generate_settings | self.score_settings | dict(
             model=self.model, dtype=str(self.model.dtype), template_args=self.template_args)
         [info["method"]] = cli.full_names([info["method"]], info.get("amateur"))
@@ -45,7 +44,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self):
-        """Part of the name of files that store prompts (--cache_requests), different for each chat template."""
+        """Part of the name of files that store prompts, different for each chat template."""
         key = json.dumps([self.tokenizer.chat_template, self.template_args], sort_keys=True)
         return f"{self.tokenizer.name}-{short_hash(key.encode())}".replace("/", "__")
 
@@ -127,13 +126,13 @@ class HarnessModel(TemplateLM):
         return groups.get_original(out)
 
     def read_generation(self, options):
-        """A task's `generation_kwargs` → (stop strings with that of the end token, maximum number of new tokens)."""
+        """A task's `generation_kwargs` → (stop strings, maximum number of new tokens)."""
         options = normalize_gen_kwargs(options, self.max_gen_toks)
         stop, limit = options.pop("until"), options.pop("max_gen_toks")
         for name, value in options.items():
             if name not in SAMPLING and (name not in GREEDY or value != GREEDY[name]):
-                raise ValueError(f"a task needs {name} {value!r}, but decoding is greedy: choose another task, or add "
-                                 "--gen_kwargs do_sample=False,temperature=0,num_beams=1")
+                raise ValueError(f"a task needs {name} {value!r}, but decoding is greedy: add --gen_kwargs "
+                                 "do_sample=False,temperature=0,num_beams=1")
         if not 0 < limit < self.max_length:
             raise ValueError(f"a task needs {limit} new tokens, but {self.model.name} reads {self.max_length} with the "
                              "prompt: add --gen_kwargs max_gen_toks=N")
@@ -152,7 +151,7 @@ class HarnessModel(TemplateLM):
             return self.render(rest, add_generation_prompt)
 
     def render(self, messages, generation_prompt):
-        """The chat as text. Without the generation prompt the last message is open, so that it can be continued."""
+        """The chat as text. Without the generation prompt the last message is left open."""
         if generation_prompt:
             return self.tokenizer.render(messages, True, self.template_args)
         mark = "<the message ends here> "
@@ -160,6 +159,5 @@ class HarnessModel(TemplateLM):
         text = self.tokenizer.render(marked, False, self.template_args)
         before, separator, after = text.rpartition(mark.rstrip())
         if not separator:
-            raise ValueError(f"{self.tokenizer.name}: the chat template drops the last message, which cannot be "
-                             "continued")
+            raise ValueError(f"{self.tokenizer.name}: the chat template drops the last message")
         return before if after.startswith(" ") else before.rstrip()     # some templates strip messages

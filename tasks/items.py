@@ -85,7 +85,7 @@ def nq_training(row):
 
 
 def nq_swap(row):
-    """The model sees the substituted context, so the substituted answer is right. `memory` is the original one."""
+    """The model sees the substituted context. `memory` is the original answer."""
     return qa(row, texts(row, "sub_answer"), context=field(row, "sub_context"), memory=texts(row, "org_answer"))
 
 
@@ -94,7 +94,7 @@ def with_full_stop(answer):
 
 
 def split_answers(row, name):
-    """Answers separated by semicolons: stripped, empty ones dropped, each with a full stop. Repeated ones stay."""
+    """Answers separated by semicolons, each with a full stop. Repeated ones stay."""
     parts = [with_full_stop(part.strip()) for part in field(row, name).split(";") if part.strip()]
     return texts({name: parts}, name)
 
@@ -132,7 +132,7 @@ def popqa(row):
 
 def musique_closed(row):
     if row.get("answerable") is False:
-        raise ValueError("field 'answerable' is false: this is the full MuSiQue; use the answerable one (musique_ans)")
+        raise ValueError("this is the full MuSiQue; use the answerable one (musique_ans)")
     aliases = texts(row, "answer_aliases") if row.get("answer_aliases") else []
     return qa(row, [field(row, "answer"), *aliases])
 
@@ -159,7 +159,7 @@ def musique_training(row):
 
 
 def miniature(row):
-    """The last line, which asks, is the prompt without its passage. `memory` is the answer of the training texts."""
+    """The last line is the prompt without its passage. `memory` is the answer of the training texts."""
     prompt, answer = field(row, "prompt"), field(row, "answer")
     memory = None if row.get("memory") is None else field(row, "memory")
     return {"id": row.get("id"), "question": prompt, "without_context": prompt.split("\n")[-1],

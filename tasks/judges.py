@@ -1,8 +1,8 @@
 """Judges of truth and information for TruthfulQA's generated answers.
 
-The published judges are no longer available. The open ones are two Llama-2 models, stored as pickles; transformers runs
-them, and reads pickles as weights only. An OpenAI-compatible endpoint works too. Scores of different judges are not
-comparable, so a judge's name is stored with its verdicts, and a file holds those of one pair of judges."""
+The published judges are no longer available. The open ones are two Llama-2 models, stored as pickles, which
+transformers reads as weights only. An OpenAI-compatible endpoint works too. Scores of different judges are not
+comparable, so a file holds the verdicts of one pair of judges, with their names."""
 
 import json
 import math
@@ -52,13 +52,13 @@ def keyed(lines):
 
 
 def read_store(path, models=None):
-    """(kind, key) → verdict, as stored. models: kind → judge; ValueError if the verdicts are another judge's."""
+    """(kind, key) → verdict, as stored. ValueError if a verdict is not one of `models`, kind → judge."""
     verdicts = {}
     for number, line in json_lines(path) if path.exists() else ():
         kind, model, key, yes = (line.get(name) for name in ("judge", "model", "key", "yes"))
         texts = all(isinstance(value, str) for value in (kind, model, key))
         if not (texts and kind in PROMPTS and isinstance(yes, (int, float)) and 0 <= yes <= 1):
-            raise ValueError(f"{path}, line {number}: not a verdict of a judge; remove the line to judge it again")
+            raise ValueError(f"{path}, line {number}: not a verdict of a judge; remove the line")
         if models and models[kind] != model:
             raise ValueError(f"{path} was judged by {model}, not by {models[kind]}; remove the file to judge again")
         verdicts[kind, key] = line
@@ -108,8 +108,7 @@ def local(name):
 
 
 def endpoint(url, model):
-    """The same function for a server, which generates one token at temperature 0. The probability is 0 if " yes" is not
-    one of the two most probable tokens."""
+    """The same function for a server. The probability is 0 if " yes" is not one of the two most probable tokens."""
     url = url.rstrip("/").removesuffix("/completions") + "/completions"
 
     def judge_text(prompt):
@@ -128,7 +127,7 @@ def endpoint(url, model):
 
 
 def post(url, body):
-    """POST JSON, get JSON. Tries again if the server is busy, broken or slow; OSError after the last attempt."""
+    """POST JSON, get JSON. Tries again if the server is busy, broken or slow."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)

@@ -2,7 +2,9 @@
 
 A metric takes the rows of a run and returns a dict of values per row; `summary` averages them. Rates are fractions. If
 the published scoring has a flaw, the correct metric has the plain name and the published one ends in `_published`.
-Metrics that need a library or a model are in model_metrics.py; without it, they are left out."""
+Metrics that need a library or a model are in model_metrics.py; without it, they are left out.
+
+In this file: short answers, multiple choice, TruthfulQA's generated answers; then what concerns all rows."""
 
 import functools
 import math
@@ -27,16 +29,13 @@ def per_row(metric):
     return of_all
 
 
-# ---------------------------------------------------------------------------------------------------- short answers
-
-
 def normalise(text):
     """SQuAD's: lower case, no ASCII punctuation, articles (as words) replaced by blanks, white space collapsed."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
 def matches(answer, references):
-    """Compares normalised texts. Every answer contains an empty reference, which counts in the published score only."""
+    """Compares normalised texts. An empty reference counts in the published score only."""
     filled = [reference for reference in references if reference]
     return {"exact_match": float(answer in filled),
             "substring_match": float(any(reference in answer for reference in filled)),
@@ -67,13 +66,13 @@ def first_sentence(row):
 
 @per_row
 def memory(row):
-    """Whether the answer is the memorised one and not the context's; None if the row has no memorised answer."""
+    """Whether the answer is the memorised one; None if the row has none."""
     values = compare(row["prediction"].split("\n")[0], row.get("memory") or [])
     return {"memory_match": values["substring_match"] if row.get("memory") else None}
 
 
 def musique_answer(prediction):
-    """The text after the last "answer is" of the first line, without one final full stop; else the complete text."""
+    """The text after the last "answer is" of the first line, without its full stop; else the complete text."""
     match = re.match(r".* answer is:? (.*)\.?", prediction)
     return match[1].removesuffix(".") if match else prediction
 
@@ -82,9 +81,6 @@ def musique_answer(prediction):
 def musique(row):
     """Compares in lower case, without any other normalisation."""
     return matches(musique_answer(row["prediction"]).lower(), [reference.lower() for reference in row["references"]])
-
-
-# ---------------------------------------------------------------------------------------------------- multiple choice
 
 
 def scores(row, name):
@@ -126,9 +122,6 @@ def memotrap(row):
     return {"micro": float(right > wrong), "split": row.get("split", "")}
 
 
-# ------------------------------------------------------------------------------------------- TruthfulQA, generation
-
-
 def clean(prediction):
     """The first line up to its last full stop, stripped on both sides and before that full stop.
 
@@ -148,8 +141,6 @@ def judged(row):
         values |= rates | {f"{name}_not_rejected": None if rejected else rate for name, rate in rates.items()}
     return values
 
-
-# ------------------------------------------------------------------------------------------------------------- all rows
 
 CHOICE = {"scores_true": "a list of numbers", "scores_false": "a list of numbers"}
 # The fields that a metric reads, if they are not the prediction and the references.

@@ -1,7 +1,6 @@
-"""Metrics that need a library or a model: ROUGE, BERTScore and FactKB for XSum, instruction checkers for IFEval.
+"""Metrics that need a library or a model: ROUGE, BERTScore and FactKB (× 100) for XSum, checkers for IFEval.
 
-Each has a function `problem`, which says what to install or download, or returns None. ROUGE, BERTScore and FactKB are
-× 100."""
+Each has a function `problem`, which says what to install or download, or returns None."""
 
 import contextlib
 import functools
@@ -38,9 +37,6 @@ def needs(name, *modules, models=(), nltk_data=False):
     return decorate
 
 
-# ----------------------------------------------------------------------------------------------------------------- XSum
-
-
 @needs("rougeL", "rouge_score")
 def rouge(rows):
     """rougeLsum without stemmer, sentences split at " . ", F1 × 100."""
@@ -55,10 +51,9 @@ def bertscore(rows):
     """deberta-xlarge-mnli, layer 40, no idf, no rescaling, F1 × 100."""
     from bert_score import BERTScorer
     scorer = BERTScorer(DEBERTA, num_layers=40, idf=False, rescale_with_baseline=False)
-    # transformers 5 loads the precision that the checkpoint is stored in; half precision does not run on every CPU.
+    # transformers 5 loads the stored precision, sets no maximum length for this tokenizer, so that truncation
+    # overflows, and lacks the method that bert-score calls for an empty text.
     scorer._model.float()
-    # It sets no maximum length for this tokenizer, so truncation overflows, and lacks the method that bert-score calls
-    # for an empty text.
     tokenizer = scorer._tokenizer
     tokenizer.model_max_length = 512
     tokenizer.build_inputs_with_special_tokens = lambda ids: [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
@@ -68,8 +63,7 @@ def bertscore(rows):
 
 @needs("factkb", "transformers", models=[(FACTKB, WEIGHTS), (ROBERTA, TOKENIZER)])
 def factkb(rows):
-    """Probability × 100 that the summary is factual given the article: class 1 of bunsenfeng/FactKB on the pair. None
-    without an article."""
+    """Probability × 100 of class 1 of bunsenfeng/FactKB on summary and article; None without an article."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(ROBERTA)
@@ -85,13 +79,10 @@ def factkb(rows):
     return [{"factkb": score(row)} for row in rows]
 
 
-# --------------------------------------------------------------- IFEval: the checkers are lm-evaluation-harness's
-
-
 @needs("IFEval", "lm_eval", "langdetect", "immutabledict", "nltk", nltk_data=True)
 def ifeval(rows):
-    """Strict, on the raw response. A row counts at prompt level if all its instructions are followed; `summary` weights
-    the instruction level by their number. Published: only the first element of a list argument is checked."""
+    """Strict, on the raw response. At prompt level a row counts if all its instructions are followed; at instruction
+    level `summary` weights it by their number. Published: only the first element of a list argument is checked."""
     values = []
     for row in rows:
         strict = [follows(name, kwargs, row) for name, kwargs in instructions(row)]

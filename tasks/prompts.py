@@ -12,8 +12,7 @@ LAYOUTS = ("chat", "mistral", "plain")
 
 
 def turns_of(task, item, demos, with_context):
-    """The user's turns and, in between, the assistant's. If demonstrations are test items, the item is none of its own.
-    """
+    """The user's turns and, in between, the assistant's. An item is not among its own demonstrations."""
     text = task.context + task.question if with_context else task.question
     last = item["without_context"] if task.without_context == "field" and not with_context else text.format_map(item)
     if task.demos_are_items:
@@ -63,8 +62,8 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
 
     end: the ids of `end_of_turn`, for multiple choice in chat. template_args: more variables of the chat template.
 
-    A candidate's ids are those that follow the prompt's in the ids of both. If the prompt's end and the candidate's
-    beginning merge into one token, the candidate is tokenised alone. Otherwise a part of it would not be scored."""
+    A candidate's ids are those that follow the prompt's in the ids of both. If the two merge into one token, the
+    candidate is tokenised alone. Otherwise a part of it would not be scored."""
     def ids(with_context=True, answer=None):
         if layout == "plain":
             return tokenizer.encode(plain_text(task, item, demos, with_context) + (answer or ""))
@@ -85,7 +84,7 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
 
 
 def end_of_turn(tokenizer, template_args=None):
-    """The ids that the chat template puts after an answer: the common suffix of two chats with different answers."""
+    """The ids after an answer in chat: the common suffix of two chats with different answers."""
     chats = [tokenizer.encode_chat([{"role": "user", "content": "0"}, {"role": "assistant", "content": answer}],
                                    generation_prompt=False, template_args=template_args)[::-1]
              for answer in ("0", "1")]

@@ -15,8 +15,6 @@ from runtime.files import one_line, sha256, short_hash
 from runtime.jsonl import json_lines
 from tasks.items import field
 
-# ---------------------------------------------------------------------------------------------------------------- files
-
 
 def read_rows(path):
     """Yields (line or row number, row as a dict) of a data file. ValueError or OSError with its path."""
@@ -58,11 +56,17 @@ READERS = {".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".csv": read_table, ".
            ".parquet": read_columns, ".arrow": read_columns}
 
 
-def matching_files(folder, task, patterns):
-    """The files of the first pattern that matches any, sorted; the task's own subfolder is searched first."""
-    places = (Path(folder) / task.folder, Path(folder))
-    matches = (sorted(place.glob(pattern)) for pattern in patterns for place in places)
-    return next(filter(None, matches), [])
+def find_files(option, task, places, patterns):
+    """Path → record of the files in the first place that is a file or holds some; {} if there is no place.
+
+    Takes the files of the first pattern that matches any, in the task's own subfolder if it has some."""
+    for place in map(Path, filter(None, places)):
+        matches = (sorted(folder.glob(pattern)) for pattern in patterns for folder in (place / task.folder, place))
+        if files := next(filter(None, matches), []) if place.is_dir() else [place]:
+            return {path: file_record(path) for path in files}
+    if places[0]:
+        raise FileNotFoundError(f"{option} {places[0]}: no file for {task.name} in this folder ({', '.join(patterns)})")
+    return {}
 
 
 def file_record(path):
@@ -88,7 +92,7 @@ def from_hub(home, option="--data"):
 
 
 def read_with(read, numbered_rows, path, home):
-    """Yields `read` of each row. ValueError names the row's file, its line, and the data that the task reads."""
+    """Yields `read` of each row. ValueError names the file, the line, and the data that the task reads."""
     for number, row in numbered_rows:
         try:
             yield read(row)
@@ -96,15 +100,12 @@ def read_with(read, numbered_rows, path, home):
             raise ValueError(f"{path}, line {number}: {error}; this task reads {home}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------- items
-
-
 def load(task, data=None, demos=None, limit=None, seed=1234):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
-    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt
-    (`fixed_demos`); the training split; the first items of the data, which then are not scored. Their record says which
-    ("source": "file", "fixed", "train" or "first items"), and whether they are the paper's."""
+    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt;
+    the training split; the first items of the data, which then are not scored. Their record says which ("source":
+    "file", "fixed", "train" or "first items"), and whether they are the paper's."""
     demonstrations, record = find_demos(task, demos, data, seed)
     use_first = bool(task.shots) and record is None
     items, records = load_items(task, data, None if use_first else limit)
@@ -132,7 +133,12 @@ def load_items(task, data=None, limit=None):
         rows = pkgutil.resolve_name(function)(split, task.n)[:limit]
         items = [task.read(row._asdict()) | {"index": index, "id": index} for index, row in enumerate(rows)]
         return items, [{"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}]
-    files, items = find_data(task, data), []
+    if data is None and isinstance(task.home, str):
+        raise ValueError(f"{task.name} needs --data; its data are {task.home}")
+    files, items = find_files("--data", task, [data], task.files) or dict([from_hub(task.home)]), []
+    names = ", ".join(path.name for path in files)
+    if len(files) > 1 and not task.splits:
+        raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
     for path in files:
         split = {"split": re.sub(r"^\d+-", "", path.name.split(".")[0])} if task.splits else {}
         rows = itertools.islice(read_rows(path), limit and limit - len(items))
@@ -141,7 +147,6 @@ def load_items(task, data=None, limit=None):
             if item.get("id") is None:
                 item["id"] = f"{item['split']}-{count}" if split else count
             items.append(item | {"index": len(items)})
-    names = ", ".join(path.name for path in files)
     if not items:
         raise ValueError(f"{names}: holds no rows; {task.name} reads {task.home}")
     if task.n and limit is None:
@@ -150,34 +155,17 @@ def load_items(task, data=None, limit=None):
     return items, list(files.values())
 
 
-def find_data(task, data):
-    """Path → record of each file of a task's data: a file, a folder that holds it, or its public home."""
-    if data is None:
-        if isinstance(task.home, str):
-            raise ValueError(f"{task.name} needs --data; its data are {task.home}")
-        return dict([from_hub(task.home)])
-    files = matching_files(data, task, task.files) if Path(data).is_dir() else [Path(data)]
-    if not files:
-        raise FileNotFoundError(f"--data {data}: no file for {task.name} in this folder ({', '.join(task.files)})")
-    if len(files) > 1 and not task.splits:
-        raise ValueError(f"--data {data}: several files fit {task.name}, name one: "
-                         + ", ".join(path.name for path in files))
-    return {path: file_record(path) for path in files}
-
-
-# ------------------------------------------------------------------------------------------------------- demonstrations
-
-
 def find_demos(task, demos, data, seed):
     """(demonstrations, record); ([], None) if there are none, or if they must be items of the data."""
     read = functools.partial(demonstration, task)
     if not task.shots:
         return [], None
-    if path := find_demo_file(task, demos, data):
+    places = [demos, data if data and Path(data).is_dir() else None]
+    for path, record in find_files("--demos", task, places, [task.demo_file]).items():
         rows = [(number, row) for number, row in read_rows(path) if row.get("used_in_paper") is not False]
         if not rows:
             raise ValueError(f"{path}: holds no demonstrations")
-        return list(read_with(read, rows, path, "demonstrations")), {"source": "file"} | file_record(path)
+        return list(read_with(read, rows, path, "demonstrations")), {"source": "file"} | record
     if task.fixed_demos:
         return list(map(read, task.fixed_demos)), {"source": "fixed"}
     if task.training:
@@ -189,22 +177,11 @@ def find_demos(task, demos, data, seed):
     return [], None
 
 
-def find_demo_file(task, demos, data):
-    if demos is not None and not Path(demos).is_dir():
-        return Path(demos)
-    for folder in (demos, data):
-        if folder is not None and (files := matching_files(folder, task, [task.demo_file])):
-            return files[0]
-    if demos is not None:
-        raise FileNotFoundError(f"--demos {demos}: no {task.demo_file} for {task.name} in this folder")
-    return None
-
-
 def split_first_items(task, items, limit=None):
     """(demonstrations, items left to score): the first items with different questions.
 
-    An item with the question of a demonstration is not scored. PopQA is the exception: its first nine items are the
-    published demonstrations. They are scored, and an item that is a demonstration is shown the ninth instead."""
+    An item with the question of a demonstration is not scored, except in PopQA, whose first nine items are the
+    published demonstrations. An item that is one of them is shown the ninth instead."""
     first = {}
     for item in items:
         if len(first) < task.shots + task.demos_are_items:
@@ -213,8 +190,8 @@ def split_first_items(task, items, limit=None):
     if not task.demos_are_items:
         items = [item for item in items if item["question"] not in first]
     if not items:
-        raise ValueError(f"{task.name}: the data's first {len(first)} questions are its demonstrations, and nothing is "
-                         "left to score: give more data, or --demos FILE")
+        raise ValueError(f"{task.name}: the data's first {len(first)} questions are its demonstrations, and nothing "
+                         "is left to score: give more data, or --demos FILE")
     return demos, [item | {"index": index} for index, item in enumerate(items[:limit])]
 
 

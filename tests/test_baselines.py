@@ -1,4 +1,4 @@
-"""Each decoder against numpy in float64 on what transformers computes without a cache; DoLa as recorded."""
+"""Each decoder against numpy on float64 logits of transformers without a cache; DoLa against recorded runs."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -179,14 +179,11 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep, monkeyp
 
 @pytest.mark.parametrize("layers, tied, half, rule, expected", [
     (32, False, "low", "transformers", range(0, 16, 2)),
-    (32, False, "high", "transformers", range(16, 32, 2)),
     (40, False, "low", "transformers", range(0, 20, 2)),
     (80, False, "low", "transformers", range(0, 20, 2)),
     (80, False, "high", "transformers", range(60, 80, 2)),
-    (80, False, "low", "halves", range(0, 40, 2)),
     (80, False, "high", "halves", range(40, 80, 2)),
     (80, True, "low", "halves", range(0, 40, 2)),
-    (28, True, "high", "halves", range(14, 28, 2)),
     (3, True, "low", "halves", (0,)),
     (28, True, "low", "transformers", range(2, 14, 2)),
     (80, True, "low", "transformers", range(2, 20, 2)),

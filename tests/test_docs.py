@@ -1,4 +1,4 @@
-"""Every Python block and every command of the pages runs, with the miniature in the place of large models."""
+"""Every Python block and every command of the pages runs, with the miniature in place of large models."""
 
 import re
 import runpy
@@ -34,7 +34,7 @@ RUN_HERE = {
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
     "python -m benchmarks.plan": "-m benchmarks.plan",
 }
-# Those that have tests of their own, or need what a test does not have.
+# Commands that other tests run, or that need a network or too much time → which.
 ELSEWHERE = {
     "python -m benchmarks.gpu": "test_benchmarks", "python -m benchmarks.decode": "test_benchmarks",
     "python -m tasks.harness": "test_harness",

@@ -1,4 +1,4 @@
-"""evaluate.py: run files that do not depend on batch sizes, interruptions and ranks; sweeps; scoring again."""
+"""evaluate.py: run files that do not depend on batch sizes, interruptions and ranks; sweeps."""
 
 import datetime
 import gzip

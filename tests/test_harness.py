@@ -121,7 +121,7 @@ def test_every_value_equals_that_of_hf(pair, tasks, shots, chat):
     assert values["rolling"][0] == pytest.approx(values["rolling"][1], rel=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------- the other decoders
+# The other decoders
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
     assert not all(flags)
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
+# Refusals
 
 
 @pytest.mark.parametrize("options, message", [
@@ -185,7 +185,7 @@ def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(sma
         lm.generate_until(instances("generate_until", [("abc", options)]), disable_tqdm=True)
 
 
-# ------------------------------------------------------------------------------------------------------ chat templates
+# Chat templates
 
 CHAT = [{"role": "user", "content": " Who? "}, {"role": "assistant", "content": "It was "}]
 
@@ -214,7 +214,7 @@ def test_the_names_of_request_caches_depend_on_the_chat_template(tmp_path):
     assert len(names) == 2 and not any("/" in name for name in names)
 
 
-# --------------------------------------------------------------------------------------------------------- the command
+# The command
 
 
 CONFLICT = {"task": "conflict", "dataset_path": "json", "test_split": "test", "output_type": "generate_until",

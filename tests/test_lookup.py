@@ -70,23 +70,16 @@ def decode_answers(model, prompts, answers, k):
     return generate(model, prompts, lookup=k, **how), widths
 
 
-def test_copying_takes_few_passes(llama):
-    passage = random_ids(60, seed=9)
-    out, widths = decode_answers(llama, [passage + passage[:2]], [passage[2:52]], k=9)
-    assert out[0].ids == passage[2:52]
-    assert len(widths) == 5                      # ten tokens each
-    assert_same(out, decode_answers(llama, [passage + passage[:2]], [passage[2:52]], k=0)[0])
-
-
-def test_sequences_that_copy_at_different_speeds_never_run_out_of_slots(llama):
-    passage = random_ids(80, seed=9)
+def test_sequences_that_copy_at_different_speeds_need_few_passes_and_never_run_out_of_slots(llama):
+    passage = random_ids(120, seed=9)
     prompts = [passage + passage[:2], random_ids(30, seed=3), passage + passage[:2]]
-    broken = [token if i % 5 else 3 for i, token in enumerate(passage[2:62])]
-    answers = [passage[2:62], random_ids(60, seed=4, vocab_size=20), broken]
-    out, widths = decode_answers(llama, prompts, answers, k=7)
+    broken = [token if i % 5 else 3 for i, token in enumerate(passage[2:102])]
+    answers = [passage[2:102], random_ids(100, seed=4, vocab_size=20), broken]
+    out, widths = decode_answers(llama, prompts, answers, k=9)
     assert [g.ids for g in out] == answers
     assert_same(out, decode_answers(llama, prompts, answers, k=0)[0])
-    assert max(widths) == 8
+    assert max(widths) == 10
+    assert len(decode_answers(llama, prompts[:1], answers[:1], k=9)[1]) == 10          # ten tokens each
 
 
 def test_with_nothing_to_copy_proposals_become_rare():

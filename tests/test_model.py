@@ -46,10 +46,8 @@ def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
 
 
 GRID = {
-    "llama": dict(model_type="llama"),
     "llama-one-kv-head": dict(model_type="llama", num_key_value_heads=1),
     "llama-wide-heads": dict(model_type="llama", head_dim=20),
-    "llama-tied": dict(model_type="llama", tie_word_embeddings=True),
     "llama-bands": dict(model_type="llama", rope_parameters=dict(BANDS, rope_theta=300.0)),
     "llama-eps": dict(model_type="llama", rms_norm_eps=1e-2),
     "mistral-window-1": dict(model_type="mistral", sliding_window=1),
@@ -59,7 +57,6 @@ GRID = {
     "qwen2-window-from-2": dict(model_type="qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=2),
     "qwen2-layer-types": dict(model_type="qwen2", sliding_window=4, use_sliding_window=True,
                               layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    "qwen3": dict(model_type="qwen3", head_dim=16),
     "qwen3-window": dict(model_type="qwen3", head_dim=8, sliding_window=6, use_sliding_window=True,
                          max_window_layers=0),
 }
@@ -159,7 +156,7 @@ def test_a_repeated_cache_continues_the_prompt_in_several_ways(model):
         assert_close(logits, cached(model, prompt + answer, len(prompt), steps=5)[0, 0])
 
 
-def test_each_text_may_take_back_another_number_of_tokens(model):
+def test_each_text_may_take_back_a_different_number_of_tokens(model):
     prompts = [random_ids(n, seed=n) for n in (6, 11)]
     cache = read(model, prompts, 400, 2)
     first, then = random_ids(2, 4, seed=3), random_ids(2, 2, seed=4)
@@ -186,13 +183,13 @@ def test_the_prompt_is_stored_once_and_caches_of_similar_prompts_have_one_shape(
 
 def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path, "mistral-window", max_position_embeddings=20_000))
-    ids = torch.tensor([random_ids(16_384)])
-    cache = Cache(model, [16_384], 1)
+    ids = torch.tensor([random_ids(8_192)])
+    cache = Cache(model, [8_192], 1)
     model.prefill(ids[:, :2048], cache)         # warm up
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model.prefill(ids, cache)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 16_384**2                    # one byte per pair of tokens, for one head alone, would be more
+    assert grown < 8_192**2                    # one byte per pair of tokens, for one head alone, would be more
 
 
 # ----------------------------------------------------------------------------------------------------------- head mask

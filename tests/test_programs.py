@@ -17,6 +17,7 @@ import decore
 import evaluate
 from heads import detect
 from miniature import data as miniature_data
+from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -145,3 +146,10 @@ def test_standard_output_may_close_or_be_full(shell, status, err):
     done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{sys.executable} -m miniature.data --split {shell}"],
                           cwd=ROOT, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (status, err)
+
+
+def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    counts, failures = fuzz.fuzz(range(180), seed=1, seconds=40)
+    assert not failures
+    assert {name for name, outcome in counts if outcome == "right"} == set(fuzz.KINDS)

@@ -1,10 +1,9 @@
-"""What the authors' published classes decode and score, on tiny checkpoints with random weights.
+"""Tokens and scores of the authors' published classes, on tiny checkpoints with random weights.
 
-golden/published holds the checkpoints and, as token ids, prompts and what was computed from them in float32. In
-decoders.json `official_query`, `masked_baseline`, `cad`, `activation` and `greedy` are the published decoders, whose
-masked heads are those of `mask="query"`; `dola` is the one they call, of transformers 4.51; `paper_output` and
-`strict_output` are the paper's equation, masked from the last prompt token on and everywhere. scores.json: the
-published multiple-choice scores."""
+golden/published holds the checkpoints, prompts as token ids, and results in float32. In decoders.json `official_query`,
+`masked_baseline`, `cad`, `activation` and `greedy` are the published decoders, whose masked heads are those of
+`mask="query"`; `dola` is that of transformers 4.51; `paper_output` and `strict_output` are the paper's equation, masked
+from the last prompt token on and everywhere. scores.json: the published multiple-choice scores."""
 
 import json
 import math
@@ -23,13 +22,6 @@ GENERATED = [pytest.param(name, case, id=f"{name}-{case['prompt']}-{case['id']}"
              for name, golden in DECODED.items() for case in golden["cases"]]
 SUMS = [pytest.param(item, name, id=f"{i}-{item['id']}-{name}")
         for i, item in enumerate(SCORED["items"]) for name in item["scores"]]
-
-
-def test_nothing_published_is_left_out():
-    cases = [case for golden in DECODED.values() for case in golden["cases"]]
-    assert len(GENERATED) == len(cases) == 84 and len(SUMS) == 219
-    assert sum(len(case["tokens"]) for case in cases) == sum(len(case["entropy"]) for case in cases) == 2688
-    assert sum(alpha is not None for case in cases for alpha in case["alpha"]) == 2048
 
 
 def how_to_generate(golden, prompt, params):

@@ -59,7 +59,7 @@ def sweep(tmp_path_factory):
 
 
 def table(runs, title):
-    return next(table for table in tables.all_tables(runs) if table.title.startswith(title))
+    return next(table for table in tables.all_tables(runs) if table[0].startswith(title))
 
 
 def cells(runs, title):
@@ -93,13 +93,13 @@ def test_rows_are_compared_with_greedy_and_draws_of_random_heads_share_one(sweep
     assert texts["DeCoRe entropy, N = 4", "conflict"].startswith("**80.0** ")
     assert texts["DeCoRe static, N = 4, α = 2", "conflict"].startswith("_70.0_ ")
     assert sum("**" in text for text in texts.values()) == 1            # more answers from memory are not better
-    notes = " ".join(table(sweep, "Miniature").notes)
+    notes = " ".join(table(sweep, "Miniature")[3])
     assert all(words in notes for words in ("36 of 36 runs", "McNemar", "sample standard deviation", "three draws"))
 
 
 def test_two_samplers_of_random_heads_are_two_lines(sweep):
     names = {"masked", "masked, random heads", "masked, random heads as published"}
-    deviations = {row[1]: row[-1] for row in table(sweep, "Score against").rows}
+    deviations = {row[1]: row[-1] for row in table(sweep, "Score against")[2]}
     assert names <= set(deviations) and deviations["masked, random heads"] == "2.5"
     assert names | {"greedy"} <= {text.get_text() for text in draw("heads", sweep).legends[0].get_texts()}
 
@@ -262,7 +262,7 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
             assert test.statistic < 0 and test.pvalue < 0.5
     label = draw("entropy", sweep).axes[0].get_xlabel()
     assert all(f"DeCoRe < {rival}: p" in label for rival in ("greedy", "ITI", "DoLa low"))
-    row = next(row for row in table(sweep, "Base entropy of correct").rows if row[1] == "greedy")
+    row = next(row for row in table(sweep, "Base entropy of correct")[2] if row[1] == "greedy")
     assert row[2:4] == ["20 / 20", "0.129 / 0.179"] and row[4].startswith("+7.9") and float(row[-1]) > 0.5
 
 

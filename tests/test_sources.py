@@ -4,12 +4,10 @@ import pytest
 import torch
 import transformers
 
-import cli
 from decore import generate
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import CLASSES, FAMILIES, random_ids, write_checkpoint
-from tokenizer import Tokenizer
 
 HEADS = [(0, 1), (1, 0), (2, 2), (2, 3)]
 
@@ -28,12 +26,3 @@ def test_sources_are_where_transformers_puts_the_largest_weight(tmp_path, family
             expected = [int(weights[layer][0, head, at, :len(prompt)].argmax()) for layer, head in HEADS]
             assert dict(places) == {place: expected.count(place) / len(HEADS) for place in expected}
             assert [share for _, share in places] == sorted((share for _, share in places), reverse=True)
-
-
-def test_the_miniature_copies_its_answer_from_the_passage():
-    model, tokenizer = Transformer.load(cli.MINIATURE), Tokenizer.load(cli.MINIATURE)
-    prompt = tokenizer.encode((cli.MINIATURE / "example.txt").read_text(encoding="utf-8").rstrip("\n"))
-    heads = [(2, 0), (2, 1), (3, 1)]
-    ids = generate(model, prompt, heads=heads, max_new_tokens=1).ids
-    (position, share), *_ = find_sources(model, prompt, ids, heads)[0]
-    assert prompt[position] == ids[0] and share >= 0.5

@@ -327,7 +327,7 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
         with pytest.raises((ValueError, OSError), match=message):
             sources.load(find(name), *arguments)
 
-    refuse("no file for triviaqa in this folder", "triviaqa", tmp_path, lines(tmp_path / "demos.jsonl", QA))
+    refuse("--data .*: no file for triviaqa in this folder", "triviaqa", tmp_path, lines(tmp_path / "demos.jsonl", QA))
     for name in ("validation-1.parquet", "validation-2.parquet"):
         (tmp_path / name).write_bytes(b"")
     refuse("several files fit triviaqa, name one", "triviaqa", tmp_path)

@@ -1,4 +1,4 @@
-"""Write what transformers computes for the tiny checkpoints of tests/checkpoints.py, in float32.
+"""Record results of transformers for the tiny checkpoints of tests/checkpoints.py, in float32.
 
     python -m tests.golden.make                         # logits.npz
     pip install torch==2.13.0 transformers==4.55.4      # the last version with DoLa in its core
