@@ -124,6 +124,17 @@ def test_a_file_that_is_not_a_run_is_never_overwritten(path, text):
     assert path.read_text() == text
 
 
+def test_a_file_that_cannot_be_replaced_does_not_change(path, monkeypatch):
+    before = write(path, row(0)).read_bytes()
+
+    def fail(*arguments):
+        raise OSError("no space left")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        finish(path)
+    assert path.read_bytes() == before
+
+
 # Several processes, and kills
 
 
