@@ -70,7 +70,7 @@ class Tokenizer:
         for key, token in self.special.items():
             if token in text and self.core.token_to_id(token) is None and self.template_reads(key):
                 raise ValueError(f"{self.name}: the chat template writes {key} {token!r}, which is not in "
-                                 "tokenizer.json; download tokenizer.json and tokenizer_config.json again")
+                                 "tokenizer.json; download the checkpoint again")
         return text
 
     def template_reads(self, key):
@@ -91,7 +91,8 @@ class Stream:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.window, self.length = [], 0        # last tokens; characters of their text that have been returned
+        self.window = []        # the last tokens
+        self.length = 0         # characters of their text that have been returned
 
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
@@ -105,8 +106,9 @@ class Stream:
         text = self.tokenizer.decode(self.window)
         new = text.removesuffix(UNFINISHED)[self.length:]
         self.length += len(new)
-        if not text.endswith(UNFINISHED):       # whole characters: the next token's text depends on this token only
-            self.window, self.length = [token], len(self.tokenizer.decode([token]))
+        if not text.endswith(UNFINISHED):       # later text depends on the last token only
+            self.window = [token]
+            self.length = len(self.tokenizer.decode(self.window))
         return new
 
     def end(self):
@@ -136,7 +138,7 @@ def compile_template(text):
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)       # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
-    # {% generation %} marks the assistant's text for training. It is a scope like {% with %}, and changes no text.
+    # {% generation %} marks the assistant's text for training: a scope, like {% with %}.
     return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
 
 
@@ -145,9 +147,8 @@ def compile_template(text):
 
 def read_tokenizer(path):
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing; if the checkpoint has only tokenizer.model or vocab.json, convert it: load it with "
-            "transformers' AutoTokenizer.from_pretrained and call save_pretrained")
+        raise FileNotFoundError(f"{path} is missing; to make it from tokenizer.model or vocab.json, load the folder "
+                                "with transformers' AutoTokenizer and call save_pretrained")
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:      # the library raises nothing more precise

@@ -142,9 +142,9 @@ def summarise(model, records, settings, min_success):
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c, right = model.config, [record["scores"] for record in records if record["right"]]
     if len(right) < min_success:
-        raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer (ROUGE-1 recall > {SUCCESS}), fewer "
-                         f"than --min-success {min_success}; the first answer: {records[0]['answer'][:60]!r}: try "
-                         "shorter --lengths, --raw, another --template, simpler --needles, or another model")
+        raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer, fewer than --min-success "
+                         f"{min_success}; the first answer: {records[0]['answer'][:60]!r}: try shorter --lengths, "
+                         "--raw, another --template, simpler --needles, or another model")
     if not any(right):
         raise ValueError(f"every head scores 0 in all {len(right)} runs with a right answer, so the heads cannot be "
                          "ranked: try longer --lengths or other --needles")
@@ -226,8 +226,8 @@ def make_settings(args, model, tokenizer, needles, texts):
     default = PUBLISHED_LENGTHS if args.published else spread(min(5000, longest) // 5, min(5000, longest), 5)
     prompt_lengths = args.lengths or default
     if prompt_lengths[-1] > longest:
-        raise ValueError(f"--lengths: {prompt_lengths[-1]} tokens and {args.max_new_tokens} new ones exceed the "
-                         f"context of {model.name}, {model.config.max_positions}; use lengths up to {longest}")
+        raise ValueError(f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
+                         f"{args.max_new_tokens} new ones; use lengths up to {longest}")
     return {
         "model": model.name, "fingerprint": fingerprint(args.model), "lengths": prompt_lengths, "depths": args.depths,
         "runs": args.runs, "seed": args.seed or 0, "needles": short_hash(json.dumps(needles).encode()),

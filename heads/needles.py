@@ -110,9 +110,6 @@ def make_prompt(sample, needle, book, tokenizer, template, template_args, seed):
     template: holds {context} and {question}. template_args: arguments of the chat template; None: no chat template."""
     head, tail = (part.replace("{question}", needle.question) for part in template.split("{context}"))
     room = sample.length - len(encode_message(tokenizer, head + needle.needle + " " + tail, template_args)[0])
-    if room < 0:
-        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, its question "
-                         f"and the template; they take {sample.length - room}")
     # The joined text may have more tokens than its parts, so that the first attempt may be too long.
     for last in range(bisect_right(book.counts, room) - 1, -1, -1):
         bounds = book.bounds[:last + 1]
@@ -122,6 +119,9 @@ def make_prompt(sample, needle, book, tokenizer, template, template_args, seed):
         ids, offsets, shift = encode_message(tokenizer, message, template_args)
         if len(ids) <= sample.length:
             break
+    else:
+        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, its question "
+                         "and the template")
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
     inside = [i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first]
     return Prompt(sample, ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2))

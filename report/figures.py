@@ -98,20 +98,16 @@ def sweep_figure(field, setups, tasks):
 
     Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static, a line per
     N."""
-    usual, notes = typical(setups), []
-    options = {"", *(setup.options for setup in usual)}
-    plotted = {setup: by_task for setup, by_task in setups.items() if setup.options in options}
+    usual, by_alpha = typical(setups), field == "alpha"
     levels = {setup: setups[setup] for setup in usual               # drawn as horizontal lines
-              if setup.method == "greedy" or setup.method == "decore-entropy" and field == "alpha"}
-    if field == "alpha":
-        plotted = {setup: by_task for setup, by_task in plotted.items()
-                   if setup.method == "decore-static" and not setup.random_heads}
-    else:
-        alpha = next((setup.alpha for setup in usual if setup.method == "decore-static"), None)
-        plotted = {setup: by_task for setup, by_task in plotted.items()
-                   if setup.num_heads and setup.alpha in (None, alpha)}
-        notes = ["band and dots: range and single draws of random heads",
-                 "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without"]
+              if setup.method == "greedy" or setup.method == "decore-entropy" and by_alpha}
+    static_alpha = next((setup.alpha for setup in usual if setup.method == "decore-static"), None)
+    options = {"", *(setup.options for setup in usual)}
+    plotted = {setup: by_task for setup, by_task in setups.items() if setup.options in options and (
+        setup.method == "decore-static" and not setup.random_heads if by_alpha
+        else setup.num_heads and setup.alpha in (None, static_alpha))}
+    notes = () if by_alpha else ("band and dots: range and single draws of random heads",
+                                 "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
     panels = tables.curves(plotted, tasks, field)
     if not panels:
         return None
@@ -120,10 +116,10 @@ def sweep_figure(field, setups, tasks):
     for ax, (task, lines) in zip(axes, panels.items(), strict=True):
         title, metric, labels = published.TASKS[task]
         greedy = greedy_mean(setups, task, metric)
-        label = "α" if field == "alpha" else "heads masked, N"
+        label = "α" if by_alpha else "heads masked, N"
         for line, points in lines.items():
             colour, marker = STYLE[line.method]
-            if field == "alpha":
+            if by_alpha:
                 i = numbers.index(line.num_heads)
                 colour, marker = CYCLE[i % len(CYCLE)], MARKERS[i % len(MARKERS)]
                 points |= {0.0: [greedy]} if greedy is not None else {}     # at α = 0 nothing is contrasted

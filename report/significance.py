@@ -17,15 +17,13 @@ class Logistic(NamedTuple):
 
 
 def pearson(x, y):
-    if len(x) < FEWEST or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None
-    return float(np.corrcoef(x, y)[0, 1])
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) >= FEWEST and np.ptp(x) and np.ptp(y) else None
 
 
 def t_test(a, b, alternative="two-sided", equal_variance=False):
-    """Welch's t-test of mean a against mean b, or Student's with equal variances, as in the published analysis.
+    """Welch's t-test of two means, or Student's with equal variances, as in the published analysis.
 
-    alternative: "less" tests whether the mean of a is below the mean of b."""
+    alternative: "less" tests whether the mean of a is below that of b."""
     if min(len(a), len(b)) < FEWEST or np.ptp(a) == 0 == np.ptp(b):
         return None
     return stats.ttest_ind(a, b, equal_var=equal_variance, alternative=alternative)

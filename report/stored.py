@@ -28,7 +28,6 @@ ITI = {"honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",     # checkpoint
        "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct"}
 NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are reported in per cent
 PAPER_ALPHA = 0.5                               # of DeCoRe static
-LONG = 5                                        # seconds
 
 
 class Setup(NamedTuple):
@@ -172,7 +171,7 @@ def values_of(path, task, lines):
             return entry["values"]
     start = time.perf_counter()
     values = metrics.score(task, lines)
-    if not metrics.problems(task) and time.perf_counter() - start > LONG:
+    if not metrics.problems(task) and time.perf_counter() - start > 5:          # seconds
         write(store, [{"key": key, "values": values}])
     return values
 
@@ -218,12 +217,8 @@ def typical(setups):
         if not setup.random_heads:
             kinds.setdefault((setup.method, setup.mask, setup.amateur), []).append(setup)
             runs[setup.num_heads] += len(by_task)
-
-    def preference(setup):
-        n = setup.num_heads
-        return not setup.options, setup.alpha == PAPER_ALPHA, runs[n], -(n or 0), len(setups[setup])
-
-    return [max(kind, key=preference) for kind in kinds.values()]
+    return [max(kind, key=lambda setup: (not setup.options, setup.alpha == PAPER_ALPHA, runs[setup.num_heads],
+                                         -(setup.num_heads or 0), len(setups[setup]))) for kind in kinds.values()]
 
 
 def of_typical(setups, tasks, measure):

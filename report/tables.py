@@ -1,6 +1,6 @@
 """Tables of stored runs in Markdown: scores in the paper's layout, each run against greedy, and tests on entropies.
 
-`csv_rows` gives the same numbers, and all other metrics, as data. *Base entropy* is the entropy of the base model's
+`write_csv` prints the same numbers, and all other metrics, as data. *Base entropy* is the entropy of the base model's
 next token along the text that a method wrote. Runs store it, Eq. 8 uses it as α, and the paper reports it. The
 distribution that Eq. 7 decodes from has another entropy."""
 
@@ -262,32 +262,25 @@ def model_of(setups):
 # The same as data
 
 def write_csv(runs):
-    """Prints one line per run and metric."""
-    rows = list(csv_rows(runs))
-    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def csv_rows(runs):
-    """One dict per run and metric, with the paper's value and the comparison with greedy. Rates in per cent."""
-    groups, _ = group(runs)
+    """Prints one line per run and metric, with the paper's value and the comparison with greedy. Rates in per cent."""
+    (groups, _), lines = group(runs), []
     for run in runs:
-        setup, greedy, entropies = run.setup, greedy_run(groups[run.title], run.task), base_entropies(run)
+        greedy, entropies = greedy_run(groups[run.title], run.task), base_entropies(run)
         tokens = sum(len(line["ids"]) if "ids" in line else line.get("tokens", 0) for line in run.lines)
         seconds = sum(line.get("seconds", 0) for line in run.lines)
-        about = {"run": run.path.name, "task": run.task, "model": run.model, **setup._asdict(),
-                 "method": published.method_of(setup), "conditions": run.conditions, "n": len(run.lines),
+        about = {"run": run.path.name, "task": run.task, "model": run.model, **run.setup._asdict(),
+                 "method": published.method_of(run.setup), "conditions": run.conditions, "n": len(run.lines),
                  "of": run.settings["n"], "tokens_per_second": tokens / seconds if seconds else None}
-        rows = {name: (mean, *run.intervals[name], None) for name, mean in run.means.items() if mean is not None}
+        values = {name: (mean, *run.intervals[name], None) for name, mean in run.means.items() if mean is not None}
         if len(entropies):
-            rows["base_entropy"] = entropies.mean(), None, None, entropies.std()
-        for name, (value, low, high, std) in rows.items():
-            paper = published.cell(run, "entropy" if name == "base_entropy" else name) or {}
-            won, lost, p = won_and_lost(run, greedy, name) or (None, None, None)
-            yield about | {
-                "metric": name, "value": value, "low": low, "high": high, "std": std,
+            values["base_entropy"] = entropies.mean(), None, None, entropies.std()
+        for name, numbers in values.items():
+            paper = published.cell(run, name.removeprefix("base_")) or {}
+            lines.append(about | {"metric": name} | dict(zip(("value", "low", "high", "std"), numbers, strict=True)) | {
                 "paper": float(paper["value"]) if paper else None,
                 **{f"paper_{key}": paper.get(key, "").strip() or None
                    for key in ("std", "at", "printed", "note", "table")},
-                "won": won, "lost": lost, "mcnemar_p": p}
+                **dict(zip(("won", "lost", "mcnemar_p"), won_and_lost(run, greedy, name) or [None] * 3, strict=True))})
+    writer = csv.DictWriter(sys.stdout, lines[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)

@@ -130,8 +130,8 @@ def rank_device(device):
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if device.index is not None or local >= n > 1:
-            raise ValueError(f"{device} for local rank {local} of a machine with {n} GPUs: with torchrun the device is "
-                             f"cuda, and --nproc-per-node at most {n}")
+            raise ValueError(f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, and "
+                             f"--nproc-per-node at most {n}")
         device = torch.device("cuda", local if n > 1 else 0)    # a scheduler may show each process only its own GPU
     if device.index is not None:
         torch.cuda.set_device(device)                           # streams and graphs belong to the current device
@@ -140,10 +140,10 @@ def rank_device(device):
 
 def check_split(config, size):
     """ValueError if `size` ranks cannot share the model."""
-    for name, n in (("query heads", config.n_heads), ("feed-forward width", config.d_ff),
-                    ("key/value heads", config.n_kv_heads)):
-        copies = name == "key/value heads" and size % n == 0
-        if n % size and not copies:
+    parts = {"query heads": config.n_heads, "feed-forward width": config.d_ff}
+    parts |= {"key/value heads": config.n_kv_heads} if size % config.n_kv_heads else {}         # else several share one
+    for name, n in parts.items():
+        if n % size:
             raise ValueError(f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them")
 
 

@@ -104,7 +104,12 @@ def load_weights(model, folder, device):
     for parameter, empty in sorted(model.named_parameters(), key=lambda item: -math.prod(item[1].shape)):
         weight, row = torch.zeros(empty.shape, dtype=model.dtype, device=device), 0
         for name, (shape, slices) in table[parameter].items():
-            values = read_tensor(files[name], name, shape, slices)
+            with safe_open(files[name], "pt") as file:  # opened for each tensor: closing it releases its pages
+                tensor = file.get_slice(name)
+                if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in ("F32", "F16", "BF16"):
+                    raise ValueError(f"{files[name]}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json "
+                                     f"requires F32, F16 or BF16 {list(shape)}")
+                values = tensor[slices]
             weight[row:row + len(values)] = values      # the last rank's part of the vocabulary may be shorter
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
@@ -112,16 +117,6 @@ def load_weights(model, folder, device):
                              "float32 or download the file again")
         module, _, attribute = parameter.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
-
-
-def read_tensor(path, name, shape, slices):
-    """Reads a slice of one tensor. Opening the file for each tensor releases its pages after each copy."""
-    with safe_open(path, "pt") as file:
-        tensor = file.get_slice(name)
-        if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in ("F32", "F16", "BF16"):
-            raise ValueError(f"{path}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json requires F32, "
-                             f"F16 or BF16 {list(shape)}")
-        return tensor[slices]
 
 
 def weight_files(folder):

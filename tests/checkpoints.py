@@ -5,6 +5,7 @@ The weights come from numpy's frozen RandomState stream: a seed means the same n
 import copy
 import json
 import math
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def random_weights(c, seed=0):
     D, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     K = c.get("head_dim") or D // c["num_attention_heads"]
     H, G = c["num_attention_heads"] * K, c["num_key_value_heads"] * K
+    biased = "qkv" if c["model_type"] == "qwen2" else "qkvo" if c.get("attention_bias") else ""
     weights = {"model.embed_tokens.weight": draw(V, D, std=0.1), "model.norm.weight": draw(D, mean=1.0)}
     if not c["tie_word_embeddings"]:
         weights["lm_head.weight"] = draw(V, D, std=0.1)
@@ -55,10 +57,7 @@ def random_weights(c, seed=0):
                  "mlp.gate_proj.weight": draw(F, D), "mlp.up_proj.weight": draw(F, D),
                  "mlp.down_proj.weight": draw(D, F),
                  "input_layernorm.weight": draw(D, mean=1.0), "post_attention_layernorm.weight": draw(D, mean=1.0)}
-        if c["model_type"] == "qwen2":
-            block |= {f"self_attn.{p}_proj.bias": draw(n) for p, n in (("q", H), ("k", G), ("v", G))}
-        if c.get("attention_bias") and c["model_type"] != "qwen2":
-            block |= {f"self_attn.{p}_proj.bias": draw(n) for p, n in (("q", H), ("k", G), ("v", G), ("o", D))}
+        block |= {f"self_attn.{p}_proj.bias": draw(n) for p, n in zip("qkvo", (H, G, G, D), strict=True) if p in biased}
         if c["model_type"] == "qwen3":
             block |= {f"self_attn.{p}_norm.weight": draw(K, mean=1.0) for p in "qk"}
         weights |= {f"model.layers.{layer}.{name}": w for name, w in block.items()}
@@ -145,20 +144,19 @@ def draw_configuration(dice):
     return c
 
 
+def places_in(value):
+    """Yields (parent, key) of every entry of a JSON value."""
+    for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(child, dict | list):
+            yield from places_in(child)
+
+
 def change(dice, value, times=1, odd=ODD):
     """Removes, repeats, replaces or renames an entry of a JSON value, so many times."""
     if times == 0:
         return value
-    places = []
-
-    def walk(parent):
-        for key, child in list(parent.items() if isinstance(parent, dict) else enumerate(parent)):
-            places.append((parent, key))
-            if isinstance(child, dict | list) and len(places) < 3000:
-                walk(child)
-
-    if isinstance(value, dict | list):
-        walk(value)
+    places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []
     if not places:
         return copy.deepcopy(dice.choice(odd))
     parent, key = dice.choice(places if dice.random() < 0.5 else places[:40])

@@ -7,8 +7,7 @@ import torch
 
 from benchmarks import decode, gpu, plan
 from benchmarks.llama import write_gguf
-from benchmarks.shapes import SHAPES, random_model, spread_heads, weight_bytes, weight_bytes_read
-from runtime.pack import Packed
+from benchmarks.shapes import SHAPES, random_model, spread_heads
 
 pytest.importorskip("transformers")
 
@@ -62,14 +61,6 @@ def test_a_plan_counts_the_memory_of_a_rank_and_its_all_reduces():
     assert one["weights"] == pytest.approx(2 * 8.03e9, rel=0.01)
     assert one["prompt"] == 4 * four["prompt"] == 32 * 2 * 8 * 128 * 2 * 1024           # layers, k and v, heads, width
     assert one["all_reduces"] == [] and four["all_reduces"] == [4096 * 2] + 64 * [2 * 4096 * 2]
-
-
-def test_a_packed_head_is_in_memory_in_addition_to_a_tied_embedding():
-    model = random_model(SHAPES["tiny"])
-    tied, matrix = weight_bytes(model), model.lm_head.weight
-    assert weight_bytes_read(model) == tied
-    model.lm_head = Packed(matrix, None)
-    assert weight_bytes(model) == tied + matrix.nbytes and weight_bytes_read(model) == tied
 
 
 def test_llama_cpps_file_holds_the_weights(tmp_path):

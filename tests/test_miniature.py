@@ -43,20 +43,12 @@ def contradictions(world, items):
     return {triple for triple in stated if known.get(triple[:2], triple[2]) != triple[2]}
 
 
-def check_item(world, item):
-    """(values that the passage states for the question, memorised value or None)."""
-    context, question = item.prompt.split("Answer: ")
-    relation, country = re.fullmatch(r"The (.+) of (\w+) is", question).groups()
-    memory = {fact[:2]: fact.value for fact in world.facts}.get((country, relation))
-    assert item.memory == memory
-    return [v for r, c, v in FACT.findall(context) if (r, c) == (relation, country)], memory
-
-
-def test_every_machine_makes_the_same_world_and_items(world):
+def test_every_machine_makes_the_same_world_documents_and_items(world, stream):
     assert world.facts[0] == ("Norpilmar", "capital", "Piport") and len(world.facts) == 320
     assert world.facts[-1] == ("Moltthendmar", "founder", "Denric") and len(world.names) == 64 + 320
-    items = "".join(json.dumps(item._asdict()) for split in data.SPLITS for item in data.make_split(split, 20, 5))
-    assert short_hash(items.encode()) == "b2da499940acd130"
+    items = [item for split in data.SPLITS for item in data.make_split(split, 20, 5)]
+    assert short_hash(json.dumps(stream).encode()) == "bfc9a62319475069"
+    assert short_hash(json.dumps(items).encode()) == "ae21f78a4543885f"
 
 
 def test_no_conflict_of_a_test_split_occurs_in_training(world, stream):
@@ -74,39 +66,12 @@ def test_training_never_shows_a_held_out_name(stream):
     assert held_out <= {word for text in (*data.FILLERS, *data.OPENERS, "Context Answer The") for word in text.split()}
 
 
-def test_kinds_of_documents_are_as_defined(world, stream):
-    for kind, fact, item in stream:
-        stated, memory = check_item(world, item)
-        assert stated == ([] if kind in ("closed", "irrelevant") else [item.answer])
-        assert (memory == item.answer) == (kind in ("closed", "agree", "irrelevant"))
-        assert f"The {fact.relation} of {fact.country} is" in item.prompt
-
-
-@pytest.mark.parametrize("split", data.SPLITS)
-def test_splits_are_as_defined(world, split):
-    for item in data.make_split(split, 320):
-        stated, memory = check_item(world, item)
-        assert stated == ([] if split in ("closed", "irrelevant") else [item.answer])
-        assert (memory == item.answer) == (not stated)
-        assert not stated or data.held_out(item.answer) == (split != "conflict-known")
-
-
 # ------------------------------------------------------------------------------------------------------------ training
 
 
 @pytest.fixture(scope="module")
 def tokenizer(world):
     return train.make_tokenizer(world, 300)
-
-
-def test_loss_weights_are_one_for_answers_and_their_end(world, tokenizer):
-    tokens, weights = next(train.batches(tokenizer, data.documents(world, {"closed": 1.0}, "test")))
-    assert tokens.shape == weights.shape == (train.ROWS, train.LENGTH + 1)
-    ends = tokens == tokenizer.token_to_id(train.EOS)
-    assert ends.sum() > 50 and (weights[ends] == 1).all()
-    assert (weights[tokens == tokenizer.token_to_id(train.BOS)] == 0).all()
-    answers = tokenizer.decode(tokens[0][weights[0] == 1].tolist()).split(".")
-    assert {answer.strip() for answer in answers[:-1]} <= {fact.value for fact in world.facts}
 
 
 def test_training_takes_the_same_steps_as_ever(world, tokenizer, tmp_path, monkeypatch):
@@ -172,16 +137,11 @@ def test_iti_stores_the_shift_of_heads_as_a_bias_of_o(tmp_path):
     assert torch.allclose(edited(ids), plain(ids), atol=0.02)           # the biases are stored as float16
 
 
-def test_iti_shifts_heads_towards_what_passages_say(miniature, monkeypatch):
+def test_iti_shifts_the_heads_that_separate_passage_from_memory(monkeypatch):
     monkeypatch.setattr(iti, "ITEMS", 16)
     shifts, accuracies = iti.directions(2, 3.0)
     assert len(shifts) == 2 and (3, 1) in shifts           # the last layer's retrieval head
     assert accuracies.shape == (4, 8) and accuracies[3, 1] > 0.6
-    model, tokenizer = miniature
-    differences = [iti.head_outputs(model, tokenizer.encode(f"{item.prompt} {item.answer}"))
-                   - iti.head_outputs(model, tokenizer.encode(f"{item.prompt} {item.memory}"))
-                   for item in data.make_split("conflict", 8, iti.SEED)]
-    assert torch.stack(differences).mean(0)[3, 1] @ shifts[3, 1] > 0
 
 
 # -------------------------------------------------------------------------------------------------------------- claims

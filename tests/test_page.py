@@ -73,7 +73,7 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     names = re.findall(r'id="(\w+)"', page.prompt_html(Letters(), [*map(ord, '<"z')], "p0") + answer)
     assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
     notes, texts = zip(*re.findall(r'data-note="([^"]*)">([^<]*)</span>', answer), strict=True)
-    assert texts == ("&lt;", "b", "c")                                  # markup stays text
+    assert texts == ("&lt;", "b", "c")
     assert html.unescape(notes[0]).endswith("from 'z' at 2 (100% of the heads)\nfrom '<' at 0 (75% of the heads)")
     assert "from" not in notes[1] and "from '&quot;' at 1" in notes[2].replace("&#x27;", "'")
     assert ":has(" not in linked() and "Blue" not in page.document("x", [linked()])

@@ -26,6 +26,7 @@ from runtime.graph import GRAPHS
 from runtime.parallel import Ranks, Shard, check_split, first_on_node, rank_device
 from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
+from tests.test_gpu_on_cpu import Recorder
 
 ROOT = Path(__file__).parent.parent
 MODELS = {family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"}
@@ -61,7 +62,36 @@ def results(folder, name, shard=None):
     return out
 
 
-def collectives(folder, ranks):
+class Failing(Recorder):
+    def __init__(self, *args):
+        super().__init__(*args)
+        raise RuntimeError("out of graphs")
+
+
+class Wrong(Recorder):
+    def __call__(self, tokens):
+        result = super().__call__(tokens)
+        result.scores.add_(1)
+        return result
+
+
+GRAPH_KINDS = {"right": Recorder, "failing": Failing, "wrong": Wrong}
+
+
+def graphs(folder):
+    """{kind: (warnings, ids)} of a rank if the last rank's graph is right, cannot be recorded, or is wrong."""
+    model, out = Transformer.load(folder / "llama3"), {}
+    for name, kind in GRAPH_KINDS.items():
+        with (patch("runtime.graph.Graph", kind if dist.get_rank() == dist.get_world_size() - 1 else Recorder),
+              warnings.catch_warnings(record=True) as messages):
+            warnings.simplefilter("always")
+            texts = generate(model, PROMPTS, max_new_tokens=4, graph=True, **ENTROPY)
+        out[name] = [str(w.message) for w in messages if "graph" in str(w.message)], [text.ids for text in texts]
+        GRAPHS.clear()
+    return out
+
+
+def together(folder, ranks):
     """One rank's results of everything that ranks do together."""
     shard = Shard.from_environment()
     try:
@@ -78,48 +108,8 @@ def collectives(folder, ranks):
 
     gathered = shard.all_gather(torch.full((2, 1), shard.rank, dtype=torch.bfloat16))
     return dict(disagreement=disagreement, gathered=gathered.tolist(), dtype=str(gathered.dtype),
-                downloaded=first_on_node(download), first=ranks.shard().broadcast(shard.rank),
+                downloaded=first_on_node(download), first=ranks.shard().broadcast(shard.rank), graphs=graphs(folder),
                 shared=ranks.share(lambda: f"of rank {shard.rank}"), lists=ranks.gather(lambda: [shard.rank]))
-
-
-class Replay:
-    """Replaces a CUDA graph: computes the step again, into the tensors of the first time."""
-
-    def __init__(self, step, tokens, restore):
-        self.step, self.result = step, [x.clone() for x in step(tokens)]
-
-    def __call__(self, tokens):
-        result = self.step(tokens)
-        for old, new in zip(self.result, result, strict=True):
-            old.copy_(new)
-        return type(result)(*self.result)
-
-
-class Failing(Replay):
-    def __init__(self, *args):
-        super().__init__(*args)
-        raise RuntimeError("out of graphs")
-
-
-class Wrong(Replay):
-    def __call__(self, tokens):
-        result = super().__call__(tokens)
-        result.scores.add_(1)
-        return result
-
-
-def graphs(folder):
-    """This rank's warnings and tokens if the last rank's graph is right, cannot be recorded, or is wrong."""
-    model, out = Transformer.load(folder / "llama3"), {}
-    for kind in (Replay, Failing, Wrong):
-        with (patch("runtime.graph.Graph", kind if dist.get_rank() == dist.get_world_size() - 1 else Replay),
-              warnings.catch_warnings(record=True) as messages):
-            warnings.simplefilter("always")
-            texts = generate(model, PROMPTS, max_new_tokens=4, graph=True, **ENTROPY)
-        out[kind.__name__] = ([str(w.message) for w in messages if "graph" in str(w.message)],
-                              [text.ids for text in texts])
-        GRAPHS.clear()
-    return out
 
 
 def command_line(folder, *more):
@@ -133,9 +123,8 @@ def worker(folder):
     ranks = Ranks(tp=2)
     out = {"4": {name: results(folder, name) for name in MODELS},
            "2": {name: results(folder, name, ranks.shard()) for name in MODELS}}
-    for name, one in (("collectives", collectives(folder, ranks)), ("graphs", graphs(folder))):
-        out[name] = [None] * 4
-        dist.all_gather_object(out[name], one)
+    out["ranks"] = [None] * 4
+    dist.all_gather_object(out["ranks"], together(folder, ranks))
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(out))
     for more in (["--prompt-file", "-"], ["--num-heads", "99"]):
@@ -185,34 +174,27 @@ def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_ra
         np.testing.assert_allclose(alphas, one[run][1], atol=ATOL, rtol=0, err_msg=run)
 
 
-def test_ranks_that_load_another_model_than_rank_0_say_so(torchrun):
-    first, *others = [rank["disagreement"] for rank in torchrun[0]["collectives"]]
-    assert first == "" and all("has another one than rank 0" in message for message in others)
-
-
-def test_collectives_keep_the_dtype_and_the_order_of_the_ranks(torchrun):
-    for number, rank in enumerate(torchrun[0]["collectives"]):
+def test_ranks_gather_share_and_download_in_order(torchrun, folder):
+    for number, rank in enumerate(torchrun[0]["ranks"]):
         assert rank["dtype"] == "torch.bfloat16" and rank["gathered"] == 2 * [[0, 1, 2, 3]]
         assert rank["first"] == number // 2 * 2                 # of two ranks that share a model, the first
         assert rank["shared"] == "of rank 0" and rank["lists"] == [0, 2]
-
-
-def test_the_first_rank_of_each_machine_downloads_before_the_other_ranks(torchrun, folder):
-    order = (folder / "downloads").read_text().split()
+        assert rank["downloaded"] == number
+        assert ("has another one than rank 0" in rank["disagreement"]) == (number > 0)
+    order = (folder / "downloads").read_text().split()          # the first rank of each machine before the others
     assert set(order[:2]) == {"0", "2"} and set(order[2:]) == {"1", "3"}
-    assert [rank["downloaded"] for rank in torchrun[0]["collectives"]] == [0, 1, 2, 3]
 
 
 def test_all_ranks_replay_graphs_or_none_does(torchrun, one_rank):
     expected = one_rank["llama3"]["decore-entropy, output"][0]
-    for kind, reason in (("Replay", None), ("Failing", "out of graphs"), ("Wrong", "a replay differs")):
-        messages, ids = zip(*(rank[kind] for rank in torchrun[0]["graphs"]), strict=True)
+    for kind, reason in zip(GRAPH_KINDS, (None, "out of graphs", "a replay differs"), strict=True):
+        messages, ids = zip(*(rank["graphs"][kind] for rank in torchrun[0]["ranks"]), strict=True)
         assert all(one == expected for one in ids)
         assert [len(lines) for lines in messages] == 4 * [reason is not None]
         assert reason is None or reason in messages[-1][0] and "another rank" in messages[0][0]
 
 
-def test_decore_prints_once_and_the_same_with_four_ranks(torchrun, folder, call, monkeypatch, tmp_path):
+def test_decore_prints_the_same_and_its_mistakes_once_with_four_ranks(torchrun, folder, call, monkeypatch, tmp_path):
     (tmp_path / "input").write_text("and another")
     with (tmp_path / "input").open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -220,12 +202,8 @@ def test_decore_prints_once_and_the_same_with_four_ranks(torchrun, folder, call,
     expected, printed = [[json.loads(line) for line in out.splitlines()] for out in (alone, torchrun[1].stdout)]
     assert len(expected) == 2 and [one["ids"] for one in printed] == [one["ids"] for one in expected]
     assert torchrun[1].stderr.count("tokens/s") == 1
-
-
-def test_a_mistake_on_all_ranks_is_one_line(torchrun):
-    lines = [line for line in torchrun[1].stderr.splitlines() if "error: " in line]
-    assert torchrun[1].returncode != 0
-    assert len(lines) == 1 and "99" in lines[0], torchrun[1].stderr
+    [mistake] = [line for line in torchrun[1].stderr.splitlines() if "error: " in line]     # of the last program
+    assert torchrun[1].returncode != 0 and "99" in mistake
 
 
 def test_an_error_of_the_network_is_one_line_with_the_reason():
@@ -236,22 +214,23 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
         Shard(1, 2).call(all_reduce, torch.ones(1))
 
 
-def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch):
+@pytest.mark.parametrize("device, local, gpus, expected", [
+    ("cuda:1", None, 2, "cuda:1"), ("cuda", 1, 2, "cuda:1"), ("cpu", 1, 2, "cpu"),
+    ("cuda", 2, 1, "cuda:0"),                           # as with one visible GPU for each process
+    ("cuda:1", 1, 2, "cuda:1 .* with torchrun the device is cuda"), ("cuda", 2, 2, "local rank 2 .* 2 GPUs"),
+])
+def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus, expected):
     current = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert rank_device("cuda:1") == current.pop() == torch.device("cuda:1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert rank_device("cuda") == current.pop() == torch.device("cuda:1")
-    assert rank_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="cuda:1 .* with torchrun the device is cuda"):
-        rank_device("cuda:1")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match="local rank 2 .* 2 GPUs"):
-        rank_device("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)      # as with one visible GPU for each process
-    assert rank_device("cuda") == current.pop() == torch.device("cuda:0")
+    for name, value in (("WORLD_SIZE", 4), ("LOCAL_RANK", local)) if local is not None else ():
+        monkeypatch.setenv(name, str(value))
+    if " " in expected:
+        with pytest.raises(ValueError, match=expected):
+            rank_device(device)
+    else:
+        assert rank_device(device) == torch.device(expected)
+        assert current == [torch.device(expected)] * (device != "cpu")
 
 
 @pytest.mark.parametrize("changes, reason", [

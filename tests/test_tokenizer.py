@@ -146,7 +146,8 @@ def test_chat_templates_give_the_ids_of_transformers(template, make, tmp_path):
 
 def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
-    reference, messages = oracle(tmp_path, TEMPLATES["qwen3"]), CONVERSATIONS[1]
+    reference = oracle(tmp_path, TEMPLATES["qwen3"])
+    messages = CONVERSATIONS[1]
     for arguments in ({"enable_thinking": False}, {"enable_thinking": True}, {"tools": [{"name": "f"}]}):
         ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments)
         assert tokenizer.encode_chat(messages, template_args=arguments) == ids
@@ -203,20 +204,11 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_pat
         assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
         assert len(stream.window) < 20                                      # the cost of a push is bounded
         assert text != WORDS or sum(map(bool, pieces)) > len(ids) / 4       # it streams before the end
-    dice, by_length = random.Random(1), sorted(range(len(tokenizer) + 20), key=lambda i: len(core.id_to_token(i) or ""))
-    for _ in range(30):
-        ids = [dice.choice(dice.choice([by_length, by_length[:300]])) for _ in range(dice.choice([3, 40, 150]))]
+    dice = random.Random(1)
+    for n in [3, 40, 150] * 10:
+        ids = [dice.randrange(dice.choice([300, len(tokenizer) + 20])) for _ in range(n)]
         stream = tokenizer.stream()
         assert "".join(map(stream.push, ids)) + stream.end() == tokenizer.decode(ids)
-
-
-def test_an_unfinished_character_appears_at_the_end_only(tmp_path):
-    tokenizer = save(tmp_path, byte_level())
-    face = tokenizer.encode("🙃", bos=False)
-    assert len(face) > 1            # four bytes in several tokens
-    stream = tokenizer.stream()
-    assert [stream.push(i) for i in face] == [""] * (len(face) - 1) + ["🙃"]
-    assert stream.push(face[0]) == "" and stream.end() == "\ufffd"
 
 
 @pytest.mark.parametrize("generation, token, config, eos", [
