@@ -103,9 +103,15 @@ def sweep_figure(field, setups, tasks):
               if setup.method == "greedy" or setup.method == "decore-entropy" and by_alpha}
     static_alpha = next((setup.alpha for setup in usual if setup.method == "decore-static"), None)
     options = {"", *(setup.options for setup in usual)}
-    plotted = {setup: by_task for setup, by_task in setups.items() if setup.options in options and (
-        setup.method == "decore-static" and not setup.random_heads if by_alpha
-        else setup.num_heads and setup.alpha in (None, static_alpha))}
+
+    def is_plotted(setup):
+        if setup.options not in options:
+            return False
+        if by_alpha:
+            return setup.method == "decore-static" and not setup.random_heads
+        return setup.num_heads and setup.alpha in (None, static_alpha)
+
+    plotted = {setup: by_task for setup, by_task in setups.items() if is_plotted(setup)}
     notes = () if by_alpha else ("band and dots: range and single draws of random heads",
                                  "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
     panels = tables.curves(plotted, tasks, field)

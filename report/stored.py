@@ -217,8 +217,12 @@ def typical(setups):
         if not setup.random_heads:
             kinds.setdefault((setup.method, setup.mask, setup.amateur), []).append(setup)
             runs[setup.num_heads] += len(by_task)
-    return [max(kind, key=lambda setup: (not setup.options, setup.alpha == PAPER_ALPHA, runs[setup.num_heads],
-                                         -(setup.num_heads or 0), len(setups[setup]))) for kind in kinds.values()]
+
+    def preference(setup):
+        n = setup.num_heads
+        return not setup.options, setup.alpha == PAPER_ALPHA, runs[n], -(n or 0), len(setups[setup])
+
+    return [max(kind, key=preference) for kind in kinds.values()]
 
 
 def of_typical(setups, tasks, measure):

@@ -5,7 +5,6 @@ next token along the text that a method wrote. Runs store it, Eq. 8 uses it as Î
 distribution that Eq. 7 decodes from has another entropy."""
 
 import csv
-import itertools
 import sys
 from collections import Counter
 
@@ -157,13 +156,14 @@ def curves(setups, tasks, field="num_heads"):
 
     Lines of a single point are left out."""
     panels = {}
-    for task, (setup, by_task) in itertools.product(tasks, setups.items()):
-        x, means = getattr(setup, field), [run.means.get(headline(task)[0]) for run in by_task.get(task, [])]
-        values = [mean for mean in means if mean is not None]
-        if x is not None and values:
-            panels.setdefault(task, {}).setdefault(setup._replace(**{field: None}), {})[x] = values
-    panels = {task: {line: points for line, points in lines.items() if len(points) > 1}
-              for task, lines in panels.items()}
+    for task in tasks:
+        metric, lines = headline(task)[0], {}
+        for setup, by_task in setups.items():
+            x, means = getattr(setup, field), [run.means.get(metric) for run in by_task.get(task, [])]
+            values = [mean for mean in means if mean is not None]
+            if x is not None and values:
+                lines.setdefault(setup._replace(**{field: None}), {})[x] = values
+        panels[task] = {line: points for line, points in lines.items() if len(points) > 1}
     return {task: lines for task, lines in panels.items() if lines}
 
 
@@ -274,13 +274,15 @@ def write_csv(runs):
         values = {name: (mean, *run.intervals[name], None) for name, mean in run.means.items() if mean is not None}
         if len(entropies):
             values["base_entropy"] = entropies.mean(), None, None, entropies.std()
-        for name, numbers in values.items():
+        for name, (value, low, high, std) in values.items():
             paper = published.cell(run, name.removeprefix("base_")) or {}
-            lines.append(about | {"metric": name} | dict(zip(("value", "low", "high", "std"), numbers, strict=True)) | {
+            won, lost, p = won_and_lost(run, greedy, name) or (None, None, None)
+            lines.append(about | {
+                "metric": name, "value": value, "low": low, "high": high, "std": std,
                 "paper": float(paper["value"]) if paper else None,
                 **{f"paper_{key}": paper.get(key, "").strip() or None
                    for key in ("std", "at", "printed", "note", "table")},
-                **dict(zip(("won", "lost", "mcnemar_p"), won_and_lost(run, greedy, name) or [None] * 3, strict=True))})
+                "won": won, "lost": lost, "mcnemar_p": p})
     writer = csv.DictWriter(sys.stdout, lines[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
