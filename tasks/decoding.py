@@ -103,10 +103,8 @@ def decode(bench, batch, settings, arguments, model, tokenizer):
     start, cad = time.perf_counter(), arguments["method"] == "cad"
     if bench.task.choice:
         [e] = batch
-        # Answers are always scored with the heads masked at every position.
-        arguments = {name: value for name, value in arguments.items() if name != "mask_prompt"}
         if cad:
-            arguments["prompt_ids_without_context"] = e.without_context
+            arguments = arguments | {"prompt_ids_without_context": e.without_context}
         scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments)
         n_true = bench.items[e.index]["n_true"]
         results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,

@@ -30,14 +30,12 @@ class HarnessModel(TemplateLM):
                  **settings):
         super().__init__()
         self.model, self.tokenizer, self.batch_size, self.template_args = model, tokenizer, batch_size, template_args
-        self.generate_settings = dict(method=method, **settings)
-        self.score_settings = dict(method=method, renormalise=renormalise, **settings)
-        self.score_settings.pop("mask_prompt", None)            # answers are always masked at every position
+        self.settings, self.renormalise = dict(method=method, **settings), renormalise
 
     def get_model_info(self):
         """What the harness stores with its results."""
-        info = self.generate_settings | self.score_settings | dict(
-            model=self.model, dtype=str(self.model.dtype), template_args=self.template_args)
+        info = self.settings | dict(renormalise=self.renormalise, model=self.model, dtype=str(self.model.dtype),
+                                    template_args=self.template_args)
         [info["method"]] = cli.full_names([info["method"]], info.get("amateur"))
         return {name: [f"{layer}-{head}" for layer, head in value] if name in ("heads", "amateur_heads")
                 else getattr(value, "name", value) for name, value in info.items()}
@@ -50,7 +48,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self):
-        amateur = self.generate_settings.get("amateur") or self.model
+        amateur = self.settings.get("amateur") or self.model
         return min(model.config.max_positions for model in (self.model, amateur))
 
     @property
@@ -87,7 +85,8 @@ class HarnessModel(TemplateLM):
         contexts, out = Collator(fitting, lambda request: 0, itemgetter(1), "gen_kwargs"), []
         for group in tqdm(list(contexts.get_batched(n=0)), desc="contexts", disable=disable_tqdm):
             texts, [context, *_], answers = zip(*group, strict=True)
-            results = baselines.score(self.model, context, answers, return_greedy=True, **self.score_settings)
+            results = baselines.score(self.model, context, answers, return_greedy=True,
+                                      renormalise=self.renormalise, **self.settings)
             out += results
             for text, result in zip(texts, results, strict=True):
                 if text is not None:
@@ -118,7 +117,7 @@ class HarnessModel(TemplateLM):
             ids, [(stop, limit), *_], arguments = zip(*batch, strict=True)
             screen = Screen(self.tokenizer, [""] * len(ids), stop, quiet=True)
             baselines.generate(self.model, ids, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
-                               on_token=screen.token, **self.generate_settings)
+                               on_token=screen.token, **self.settings)
             screen.end()
             out += screen.texts
             for args, text in zip(arguments, screen.texts, strict=True):

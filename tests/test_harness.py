@@ -154,7 +154,7 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     texts = lm.generate_until(instances("generate_until", requests), disable_tqdm=True)
     for (prompt, _), text in zip(requests, texts, strict=True):
         g = baselines.generate(model, tokenizer.encode(prompt), max_new_tokens=20, eos_ids=tokenizer.eos_ids,
-                               **lm.generate_settings)
+                               **lm.settings)
         assert text == tokenizer.decode(g.ids).split("w")[0]
 
 
