@@ -250,18 +250,18 @@ def memory(key):
 
 
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
-    sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=2048)
+    sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=16384)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama3"] | sizes))
     empty = Transformer(Config.from_checkpoint(tmp_path), Shard(), "meta")
     weights = {name: torch.zeros(tensor.shape) for name, tensor in named_tensors(empty).items()}
     write_checkpoint(tmp_path, "llama3", weights=weights, **sizes)
-    stored = sum(weight.nbytes for weight in weights.values())                  # about 200 MB
+    stored = sum(weight.nbytes for weight in weights.values())                  # about 320 MB
     del weights
     Path("/proc/self/clear_refs").write_text("5")                               # resets the peak
     before = memory("VmRSS")
     model = Transformer.load(tmp_path, shard=Shard(1, 4))
     share, peak = weight_bytes(model), memory("VmHWM") - before
-    assert share < 0.3 * stored and peak < share + 40e6                         # about 20 MB are the libraries'
+    assert share < 0.3 * stored and peak < share + 45e6                         # about 20 MB are the libraries'
 
 
 if __name__ == "__main__":
