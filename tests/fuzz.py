@@ -52,8 +52,6 @@ class World:
         checkpoints.write_tokenizer(self.model, CHAT)
         self.heads = checkpoints.write_heads(folder / "heads.json")
         self.loaded, self.ids = Transformer.load(self.model), [5, 9, 7, 7, 30]
-        with torch.inference_mode():
-            self.logits = self.loaded(torch.tensor([self.ids]))
         self.greedy = decore.generate(self.loaded, self.ids, method="greedy", **SETTINGS).ids
         self.data = checkpoints.write_lines(folder / "data.jsonl", [
             dict(question=f"who is {i}", sub_context="It is New. ", org_answer=["Old"], sub_answer=["New"])
@@ -167,8 +165,8 @@ def index(dice, world):
                  lambda: shard.unlink(), lambda: shard.rename(folder / "other.safetensors"),
                  lambda: (path.unlink(), path.symlink_to("nowhere")), lambda: (path.unlink(), path.mkdir())])()
     model = attempt(lambda: Transformer.load(folder))
-    with torch.inference_mode():
-        assert model is None or torch.equal(model(torch.tensor([world.ids])), world.logits), "other weights"
+    ids = torch.tensor([world.ids])
+    assert model is None or torch.equal(model(ids), world.loaded(ids)), "other weights"
     return model
 
 
