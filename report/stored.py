@@ -1,7 +1,7 @@
 """Reads stored runs and groups them by setup.
 
 A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random heads share one setup.
-*Conditions* are settings of the task that differ from the paper's: each combination has tables of its own. Greedy
+*Conditions* are settings of the task that differ from the paper's: each combination has separate tables. Greedy
 decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
 
 import itertools

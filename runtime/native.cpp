@@ -14,7 +14,9 @@
 
 namespace {
 
-constexpr int64_t LINE = 64, PAIR = 2, AHEAD = 4, VECTORS = 8;      // bytes; rows at once; rows; vectors at once
+constexpr int64_t LINE = 64;                        // bytes of W that are read at a time
+constexpr int64_t PAIR = 2, AHEAD = 4, ROWS = 32;   // rows: read in turns; to the line to request; per block
+constexpr int64_t VECTORS = 8;                      // multiplied at a time; the next eight find the block in the cache
 typedef float Floats __attribute__((vector_size(LINE), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(LINE), aligned(4)));
 
@@ -40,30 +42,33 @@ inline float total(const Floats& sums) {
     return parts[0];
 }
 
-// Two rows of W times T vectors: W [2, K], x [T, K], b [2] or null → y [T, 2] of [T, N].
+// Rows of W times T vectors: W [rows, K], x [T, K], b [rows] or null → y [T, rows] of [T, N].
 template <typename Number, int T>
-void two_rows(const Number* w, const Number* x, const Number* b, Number* y, int64_t K, int64_t N) {
-    Floats sums[PAIR][T] = {};
-    for (int64_t k = 0; k < K; k += LINE / sizeof(Number))
-        for (int row = 0; row < PAIR; row++) {
-            __builtin_prefetch(w + (row + AHEAD) * K + k, 0, 2);
-            for (int t = 0; t < T; t++) sums[row][t] = add_product(sums[row][t], w + row * K + k, x + t * K + k);
-        }
-    for (int row = 0; row < PAIR; row++)
-        for (int t = 0; t < T; t++) y[t * N + row] = total(sums[row][t]) + (b ? float(b[row]) : 0);
+void block(const Number* w, const Number* x, const Number* b, Number* y, int64_t rows, int64_t K, int64_t N) {
+    for (int64_t pair = 0; pair < rows; pair += PAIR) {
+        const int64_t n = std::min(pair, rows - PAIR);              // if their number is odd, one row is computed twice
+        Floats sums[PAIR][T] = {};
+        for (int64_t k = 0; k < K; k += LINE / sizeof(Number))
+            for (int row = 0; row < PAIR; row++) {
+                const Number* line = w + (n + row) * K + k;
+                __builtin_prefetch(line + AHEAD * K, 0, 2);
+                for (int t = 0; t < T; t++) sums[row][t] = add_product(sums[row][t], line, x + t * K + k);
+            }
+        for (int row = 0; row < PAIR; row++)
+            for (int t = 0; t < T; t++) y[t * N + n + row] = total(sums[row][t]) + (b ? float(b[n + row]) : 0);
+    }
 }
 
 template <typename Number>
 void lines(const Number* w, const Number* x, const Number* b, Number* y, int64_t T, int64_t K, int64_t N) {
-    constexpr decltype(&two_rows<Number, 1>) PRODUCTS[VECTORS] = {
-        two_rows<Number, 1>, two_rows<Number, 2>, two_rows<Number, 3>, two_rows<Number, 4>,
-        two_rows<Number, 5>, two_rows<Number, 6>, two_rows<Number, 7>, two_rows<Number, 8>};
-    at::parallel_for(0, (N + PAIR - 1) / PAIR, 1, [&](int64_t first, int64_t end) {
-        for (int64_t pair = first; pair < end; pair++) {
-            const int64_t n = std::min(pair * PAIR, N - PAIR);      // if N is odd, one row is computed twice
+    constexpr decltype(&block<Number, 1>) PRODUCTS[VECTORS] = {
+        block<Number, 1>, block<Number, 2>, block<Number, 3>, block<Number, 4>,
+        block<Number, 5>, block<Number, 6>, block<Number, 7>, block<Number, 8>};
+    at::parallel_for(0, (N + ROWS - 1) / ROWS, 1, [&](int64_t first, int64_t end) {
+        for (int64_t n = first * ROWS; n < std::min(end * ROWS, N); n += ROWS)
             for (int64_t t = 0; t < T; t += VECTORS)
-                PRODUCTS[std::min(T - t, VECTORS) - 1](w + n * K, x + t * K, b ? b + n : nullptr, y + t * N + n, K, N);
-        }
+                PRODUCTS[std::min(T - t, VECTORS) - 1](w + n * K, x + t * K, b ? b + n : nullptr, y + t * N + n,
+                                                       std::min(ROWS, N - n), K, N);
     });
 }
 

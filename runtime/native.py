@@ -1,6 +1,6 @@
 """A matrix product in C++ that reads weights at the memory's speed, built on request.
 
-With few vectors, torch's products reach a third to two thirds of that speed, depending on the processor.
+With few vectors, torch's products read at a third to two thirds of that speed, depending on the processor.
 `python -m cli.native` compiles native.cpp for this processor and the installed torch."""
 
 import platform
@@ -66,7 +66,7 @@ def build():
     from torch.utils import cpp_extension
 
     target, compiler = library(), cpp_extension.get_cxx_compiler()
-    # A second OpenMP would have threads of its own, which compete with those of torch.
+    # The threads of a second OpenMP would compete with those of torch.
     openmp = [str(path) for path in Path(torch.__file__).parent.glob("lib/libgomp*")] or ["-fopenmp"]
     if not shutil.which(compiler):
         raise ValueError(f"there is no C++ compiler ({compiler}); install g++, or name another one in CXX")

@@ -52,7 +52,7 @@ class Task:
     training: Home | None = None        # source of demonstrations without --demos
     read_training: Callable | None = None
     first_of_training: bool = False     # take its first rows, as in the paper; else draw by the seed
-    demos_are_items: bool = False       # demonstrations are test items; an item is not among its own
+    demos_are_items: bool = False       # demonstrations are test items, but never of themselves
     splits: bool = False                # several files; each is a split, averaged separately
     choice: bool = False                # multiple choice: candidates are scored, nothing is generated
     max_new_tokens: int = 12            # the paper's

@@ -34,6 +34,8 @@ def read_table(path):
     with open(path, encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if path.name.endswith(".tsv") else ",")
         for row in reader:
+            if None in row:
+                raise ValueError(f"{path}, line {reader.line_num}: more fields than the header")
             yield reader.line_num, row
 
 

@@ -288,6 +288,13 @@ def test_end_ids_come_from_the_checkpoint_by_default(llama, tmp_path):
         assert out.ids == text[:n] and out.stop == "eos"
 
 
+def test_an_answer_may_not_begin_with_the_id_that_begins_a_text(llama, monkeypatch):
+    monkeypatch.setattr("decore.special_ids", lambda folder: (5, ()))
+    with pytest.raises(ValueError, match="an answer begins with 5"):
+        score(llama, [5, 6], [[7], [5, 8]], method="greedy")
+    score(llama, [5], [5, 8], method="greedy")                  # a complete text after the token alone
+
+
 def test_logits_that_are_not_finite_are_an_error(tmp_path):
     broken = Transformer.load(write_checkpoint(tmp_path, "llama3"))
     broken.norm.weight.data[0] = math.nan

@@ -138,6 +138,13 @@ def test_random_heads_are_nested_and_hold_no_retrieval_head():
         random_heads(RANKED[:32], 17)
 
 
+def test_published_random_heads_among_the_hundred_best_are_as_the_page_says():
+    best = set(load_heads("Meta-Llama-3-8B-Instruct", 32, 32)[:100])
+    counts = [len(best & set(published_random_heads(100, 32, 32, seed))) for seed in range(1000)]
+    assert (min(counts), max(counts), round(np.mean(counts), 1)) == (2, 18, 9.7)
+    assert len(best & set(published_random_heads(100, 32, 32, 1234))) == 8
+
+
 def test_published_random_heads_replay_the_sampler():
     heads = published_random_heads(20, n_layers=32, n_heads=32)
     random.seed(1234)                           # the published code seeds the global generator

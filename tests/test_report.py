@@ -1,4 +1,4 @@
-"""Reports on stored runs: tables beside the paper's values, statistics, figures, skipped files."""
+"""Reports on stored runs: tables with the paper's values, statistics, figures, skipped files."""
 
 import csv
 import gzip

@@ -164,9 +164,9 @@ def test_prompts_are_those_of_the_published_runs(first, name):
 
 
 def test_popqa_shows_eight_demonstrations_and_never_the_items_own(first, tmp_path):
-    for index, own, shown in ((0, 4, (1, 2, 3, 5, 6, 7, 8, 9)), (1, 90, range(1, 9))):
+    for index, job, shown in ((0, 4, (1, 2, 3, 5, 6, 7, 8, 9)), (1, 90, range(1, 9))):
         questions = [turn["content"] for turn in first("popqa", index=index)["messages"] if turn["role"] == "user"]
-        assert questions == [*(f"Question: Job of {i}?\nAnswer:" for i in shown), f"Q: Job of {own}?\nA:"]
+        assert questions == [*(f"Question: Job of {i}?\nAnswer:" for i in shown), f"Q: Job of {job}?\nA:"]
     items, *_ = sources.load(TASKS["popqa"], write_data("popqa", tmp_path), write_demos("popqa", tmp_path))
     assert [item.get("demonstration") for item in items] == [True, None]
 
