@@ -3,8 +3,8 @@
     method       scores                                      source
     cd           log p − α log p_amateur                     Contrastive Decoding, Li et al. 2023
     cad          (1 + α) z − α z_without_context             Context-Aware Decoding, Shi et al. 2024
-    dola-low     log p − log p_early; an early exit of       DoLa, Chuang et al. 2024
-    dola-high    the lower or the upper layers
+    dola-low     log p − log p_early, a lower layer's exit   DoLa, Chuang et al. 2024
+    dola-high    likewise, an upper layer's exit
     ad           log p − α S; S: entropy of a token's        Activation Decoding, Chen et al. 2024
                  activation over the prompt's positions
 
@@ -90,8 +90,8 @@ def open_dola(model, prompts, capacity, method="dola-low", dola_layers="transfor
 
 
 def read_layers(session, tokens, layers):
-    """Append tokens → the ids that were read [B, T], the last hidden states after the final norm, and those of
-    `layers`, 0 being the embeddings, [B, T, D] each."""
+    """Append tokens → the ids that were read [B, T], the output of the final norm [B, T, D], and a list of the hidden
+    states of `layers`, [B, T, D] each. Layer 0: the embeddings."""
     ids, model, outputs = session.ids_to_read(tokens), session.model, []
     for layer, x in enumerate(model.hidden_states(ids, Decode(model, session.cache, ids.shape[1]))):
         if layer in layers:
@@ -113,7 +113,8 @@ def exit_layers(model, half, dola_layers="transformers"):
     if half == "high":
         return list(range(L - 20 if L > 40 else L // 2, L, 2))
     # With tied embeddings the exit at layer 0 gives the input token back, so the first one is layer 2.
-    start, end = min(2, L - 1) if model.config.tied_embeddings else 0, 20 if L > 40 else L // 2
+    start = min(2, L - 1) if model.config.tied_embeddings else 0
+    end = 20 if L > 40 else L // 2
     exits = [start] if start == L // 2 else list(range(start, end, 2))
     if not exits:
         raise ValueError(f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied embeddings "
@@ -154,8 +155,8 @@ def open_ad(model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, rel
     return step, [session]
 
 
-def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, **_):
-    """Score as published: S includes the positions of the answer, and scores are not normalised again."""
+def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None):
+    """Score as published: S includes the positions of the answer. relative_top and renormalise have no effect."""
     bos = special_ids(model.folder)[0]
     prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, bos, dict(alpha=alpha))
     session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
@@ -188,8 +189,8 @@ def activation_entropy(model, layer, x, in_prompt=None):
     """S(v): entropy, over positions, of the softmax over positions of token v's logit z after a layer: [B, 1, V].
 
     It is small for tokens that few positions activate. x [B, P, D]: the outputs of the layer. in_prompt [B, P]: the
-    positions that count; None: all. With running sums Σ exp(z − m) and Σ (z − m) exp(z − m), m = max z, only a few
-    positions go through the head at a time, and [P, V] is never in memory."""
+    positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m) need only a few
+    positions at a time, so [P, V] is never in memory."""
     if layer == model.config.n_layers:                          # as in the hidden states of transformers
         x = model.norm(x)
     m, s, t, size = torch.tensor(-1e30, device=x.device), 0, 0, max(1, 64 // len(x))

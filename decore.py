@@ -41,9 +41,9 @@ def entropy(log_p):
 
 class Step(NamedTuple):
     """Scores of the token that follows each of T tokens of B texts."""
-    scores: torch.Tensor                # of the next token (Eq. 7), [B, T, V] float32; decoding takes the argmax
+    scores: torch.Tensor                # of the next token, [B, T, V] float32; decoding takes the argmax
     base: torch.Tensor                  # log p_base, [B, T, V]; for `masked`, of the masked row
-    other: torch.Tensor                 # log p_masked, or the amateur's, [B, T, V]; equal to base for greedy and masked
+    other: torch.Tensor                 # log p that is subtracted, [B, T, V]; base if there is none
     alpha: torch.Tensor                 # α as applied, [B, T]
     entropy: torch.Tensor               # H of base in nats, neither scaled nor capped, [B, T]
 
@@ -60,14 +60,14 @@ class Session:
         self.head_mask = make_head_mask(masked, model).to(model.device, model.dtype) if any(masked) else None
         self.cache = Cache(model, [len(p) - 1 for p in prompts], capacity, len(masked))
         self.unread = torch.tensor([p[-1:] for p in prompts], device=model.device)
-        self.extra = []                 # a method's other tensors that depend on the prompts
+        self.extra = []                 # a method's tensors that depend on the prompts, for CUDA graphs
         ids = pad([p[:-1] for p in prompts]).to(model.device)
         model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
 
     def logits(self, tokens=None):
         """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V] float32.
 
-        The first step reads the prompts' last tokens before them, and needs no tokens."""
+        The first call also reads the prompts' last tokens, [R, B, 1 + T, V], and needs no tokens."""
         return self.model(self.ids_to_read(tokens), self.cache, self.head_mask, self.mask)
 
     def ids_to_read(self, tokens):
@@ -184,8 +184,8 @@ def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=Tr
 
     The answers are a batch that shares one prefill. Heads are masked at every position, as in the published
     multiple-choice runs. renormalise: apply log-softmax to the contrasted scores, so that they are log-probabilities.
-    return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed(step): the tokens that
-    greedy decoding may choose, [A, T, V]. settings: as in `generate`."""
+    return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed: Step → bool [A, T, V],
+    the tokens that greedy decoding may choose. settings: as in `generate`."""
     bos = special_ids(model.folder)[0]
     prompt, answers, settings = check_answers(model, prompt_ids, answer_ids, bos, settings)
     if opener is open_decore:

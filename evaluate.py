@@ -117,7 +117,8 @@ def chosen_tasks(text):
 def check_task_options(args, tasks):
     """Raise ValueError for an option that none of the tasks uses."""
     for name, used in USED_BY_TASK.items():
-        if getattr(args, name, None) not in (None, False, "auto") and not any(map(used, tasks)):
+        value = getattr(args, name, None)
+        if not (value is None or value is False or value == "auto") and not any(map(used, tasks)):
             raise ValueError(f"{cli.flag(name)} has no effect on {', '.join(task.name for task in tasks)}")
 
 
@@ -165,14 +166,16 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
     for bench in benchmarks:
         layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config)
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
-        lengths = [len(e.prompt) + max(map(len, e.answers or [[]])) for e in encode(bench, tokenizer)]
-        context = model.config.max_positions
-        too_long = sum(length > context for length in lengths)
+        # The last token of an answer is not read.
+        lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encode(bench, tokenizer)]
         for arguments, facts in setups:
             name = f"{bench.task.name} with {facts['method']} is left out: "
+            shortest = min((model, arguments.get("amateur") or model), key=lambda m: m.config.max_positions)
+            context = shortest.config.max_positions
+            too_long = sum(length > context for length in lengths)
             if too_long:
                 problems.append(f"{name}{too_long} of {len(lengths)} prompts are longer than the {context} positions "
-                                f"of {model.name} (the longest: {max(lengths)} tokens)")
+                                f"of {shortest.name} (the longest: {max(lengths)} tokens)")
             elif facts["method"] == "cad" and not bench.task.without_context:
                 problems.append(name + "its prompts have no context to leave out")
             else:
@@ -215,7 +218,7 @@ def make_settings(args, bench, facts, model, ranks, fingerprints):
 
 
 def run_name(settings):
-    """Task, model, method and the options that are not the defaults, as the name of a file."""
+    """The name of a run's file: task, model, method and some of its options."""
     options = {"num_heads": "n{num_heads}", "random_heads": "random-{random_heads}-seed{seed}", "alpha": "a{alpha:g}",
                "alpha_cap": "cap{alpha_cap:g}", "scale_alpha": "scaled", "mask": "query", "mask_prompt": "mask-prompt",
                "amateur": "{amateur}"}

@@ -3,7 +3,7 @@
 A head mask [R, L, H] of ones and zeros makes R *rows* of one forward pass: R copies of the model that differ only in
 which heads are masked. They share every weight, and the keys and values of the prompt, which are stored once.
 
-    B prompts   R rows   T new tokens   P prompt tokens   S slots for new tokens   V vocabulary   D model width
+    B prompts   R rows   T new tokens   P prompt keys   S slots for new tokens   V vocabulary   D model width
     L layers    H query heads   G key/value heads   K head width   C keys of a step      (H and G: those of this rank)
 
 In constructors, c is the model's Config, and kw the device and dtype.
@@ -25,7 +25,7 @@ from runtime.parallel import Shard, check_split, first_on_node, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 
 MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: the published runs
-CHUNK = 2048                    # tokens per prefill pass, summed over the batch
+CHUNK = 2048                    # tokens per prefill pass, summed over the batch; at least 16 of each prompt
 BLOCK = 64                      # cache sizes are multiples of this
 
 
@@ -123,10 +123,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
-        """Store the keys and values of prompts [B, P], padded on the right, in the cache.
+        """Store the keys and values of prompts [B, T], padded on the right, in the cache.
 
-        on_layer(layer, start, x) is called for each part of the prompts and each of its hidden states x [B, R, T, D].
-        start: the first position of the part."""
+        on_layer(layer, start, x) is called for each part of the prompts, from position start on, and each of its hidden
+        states x [B, R, T, D]. Layer 0: the embeddings."""
         size = max(16, CHUNK // len(ids))
         for start in range(0, ids.shape[1], size):
             chunk = ids[:, start:start + size]
@@ -227,7 +227,7 @@ class Cache:
         self.kv = [torch.zeros(2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width, **kw)
                    for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
-        self.slots, self.used = torch.zeros_like(self.lengths), 0       # used: the largest of `slots`, on the host
+        self.slots, self.used = torch.zeros_like(self.lengths), 0       # used: an upper bound of `slots`, on the host
 
     def repeat(self, n):
         """A cache with each text n times."""
@@ -283,15 +283,15 @@ class Decode:
         cache.slots += T
         cache.used += T
         # A GPU attends to the whole buffer, so that every step has the same shapes; a CPU only to the part in use.
-        used = cache.S if device.type == "cuda" else min(cache.S, -(-cache.used // BLOCK) * BLOCK)
-        self.C = cache.P + used * R
+        seen = cache.S if device.type == "cuda" else min(cache.S, -(-cache.used // BLOCK) * BLOCK)      # slots
+        self.C = cache.P + seen * R
 
     def attend(self, layer, q, k, v):
         """q [B, R, T, H, K], k and v [B, R, T, G, K] → [B, R, T, H, K].
 
         The queries of all rows that share a key head are side by side, so that each key is read once."""
         G, window, buffer = k.shape[3], self.windows[layer], self.cache.kv[layer]
-        buffer[:, self.batch, :, self.keys] = torch.stack([k, v], 3).flatten(1, 2)
+        buffer[:, self.batch, :, self.keys] = torch.stack([k, v], 3).flatten(1, 2)          # [B, R·T, 2, G, K]
         k, v = buffer[..., :self.C, :]                                          # [B, G, C, K]
         q = q.unflatten(3, (G, -1)).permute(0, 3, 1, 2, 4, 5)                   # [B, G, R, T, H/G, K]
         sizes = q.shape[2:5]
@@ -314,5 +314,5 @@ class Decode:
 
 
 def by_row(x, sizes):
-    """[B, G, R·T·H/G, …] → [B, R, T, H, …]; sizes: (R, T, H/G)."""
+    """[B, G, R·T·H/G, X] → [B, R, T, H, X]; sizes: (R, T, H/G)."""
     return x.unflatten(2, sizes).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)

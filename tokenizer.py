@@ -17,7 +17,7 @@ UNFINISHED = "\ufffd"                       # decoded from the first bytes of a 
 
 
 class Tokenizer:
-    """`len(tokenizer)` is the number of known ids. A model's embedding may have more rows, which decode to nothing."""
+    """A checkpoint's tokenizer. `len` counts its ids; further rows of a model's embedding decode to nothing."""
 
     @classmethod
     def load(cls, name):
@@ -159,7 +159,7 @@ def read_tokenizer(path):
 
 
 def read_optional(path):
-    return read_json(path) if os.path.lexists(path) else {}
+    return read_json(path) if os.path.lexists(path) else {}         # a dangling link is an error
 
 
 def read_eos_ids(folder, eos_id=None):

@@ -300,6 +300,7 @@ def compare(args):
     gguf = args.llama and args.llama / f"{args.shape}-{args.dtype}.gguf"
     runs = contestants(model, prompt, args.new, args.methods, args.batch, args.lookup, args.no_graph, gguf)
     results = measure(runs, args.rounds, bandwidth_meter(args.device))
+    row |= dict(product=type(model.lm_head).__name__)      # Linear, Packed or Native: see runtime/pack.py
     return row | summary(*results, runs, args.prompt, args.new) | facts
 
 

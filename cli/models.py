@@ -46,7 +46,7 @@ def load_model(name, args, shard=None):
 def limit_threads(model):
     """Use one thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set: starting threads would take longer."""
     import torch
-    tiny = sum(p.numel() for p in model.parameters()) < TINY
+    tiny = sum(x.numel() for x in (*model.parameters(), *model.buffers())) < TINY      # packed weights are buffers
     if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

@@ -32,7 +32,7 @@ from runtime.weights import fingerprint
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
 SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
-NEWLINE, STOP_ID = "<0x0A>", 144            # a published run's answer ends at either: this token, or this id
+NEWLINE, STOP_ID = "<0x0A>", 144            # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
 
 
@@ -45,17 +45,17 @@ def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), publishe
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
         raise ValueError(f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
                          "give (first token, last token + 1)")
-    (ids, attended), = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
-    return head_scores(attended, ids, prompt_ids, needle, published), ids
+    (ids, positions), = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+    return head_scores(positions, ids, prompt_ids, needle, published), ids
 
 
 @torch.inference_mode()
 def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
-    """Greedy answers to a batch of prompts: [(ids, attended)], one per prompt.
+    """Greedy answers to a batch of prompts: [(ids, positions)], one per prompt.
 
-    attended [S, L, H]: the position with each head's largest attention weight at the step that generates ids[s]. An
-    answer ends with an id of `eos_ids`, or when it contains every token of the needle as often as the needle does. By
-    the published rule it does not end with the needle."""
+    positions [S, L, H]: that of each head's largest attention weight at the step that generates ids[s]. An answer stops
+    after an id of `eos_ids` or max_new_tokens tokens; unless published, also once it contains every token of the needle
+    as often as the needle does."""
     lengths = torch.tensor([len(ids) - 1 for ids in prompts])
     cache = Cache(model, lengths.tolist(), max_new_tokens)
     ids = pad_sequence([torch.tensor(ids[:-1], dtype=torch.long) for ids in prompts], batch_first=True)
@@ -66,7 +66,7 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     while not all(ended):
         weights = []                                                                # L × [B, 1, 1, H, C]
         token = model(token, cache, weights=weights)[0].argmax(-1)
-        keys.append(torch.stack([layer[:, 0, 0].argmax(-1) for layer in weights]))
+        keys.append(torch.stack([w[:, 0, 0].argmax(-1) for w in weights]))              # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(new)
@@ -78,15 +78,15 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     return [(ids, positions[:len(ids), :, b]) for b, ids in enumerate(answers)]
 
 
-def head_scores(attended, generated, prompt_ids, needle, published=False):
+def head_scores(positions, generated, prompt_ids, needle, published=False):
     """Retrieval score of every head in one run, float64 [L, H].
 
     The paper's rule counts each distinct token of the needle once, so a score is at most 1. The published runs added
     1 / (tokens of the needle) at every copy, repeats included. A needle that was not located, (-1, -1), scores 0."""
     start, end = needle
     ids, tokens = torch.tensor(prompt_ids), torch.tensor(generated)
-    inside = (attended >= start) & (attended < end)
-    copies = inside & (ids[attended.where(inside, 0)] == tokens[:, None, None])     # [S, L, H]
+    inside = (positions >= start) & (positions < end)
+    copies = inside & (ids[positions.where(inside, 0)] == tokens[:, None, None])     # [S, L, H]
     if published:
         return copies.sum(0).double() / max(end - start, 1)
     distinct = set(prompt_ids[start:end])
@@ -107,7 +107,8 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
 
 def read_part(part, settings):
     """The records of an interrupted detection. Starts a missing file, and removes a line that was cut off."""
-    stored, *batches = [line for _, line in jsonl.json_lines(part)] if part.exists() else [settings]
+    lines = [line for _, line in jsonl.json_lines(part)] if part.exists() else []
+    stored, *batches = lines or [settings]
     other = sorted(name for name in stored | settings if stored.get(name) != settings.get(name))
     if other:
         raise ValueError(f"{part} is an unfinished detection with another {', '.join(other)}; continue with its "

@@ -39,10 +39,12 @@ def on_host(steps):
 
 
 class State:
-    """The tensors that a step reads and writes besides the weights, and its graphs: shape of tokens → Graph or None."""
+    """The tensors that a step reads and writes besides the weights, and its graphs: shape of tokens → Graph or None.
 
-    def __init__(self, tensors, amateur):
-        self.tensors, self.amateur, self.graphs = tensors, amateur, {}
+    It holds the amateurs, because the key contains the addresses of their weights."""
+
+    def __init__(self, tensors, amateurs):
+        self.tensors, self.amateurs, self.graphs = tensors, amateurs, {}
 
 
 class Graph:
@@ -69,16 +71,17 @@ class Graph:
         return self.result
 
 
-def recorded(step, sessions, settings):
+def recorded(step, sessions, recipe):
     """`step` with calls after the first as replays of CUDA graphs, one for each shape of tokens.
 
     If a graph cannot be recorded, or its first replay differs from the eager step, a warning says so, and all ranks use
-    the eager step. settings: the opener, the method and its settings, checked."""
+    the eager step. recipe: the opener, the method and its settings, checked."""
     model, caches = sessions[0].model, [session.cache for session in sessions]
     tensors = [x for session, cache in zip(sessions, caches, strict=True)
-               for x in (*cache.kv, cache.lengths, cache.slots, *session.extra)]
+               for x in (*cache.kv, cache.lengths, cache.slots, session.head_mask, *session.extra) if x is not None]
     states = GRAPHS.setdefault(model, {})
-    key = (hashable(settings), *((x.shape, x.dtype) for x in tensors), *(addresses(s.model) for s in sessions))
+    key = (hashable(recipe), *((cache.P, cache.S) for cache in caches), *((x.shape, x.dtype) for x in tensors),
+           *(addresses(session.model) for session in sessions))
     state = states.pop(key, None) or State(tensors, [s.model for s in sessions if s.model is not model])
     states[key] = state
     while len(states) > MAX_STATES:

@@ -1,7 +1,7 @@
 // y = x Wᵀ + b for a few vectors x, at the speed at which memory delivers W. Sums are float32.
 //
-// W is read once, as it lies in memory, 64 bytes at a time. Each line is requested several rows before its use. It goes to
-// the second cache: the first can wait for too few lines at once. On Intel's Xeons with AMX, `tiles` multiplies bfloat16.
+// W is read once, in order, a cache line at a time. Lines are prefetched AHEAD rows early, into L2, because L1 allows too few
+// outstanding misses. On Intel's Xeons with AMX, `tiles` multiplies bfloat16.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
@@ -75,22 +75,21 @@ void lines(const Number* w, const Number* x, const Number* b, Number* y, int64_t
 #ifdef __AMX_BF16__
 constexpr int64_t TILE = 16, COLUMNS = 32;
 
-struct Tiles {                                              // what the processor reads: how large each tile is
+struct Tiles {                                              // operand of LDTILECFG: the shape of each tile
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {};                                // of a row
     uint8_t rows[16] = {};
 };
 
-// 16 rows and 32 columns of W are a tile. The vectors are the other tile, in the order that the processor needs: pairs of
-// numbers, one vector after the other.
+// 16 rows and 32 columns of W are a tile. The vectors are the other tile, in VNNI layout: pairs, vector by vector.
 void tiles(const at::BFloat16* w, const at::BFloat16* x, const at::BFloat16* b, at::BFloat16* y, int64_t T, int64_t K,
            int64_t N) {
     const int64_t stride = T <= TILE ? T : (T + TILE - 1) / TILE * TILE;
     const auto* words = reinterpret_cast<const int32_t*>(x);
-    std::vector<int32_t> pairs(K / 2 * stride);
+    std::vector<int32_t> vnni(K / 2 * stride);
     for (int64_t k = 0; k < K / 2; k++)
-        for (int64_t v = 0; v < T; v++) pairs[k * stride + v] = words[v * K / 2 + k];
-    const int32_t* p = pairs.data();
+        for (int64_t v = 0; v < T; v++) vnni[k * stride + v] = words[v * K / 2 + k];
+    const int32_t* p = vnni.data();
 
     at::parallel_for(0, T ? (N + TILE - 1) / TILE : 0, 1, [&](int64_t first, int64_t end) {
         Tiles shapes;
@@ -167,4 +166,5 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 
 }  // namespace
 
-TORCH_LIBRARY(decore, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear); }
+TORCH_LIBRARY(decore, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_IMPL(decore, CPU, m) { m.impl("linear", linear); }

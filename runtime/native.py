@@ -4,7 +4,6 @@ With few vectors, torch's products read at a third to two thirds of that speed, 
 `python -m cli.native` compiles native.cpp for this processor and the installed torch."""
 
 import platform
-import re
 import shutil
 import tempfile
 import warnings
@@ -19,6 +18,7 @@ from runtime.files import short_hash
 
 FEW = 48                        # vectors up to which native.cpp is faster than torch
 SOURCE = Path(__file__).with_name("native.cpp")
+PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ["-O3", "-march=native", "-fopenmp"]
 
 
@@ -36,8 +36,8 @@ class Native(nn.Module):
 
 
 def fits(weight):
-    known = weight.dtype in (torch.float32, torch.bfloat16)
-    return known and len(weight) > 1 and weight[0].nbytes % 64 == 0
+    """Whether native.cpp can multiply by this weight."""
+    return weight.dtype in (torch.float32, torch.bfloat16) and len(weight) > 1 and weight[0].nbytes % 64 == 0
 
 
 @cache
@@ -55,9 +55,9 @@ def ready():
 
 def library():
     """The path of the library for this native.cpp, torch and processor, whether or not it is built."""
-    info = Path("/proc/cpuinfo")
-    features = re.search("(?m)^(flags|Features).*|$", info.read_text() if info.exists() else "")[0]
-    key = f"{torch.__version__} {platform.machine()} {features}".encode()
+    info = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
+    features = {line for line in info if line.startswith(("flags", "Features"))}
+    key = f"{torch.__version__} {platform.machine()} {sorted(features)}".encode()
     return SOURCE.parent / "build" / f"native_{short_hash(SOURCE.read_bytes() + key)}.so"
 
 

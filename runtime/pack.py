@@ -14,7 +14,7 @@ from runtime import native
 
 SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
 SAMPLE = 2**27                  # bytes of the largest matrix to time: more than a processor's cache
-MARGIN = 0.9                    # plain is chosen if it takes at most this share of another product's time
+MARGIN = 0.9                    # plain must take less than this share of another's time: it is slower for more vectors
 
 
 class Packed(nn.Module):
@@ -35,10 +35,10 @@ def pack(model):
 
     A packed layer has no plain weight. But a tied head is packed and the embedding stays plain for looking up rows, so
     that matrix is in memory twice."""
-    plain = type(model.embed)
-    layers = [(parent, name) for parent in list(model.modules()) if not isinstance(parent, plain)
+    Linear = type(model.embed)                                  # model.py imports this file
+    layers = [(parent, name) for parent in list(model.modules()) if not isinstance(parent, Linear)
               for name, layer in parent._modules.items()
-              if isinstance(layer, plain) and layer.weight.nbytes > SMALL and (parent, name) != (model, "embed")]
+              if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and (parent, name) != (model, "embed")]
     if not layers:
         return
     kind = fastest(max((getattr(*layer).weight for layer in layers), key=lambda weight: weight.nbytes))

@@ -52,11 +52,11 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
                 continue
             except RuntimeError as error:
                 # Ranks that share the model cannot halve: the other ranks are in the forward pass.
-                if not cli.out_of_memory(error) or not auto or size == 1 or model.shard.size > 1:
+                if not cli.out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
                     raise
-            size //= 2
+            size = len(part) // 2
             GRAPHS.clear()
-            gc.collect()                                    # here the error no longer holds the tensors
+            gc.collect()                                    # after `except`: the error held the tensors
             if model.device.type != "cpu":
                 getattr(torch, model.device.type).empty_cache()
         return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]

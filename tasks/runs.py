@@ -76,7 +76,7 @@ def open_run(path, settings, items, check=lambda rows: None):
         changes = {name: settings[name] for name in SURROUNDINGS if settings[name] != stored.get(name)}
         settings = stored | {"n": settings["n"], "limit": settings["limit"]}
         if changes and len(rows) < len(items):
-            settings["continued"] = [changes]
+            settings["continued"] = [*stored.get("continued", []), changes]
     save(path, settings, rows)
     return {row["index"]: row for row in rows}
 

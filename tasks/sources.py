@@ -59,7 +59,7 @@ READERS = {".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".csv": read_table, ".
 
 
 def find_files(option, task, places, patterns):
-    """Path → record of the files in the first place that is a file or holds some; {} if there is no place.
+    """Path → record of the first place that is a file, or of its files if it is a folder; {} without a place.
 
     Takes the files of the first pattern that matches any, in the task's own subfolder if it has some."""
     for place in map(Path, filter(None, places)):
@@ -79,7 +79,7 @@ def file_record(path):
 def from_hub(home, option="--data"):
     """(path, record) of a file at its public home; from the cache if it is there.
 
-    option: the option that names a file of one's own, for the message."""
+    option: the option for a local file, named in errors."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)       # it warns at every retry
     try:
         from huggingface_hub import hf_hub_download

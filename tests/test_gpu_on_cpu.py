@@ -144,6 +144,30 @@ def test_other_settings_shapes_or_weights_need_another_graph(model):
     assert graphs("decore-entropy") == 6
 
 
+def test_buffers_of_one_size_but_other_parts_need_another_graph(model):
+    for length, n in ((101, 64), (51, 128)):            # prompt and new tokens: 128 + 64 and 64 + 128 keys
+        how = dict(method="greedy", max_new_tokens=n, eos_ids=())
+        assert generate(model, random_ids(length), graph=True, **how) == generate(model, random_ids(length), **how)
+    assert Recorder.made == 2
+
+
+def test_the_head_mask_is_part_of_the_state(model, monkeypatch):
+    masks = []
+
+    class Kept(Session):
+        def __init__(self, *args):
+            super().__init__(*args)
+            masks.append(self.head_mask)
+
+    monkeypatch.setattr(decore, "Session", Kept)
+    generate(model, PROMPTS, heads=HEADS, max_new_tokens=4, graph=True)
+    with torch.inference_mode():
+        masks[0].fill_(torch.nan)                       # memory that is freed may hold anything
+    how = dict(heads=HEADS, max_new_tokens=4)
+    assert generate(model, LATER, graph=True, **how) == generate(model, LATER, **how)
+    assert Recorder.made == 1
+
+
 def test_a_model_has_at_most_four_states_and_drops_the_least_recently_used(model):
     def alphas(alpha):
         generate(model, LATER, "decore-static", 4, heads=HEADS, alpha=alpha, graph=True)

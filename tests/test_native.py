@@ -57,6 +57,7 @@ def test_threads_share_the_rows(linear):
     (torch.randn(4, 32), torch.randn(1, 48)),
     (torch.randn(64, 4).T, torch.randn(1, 64)),
     (torch.randn(4, 32), torch.randn(1, 32).bfloat16()),
+    (torch.randn(4, 32, device="meta"), torch.randn(1, 32, device="meta")),
 ])
 def test_operands_that_do_not_fit_are_an_error(linear, weight, x):
     with pytest.raises(RuntimeError):
@@ -75,6 +76,15 @@ def test_few_vectors_go_to_the_product_and_many_to_torch(monkeypatch):
         calls.clear()
         x = torch.randn(n, 64)
         assert torch.equal(native.Native(weight, None)(x), F.linear(x, weight)) and calls == expected
+
+
+def test_another_processor_needs_another_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "PROCESSOR", tmp_path / "cpuinfo")
+    names = set()
+    for flags in ("fma avx2", "fma avx2 avx512f"):
+        native.PROCESSOR.write_text(f"processor : 0\nflags : {flags}\nprocessor : 1\nflags : {flags}\n")
+        names.add(native.library())
+    assert len(names) == 2
 
 
 def test_without_a_compiler_the_build_ends_in_one_line(monkeypatch, capsys):
