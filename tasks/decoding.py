@@ -54,7 +54,7 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
                 # Ranks that share the model cannot halve: the other ranks are in the forward pass.
                 if not cli.out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
                     raise
-            size = len(part) // 2
+            size //= 2
             GRAPHS.clear()
             gc.collect()                                    # after `except`: the error held the tensors
             if model.device.type != "cpu":

@@ -214,3 +214,8 @@ def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     cli.limit_threads(Transformer.load(base[1]))
     assert chosen == [1]
+    packed = Transformer.load(base[1]).to("meta")
+    packed.register_buffer("weight", torch.empty(30_000_000, device="meta"))
+    monkeypatch.setattr(Transformer, "device", torch.device("cpu"))
+    cli.limit_threads(packed)
+    assert chosen == [1]

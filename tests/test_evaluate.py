@@ -244,11 +244,14 @@ def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(s
 @pytest.mark.parametrize("options, message", [
     (["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
     (["--method", "greedy,ad"], "info_layer 24 is outside"),
-    (["--method", "greedy"], "7 of 7 prompts are longer than the 64 positions"),
+    (["--method", "greedy"], "7 of 7 prompts are longer than the 64 positions of small"),
+    (["--method", "cd", "--model", "large", "--amateur", "small"], "longer than the 64 positions of small"),
 ])
-def test_data_and_options_of_all_runs_are_checked_before_the_first(start, data, tmp_path, options, message):
-    folder = write_model(tmp_path / "small", max_position_embeddings=64)
-    status, _, err = start("--model", folder, *data["nq-closed"], *options, "--out", tmp_path / "out")
+def test_data_and_options_are_checked_before_the_first_run(start, data, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "small", max_position_embeddings=64)
+    write_model(tmp_path / "large")
+    status, _, err = start("--model", "small", *data["nq-closed"], *options, "--out", tmp_path / "out")
     assert status == 2 and message in err and not (tmp_path / "out").exists()
 
 
@@ -257,6 +260,7 @@ def test_data_and_options_of_all_runs_are_checked_before_the_first(start, data, 
     ("nq-closed", ["--judge"], "--judge has no effect on nq-closed"),
     ("nq-closed", ["--seed", "3"], "--seed has no effect without --random-heads"),
     ("truthfulqa-mc", ["--mask-prompt"], "--mask-prompt has no effect on truthfulqa-mc"),
+    ("truthfulqa-mc", ["--method", "dola-low", "--relative-top", "0"], "--relative-top has no effect on"),
     ("truthfulqa-mc", ["--method", "greedy", "--no-renormalise"], "--no-renormalise has no effect on greedy"),
     ("nq-closed", ["--no-renormalise"], "--no-renormalise has no effect on nq-closed"),
     ("nq-closed", ["--task", "nq-closed,x"], "unknown task 'x'"),

@@ -82,6 +82,8 @@ def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
     assert open_run(path, SETTINGS | changes, ITEMS) == {0: row(0)}
     settings = read_run(path)[0]
     assert settings == SETTINGS | {"continued": [changes]}
+    open_run(path, SETTINGS | {"batch_size": 2}, ITEMS)
+    assert read_run(path)[0] == SETTINGS | {"continued": [changes, {"batch_size": 2}]}
     assert remarks(settings) == ['continued with another device ("cuda (H100)"), batch_size (8)']
 
 
