@@ -64,6 +64,10 @@ def test_operands_that_do_not_fit_are_an_error(linear, weight, x):
         linear(x, weight, None)
 
 
+def test_matrices_of_one_row_or_incomplete_lines_or_half_precision_do_not_fit():
+    assert not any(map(native.fits, (torch.zeros(1, 32), torch.zeros(4, 24), torch.zeros(4, 32, dtype=torch.half))))
+
+
 def test_few_vectors_go_to_the_product_and_many_to_torch(monkeypatch):
     calls, weight = [], torch.randn(80, 64)
 

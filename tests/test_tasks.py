@@ -312,6 +312,7 @@ def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, messag
 @pytest.mark.parametrize("suffix, content, message", [
     ("jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"), ("jsonl", b"", "holds no rows"),
     ("jsonl", b'{"question": "a', "line 1: not JSON"), ("csv", b"a\n\xe9\n", "not a table in UTF-8"),
+    ("csv", b"a,b\n1,2,3\n", "line 2: more fields than the header"),
     ("parquet", b"PAR", "not a readable parquet file"), ("xlsx", b"x", "unknown kind of file; known: .jsonl"),
 ])
 def test_a_broken_file_is_refused_in_one_line(tmp_path, suffix, content, message):
