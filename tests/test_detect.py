@@ -274,7 +274,7 @@ MINIATURE = ["--model", cli.MINIATURE, "--needles", DETECTION / "needles.jsonl",
 
 def test_an_interrupted_detection_continues_and_its_file_is_read_by_load_heads(call, tmp_path):
     path, part, authors = (tmp_path / name for name in ("heads.json", "heads.json.part", "new/authors.json"))
-    part.touch()                                                                            # stopped before the settings
+    part.touch()                                            # stopped before the settings
     status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
     assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
     settings, first, second, third = part.read_bytes().splitlines(keepends=True)
