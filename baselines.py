@@ -172,7 +172,7 @@ def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_t
 
 
 def prefill_layer(model, prompts, capacity, layer):
-    """Prefill all but the last prompt tokens → the session, the outputs of a layer at these positions [B, P − 1, D],
+    """Prefill all but the last prompt tokens → a `Session`, the outputs of a layer at these positions [B, P − 1, D],
     and which of the P positions belong to a prompt: [B, P], the last column being the last tokens."""
     if not 1 <= layer <= model.config.n_layers:
         raise ValueError(f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "

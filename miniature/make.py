@@ -92,7 +92,6 @@ def write_page(page, claims_table, folder, iti):
     pictures.mkdir(exist_ok=True)
     for name in PICTURES:
         shutil.copy(plots / f"{name}.png", pictures)
-    run("decore.py", "--compare", "--html", pictures / "example.html")
 
 
 def replace_block(text, name, block):

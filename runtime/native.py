@@ -1,7 +1,7 @@
 """A matrix product in C++ that reads weights at the memory's speed, built on request.
 
-With few vectors, torch's products read at a third to two thirds of that speed, depending on the processor.
-`python -m cli.native` compiles native.cpp for this processor and the installed torch."""
+With one or two vectors, torch's products read more slowly, depending on processor and dtype. `python -m cli.native`
+compiles native.cpp for this processor and the installed torch."""
 
 import platform
 import shutil
@@ -16,7 +16,8 @@ from torch import nn
 
 from runtime.files import short_hash
 
-FEW = 48                        # vectors up to which native.cpp is faster than torch
+# Vectors up to which native.cpp was faster than torch where we measured.
+FEW = {torch.float32: 48, torch.bfloat16: 48 if torch.cpu._is_amx_tile_supported() else 20}
 SOURCE = Path(__file__).with_name("native.cpp")
 PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ["-O3", "-march=native", "-fopenmp"]
@@ -31,7 +32,7 @@ class Native(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x):
-        few = x.numel() <= FEW * x.shape[-1]
+        few = x.numel() <= FEW[x.dtype] * x.shape[-1]
         return (torch.ops.decore.linear.default if few else F.linear)(x, self.weight, self.bias)
 
 

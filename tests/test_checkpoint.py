@@ -156,7 +156,7 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
 
 
 @pytest.mark.weights
-@pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="DECORE_WEIGHTS is not set")
+@pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="set DECORE_WEIGHTS to a folder with stories260K")
 def test_a_trained_model_tells_the_published_story_as_in_transformers():
     folder = Path(os.environ["DECORE_WEIGHTS"])
     model, reference, tokenizer = Transformer.load(folder), load_theirs(folder), Tokenizer.load(folder)

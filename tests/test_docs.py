@@ -19,7 +19,6 @@ RUN = "evaluate.py --task miniature-conflict --method greedy,decore-entropy --ma
 # How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
 RUN_HERE = {
     "python decore.py --compare --sources --html": "decore.py --compare --sources --html TMP/page.html",
-    "python decore.py --compare --html": "decore.py --compare --html TMP/page.html",
     "python decore.py --model meta-llama/Meta-Llama-3-8B-Instruct": "decore.py --model miniature --prompt Hi --compare",
     "python decore.py --model meta-llama/Meta-Llama-3-70B": "decore.py --amateur miniature/amateur --prompt Hi",
     "torchrun": "decore.py --prompt-file miniature/example.txt",

@@ -31,7 +31,7 @@ from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("llama3", "mistral-window", "qwen2")
-BEGIN, END, TURN = "<|begin|>", "<|end|>", "<|turn|>"
+BEGIN, END = "<|begin|>", "<|end|>"
 TEMPLATE = ("{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
 SPACED = TEMPLATE.replace(" | trim", "")
