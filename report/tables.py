@@ -277,7 +277,7 @@ def write_csv(runs):
             lines.append({"run": run.path.name, "task": run.task, "model": run.model, "conditions": run.conditions,
                           **run.setup._asdict(), "method": published.method_of(run.setup), "n": len(run.lines),
                           "metric": metric, "value": value, "low": low, "high": high, "won": won, "lost": lost,
-                          "mcnemar_p": p, "paper": paper.get("value"), "paper_at": paper.get("at")})
+                          "mcnemar_p": p, "paper": paper.get("value"), "paper_at": paper.get("at", "").strip()})
     writer = csv.DictWriter(sys.stdout, lines[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)

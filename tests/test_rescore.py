@@ -119,6 +119,9 @@ def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_pat
     assert rescore(path)[1] == [out] == rescore(path, *server, "t,i")[1]
     assert len(Judge.requests) == 7
     assert "was judged by t, not by other" in rescore(path, *server, "other,i")[2]
+    path.with_suffix(".judged.jsonl").unlink()
+    status, _, err = rescore(path, *server, "gone,i")
+    assert status == 2 and "did not answer (HTTP Error 404" in err
 
 
 def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore, server, tmp_path):
@@ -137,11 +140,6 @@ def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore
     status, [out], _ = rescore(path, *server, "t,i")
     assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.requests) == 3
     assert store.read_text().startswith(stored) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
-
-
-def test_a_refusal_of_the_endpoint_ends_in_one_line(rescore, server, tmp_path):
-    status, _, err = rescore(write_run(tmp_path, "A."), *server, "gone,i")
-    assert status == 2 and "did not answer (HTTP Error 404" in err
 
 
 # Judges as local models
