@@ -14,7 +14,7 @@ from scipy.stats import mannwhitneyu
 from report import published, significance
 from report.published import columns, headline, tasks_of
 from report.stored import base_entropies, greedy_mean, greedy_run, group, of_typical, typical
-from runtime.jsonl import json_lines
+from runtime.files import json_lines
 from tasks import TASKS
 from tasks.runs import prompt_key, remarks
 
