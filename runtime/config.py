@@ -81,11 +81,11 @@ SCALINGS = {                                    # rope_type → its fields; of o
                  mscale_all_dim=None, original_max_position_embeddings=...),
 }
 
-SIZE, LENGTH, POSITIVE, SWITCH = (int, 1, 10**6), (int, 1, 2**30), (float, 1e-30, 1e30), [False, True]
-FIELDS = {                                      # kind, lowest and highest value; or all values; or kind
+SIZE, LENGTH, POSITIVE = (int, 1, 10**6), (int, 1, 2**30), (float, 1e-30, 1e30)
+FIELDS = {                                      # kind; or kind, lowest and highest value; or a list of all values
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "dtype": [*DTYPES], "rope_type": [*SCALINGS],
     "quantization_config": [None, {}], "mlp_bias": [False], "is_causal": [True], "partial_rotary_factor": [1],
-    "attention_bias": SWITCH, "tie_word_embeddings": SWITCH, "use_sliding_window": SWITCH, "truncate": SWITCH,
+    "attention_bias": bool, "tie_word_embeddings": bool, "use_sliding_window": bool, "truncate": bool,
     "layer_types": list, "rope_scaling": dict, "rope_parameters": dict,
     "vocab_size": (int, 1, 10**7), "hidden_size": SIZE, "intermediate_size": SIZE, "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE, "head_dim": SIZE, "num_hidden_layers": (int, 1, 10**4), "sliding_window": LENGTH,
@@ -94,6 +94,7 @@ FIELDS = {                                      # kind, lowest and highest value
     "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
     "mscale": (float, 0, 1e30), "mscale_all_dim": (float, 0, 1e30),
 }
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def field(fields, where, key, null=...):
@@ -103,12 +104,10 @@ def field(fields, where, key, null=...):
         return null
     if isinstance(allowed, list):
         valid, expected = value in allowed, " or ".join(map(json.dumps, allowed))
-    elif isinstance(allowed, tuple):
-        kind, low, high = allowed
-        valid = (type(value) is kind or (type(value), kind) == (int, float)) and low <= value <= high
-        expected = f"a {'whole ' * (kind is int)}number from {low} to {high}"
     else:
-        valid, expected = isinstance(value, allowed), f"a JSON {'list' if allowed is list else 'object'}"
+        kind, low, high = allowed if isinstance(allowed, tuple) else (allowed, None, None)
+        valid = (type(value) is kind or (type(value), kind) == (int, float)) and (low is None or low <= value <= high)
+        expected = KINDS[kind] + (f" from {low} to {high}" if low is not None else "")
     if not valid:
         present = one_line(json.dumps(value), 80) if key in fields else "missing"
         raise ValueError(f"{where}: {key} is {present}; it must be {expected}")
@@ -140,10 +139,11 @@ def read_rope(c, path, max_positions):
 
 def read_windows(c, path):
     """One window per layer. Mistral's applies if it is a number; Qwen's only with `use_sliding_window`."""
-    if not c["model_type"].startswith("qwen"):
-        c = c | dict(use_sliding_window=c["model_type"] == "mistral", max_window_layers=0, layer_types=None)
-    need, n_layers = partial(field, c, path), c["num_hidden_layers"]
-    window = need("sliding_window", null=None) if need("use_sliding_window") else None
+    need, n_layers, qwen = partial(field, c, path), c["num_hidden_layers"], c["model_type"].startswith("qwen")
+    applies = need("use_sliding_window") if qwen else c["model_type"] == "mistral"
+    window = need("sliding_window", null=None) if applies else None
+    if not qwen:
+        return (window,) * n_layers
     full, sliding, first = "full_attention", "sliding_attention", need("max_window_layers")
     kinds = need("layer_types", null=[sliding if window and i >= first else full for i in range(n_layers)])
     known = [full, sliding] if window else [full]
