@@ -157,15 +157,14 @@ def read_lines(path):
     settings, lines = read_run(path)
     if settings is None:
         raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py")
-    metrics.check_rows(find(settings["task"]), lines, path)
-    return settings, [{name: value for name, value in line.items() if name != "line"}
-                      for line in sorted(lines, key=lambda line: line["index"])]
+    return settings, sorted(lines, key=lambda line: line["index"])
 
 
 def values_of(path, task, lines):
     """The metric values of each line, a dict each. Values that took long are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
-    key = short_hash(json.dumps([task.version, lines]).encode())
+    content = [{name: value for name, value in line.items() if name != "line"} for line in lines]
+    key = short_hash(json.dumps([task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:
             return entry["values"]
