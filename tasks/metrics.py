@@ -30,7 +30,9 @@ def map_rows(function, rows):
 
 def per_row(metric):
     """A metric of one row → a metric of all rows."""
-    of_all = functools.wraps(metric)(functools.partial(map_rows, metric))
+    @functools.wraps(metric)
+    def of_all(rows):
+        return map_rows(metric, rows)
     of_all.problem = lambda: None
     return of_all
 
