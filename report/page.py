@@ -36,7 +36,7 @@ def main(argv):
     for number, (other, answer) in enumerate(items):
         if other["task"] != settings["task"]:
             raise ValueError(f"{args.run} is a run of {settings['task']}, --against has one of {other['task']}")
-        model, setup = stored.setup_of(other)
+        model, _, setup = stored.describe(other)
         title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(answer) != prompt_key(line))
         parts.append(answer_of(other, answer, title, f"g{number}", args.model))
     path = Path(args.html or f"{args.run.split('.jsonl')[0]}.item{args.item}.html")
