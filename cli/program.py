@@ -20,7 +20,8 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
     """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods: those of decore.py or baselines.py. default: the default method. compared: the methods that
-    --compare adds; those that raise ValueError are left out. choose_heads, find_sources: those of `heads`."""
+    --compare adds; those that raise ValueError are left out. The requested method's is raised after all others are
+    printed. choose_heads, find_sources: those of `heads`."""
     args = make_parser(description, methods, default, compared).parse_args()
     requested, chosen = choose_methods(args, default, compared)
     first_rank = os.environ.get("RANK", "0") == "0"
