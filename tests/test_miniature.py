@@ -108,32 +108,35 @@ def test_iti_stores_the_shift_of_the_heads_that_separate_passage_from_memory(tmp
 # -------------------------------------------------------------------------------------------------------------- claims
 
 
+MASKED, DECORE, RANDOM = "masked, N = {n}", "DeCoRe entropy, N = {n}", ", random heads"
+
+
 def fake_runs(rates):
-    """Runs of 400 items. rates: (split, method, more of its setup) → the share of right answers in each draw."""
+    """Runs of 400 items. rates: (split, setup) → the share of right answers in each draw."""
     runs = {}
-    for (split, method, *more), shares in rates.items():
-        setups = [", ".join([method, f"N = {n}", *more]) for n in claims.NUMBERS]
-        for setup in [method] if method == "greedy" else setups:
-            runs[split, setup] = [SimpleNamespace(values=[{"exact_match": item < 400 * share} for item in range(400)])
-                                  for share in shares]
+    for (split, setup), shares in rates.items():
+        draws = [SimpleNamespace(values=[{"exact_match": item < 400 * share} for item in range(400)])
+                 for share in shares]
+        runs |= {(split, setup.format(n=n)): draws for n in claims.NUMBERS}
     return runs
 
 
-DECORE, RANDOM = "DeCoRe entropy", "random heads"
-
-
 @pytest.mark.parametrize("claim, rates, failing", [
-    (claims.reading, {("open", "greedy"): [0.95], ("open", "masked"): [0.1], ("open", "masked", RANDOM): [0.9, 0.8]},
-     [{("open", "masked"): [0.5]}, {("open", "masked", RANDOM): [0.4, 0.5]}]),
-    (claims.recall, {("open", "greedy"): [0.9], ("open", "masked"): [0.1], ("closed", "greedy"): [1],
-                     ("closed", "masked"): [0.9]}, [{("closed", "masked"): [0.2]}]),
-    (claims.faithful, {("conflict", "greedy"): [0.4], ("conflict", DECORE): [0.6],
-                       ("conflict", DECORE, RANDOM): [0.4, 0.3]},
-     [{("conflict", "greedy"): [0.6]}, {("conflict", DECORE, RANDOM): [0.6, 0.6]}]),
-    (claims.cost, {(split, method): [0.9] for split in ("open", "closed", "irrelevant")
-                   for method in ("greedy", DECORE)}, [{("irrelevant", DECORE): [0.8]}]),
-    (claims.masks, {("conflict", DECORE, *more): [0.6] for more in ([], ["query mask"], ["mask prompt True"])},
-     [{("conflict", DECORE, "query mask"): [0.5]}, {("conflict", DECORE, "mask prompt True"): [0.7]}]),
+    (claims.reading,
+     {("open", "greedy"): [0.95], ("open", MASKED): [0.1], ("open", MASKED + RANDOM): [0.9, 0.8]},
+     [{("open", MASKED): [0.5]}, {("open", MASKED + RANDOM): [0.4, 0.5]}]),
+    (claims.recall,
+     {("open", "greedy"): [0.9], ("open", MASKED): [0.1], ("closed", "greedy"): [1], ("closed", MASKED): [0.9]},
+     [{("closed", MASKED): [0.2]}]),
+    (claims.faithful,
+     {("conflict", "greedy"): [0.4], ("conflict", DECORE): [0.6], ("conflict", DECORE + RANDOM): [0.4, 0.3]},
+     [{("conflict", "greedy"): [0.6]}, {("conflict", DECORE + RANDOM): [0.6, 0.6]}]),
+    (claims.cost,
+     {(split, setup): [0.9] for split in ("open", "closed", "irrelevant") for setup in ("greedy", DECORE)},
+     [{("irrelevant", DECORE): [0.8]}]),
+    (claims.masks,
+     {("conflict", DECORE + more): [0.6] for more in ("", ", query mask", ", mask prompt True")},
+     [{("conflict", DECORE + ", query mask"): [0.5]}, {("conflict", DECORE + ", mask prompt True"): [0.7]}]),
 ])
 def test_claims_hold_or_fail_by_the_runs(claim, rates, failing):
     assert claim(fake_runs(rates))[0]
