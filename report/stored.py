@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heads import find_heads, load_scores
-from runtime.files import short_hash
-from runtime.jsonl import json_lines, write
+from runtime.files import json_lines, short_hash, write
 from tasks import find, judges, metrics
 from tasks.runs import read_run
 
@@ -139,8 +138,8 @@ def read(path, iti=ITI):
         raise ValueError("no examples yet")
     model, conditions, setup = describe(settings, iti)
     lines = judges.judge(lines, path, task, SimpleNamespace(judge=False, judge_url=None))
-    values = [row | {"entropy": np.mean(line["entropies"]) if line.get("entropies") else None}
-              for row, line in zip(values_of(path, task, lines), lines, strict=True)]
+    entropies = metrics.map_rows(lambda line: np.mean(line["entropies"]) if line.get("entropies") else None, lines)
+    values = [row | {"entropy": mean} for row, mean in zip(values_of(path, task, lines), entropies, strict=True)]
     means = {name: scale(name) * mean for name, mean in metrics.summary(values).items() if mean is not None}
     intervals = metrics.interval(values)
     intervals = {name: tuple(scale(name) * end for end in intervals[name]) for name in means}
@@ -159,15 +158,14 @@ def read_lines(path):
     wrong = [name for name, kind in KINDS.items() if not isinstance(settings.get(name), kind)]
     if wrong:
         raise ValueError(f"{path}: its settings lack a valid {', '.join(wrong)}")
-    metrics.check_rows(find(settings["task"]), lines, path)
-    return settings, [{name: value for name, value in line.items() if name != "line"}
-                      for line in sorted(lines, key=lambda line: line["index"])]
+    return settings, sorted(lines, key=lambda line: line["index"])
 
 
 def values_of(path, task, lines):
     """The metric values of each line, a dict each. Values that took long are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
-    key = short_hash(json.dumps([task.version, lines]).encode())
+    content = [{name: value for name, value in line.items() if name != "line"} for line in lines]
+    key = short_hash(json.dumps([task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:
             return entry["values"]

@@ -12,7 +12,7 @@ import torch
 
 import evaluate
 from model import Transformer
-from runtime.jsonl import locked
+from runtime.files import locked
 from tasks import judges
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
 
@@ -132,7 +132,7 @@ def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore
         store.write_text(stored + line + "\n")
         for judge in ((), (*server, "t,i")):
             status, _, err = rescore(path, *judge)
-            assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
+            assert status == 2 and f"{store}, line 3: " in err and "(not a verdict of a judge" in err
     store.write_text(stored + '{"judge": "tru')
     with locked(store):
         status, _, err = rescore(path, *server, "t,i")
