@@ -66,7 +66,7 @@ def finish(figure, runs, *notes):
     facts = {"model": [Path(run.settings["model"]).name for run in runs],
              "n": [f"{task} {tables.low_to_high([len(run.lines) for run in same])}"
                    for task, same in published.by_task(runs).items()],
-             "seeds of random heads": [run.settings["seed"] for run in runs if run.setup.random_heads],
+             "seeds of random heads": [run.settings.get("seed") for run in runs if run.setup.random_heads],
              "mask": [run.setup.mask for run in runs if run.setup.mask],
              "dtype": [run.settings.get("dtype") for run in runs],
              "commit": [str(run.settings.get("commit"))[:8] for run in runs]}

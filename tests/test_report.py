@@ -88,6 +88,12 @@ def test_the_papers_correlations_are_those_of_its_values(method, r):
     assert f"{tables.correlation(method, {n: [value] for n, value in points}, greedy):.2f}" == r
 
 
+def test_a_masked_models_correlation_counts_greedy_and_decores_does_not():
+    points = {1: [40.0, 44.0], 2: [30.0], 4: [36.0]}
+    for method, xy in (("masked", ([1, 2, 4, 0], [42, 30, 36, 50])), ("decore-entropy", ([1, 2, 4], [42, 30, 36]))):
+        assert tables.correlation(method, points, 50.0) == pytest.approx(np.corrcoef(*xy)[0, 1])
+
+
 def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
     texts, _ = table(sweep, "Base entropy, nats")
     runs, method = {str(run.setup): stored.base_entropies(run) for run in sweep}, "DeCoRe entropy, N = 1"
