@@ -25,7 +25,7 @@ from tqdm import tqdm
 import cli
 from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prompt, plan, read_haystack, read_needles
 from model import Cache
-from runtime import jsonl
+from runtime import files
 from runtime.files import short_hash
 from runtime.weights import fingerprint
 
@@ -100,20 +100,20 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
         batch = run_batch(model, tokenizer, prompts[i:i + size], needles, settings)
         if rank == 0:
-            jsonl.append(part, [{"runs": batch}])
+            files.append(part, [{"runs": batch}])
         records += batch
     return records
 
 
 def read_part(part, settings):
     """The records of an interrupted detection. Starts a missing file, and removes a line that was cut off."""
-    lines = [line for _, line in jsonl.json_lines(part)] if part.exists() else []
+    lines = [line for _, line in files.json_lines(part)] if part.exists() else []
     stored, *batches = lines or [settings]
     other = sorted(name for name in stored | settings if stored.get(name) != settings.get(name))
     if other:
         raise ValueError(f"{part} is an unfinished detection with another {', '.join(other)}; continue with its "
                          "settings, delete it, or choose another --out")
-    jsonl.write(part, [settings, *batches])
+    files.write(part, [settings, *batches])
     return [record for batch in batches for record in batch["runs"]]
 
 
@@ -261,7 +261,7 @@ def main():
     settings = make_settings(args, model, tokenizer, needles, texts)
     prompts = make_prompts(settings, needles, texts, tokenizer)
     part = Path(f"{args.out}.part")
-    with jsonl.locked(part) if model.shard.rank == 0 else nullcontext():
+    with files.locked(part) if model.shard.rank == 0 else nullcontext():
         records = run_all(model, tokenizer, prompts, needles, settings, part)
         if model.shard.rank:
             return

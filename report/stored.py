@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heads import find_heads, load_scores
-from runtime.files import short_hash
-from runtime.jsonl import json_lines, write
+from runtime.files import json_lines, short_hash, write
 from tasks import find, judges, metrics
 from tasks.runs import read_run
 

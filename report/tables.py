@@ -14,7 +14,7 @@ from scipy.stats import mannwhitneyu
 from report import published, significance
 from report.published import by_task, headline
 from report.stored import base_entropies, greedy_run, group, typical
-from runtime.jsonl import json_lines
+from runtime.files import json_lines
 from tasks import TASKS
 from tasks.runs import prompt_key, remarks
 

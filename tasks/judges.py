@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tqdm import tqdm
 
-from runtime.jsonl import json_lines, locked, write
+from runtime.files import json_lines, locked, write
 from tasks.items import field, located
 from tasks.metrics import clean, judged, map_rows
 

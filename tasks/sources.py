@@ -10,8 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import one_line, sha256, short_hash
-from runtime.jsonl import json_lines
+from runtime.files import json_lines, one_line, sha256, short_hash
 from tasks.items import field, located
 
 

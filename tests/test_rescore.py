@@ -12,7 +12,7 @@ import torch
 
 import evaluate
 from model import Transformer
-from runtime.jsonl import locked
+from runtime.files import locked
 from tasks import judges
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
 
