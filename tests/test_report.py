@@ -88,7 +88,7 @@ def test_the_papers_correlations_are_those_of_its_values(method, r):
     assert f"{tables.correlation(method, {n: [value] for n, value in points}, greedy):.2f}" == r
 
 
-def test_a_masked_models_correlation_counts_greedy_and_decores_does_not():
+def test_only_masked_models_count_greedy():
     points = {1: [40.0, 44.0], 2: [30.0], 4: [36.0]}
     for method, xy in (("masked", ([1, 2, 4, 0], [42, 30, 36, 50])), ("decore-entropy", ([1, 2, 4], [42, 30, 36]))):
         assert tables.correlation(method, points, 50.0) == pytest.approx(np.corrcoef(*xy)[0, 1])
@@ -123,7 +123,9 @@ def test_rows_are_compared_with_greedy_and_draws_share_one(sweep):
     assert texts["DeCoRe entropy, N = 1", "conflict"].endswith("3/0, p = .250")
     assert texts["DeCoRe entropy, N = 4", "conflict"].startswith("**80.0** ")
     assert texts["DeCoRe static, N = 4, α = 2", "conflict"].startswith("_70.0_ ")
-    assert sum("**" in text for text in texts.values()) == 1            # more answers from memory are not better
+    # More answers from memory are not better: no best value, no comparison.
+    assert sum("**" in text for text in texts.values()) == 1
+    assert texts["masked, N = 4", "conflict from memory"].endswith("]")
     assert "36 of 36 runs" in notes and "McNemar" in notes and "three draws" in notes
     texts, _ = table(sweep, "Score against")
     assert texts["masked, random heads", "std over draws"] == "2.5"
@@ -257,7 +259,7 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_rows(tmp_pa
 
 # Files
 
-def test_files_that_cannot_be_reported_are_named_with_the_reason(call, tmp_path):
+def test_files_that_cannot_be_reported_are_named(call, tmp_path):
     path = write_run(tmp_path, "masked", 1, name="cut")
     path.write_text(path.read_text()[:-40])                             # as a kill leaves it
     packed = tmp_path / "sub" / "packed.jsonl.gz"
@@ -280,7 +282,7 @@ def test_files_that_cannot_be_reported_are_named_with_the_reason(call, tmp_path)
 # Figures
 
 @pytest.mark.filterwarnings("error")
-def test_figures_are_not_blank_and_say_which_runs_they_show(call, sweep, tmp_path, monkeypatch):
+def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
     folder = sweep[0].path.parent
     status, out, err = call(evaluate.main, "report", folder, "--plots", tmp_path, "--iti", "edited=miniature")
