@@ -49,6 +49,10 @@ def open_cad(model, prompts, capacity, method="cad", ids_without_context=None, a
     without = check_prompts(model, ids_without_context, "context-free prompt")
     if len(without) != len(prompts):
         raise ValueError(f"cad needs one context-free prompt for each prompt; it got {len(without)} for {len(prompts)}")
+    longer = [len(w) for w, prompt in zip(without, prompts, strict=True) if len(w) > len(prompt)]
+    if longer and max(longer) + capacity - 1 > model.config.max_positions:          # the last new token is not read
+        raise ValueError(f"a context-free prompt of {max(longer)} tokens, longer than its prompt, leaves no room for "
+                         f"{capacity} new ones: {model.name} reads {model.config.max_positions}; shorten it")
     session, top = Session(model, [*prompts, *without], capacity), threshold(method, relative_top)
 
     def step(tokens=None):

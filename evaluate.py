@@ -57,9 +57,9 @@ def evaluate(argv):
     args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     check_task_options(args, tasks)
-    benchmarks = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, first_seed(args)))
-                  for task in tasks]
-    cli.check_options(args, methods, seeded=any(map(draws_demos, benchmarks)))
+    seed = args.seed[0] if args.seed else cli.SEED          # later seeds of a list are for random heads only
+    benchmarks = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
+    cli.check_options(args, methods, seeded=any(drawn_seed(bench) is not None for bench in benchmarks))
     if args.no_renormalise and set(methods) <= {"greedy", "masked", "ad"}:
         raise ValueError(f"--no-renormalise has no effect on {', '.join(methods)}")
     if args.dry_run:
@@ -122,13 +122,9 @@ def check_task_options(args, tasks):
             raise ValueError(f"{cli.flag(name)} has no effect on {', '.join(task.name for task in tasks)}")
 
 
-def draws_demos(bench):
-    return (bench.demo_record or {}).get("seed") is not None
-
-
-def first_seed(args):
-    """The seed of the demonstrations. Later seeds of a list are for random heads only."""
-    return args.seed[0] if args.seed else cli.SEED
+def drawn_seed(bench):
+    """The seed that drew the demonstrations; None if none were drawn."""
+    return (bench.demo_record or {}).get("seed")
 
 
 def make_setups(args, methods, model, amateur):
@@ -137,23 +133,23 @@ def make_setups(args, methods, model, amateur):
     Decodes one token with each, so that an option that does not fit the model is refused before the first run."""
     swept = {"num_heads": args.num_heads or [cli.default_num_heads(model)],
              "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
-             "random_heads": args.seed or [cli.SEED] if args.random_heads else [None]}
+             "seed": (args.seed or [cli.SEED]) if args.random_heads else [None]}
     setups = []
     for method in methods:
         used = [values if method in cli.OPTIONS[name][0] else [None] for name, values in swept.items()]
-        for n, alpha, seed in itertools.product(*used):
-            options = argparse.Namespace(**vars(args) | dict(num_heads=n, alpha=alpha, seed=seed))
+        for combination in itertools.product(*used):
+            values = dict(zip(swept, combination, strict=True))
+            options = argparse.Namespace(**vars(args) | values)
             arguments = cli.method_settings(method, options, model, amateur, choose_heads)
-            heads = arguments.get("heads", arguments.get("amateur_heads"))
-            facts = {name: value for name, value in arguments.items()
-                     if name not in ("heads", "amateur_heads", "amateur")}
-            facts |= {"method": method, "num_heads": n, "seed": seed,
-                      "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-                      "random_heads": args.random_heads if "heads" in arguments else None,
-                      "amateur": amateur.name if "amateur" in arguments else None}
-            setups.append((arguments, facts))
             without = {"ids_without_context": [0]} if method == "cad" else {}
             baselines.generate(model, [0], max_new_tokens=1, **arguments, **without)
+            heads = arguments.get("heads", arguments.get("amateur_heads"))
+            facts = arguments | values | {
+                "method": method, "heads": heads and [f"{layer}-{head}" for layer, head in heads],
+                "random_heads": args.random_heads if "heads" in arguments else None,
+                "amateur": amateur.name if "amateur" in arguments else None}
+            facts.pop("amateur_heads", None)
+            setups.append((arguments, facts))
     return setups
 
 
@@ -169,15 +165,15 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
         # The last token of an answer is not read.
         lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encode(bench, tokenizer)]
         for arguments, facts in setups:
-            name = f"{bench.task.name} with {facts['method']} is left out: "
-            shortest = min((model, arguments.get("amateur") or model), key=lambda m: m.config.max_positions)
-            context = shortest.config.max_positions
-            too_long = sum(length > context for length in lengths)
-            if too_long:
-                problems.append(f"{name}{too_long} of {len(lengths)} prompts are longer than the {context} positions "
-                                f"of {shortest.name} (the longest: {max(lengths)} tokens)")
+            context, name = min((m.config.max_positions, m.name) for m in (model, arguments.get("amateur") or model))
+            problem = None
+            if max(lengths) > context:
+                problem = (f"{sum(length > context for length in lengths)} of {len(lengths)} prompts are longer than "
+                           f"the {context} positions of {name} (the longest: {max(lengths)} tokens)")
             elif facts["method"] == "cad" and not bench.task.without_context:
-                problems.append(name + "its prompts have no context to leave out")
+                problem = "its prompts have no context to leave out"
+            if problem:
+                problems.append(f"{bench.task.name} with {facts['method']} is left out: {problem}")
             else:
                 fitting.append((bench, arguments, facts))
     if not fitting:
@@ -200,21 +196,21 @@ def native_layout(tokenizer, config):
 
 def make_settings(args, bench, facts, model, ranks, fingerprints):
     """The first line of a run's file: everything that determines its rows, and the software and machine."""
-    task = bench.task
+    task, seeds = bench.task, (facts["seed"], drawn_seed(bench), cli.SEED)
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
     versions = {name: version(name) for name in ("torch", "tokenizers", "numpy")}
-    seed = first_seed(args) if draws_demos(bench) else cli.SEED
-    return {
+    return facts | {
         "model": model.name, "fingerprint": fingerprints[0], "tp": ranks.tp,
         "dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
         "versions": versions | {"python": platform.python_version()}, "commit": commit(),
-        "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]), **facts,
+        "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
         "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
         "amateur_fingerprint": fingerprints[1] if facts["amateur"] else None, "batch_size": args.batch_size,
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
+        "mask_prompt": None if task.choice else facts.get("mask_prompt"),      # scoring masks every position
         "renormalise": not args.no_renormalise if task.choice else None,
-        "seed": seed if facts["seed"] is None else facts["seed"]}
+        "seed": next(seed for seed in seeds if seed is not None)}
 
 
 def run_name(settings):
@@ -257,11 +253,10 @@ def rescore(argv):
         settings, rows = runs.read_run(path)
         if args.task is None and settings is None:
             raise ValueError(f"{path} has no settings in its first line: give --task")
-        task = find(args.task or settings.get("task"))
-        check_task_options(args, [task])
         if not rows:
             raise ValueError(f"{path} holds no rows")
-        metrics.check_rows(task, rows, path)
+        task = find(args.task or settings.get("task"))
+        check_task_options(args, [task])
         rows = judges.judge(rows, path, task, args)
         values = metrics.score(task, rows)
         for row, scores in zip(rows, values, strict=True) if args.rows else ():

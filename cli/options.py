@@ -40,9 +40,8 @@ def number(kind, low=-math.inf, high=math.inf):
         except ValueError:
             value = math.nan
         if not low <= value <= high or abs(value) == math.inf:
-            name = "whole number" if kind is int else "finite number"
-            bounds = f" from {low}" * (low > -math.inf) + f" to {high}" * (high < math.inf)
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name}{bounds}")
+            name = "whole" if kind is int else "finite"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name} number in [{low}, {high}]")
         return value
     return parse
 
@@ -65,10 +64,7 @@ def method_name(known):
 
 
 def json_object(text):
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
+    return json.loads(text) | {}            # TypeError, which argparse reports, if it is not an object
 
 
 def token_ids(text):

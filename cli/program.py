@@ -20,9 +20,9 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
     """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods: those of decore.py or baselines.py. default: the default method. compared: the methods that
-    --compare adds. choose_heads, find_sources: those of `heads`."""
+    --compare adds; those that raise ValueError are left out. choose_heads, find_sources: those of `heads`."""
     args = make_parser(description, methods, default, compared).parse_args()
-    chosen = choose_methods(args, default, compared)
+    requested, chosen = choose_methods(args, default, compared)
     first_rank = os.environ.get("RANK", "0") == "0"
     prompts = read_prompts(args) if first_rank else None            # rank 0 has the standard input
     if args.html and first_rank:
@@ -30,7 +30,7 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
     model, tokenizer, amateur = cli.load_models(args)
     prompts = model.shard.broadcast(prompts)
     if not prompts:
-        prompts, chosen = [read_text(EXAMPLE).rstrip("\n")], list(dict.fromkeys(["greedy", *chosen]))
+        prompts, chosen = [read_prompt(EXAMPLE)], list(dict.fromkeys(["greedy", *chosen]))
         if "cad" in methods and not args.without_context_ids:
             args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
         if not args.json:
@@ -40,39 +40,44 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
     if len(prompts) > 1:
         texts = [p if isinstance(p, str) else tokenizer.decode(p_ids) for p, p_ids in zip(prompts, ids, strict=True)]
         titles = [f"[{i}] {one_line(text, TITLE)}\n" for i, text in enumerate(texts, 1)]
-    width = max(14, *map(len, chosen)) + 2 if len(chosen) > 1 else 0
-    answers, graph = [], False if args.no_graph else None
+    width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
+    graph = False if args.no_graph else None                        # None: on a GPU
+    answers, failure = [], None
     for method in chosen:
-        label = f"{method}  ".rjust(width) * bool(width)
+        label = f"{method:>{width}}  " if width else ""
         screen = Screen(tokenizer, [title + label for title in titles], args.stop, quiet=args.json)
         try:
             settings = cli.method_settings(method, args, model, amateur, choose_heads)
-            if method == "cad":
-                settings |= context_free(args, tokenizer)
+            if method == "cad" and (without := (args.without_context or []) + (args.without_context_ids or [])):
+                settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in without]
             start = time.perf_counter()
-            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
-                           on_token=screen.token, lookup=args.lookup, graph=graph, **settings)
+            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids, graph=graph,
+                           on_token=screen.token, lookup=args.lookup, **settings)
         except ValueError as error:
-            if method == chosen[-1] and not (args.compare and method in compared and answers):
-                raise
-            print(f"{method} is left out: {error}", file=sys.stderr)
+            if method == requested:
+                failure = error
+            else:
+                print(f"{method} is left out: {error}", file=sys.stderr)
             continue
         seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
         screen.end()
-        heads, sources = settings.get("amateur_heads", settings.get("heads")), [None] * len(out)
-        if args.sources and heads:
-            sources = [find_sources(settings.get("amateur") or model, prompt, g.ids, heads)
-                       for prompt, g in zip(ids, out, strict=True)]
-        for prompt, g, text, places in zip(ids, out, screen.texts, sources, strict=True) if args.json else ():
+        heads, lines = settings.get("amateur_heads", settings.get("heads", ())), []
+        for prompt, g, text in zip(ids, out, screen.texts, strict=True):
             line = dict(prompt_ids=prompt, ids=g.ids, text=text, alphas=g.alphas, entropies=g.entropies, stop=g.stop,
-                        method=method, heads=[f"{layer}-{head}" for layer, head in heads or ()], model=model.name)
-            line |= dict(sources=places) if places is not None else {}
-            line |= dict(amateur=settings["amateur"].name) if "amateur" in settings else {}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        answers.append((method, out, settings, sources))
+                        method=method, heads=[f"{layer}-{head}" for layer, head in heads], model=model.name)
+            if args.sources and heads:
+                line["sources"] = find_sources(settings.get("amateur") or model, prompt, g.ids, heads)
+            if "amateur" in settings:
+                line["amateur"] = settings["amateur"].name
+            if args.json:
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+            lines.append(line)
+        answers.append((lines, settings))
         print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
-    if args.html:
-        write_page(args.html, model, tokenizer, ids, answers)
+    if args.html and answers:
+        write_page(args.html, model, tokenizer, answers)
+    if failure:
+        raise failure
 
 
 def make_parser(description, methods, default, compared):
@@ -104,18 +109,18 @@ def make_parser(description, methods, default, compared):
 
 
 def choose_methods(args, default, compared):
-    """The methods to decode by. ValueError for an option that none of them uses."""
+    """(the requested method, all methods to decode by). ValueError for an option that none of them uses."""
     if args.sources and not (args.json or args.html):
         raise ValueError("--sources has no effect without --json or --html")
     if "" in args.stop:
         raise ValueError("--stop: an empty text would end every answer before it begins")
     method = args.method or default
-    chosen = cli.full_names([method], args.amateur)
+    chosen = [requested] = cli.full_names([method], args.amateur)
     if args.compare:        # each method without and with the amateur
         pairs = [(name, *cli.full_names([name], args.amateur)) for name in (*compared, method)]
         chosen = list(dict.fromkeys(name for pair in pairs for name in pair))
     cli.check_options(args, chosen)
-    return chosen
+    return requested, chosen
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -123,17 +128,22 @@ def choose_methods(args, default, compared):
 
 def read_prompts(args):
     """Texts, chats as lists of messages, and lists of ids; none of them for the built-in example."""
-    texts = args.prompt + [sys.stdin.read() if path == "-" else read_text(path) for path in args.prompt_file]
+    texts = args.prompt + [read_prompt(path) for path in args.prompt_file]
     chats = [read_messages(path) for path in args.messages]
     prompts = texts + chats + args.prompt_ids
     if not prompts and sys.stdin and not sys.stdin.isatty():
-        prompts = texts = [text for text in [sys.stdin.read().removesuffix("\n")] if text.strip()]
+        prompts = texts = [text for text in [read_prompt("-")] if text.strip()]
     for name, users in (("system", texts), ("raw", texts), ("template_args", texts + chats)):
         if prompts and not users and getattr(args, name) is not None:
             raise ValueError(f"{cli.flag(name)} has no effect on {'--messages' if chats else '--prompt-ids'}")
     if not prompts and Path(args.model).resolve() != cli.MINIATURE:
         raise ValueError("nothing to answer: give --prompt, --prompt-file, --messages or --prompt-ids")
     return prompts
+
+
+def read_prompt(path):
+    """The text of a file, or of the standard input, without one final newline."""
+    return (sys.stdin.read() if path == "-" else read_text(path)).removesuffix("\n")
 
 
 def read_messages(path):
@@ -157,9 +167,3 @@ def encode(prompt, tokenizer, args):
         prompt = [*system, {"role": "user", "content": prompt}]
     is_chat = isinstance(prompt[0], dict)
     return tokenizer.encode_chat(prompt, template_args=args.template_args) if is_chat else prompt
-
-
-def context_free(args, tokenizer):
-    """The argument of cad: the prompts without their contexts."""
-    prompts = (args.without_context or []) + (args.without_context_ids or [])
-    return dict(ids_without_context=[encode(prompt, tokenizer, args) for prompt in prompts]) if prompts else {}

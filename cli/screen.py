@@ -27,18 +27,16 @@ class Screen:
                 self.texts[b] = self.texts[b].partition(string)[0]
                 self.streams[b] = None
 
-    def print(self, b, held_back=0):
+    def print(self, b, held_back=0, end=""):
         """Print the rest of the b-th text, except the last `held_back` characters."""
         text = self.titles[b] + self.texts[b]
-        end = max(len(text) - held_back, self.printed[b])
+        until = max(len(text) - held_back, self.printed[b])
         if not self.quiet:
-            print(text[self.printed[b]:end], end="", flush=True)
-        self.printed[b] = end
+            print(text[self.printed[b]:until], end=end, flush=True)
+        self.printed[b] = until
 
     def end(self):
         for b, stream in enumerate(self.streams):
             if stream:
                 self.add(b, stream.end())
-            self.print(b)
-            if not self.quiet:
-                print(end="\n\n" if len(self.streams) > 1 else "\n", flush=True)
+            self.print(b, end="\n\n" if len(self.streams) > 1 else "\n")

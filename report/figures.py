@@ -12,23 +12,19 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy.stats import gaussian_kde
 
 from report import published, significance, tables
-from report.stored import NOT_FRACTIONS, base_entropies, greedy_mean, group, of_typical, typical
+from report.stored import METHODS, NOT_FRACTIONS, base_entropies, group, typical
 
 WIDTH, PANEL = 7.6, 2.1                         # inches across the page and per row of panels
 matplotlib.rcParams.update({
     "font.size": 6.5, "axes.titlesize": 8, "axes.labelsize": 6.5, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "legend.fontsize": 8, "legend.frameon": False, "axes.titlelocation": "left", "xaxis.labellocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150})
-STYLE = {                                       # method → colour, marker
-    "greedy": ("#000000", "s"), "masked": ("#0072B2", "v"), "decore-static": ("#009E73", "D"),
-    "decore-entropy": ("#D55E00", "o"), "decore-static-lite": ("#66A182", "d"),
-    "decore-entropy-lite": ("#F0E442", "h"), "iti": ("#882255", "p"), "cad": ("#CC79A7", "^"), "cd": ("#7A5C00", "<"),
-    "dola-low": ("#56B4E9", ">"), "dola-high": ("#E69F00", "P"), "ad": ("#7F7F7F", "X")}
-CYCLE = ["#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#7A5C00", "#882255"]
-MARKERS = "ovDs^P<>X*"
+COLOURS = ["#000000", "#0072B2", "#009E73", "#D55E00", "#66A182", "#F0E442", "#882255", "#7A5C00", "#CC79A7", "#56B4E9",
+           "#E69F00", "#7F7F7F"]                # of METHODS
+COLOUR = dict(zip(METHODS, COLOURS, strict=True))
+CYCLE, MARKERS = ["#0072B2", "#009E73", *COLOURS[7:]], "ovDs^P<>X*"     # of the lines of a figure
 DASHES = {None: "-", "uniform": "--", "published": "-."}        # retrieval heads, samplers of random heads
 
 
@@ -36,17 +32,13 @@ def draw_all(runs, folder):
     """Writes every figure that the runs have data for. Returns [(path, caption)]."""
     folder, pictures = Path(folder), []
     folder.mkdir(parents=True, exist_ok=True)
-    for title, all_setups in group(runs)[0].items():
-        masks = sorted({setup.mask for setup in all_setups if setup.mask}) or [None]    # each has its own figures
-        for mask, (name, group_tasks) in itertools.product(masks, published.GROUPS.items()):
-            setups = {setup: by_task for setup, by_task in all_setups.items() if setup.mask in (None, mask)}
-            tasks = [task for task in published.tasks_of(setups) if task in group_tasks]
-            for kind, (draw, caption) in FIGURES.items():
-                if figure := draw(setups, tasks):
-                    parts = dict.fromkeys([kind, title, name.lower(), *["query"] * (mask == "query")])
-                    path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
-                    figure.savefig(path)
-                    pictures.append((path, f"{title}{', query mask' * (mask == 'query')}: {caption}"))
+    for title, same in group(runs)[0].items():
+        for (name, tasks), (kind, (draw, caption)) in itertools.product(published.GROUPS.items(), FIGURES.items()):
+            if figure := draw(same, tasks):
+                parts = dict.fromkeys([kind, title, name.lower()])
+                path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
+                figure.savefig(path)
+                pictures.append((path, f"{title}: {caption}"))
     return pictures
 
 
@@ -63,23 +55,21 @@ def grid(panels, columns=3, height=PANEL, **options):
     return figure, axes[:panels]
 
 
-def finish(figure, setups, tasks, *notes):
+def finish(figure, runs, *notes):
     """Adds the legend of all labelled lines, and a foot that says which runs the figure shows."""
-    runs = [run for by_task in setups.values() for task in tasks for run in by_task.get(task, [])]
-
-    def setting(name, length=None):
-        values = sorted({str(run.settings.get(name) or "none").split("/")[-1][:length] for run in runs})
-        return f"{name} {', '.join(values[:3])}" + f" and {len(values) - 3} more" * (len(values) > 3)
-
     handles = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:
         figure.legend(handles.values(), handles, loc="outside upper center",
                       ncols=2 if max(map(len, handles)) > 36 else 3)
-    n = ", ".join(f"{task} {tables.low_to_high([len(run.lines) for run in runs if run.task == task])}"
-                  for task in tasks)
-    seeds = ", ".join(map(str, sorted({run.settings["seed"] for run in runs if run.setup.random_heads})))
-    add_foot(figure, setting("model"), f"n: {n}", f"seeds of random heads: {seeds or 'none'}", setting("mask"),
-             setting("dtype"), setting("date"), setting("commit", 8), *notes)
+    facts = {"model": [Path(run.settings["model"]).name for run in runs],
+             "n": [f"{task} {tables.low_to_high([len(run.lines) for run in same])}"
+                   for task, same in published.by_task(runs).items()],
+             "seeds of random heads": [run.settings["seed"] for run in runs if run.setup.random_heads],
+             "mask": [run.setup.mask for run in runs if run.setup.mask],
+             "dtype": [run.settings.get("dtype") for run in runs],
+             "commit": [str(run.settings.get("commit"))[:8] for run in runs]}
+    add_foot(figure, *(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}" for name, values in facts.items()
+                       if values), *notes)
 
 
 def add_foot(figure, *notes):
@@ -87,158 +77,123 @@ def add_foot(figure, *notes):
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6.5, color="#444444")
 
 
-def label_of(setup):
-    return str(setup._replace(mask=None))       # all of a figure have the same mask
-
-
 # Scores against N and against α
 
-def sweep_figure(field, setups, tasks):
+def sweep_figure(field, runs, tasks):
     """Score against "num_heads" or "alpha": a panel per task, a line per setup.
 
     Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static, a line per
     N."""
-    usual, by_alpha = typical(setups), field == "alpha"
-    levels = {setup: setups[setup] for setup in usual               # drawn as horizontal lines
-              if setup.method == "greedy" or setup.method == "decore-entropy" and by_alpha}
-    static_alpha = next((setup.alpha for setup in usual if setup.method == "decore-static"), None)
-    options = {"", *(setup.options for setup in usual)}
-
-    def is_plotted(setup):
-        if setup.options not in options:
-            return False
-        if by_alpha:
-            return setup.method == "decore-static" and not setup.random_heads
-        return setup.num_heads and setup.alpha in (None, static_alpha)
-
-    plotted = {setup: by_task for setup, by_task in setups.items() if is_plotted(setup)}
-    notes = () if by_alpha else ("band and dots: range and single draws of random heads",
-                                 "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
-    panels = tables.curves(plotted, tasks, field)
+    usual, by_alpha = typical(runs), field == "alpha"
+    free = {"num_heads": None, "alpha": None} if by_alpha else {"num_heads": None, "random_heads": None}
+    kinds = {run.setup._replace(**free) for run in usual
+             if run.setup.num_heads is not None and (run.setup.method == "decore-static" or not by_alpha)}
+    swept = [run for run in runs if run.setup._replace(**free) in kinds]
+    panels = {task: lines for task in tasks if (lines := tables.curves(swept, task, field))}
     if not panels:
         return None
-    numbers = sorted({line.num_heads or 0 for lines in panels.values() for line in lines})
+    levels = [run for run in usual                                  # drawn as horizontal lines
+              if run.setup.method == "greedy" or run.setup.method == "decore-entropy" and by_alpha]
+    styles = [*dict.fromkeys(line._replace(random_heads=None) for lines in panels.values() for line in lines)]
     figure, axes = grid(len(panels))
     for ax, (task, lines) in zip(axes, panels.items(), strict=True):
         title, metric, labels = published.TASKS[task]
-        greedy = greedy_mean(setups, task, metric)
+        greedy = tables.greedy_mean(runs, task)
         label = "α" if by_alpha else "heads masked, N"
         for line, points in lines.items():
-            colour, marker = STYLE[line.method]
+            i = styles.index(line._replace(random_heads=None))
+            colour, marker = CYCLE[i % len(CYCLE)], MARKERS[i % len(MARKERS)]
             if by_alpha:
-                i = numbers.index(line.num_heads)
-                colour, marker = CYCLE[i % len(CYCLE)], MARKERS[i % len(MARKERS)]
                 points |= {0.0: [greedy]} if greedy is not None else {}     # at α = 0 nothing is contrasted
             elif (r := tables.correlation(line.method, points, greedy)) is not None:
-                name = label_of(line).replace("random heads as published", "published draws")
-                label += f"\nr {name}: {r:+.2f}".replace("-", "−")
+                label += f"\nr {line}: {r:+.2f}".replace("random heads as published", "published draws")
             draw_line(ax, line, points, colour, marker)
-            paper = published.points(field, tables.model_of(setups), task, published.method_of(line))
+            paper = published.points(field, runs[0].model, task, published.method_of(line))
             if paper:
                 ax.plot(*zip(*paper, strict=True), DASHES[line.random_heads], color="#999999", marker=marker,
                         markersize=3, linewidth=0.8, markerfacecolor="white", label="the paper's values")
-        for setup, by_task in levels.items():
-            if task in by_task and (mean := by_task[task][0].means.get(metric)) is not None:
-                ax.axhline(mean, linestyle=":" if setup.method == "greedy" else "-.", linewidth=1,
-                           color=STYLE[setup.method][0], label=label_of(setup))
-        ax.set_title(title)
-        ax.set(xlabel=label, ylabel=labels[metric] or "%")
+        for run in levels:
+            if run.task == task and metric in run.means:
+                ax.axhline(run.means[metric], linestyle=":" if run.setup.method == "greedy" else "-.", linewidth=1,
+                           color=COLOUR[run.setup.method], label=str(run.setup))
+        ax.set(title=title, xlabel=label, ylabel=labels[metric] or "%")
         if metric not in NOT_FRACTIONS:
             ax.set_ylim(-4, 104)                # the whole range, so that a small change looks small
-    finish(figure, levels | plotted, panels, *notes)
+    notes = () if by_alpha else ("band and dots: range and single draws of random heads",
+                                 "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
+    finish(figure, [run for run in levels + swept if run.task in panels], *notes)
     return figure
 
 
 def draw_line(ax, line, points, colour, marker):
     """points: {N or α: [score of each draw]}"""
     numbers = sorted(points)
+    draws = [points[n] for n in numbers]
+    ax.plot(numbers, [*map(np.mean, draws)], DASHES[line.random_heads], color=colour, marker=marker, markersize=4,
+            linewidth=1.3, markerfacecolor="white" if line.random_heads else colour, label=str(line))
     if line.random_heads:
-        ax.fill_between(numbers, [min(points[n]) for n in numbers], [max(points[n]) for n in numbers], color=colour,
-                        alpha=0.13, linewidth=0)
-        for n in numbers:
-            ax.plot([n] * len(points[n]), points[n], ".", color=colour, markersize=2, alpha=0.6)
-    ax.plot(numbers, [np.mean(points[n]) for n in numbers], DASHES[line.random_heads], color=colour, marker=marker,
-            markersize=4, linewidth=1.3, markerfacecolor="white" if line.random_heads else colour, label=label_of(line))
+        ax.fill_between(numbers, [*map(min, draws)], [*map(max, draws)], color=colour, alpha=0.13, linewidth=0)
+        for n, values in points.items():
+            ax.plot([n] * len(values), values, ".", color=colour, markersize=2, alpha=0.6)
 
 
 # Entropies
 
-def entropy_figure(setups, tasks):
+def entropy_figure(runs, tasks):
     """Base entropy per token of each method. Tests: DeCoRe's below greedy's, ITI's and DoLa's."""
-    methods, panels = typical(setups), of_typical(setups, tasks, base_entropies)
+    runs = [run for run in typical(runs) if run.task in tasks and len(base_entropies(run))]
+    panels, setups = published.by_task(runs), [*dict.fromkeys(run.setup for run in runs)]
     if not panels:
         return None
-    figure, axes = grid(len(panels), height=0.65 + 0.24 * len(methods), sharey=True)
-    for ax, (task, entropies) in zip(axes, panels.items(), strict=True):
-        highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
-        label = "base entropy, nats per token"
+    figure, axes = grid(len(panels), height=0.65 + 0.24 * len(setups), sharey=True)
+    for ax, (task, same) in zip(axes, panels.items(), strict=True):
+        entropies = {run.setup: base_entropies(run) for run in same}
         for setup, values in entropies.items():
-            draw_density(ax, values, len(methods) - 1 - methods.index(setup), STYLE[setup.method][0], highest)
+            violin = ax.violinplot([values], [-setups.index(setup)], orientation="horizontal", side="high", widths=1.5,
+                                   bw_method=0.25, showmeans=True, showextrema=False, quantiles=[0.25, 0.75])
+            for part in (*violin["bodies"], violin["cmeans"], violin["cquantiles"]):
+                part.set_color(COLOUR[setup.method])
         decore = next((values for setup, values in entropies.items() if setup.method == "decore-entropy"), ())
-        for rival in (setup for setup in entropies if setup.method in tables.RIVALS):
-            if test := significance.t_test(decore, entropies[rival], "less"):
+        label = "base entropy, nats per token"
+        for rival, values in entropies.items():
+            if rival.method in tables.RIVALS and (test := significance.t_test(decore, values, "less")):
                 label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
-        ax.set_yticks(range(len(methods)), map(label_of, reversed(methods)))
-        ax.set(xlim=(0, highest * 1.02), xlabel=label)
-        ax.set_title(published.TASKS[task][0])
-    finish(figure, {setup: setups[setup] for setup in methods}, panels, "line: mean; box: quartiles; p: Welch's "
-           "t-test, one-sided, DeCoRe entropy's below the others'; drawn up to the 99.5th percentile")
+        highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
+        ax.set_yticks(range(0, -len(setups), -1), map(str, setups))
+        ax.set(title=published.TASKS[task][0], xlabel=label, xlim=(0, highest * 1.02))
+    finish(figure, runs, "density with quartiles and mean (the middle line), up to the 99.5th percentile; p: Welch's "
+           "t-test, one-sided, DeCoRe entropy's below the others'")
     return figure
 
 
-def draw_density(ax, values, y, colour, highest):
-    """A density above its base line, with mean and quartiles."""
-    if np.std(values) > 1e-9:
-        x = np.linspace(0, highest, 300)
-        density = gaussian_kde(values, 0.25)(x)
-        ax.fill_between(x, y, y + 0.75 * density / density.max(), color=colour, alpha=0.35, linewidth=0)
-    ax.plot(np.percentile(values, [25, 75]), [y, y], color=colour, linewidth=4, solid_capstyle="butt")
-    ax.plot([values.mean()] * 2, [y - 0.12, y + 0.6], color=colour, linewidth=1.5)
-
-
-def correctness_figure(setups, tasks):
+def correctness_figure(runs, tasks):
     """Entropies of correct and incorrect answers: densities, and the chance of a correct answer as entropy grows."""
-    dola = "dola-low" if any(setup.method == "dola-low" for setup in setups) else "dola-high"     # the paper names none
-    names = ("greedy", dola, "decore-entropy")
-    methods = sorted((setup for setup in typical(setups) if setup.method in names),
-                     key=lambda setup: names.index(setup.method))
-    panels = of_typical({setup: setups[setup] for setup in methods}, tasks, tables.entropies_and_verdicts)
+    dola = "dola-low" if any(run.setup.method == "dola-low" for run in runs) else "dola-high"   # the paper names none
+    runs = [run for run in typical(runs) if run.setup.method in ("greedy", dola, "decore-entropy")]
+    panels = [(run, *pairs) for same in published.by_task(runs, tasks).values() for run in same
+              if (pairs := tables.entropies_and_verdicts(run))]
     if not panels:
         return None
-    figure, axes = grid(2 * len(methods) * len(panels), len(methods), 1.5)
-    axes = np.reshape(axes, (len(panels), 2, len(methods)))
-    for (task, pairs), rows in zip(panels.items(), axes, strict=True):
-        for setup, (above, below) in zip(methods, rows.T, strict=True):
-            if setup in pairs:
-                draw_correctness(above, below, *pairs[setup])
-                above.set_title(f"{published.TASKS[task][0]}\n{label_of(setup)}")
-            else:
-                above.set_axis_off()
-                below.set_axis_off()
-    finish(figure, {setup: setups[setup] for setup in methods}, panels, "R²: McFadden's pseudo-R², no penalty")
+    figure, axes = grid(len(panels))
+    for ax, (run, entropies, right) in zip(axes, panels, strict=True):
+        fit, end, density = significance.logistic(entropies, right), max(entropies.max(), 1e-6), ax.twinx()
+        x, bins = np.linspace(0, end, 200), np.linspace(0, end, 25)
+        for values, name, colour, dash in ((entropies[right], "correct", "#0072B2", "-"),
+                                           (entropies[~right], "incorrect", "#D55E00", "--")):
+            density.hist(values, bins, density=True, histtype="stepfilled", facecolor=f"{colour}33",
+                         edgecolor=colour, linestyle=dash, linewidth=0.8)
+            density.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
+        for tenth in np.array_split(np.argsort(entropies, kind="stable"), 10):
+            if len(tenth):
+                ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
+                        label="share correct, tenths of the examples")
+        if fit:
+            intercept, slope, r2 = fit
+            ax.plot(x, 1 / (1 + np.exp(-(intercept + slope * x))), color="black", label="logistic regression")
+        ax.set(title=f"{published.TASKS[run.task][0]}\n{run.setup}", xlim=(0, end), ylim=(-0.1, 1.1),
+               ylabel="correct", xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""))
+    finish(figure, [run for run, *_ in panels], "right axis: density; R²: McFadden's pseudo-R², no penalty")
     return figure
-
-
-def draw_correctness(above, below, entropies, right):
-    """Histograms of correct and incorrect answers above, single answers and a logistic regression below."""
-    fit, end = significance.logistic(entropies, right), max(entropies.max(), 1e-6)
-    x, bins = np.linspace(0, end, 200), np.linspace(0, end, 25)
-    if fit:
-        below.plot(x, 1 / (1 + np.exp(-(fit.intercept + fit.slope * x))), color="black", linewidth=1.2,
-                   label="logistic regression")
-    for tenth in np.array_split(np.argsort(entropies, kind="stable"), 10):
-        if len(tenth):
-            below.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
-                       label="share correct, tenths of the examples")
-    for values, name, colour, dash, y in ((entropies[right], "correct", "#0072B2", "-", 1.04),
-                                          (entropies[~right], "incorrect", "#D55E00", "--", -0.04)):
-        above.hist(values, bins, density=True, histtype="stepfilled", facecolor=f"{colour}33", edgecolor=colour,
-                   linestyle=dash, linewidth=1.2)
-        above.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
-        below.plot(values, np.full(len(values), y), "|", color=colour, markersize=4, alpha=0.35)
-    above.set(xlim=(0, end), ylabel="density")
-    below.set(xlim=(0, end), ylim=(-0.1, 1.1), ylabel="correct",
-              xlabel="base entropy, nats per token" + (f"\nR² = {fit.pseudo_r2:.3f}" if fit else ""))
 
 
 FIGURES = {

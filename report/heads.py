@@ -28,29 +28,29 @@ def main(argv):
     files, rows = {path: load_scores(path) for path in map(find_file, args.files)}, []
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)
-        rows.append([path.stem, f"{len(ranked):,}", str(read_json(path).get("samples", "unknown")),
-                     str(sum(score > RETRIEVAL for score in ranked)),
-                     *(f"{ranked[rank - 1]:.4f}" if rank <= len(ranked) else "–" for rank in RANKS)])
+        rows.append({"model": path.stem, "heads": f"{len(ranked):,}",
+                     "samples": str(read_json(path).get("samples", "unknown")),
+                     f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
+                     **{f"rank {rank}": f"{ranked[rank - 1]:.4f}" if rank <= len(ranked) else "–" for rank in RANKS}})
         if path.stem in paper:
-            rows.append(["the paper", "", "", "", *(paper[path.stem][str(rank)] for rank in RANKS)])
-    header = ["model", "heads", "samples", f"above {RETRIEVAL}", *(f"rank {rank}" for rank in RANKS)]
-    tables.print_tables([("Retrieval scores", header, rows, ["Means over the samples of each head file."])])
+            rows.append(dict.fromkeys(rows[0], "") | {f"rank {rank}": paper[path.stem][str(rank)] for rank in RANKS}
+                        | {"model": "the paper"})
+    tables.print_tables([("Retrieval scores", rows, ["Means over the samples of each head file."])])
     if args.plots:
-        folder = Path(args.plots)
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(args.plots).mkdir(parents=True, exist_ok=True)
         for name, draw in (("head-curves", head_curves), ("head-maps", head_maps)):
-            draw(files).savefig(folder / f"{name}.png")
-            print(folder / f"{name}.png")
+            path = Path(args.plots, f"{name}.png")
+            draw(files).savefig(path)
+            print(path)
 
 
 def head_curves(files):
     """Figure of the sorted retrieval scores of several models. files: {path: scores}"""
     figure, [ax] = grid(1, height=3.0)
-    ax.set_xscale("log")
     for i, (path, scores) in enumerate(files.items()):
-        ax.plot(range(1, len(scores) + 1), sorted(scores.values(), reverse=True), ("-", "--")[i % 2],
-                color=CYCLE[i % len(CYCLE)], linewidth=1.4, marker=MARKERS[i % len(MARKERS)], markevery=0.2,
-                markersize=4, label=path.stem)
+        ax.semilogx(range(1, len(scores) + 1), sorted(scores.values(), reverse=True), ("-", "--")[i % 2],
+                    color=CYCLE[i % len(CYCLE)], linewidth=1.4, marker=MARKERS[i % len(MARKERS)], markevery=0.2,
+                    markersize=4, label=path.stem)
     ax.axhline(RETRIEVAL, color="#999999", linestyle=":", linewidth=1)
     ax.set(xlabel="rank of the head", ylabel="retrieval score")
     ax.legend()
@@ -60,7 +60,7 @@ def head_curves(files):
 
 def head_maps(files):
     """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
-    figure, axes = grid(len(files), 3, 2.3)
+    figure, axes = grid(len(files), height=2.3)
     highest = max(1, *(max(scores.values()) for scores in files.values()))  # by the published rule a score may exceed 1
     for ax, (path, scores) in zip(axes, files.items(), strict=True):
         table = np.zeros(np.add(max(scores), 1))                            # [L, H]
@@ -69,9 +69,8 @@ def head_maps(files):
                           interpolation="nearest")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
-        ax.set(xlabel="head", ylabel="layer")
-        ax.set_title(path.stem)
-    bar = figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30)
-    bar.set_label("retrieval score (colour by its square root)")
+        ax.set(title=path.stem, xlabel="head", ylabel="layer")
+    figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30,
+                    label="retrieval score (colour by its square root)")
     add_foot(figure, "retrieval score of every head, layer 0 at the bottom")
     return figure

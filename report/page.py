@@ -2,13 +2,12 @@
 
     python evaluate.py report page RUN.jsonl --item K [--against OTHER.jsonl …] [--html FILE]"""
 
-import html
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 
 import cli
-from cli.page import MARK, answer_html, document
+from cli.page import answer_part, render
 from report import stored
 from tasks import find, metrics, prompts
 from tasks.runs import prompt_key
@@ -33,15 +32,17 @@ def main(argv):
     args = p.parse_args(argv)
     items = [read_item(path, args.item) for path in [args.run, *args.against]]
     settings, line = items[0]
-    parts = [prompt_part(settings, line, args.data, args.demos)]
+    texts = prompt_texts(settings, line, args.data, args.demos)
+    texts += [(name, "; ".join(line[name])) for name in ("references", "memory") if line.get(name)]
+    parts = [dict(label=label, text=text) for label, text in texts]
     for number, (other, answer) in enumerate(items):
         if other["task"] != settings["task"]:
             raise ValueError(f"{args.run} is a run of {settings['task']}, --against has one of {other['task']}")
-        model, setup = stored.setup_of(other)
+        model, _, setup = stored.describe(other)
         title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(answer) != prompt_key(line))
-        parts.append(answer_part(title, other, answer, f"g{number}", args.model))
-    path = Path(args.html or f"{str(args.run).split('.jsonl')[0]}.item{args.item}.html")
-    path.write_text(document(f"{settings['task']}, item {args.item}", parts), encoding="utf-8")
+        parts.append(answer_of(other, answer, title, f"g{number}", args.model))
+    path = Path(args.html or f"{args.run.split('.jsonl')[0]}.item{args.item}.html")
+    path.write_text(render(title=f"{settings['task']}, item {args.item}", parts=parts), encoding="utf-8")
     print(path)
 
 
@@ -54,56 +55,44 @@ def read_item(path, index):
     raise ValueError(f"{path} has no item {index}; it has {len(lines)} items, counted from 0")
 
 
-def prompt_part(settings, line, data, demos):
-    """Prompt and references as HTML. The prompt is built from `data`; the miniature's data are generated."""
+def prompt_texts(settings, line, data, demos):
+    """[(label, text)] of the prompt, built from the run's data. Those of the miniature are generated."""
     task = find(settings["task"])
-    if data or task.name.startswith("miniature-"):
-        items, records, demonstrations, record = load(task, data, demos, line["index"] + 1, settings.get("seed", 1234))
-        check_files("data", records, settings.get("data"))
-        check_files("demos", [record], [settings.get("demos")])
-        item = items[line["index"]]
-        texts = [("prompt", prompts.plain_text(task, item, demonstrations))]
-        if settings["layout"] != "plain":
-            turns = prompts.messages(task, item, demonstrations, settings["layout"])
-            texts = [(turn["role"], turn["content"]) for turn in turns]
-    else:
-        texts = [("question", line.get("question") or line.get("prompt") or "not stored"),
-                 ("note", "the complete prompt needs --data")]
-    texts += [(name, "; ".join(line[name])) for name in ("references", "memory") if line.get(name)]
-    return "\n".join(f'<p class="prompt"><b>{name}</b> {html.escape(text)}</p>' for name, text in texts)
+    if not data and not task.name.startswith("miniature-"):
+        question = line.get("question") or line.get("prompt") or "not stored"
+        return [("question", question), ("note", "the complete prompt needs --data")]
+    items, records, demonstrations, record = load(task, data, demos, line["index"] + 1, settings.get("seed", 1234))
+    for option, files, expected in (("data", records, settings.get("data") or []),
+                                    ("demos", [record], [settings.get("demos")])):
+        if hashes(expected) not in ([], hashes(files)):
+            raise ValueError(f"--{option} is not the run's file, {expected}")
+    item = items[line["index"]]
+    if settings["layout"] == "plain":
+        return [("prompt", prompts.plain_text(task, item, demonstrations))]
+    turns = prompts.messages(task, item, demonstrations, settings["layout"])
+    return [(turn["role"], turn["content"]) for turn in turns]
 
 
-def check_files(option, records, stored_records):
-    """Raises ValueError if these are not the run's files."""
-    hashes, expected = ([record["sha256"] for record in each or () if record and "sha256" in record]
-                        for each in (records, stored_records))
-    if expected and hashes != expected:
-        raise ValueError(f"--{option} is not the run's file, {stored_records}")
+def hashes(records):
+    return [record["sha256"] for record in records if record and "sha256" in record]
 
 
-def answer_part(title, settings, line, name, model):
-    """One run's answer as HTML; for multiple choice its candidates, best first.
+def answer_of(settings, line, title, name, model):
+    """One run's answer for page.html; for multiple choice its candidates, best first.
 
     name: unique on the page. model: the tokenizer's, None for the run's."""
     task = find(settings["task"])
     values = metrics.score(task, [line])[0] if task.running else {}         # without: metrics that need a model
-    right = next((values[verdict] == 1 for verdict in VERDICTS if values.get(verdict) is not None), None)
+    value = next((values[metric] for metric in VERDICTS if values.get(metric) is not None), None)
+    verdict = None if value is None else "right" if value == 1 else "wrong"
     if "scores_true" in line:
-        return candidates_html(title, line, name, right)
+        scores = line["scores_true"] + line["scores_false"]
+        is_true = [True] * len(line["scores_true"]) + [False] * len(line["scores_false"])
+        candidates = sorted(zip(scores, is_true, line["candidates"], strict=True), key=itemgetter(0), reverse=True)
+        return dict(name=name, title=title, verdict=verdict, candidates=candidates, footer="log-probability in nats")
     tokenizer = load_tokenizer(model or settings["model"])
-    g = SimpleNamespace(**{key: line[key] for key in ("ids", "alphas", "entropies", "stop")})
-    text = tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids)
+    text = tokenizer.decode(line["ids"][:-1] if line["stop"] == "eos" else line["ids"])
     if text.strip() != line["prediction"].strip():
         raise ValueError(f"the tokenizer reads {text!r}, but the run has {line['prediction']!r}: give --model with the "
                          "run's own tokenizer")
-    return answer_html(tokenizer, title, g, name, right=right)
-
-
-def candidates_html(title, line, name, right):
-    kinds = [("right", "true")] * len(line["scores_true"]) + [("wrong", "false")] * len(line["scores_false"])
-    candidates = sorted(zip(line["scores_true"] + line["scores_false"], kinds, line["candidates"], strict=True),
-                        key=lambda candidate: candidate[0], reverse=True)
-    rows = "".join(f'<tr><td>{score:.2f}</td><td class="{style}">{kind}</td><td>{html.escape(text)}</td></tr>'
-                   for score, (style, kind), text in candidates)
-    return (f'<section class="answer" id="{name}"><h2>{html.escape(title)}{MARK[right]}</h2>\n<table>{rows}</table>\n'
-            "<small>log-probability in nats</small></section>")
+    return answer_part(tokenizer, title, name, line, verdict=verdict)

@@ -22,7 +22,9 @@ GROUPS = {
     "Factuality": {
         "truthfulqa-mc": ("TruthfulQA", "mc2", {"mc1": "MC1", "mc2": "MC2", "mc3": "MC3"}),
         "truthfulqa-gen": ("TruthfulQA (Gen)", "truth", {
-            "truth": "%Truth", "info": "%Info", "truth_and_info": "%T∩I", "rejection": "%Reject"}),
+            "truth": "%Truth", "info": "%Info", "truth_and_info": "%T∩I", "rejection": "%Reject",
+            "truth_not_rejected": "%T∩¬Reject", "info_not_rejected": "%I∩¬Reject",
+            "truth_and_info_not_rejected": "%T∩I∩¬Reject"}),
         "triviaqa": ("TriviaQA", "substring_match", EM),
         "popqa": ("PopQA", "substring_match", EM),
         "nq-closed": ("NQ-Open closed book", "substring_match", EM)},
@@ -36,10 +38,6 @@ GROUPS = {
         "miniature-closed": ("closed book", "exact_match", {"exact_match": ""}),
         "miniature-irrelevant": ("irrelevant passage", "exact_match", {"exact_match": ""})},
 }
-# All tables: those of the groups, and one that leaves out rejected questions.
-TABLES = GROUPS | {"TruthfulQA, answers without rejections": {"truthfulqa-gen": ("TruthfulQA (Gen)", "truth", {
-    "rejection": "%Reject", "truth_not_rejected": "%T∩¬Reject", "info_not_rejected": "%I∩¬Reject",
-    "truth_and_info_not_rejected": "%T∩I∩¬Reject"})}}
 TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
 RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
@@ -53,7 +51,7 @@ def table(name):
 def columns(group):
     """[(task, metric, heading)] of a table."""
     return [(task, metric, f"{name} {label}".strip())
-            for task, (name, _, labels) in TABLES[group].items() for metric, label in labels.items()]
+            for task, (name, _, labels) in GROUPS[group].items() for metric, label in labels.items()]
 
 
 def headline(task):
@@ -62,9 +60,10 @@ def headline(task):
     return metric, f"{name} {labels[metric]}".strip()
 
 
-def tasks_of(setups):
-    """The tasks of these setups in the order of the tables."""
-    return [task for task in TASKS if any(task in by_task for by_task in setups.values())]
+def by_task(runs, tasks=TASKS):
+    """{task: its runs} in the order of the tables."""
+    groups = {task: [run for run in runs if run.task == task] for task in tasks}
+    return {task: same for task, same in groups.items() if same}
 
 
 def method_of(setup):
@@ -101,8 +100,8 @@ def points(column, model, task, method):
 
 
 def tests(model, tasks):
-    """The paper's own tests for the model and tasks: one note, and one for each implausible value; [] if none."""
-    rows = [row for row in table("paper_tests") if row["model"].lower() == model.lower() and row["task"] in tasks]
-    texts = [f"{row['task']}, {row['method']}, {row['what']} {row['value']}" for row in rows]
-    doubts = [f"{text}: {row['note']}." for text, row in zip(texts, rows, strict=True) if "implausible" in row["note"]]
-    return ["Paper: " + "; ".join(texts) + "."] * bool(texts) + doubts
+    """[a note with the paper's own tests for the model and tasks, and doubts about implausible ones]; [] if none."""
+    texts = [f"{row['task']}, {row['method']}, {row['what']} {row['value']}"
+             + f" ({row['note']})" * ("implausible" in row["note"])
+             for row in table("paper_tests") if row["model"].lower() == model.lower() and row["task"] in tasks]
+    return [f"Paper: {'; '.join(texts)}."] if texts else []

@@ -1,19 +1,11 @@
 """Statistical tests, by scipy and statsmodels. None if there are too few numbers or they do not vary."""
 
-from typing import NamedTuple
-
 import numpy as np
 from scipy import stats
 from statsmodels.discrete.discrete_model import Logit
 from statsmodels.tools import add_constant
 
 FEWEST = 3                      # numbers that a test needs on each side
-
-
-class Logistic(NamedTuple):
-    intercept: float
-    slope: float
-    pseudo_r2: float            # McFadden's: 1 − log L / log L of the intercept alone
 
 
 def pearson(x, y):
@@ -35,7 +27,7 @@ def mcnemar(won, lost):
 
 
 def logistic(x, correct):
-    """Logistic regression of the probability of a correct answer, without a penalty.
+    """(intercept, slope, McFadden's pseudo-R²) of a logistic regression without penalty of correct answers on x.
 
     x: floats, [n]. correct: bools, [n]. None also if one value of x separates the two classes."""
     right, wrong = x[correct], x[~correct]
@@ -43,4 +35,4 @@ def logistic(x, correct):
         return None
     scale = np.std(x)                                   # x may be tiny, and the fit converges best for x near 1
     fit = Logit(correct.astype(float), add_constant(x / scale)).fit(disp=False, maxiter=200)
-    return Logistic(float(fit.params[0]), float(fit.params[1] / scale), float(fit.prsquared))
+    return float(fit.params[0]), float(fit.params[1] / scale), float(fit.prsquared)

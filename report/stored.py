@@ -1,10 +1,9 @@
-"""Reads stored runs and groups them by setup.
+"""Reads stored runs and chooses those that tables and figures show.
 
 A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random heads share one setup.
 *Conditions* are settings of the task that differ from the paper's: each combination has separate tables. Greedy
 decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
 
-import itertools
 import json
 import time
 from collections import Counter
@@ -28,6 +27,8 @@ ITI = {"honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",     # checkpoint
        "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct"}
 NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are reported in per cent
 PAPER_ALPHA = 0.5                               # of DeCoRe static
+KINDS = {"task": str, "model": str, "method": str, "n": int, "num_heads": int | None, "alpha": int | float | None,
+         "mask": str | None, "amateur": str | None, "random_heads": str | None, "seed": int | None}
 
 
 class Setup(NamedTuple):
@@ -54,8 +55,8 @@ class Run(NamedTuple):
     conditions: str             # "" if they are the paper's
     setup: Setup
     lines: list                 # one dict per example, as stored, in the data's order
-    values: list                # one dict of metric values per example
-    means: dict                 # metric → mean, in per cent if it is a rate; None without any value
+    values: list                # one dict of metric values per example; `entropy`, see base_entropies
+    means: dict                 # metric → mean, in per cent if it is a rate; only metrics that have values
     intervals: dict             # metric → (low, high), likewise
 
     @property
@@ -67,52 +68,47 @@ class Run(NamedTuple):
         return self.model + f", {self.conditions}" * bool(self.conditions)
 
 
-def setup_of(settings, iti=ITI):
-    """(model, Setup) of a run's settings."""
-    method, model = settings["method"], Path(settings["model"]).name
-    amateur = Path(settings["amateur"]).name if settings.get("amateur") else None
+def describe(settings, iti=ITI):
+    """(model, conditions, Setup) of a run's settings."""
+    method, model, amateur = settings["method"], Path(settings["model"]).name, settings.get("amateur")
     if amateur and method in ("decore-static", "decore-entropy"):       # the name in older runs
         method += "-lite"
     if method == "greedy" and model in iti:
         model, method = iti[model], "iti"
     if method not in METHODS:
         raise ValueError(f"its method {method!r} is unknown")
-    return model, Setup(method, settings.get("num_heads"), settings.get("alpha"), settings.get("mask"), amateur,
-                        settings.get("random_heads"), options_of(settings, model, method))
-
-
-def options_of(settings, model, method):
-    """The options of a method that are not the paper's, as a text."""
-    choice = find(settings["task"]).choice
+    task = find(settings["task"])
     # The paper's runs of DoLa generated with a library that takes the penalty from Qwen2's generation_config.json.
-    penalty = 1.05 if method.startswith("dola") and "qwen2" in model.lower() and not choice else 1.0
-    paper = {"mask_prompt": False, "alpha_cap": None, "scale_alpha": False, "relative_top": None, "info_layer": 24,
-             "renormalise": True, "dola_layers": "halves" if choice else "transformers", "repetition_penalty": penalty}
-    values = settings | {"repetition_penalty": settings.get("repetition_penalty") or 1.0}
-    options = [f"{name.replace('_', ' ')} {values[name]}" for name, value in paper.items()
-               if values.get(name) not in (None, value)]
-    if settings.get("heads") and not settings.get("random_heads"):
-        file = find_heads(settings.get("amateur") or settings["model"])
-        if file and {*settings["heads"]} != best_heads(file, len(settings["heads"])):
-            options.append("heads of another file")
-    return ", ".join(options)
+    penalty = 1.05 if method.startswith("dola") and "qwen2" in model.lower() and not task.choice else 1.0
+    conditions = {"layout": task.layout or ("mistral" if "mistral" in model.lower() else "chat"),
+                  "max_new_tokens": task.max_new_tokens, "template_args": {"enable_thinking": False}}
+    options = {"mask_prompt": False, "alpha_cap": None, "scale_alpha": False, "relative_top": None, "info_layer": 24,
+               "renormalise": True, "dola_layers": "halves" if task.choice else "transformers",
+               "repetition_penalty": penalty, "heads": None}
+    heads = settings.get("heads") or []
+    usual = settings.get("random_heads") or best_heads(amateur or settings["model"], len(heads)) in (None, {*heads})
+    settings = settings | {"repetition_penalty": settings.get("repetition_penalty") or 1.0,
+                           "template_args": settings.get("template_args") or None,
+                           "heads": None if usual else "of another file"}
+    return model, differences(settings, conditions), Setup(
+        method, *(settings.get(name) for name in ("num_heads", "alpha", "mask")), amateur and Path(amateur).name,
+        settings.get("random_heads"), differences(settings, options))
+
+
+def differences(settings, paper):
+    """The settings that are not the paper's, as a text such as "mask prompt True, alpha cap 0.5"."""
+    return ", ".join(f"{name.replace('_', ' ')} {settings[name]}" for name, value in paper.items()
+                     if settings.get(name) not in (None, value))
 
 
 @cache
-def best_heads(file, n):
-    scores = load_scores(file)
-    return {f"{layer}-{head}" for layer, head in sorted(scores, key=scores.get, reverse=True)[:n]}
+def best_heads(model, n):
+    """The n best heads by the file of this model; None without a file."""
+    scores = load_scores(file) if (file := find_heads(model)) else None
+    return scores and {f"{layer}-{head}" for layer, head in sorted(scores, key=scores.get, reverse=True)[:n]}
 
 
-def conditions_of(settings, model):
-    """The layout, number of tokens and template arguments that are not the paper's, as a text."""
-    task, usual_layout = find(settings["task"]), "mistral" if "mistral" in model.lower() else "chat"
-    layout, tokens, template = (settings.get(name) for name in ("layout", "max_new_tokens", "template_args"))
-    texts = {f"layout {layout}": layout not in (None, task.layout or usual_layout),
-             f"at most {tokens} tokens": tokens not in (None, task.max_new_tokens),
-             f"template arguments {json.dumps(template)}": template not in (None, {}, {"enable_thinking": False})}
-    return ", ".join(text for text, applies in texts.items() if applies)
-
+# Files
 
 def collect(folder, iti=ITI):
     """(runs, [(path, why it is skipped)]) of a folder and its sub-folders."""
@@ -135,21 +131,24 @@ def run_files(folder):
 
 def read(path, iti=ITI):
     """Reads a run file. ValueError if it cannot be reported."""
-    def scaled(metric, value):
-        return value if value is None or metric in NOT_FRACTIONS else 100 * value
-
     settings, lines = read_lines(path)
     task = find(settings["task"])
     if settings.get("version") != task.version:
         raise ValueError(f"made with version {settings.get('version')} of {task.name}, which is now {task.version}")
     if not lines:
         raise ValueError("no examples yet")
-    model, setup = setup_of(settings, iti)
+    model, conditions, setup = describe(settings, iti)
     lines = judges.judge(lines, path, task, SimpleNamespace(judge=False, judge_url=None))
-    values = values_of(path, task, lines)
-    means = {name: scaled(name, mean) for name, mean in metrics.summary(values).items()}
-    intervals = {name: tuple(scaled(name, end) for end in ends) for name, ends in metrics.interval(values).items()}
-    return Run(path, settings, model, conditions_of(settings, model), setup, lines, values, means, intervals)
+    entropies = metrics.map_rows(lambda line: np.mean(line["entropies"]) if line.get("entropies") else None, lines)
+    values = [row | {"entropy": mean} for row, mean in zip(values_of(path, task, lines), entropies, strict=True)]
+    means = {name: scale(name) * mean for name, mean in metrics.summary(values).items() if mean is not None}
+    intervals = metrics.interval(values)
+    intervals = {name: tuple(scale(name) * end for end in intervals[name]) for name in means}
+    return Run(path, settings, model, conditions, setup, lines, values, means, intervals)
+
+
+def scale(metric):
+    return 1 if metric in NOT_FRACTIONS else 100
 
 
 def read_lines(path):
@@ -157,15 +156,17 @@ def read_lines(path):
     settings, lines = read_run(path)
     if settings is None:
         raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py")
-    metrics.check_rows(find(settings["task"]), lines, path)
-    return settings, [{name: value for name, value in line.items() if name != "line"}
-                      for line in sorted(lines, key=lambda line: line["index"])]
+    wrong = [name for name, kind in KINDS.items() if not isinstance(settings.get(name), kind)]
+    if wrong:
+        raise ValueError(f"{path}: its settings lack a valid {', '.join(wrong)}")
+    return settings, sorted(lines, key=lambda line: line["index"])
 
 
 def values_of(path, task, lines):
     """The metric values of each line, a dict each. Values that took long are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
-    key = short_hash(json.dumps([task.version, lines]).encode())
+    content = [{name: value for name, value in line.items() if name != "line"} for line in lines]
+    key = short_hash(json.dumps([task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:
             return entry["values"]
@@ -176,64 +177,52 @@ def values_of(path, task, lines):
     return values
 
 
+# Choosing runs
+
 def group(runs):
-    """({model and conditions: {setup: {task: [runs, one per random draw]}}}, [(path, why it is skipped)]).
+    """({model and conditions: [runs in the order of the tables]}, [(path, why it is skipped)]).
 
     Of several runs of one setup, task and draw, the one with the most examples is taken."""
-    chosen, skipped = {}, []
+    chosen, skipped, groups = {}, [], {}
     for run in sorted(runs, key=lambda run: -len(run.lines)):
-        key = run.title, order(run.setup), run.task, run.settings.get("seed") if run.setup.random_heads else 0
-        if chosen.setdefault(key, run) is not run:
-            skipped.append((run.path, f"the same setup as {chosen[key].path}, which has as many examples or more"))
-    groups = {}
-    for _, run in sorted(chosen.items(), key=lambda pair: pair[0]):
-        groups.setdefault(run.title, {}).setdefault(run.setup, {}).setdefault(run.task, []).append(run)
+        first = chosen.setdefault(order(run), run)
+        if first is not run:
+            skipped.append((run.path, f"the same setup as {first.path}, which has as many examples or more"))
+    for run in sorted(chosen.values(), key=order):
+        groups.setdefault(run.title, []).append(run)
     return groups, skipped
 
 
-def order(setup):
-    """Sort key: the order of METHODS, retrieval heads before random ones, then N and α."""
-    return (list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options,
-            setup.random_heads or "", setup.num_heads or 0, -1e9 if setup.alpha is None else setup.alpha)
+def order(run):
+    """Sort key: the order of METHODS, retrieval heads before random ones, then N, α, task and draw."""
+    setup = run.setup
+    return (run.title, list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options,
+            setup.random_heads or "", setup.num_heads or 0, -1e9 if setup.alpha is None else setup.alpha, run.task,
+            setup.random_heads and run.settings.get("seed") or 0)
 
 
-def greedy_run(setups, task):
-    """The run of greedy decoding on a task, or None."""
-    runs = (by_task[task][0] for setup, by_task in setups.items() if setup.method == "greedy" and task in by_task)
-    return next(runs, None)
-
-
-def greedy_mean(setups, task, metric):
-    run = greedy_run(setups, task)
-    return run and run.means.get(metric)
-
-
-def typical(setups):
-    """One setup per method, way of masking and amateur, for tables and figures that show one of each.
+def typical(runs):
+    """The runs of one setup per method, way of masking and amateur, for tables and figures that show one of each.
 
     Retrieval heads; if possible the paper's options and its α; then the N that most runs have."""
-    kinds, runs = {}, Counter()
-    for setup, by_task in setups.items():
-        if not setup.random_heads:
-            kinds.setdefault((setup.method, setup.mask, setup.amateur), []).append(setup)
-            runs[setup.num_heads] += len(by_task)
+    runs = [run for run in runs if not run.setup.random_heads]
+    counts, counts_of_n, kinds = Counter(run.setup for run in runs), Counter(run.setup.num_heads for run in runs), {}
+    for setup in counts:
+        kinds.setdefault((setup.method, setup.mask, setup.amateur), []).append(setup)
 
     def preference(setup):
         n = setup.num_heads
-        return not setup.options, setup.alpha == PAPER_ALPHA, runs[n], -(n or 0), len(setups[setup])
+        return not setup.options, setup.alpha == PAPER_ALPHA, counts_of_n[n], -(n or 0), counts[setup]
 
-    return [max(kind, key=preference) for kind in kinds.values()]
+    chosen = {max(setups, key=preference) for setups in kinds.values()}
+    return [run for run in runs if run.setup in chosen]
 
 
-def of_typical(setups, tasks, measure):
-    """{task: {setup: measure(run)}} of the typical setups, without empty results."""
-    panels = {}
-    for task, setup in itertools.product(tasks, typical(setups)):
-        if task in setups[setup] and len(result := measure(setups[setup][task][0])):
-            panels.setdefault(task, {})[setup] = result
-    return panels
+def greedy_run(runs, task):
+    """The run of greedy decoding on a task, or None."""
+    return next((run for run in runs if run.setup.method == "greedy" and run.task == task), None)
 
 
 def base_entropies(run):
     """The base model's entropy along each text, mean over its tokens, in nats (of `masked`, the masked model's)."""
-    return np.array([np.mean(line["entropies"]) for line in run.lines if line.get("entropies")])
+    return np.array([row["entropy"] for row in run.values if row["entropy"] is not None])

@@ -44,11 +44,12 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
     def decode_in_parts(batch):
         """The rows of a batch. With --batch-size auto, a part that runs out of memory is halved."""
         nonlocal size
-        answers = []
-        while len(answers) < len(batch):
+        rows = []
+        while len(rows) < len(batch):
+            part = batch[len(rows):][:size]
             try:
-                part = batch[len(answers):len(answers) + size]
-                answers += decode(bench, part, settings, arguments, model, tokenizer)
+                answers = decode(bench, part, settings, arguments, model, tokenizer)
+                rows += [questions[e.index] | answer for e, answer in zip(part, answers, strict=True)]
                 continue
             except RuntimeError as error:
                 # Ranks that share the model cannot halve: the other ranks are in the forward pass.
@@ -59,19 +60,17 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
             gc.collect()                                    # after `except`: the error held the tensors
             if model.device.type != "cpu":
                 getattr(torch, model.device.type).empty_cache()
-        return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
+        return rows
 
     with jsonl.locked(path) if ranks.rank == 0 else nullcontext():
-        done = ranks.share(lambda: runs.open_run(path, settings, questions,
-                                                 lambda rows: metrics.check_rows(task, rows, path)))
+        done = ranks.share(lambda: runs.open_run(path, settings, questions, lambda rows: running_score(task, rows)))
         longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
         batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
         batches = [batch for batch in batches if any(e.index not in done for e in batch)]
         values = running_score(task, done.values())
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
-            for turn in range(0, len(batches), ranks.replicas):
-                number = turn + ranks.replica
-                batch = batches[number] if number < len(batches) else []
+            for first in range(0, len(batches), ranks.replicas):
+                batch = next(iter(batches[first + ranks.replica:]), [])
                 rows = ranks.gather(lambda batch=batch: decode_in_parts(batch))
                 rows = [row for row in rows if row["index"] not in done]
                 if ranks.rank == 0:
@@ -100,20 +99,18 @@ def question_of(item, encoded):
 
 def decode(bench, batch, settings, arguments, model, tokenizer):
     """Decode or score a batch. Returns the part of each row that is the answer."""
-    start, cad = time.perf_counter(), arguments["method"] == "cad"
-    if bench.task.choice:
+    start, task, without = time.perf_counter(), bench.task, [e.without_context for e in batch]
+    if task.choice:
         [e] = batch
-        if cad:
-            arguments = arguments | {"prompt_ids_without_context": e.without_context}
-        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments)
+        more = {"prompt_ids_without_context": without[0]} if arguments["method"] == "cad" else {}
+        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments, **more)
         n_true = bench.items[e.index]["n_true"]
         results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
                     "tokens": sum(map(len, e.answers))}]
     else:
-        if cad:
-            arguments = arguments | {"ids_without_context": [e.without_context for e in batch]}
+        more = {"ids_without_context": without} if arguments["method"] == "cad" else {}
         out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=settings["max_new_tokens"],
-                                 eos_ids=tokenizer.eos_ids, **arguments)
+                                 eos_ids=tokenizer.eos_ids, **arguments, **more)
         results = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
                     "alphas": [round(alpha, 6) for alpha in g.alphas],
                     "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]

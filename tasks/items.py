@@ -6,20 +6,30 @@
     candidates          multiple choice: the answers in scoring order, true ones first
 
 Other fields are stored with the prediction, for the metrics. ValueError names a field that is missing or of the wrong
-kind; the caller adds file and line."""
+kind; `located` adds file and line."""
 
 import ast
 import json
 import re
+from contextlib import contextmanager
 
 
 def list_of(*types):
-    return lambda value: isinstance(value, list) and value and all(isinstance(element, types) for element in value)
+    return lambda value: isinstance(value, list) and value and all(type(element) in types for element in value)
 
 
-KINDS = {"a text": lambda value: isinstance(value, str), "a whole number": lambda value: isinstance(value, int),
+KINDS = {"a text": lambda value: isinstance(value, str), "a whole number": lambda value: type(value) is int,
          "a list of texts": list_of(str), "a list of numbers": list_of(int, float, type(None)),
          "a list of objects": list_of(dict, type(None))}
+
+
+@contextmanager
+def located(place, note=""):
+    """Turns what a wrong row raises into a ValueError that begins with its place."""
+    try:
+        yield
+    except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{place}: {error}{note}") from error
 
 
 def field(row, name, kind="a text"):

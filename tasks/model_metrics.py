@@ -9,7 +9,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from tasks.items import instructions
+from tasks.items import field, instructions, texts
+from tasks.metrics import per_row
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -38,12 +39,12 @@ def needs(name, *modules, models=(), nltk_data=False):
 
 
 @needs("rougeL", "rouge_score")
-def rouge(rows):
+@per_row
+def rouge(row):
     """rougeLsum without stemmer, sentences split at " . ", F1 × 100."""
     from rouge_score.rouge_scorer import RougeScorer
-    scorer = RougeScorer(["rougeLsum"], use_stemmer=False)
-    pairs = [[text.replace(" . ", ".\n") for text in (row["references"][0], row["prediction"])] for row in rows]
-    return [{"rougeL": 100 * scorer.score(*pair)["rougeLsum"].fmeasure} for pair in pairs]
+    pair = [text.replace(" . ", ".\n") for text in (texts(row, "references")[0], field(row, "prediction"))]
+    return {"rougeL": 100 * RougeScorer(["rougeLsum"]).score(*pair)["rougeLsum"].fmeasure}
 
 
 @needs("bertscore_f1", "bert_score", models=[(DEBERTA, WEIGHTS)])
@@ -57,7 +58,8 @@ def bertscore(rows):
     tokenizer = scorer._tokenizer
     tokenizer.model_max_length = 512
     tokenizer.build_inputs_with_special_tokens = lambda ids: [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
-    f1 = scorer.score([row["prediction"] for row in rows], [row["references"][0] for row in rows])[2]
+    predictions = [field(row, "prediction") for row in rows]
+    f1 = scorer.score(predictions, [texts(row, "references")[0] for row in rows])[2]
     return [{"bertscore_f1": 100 * value} for value in f1.tolist()]
 
 
@@ -80,21 +82,18 @@ def factkb(rows):
 
 
 @needs("IFEval", "lm_eval", "langdetect", "immutabledict", "nltk", nltk_data=True)
-def ifeval(rows):
+@per_row
+def ifeval(row):
     """Strict, on the raw response. At prompt level a row counts if all its instructions are followed; at instruction
     level `summary` weights it by their number. Published: only the first element of a list argument is checked."""
-    values = []
-    for row in rows:
-        strict = [follows(name, kwargs, row) for name, kwargs in instructions(row)]
-        published = [follows(name, first_elements(kwargs), row) for name, kwargs in instructions(row)]
-        values.append({"prompt_strict": float(all(strict)), "instruction_strict": sum(strict) / len(strict),
-                       "prompt_strict_published": float(all(published)),
-                       "instruction_strict_published": sum(published) / len(published), "instructions": len(strict)})
-    return values
-
-
-def first_elements(kwargs):
-    return {name: value[:1] if isinstance(value, list) else value for name, value in kwargs.items()}
+    values, complete = {}, instructions(row)
+    shortened = [(name, {key: value[:1] if isinstance(value, list) else value for key, value in arguments.items()})
+                 for name, arguments in complete]
+    for suffix, checks in (("", complete), ("_published", shortened)):
+        followed = [follows(name, arguments, row) for name, arguments in checks]
+        values |= {f"prompt_strict{suffix}": float(all(followed)),
+                   f"instruction_strict{suffix}": sum(followed) / len(followed)}
+    return values | {"instructions": len(complete)}
 
 
 @functools.cache
@@ -114,7 +113,7 @@ def follows(name, kwargs, row):
     """Whether the row's prediction follows one instruction. An empty prediction follows none."""
     if name not in checkers():
         raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
-    response, kwargs = row["prediction"], {key: value for key, value in kwargs.items() if value}
+    response, kwargs = field(row, "prediction"), {key: value for key, value in kwargs.items() if value}
     if not response.strip():
         return False
     if name == "keywords:letter_frequency" and not re.fullmatch("[a-z]", kwargs.get("letter", "a").lower()):
@@ -124,5 +123,5 @@ def follows(name, kwargs, row):
     checker = checkers()[name](name)
     checker.build_description(**kwargs)
     if "prompt" in (checker.get_instruction_args() or {}):
-        checker.build_description(prompt=row["prompt"])
+        checker.build_description(prompt=field(row, "prompt"))
     return bool(checker.check_following(response))

@@ -8,39 +8,28 @@ settings["continued"] names it."""
 import json
 
 from runtime.jsonl import json_lines, write
+from tasks.items import field, located
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")
 NOT_COMPARED = (*SURROUNDINGS, "commit", "command", "date", "n", "limit", "continued")
-TYPES = {"index": (int,), "prompt_sha256": (str,), "prompt_tokens": (int,), "tokens": (int,), "stop": (str,),
-         "seconds": (int, float)}
-LISTS = ("ids", "alphas", "entropies")
 
 
 def read_run(path):
-    """(settings or None, rows) of a run, or of any file of JSON lines. Each row gets the number of its `line`.
-
-    Raises ValueError, with the line, for a row that cannot be part of a run."""
-    settings, rows, lines = None, [], {}
+    """(settings or None, rows) of a run, or of any file of JSON lines. Each row gets its place ("FILE, line 3") as
+    `line`. ValueError for a row of a run without an index, and for two rows of one item."""
+    settings, rows, places = None, [], {}
     for number, row in json_lines(path):
-        where = f"{path}, line {number}"
+        row["line"] = f"{path}, line {number}"
         if number == 1 and isinstance(row.get("settings"), dict):
             settings = row["settings"]
             continue
-        if settings is not None and "index" not in row:
-            raise ValueError(f"{where}: 'index' is missing; every row of a run has one")
-        for name in row:
-            if not has_type(name, row[name]):
-                raise ValueError(f"{where}: {name!r} cannot be {brief(row[name])}")
-        if "index" in row and lines.setdefault(row["index"], number) != number:
-            raise ValueError(f"{where}: item {row['index']} is also in line {lines[row['index']]}; remove one")
-        rows.append(row | {"line": number})
+        if settings is not None or "index" in row:
+            with located(row["line"]):
+                first = places.setdefault(field(row, "index", "a whole number"), row["line"])
+                if first != row["line"]:
+                    raise ValueError(f"the same item as {first}; remove one")
+        rows.append(row)
     return settings, rows
-
-
-def has_type(name, value):
-    if name in LISTS:
-        return isinstance(value, list) and all(type(number) in (int, float) for number in value)
-    return type(value) in TYPES.get(name, [type(value)])
 
 
 def prompt_key(row):
@@ -65,13 +54,15 @@ def open_run(path, settings, items, check=lambda rows: None):
     if stored is None:
         raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py; "
                          "choose another --out")
+    if settings.get("mask_prompt") is None and "mask_prompt" in stored:
+        stored["mask_prompt"] = None        # older runs of multiple choice say false, but scoring masks every position
     if rows:
         check_settings(path, stored, settings)
         check(rows)
         for row in rows:
             item = items.get(row["index"])
             if item is None or any(row.get(name) != item[name] for name in item):
-                raise ValueError(f"{path}, line {row['line']}: item {row['index']} is not that of the data; "
+                raise ValueError(f"{row['line']}: item {row['index']} is not that of the data; "
                                  "choose another --out or remove the file")
         changes = {name: settings[name] for name in SURROUNDINGS if settings[name] != stored.get(name)}
         settings = stored | {"n": settings["n"], "limit": settings["limit"]}

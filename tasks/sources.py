@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runtime.files import one_line, sha256, short_hash
 from runtime.jsonl import json_lines
-from tasks.items import field
+from tasks.items import field, located
 
 
 def read_rows(path):
@@ -96,33 +96,44 @@ def from_hub(home, option="--data"):
 def read_with(read, numbered_rows, path, home):
     """Yields `read` of each row. ValueError names the file, the line, and the data that the task reads."""
     for number, row in numbered_rows:
-        try:
+        with located(f"{path}, line {number}", f"; this task reads {home}"):
             yield read(row)
-        except (ValueError, SyntaxError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}; this task reads {home}") from error
 
 
 def load(task, data=None, demos=None, limit=None, seed=1234):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
     Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt;
-    the training split; the first items of the data, which then are not scored. Their record says which ("source":
-    "file", "fixed", "train" or "first items"), and whether they are the paper's."""
+    the training split; the first items of the data with different questions. Their record says which ("source":
+    "file", "fixed", "train" or "first items"), and whether they are the paper's. Items with the question of a first
+    item are not scored, except in PopQA, whose first nine items are the published demonstrations."""
+    shots = task.shots + task.demos_are_items           # PopQA: an item that is one of them is shown the ninth instead
     demonstrations, record = find_demos(task, demos, data, seed)
-    use_first = bool(task.shots) and record is None
-    items, records = load_items(task, data, None if use_first else limit)
-    if use_first:
-        demonstrations, items = split_first_items(task, items, limit)
+    from_items = bool(shots) and record is None
+    items, records = load_items(task, data, None if from_items else limit)
+    if from_items:
+        first = {}
+        for item in items:
+            first.setdefault(item["question"], item)
+        demonstrations = [demonstration(task, item | {"answer": item["references"][0]})
+                          for item in list(first.values())[:shots]]
         record = {"source": "first items"} | records[0]
-    demonstrations = demonstrations[:task.shots + task.demos_are_items]
+    demonstrations = demonstrations[:shots]
+    questions = {demo["question"] for demo in demonstrations}
+    if task.demos_are_items:
+        items = [item | {"demonstration": True} if item["question"] in questions else item for item in items]
+    elif from_items:
+        items = [item for item in items if item["question"] not in questions]
+    if from_items:
+        items = [item | {"index": index} for index, item in enumerate(items[:limit])]
+    if not items:
+        raise ValueError(f"{task.name}: the data's first {shots} questions are its demonstrations, and nothing is left "
+                         "to score: give more data, or --demos FILE")
     if demonstrations:
         record["paper"] = demos_hash(demonstrations) == task.demos_hash
         origin = f"{record['source']} {record.get('hub', record.get('file', ''))}".strip()
         verdict = "the paper's" if record["paper"] else "not the paper's (give those with --demos)"
         print(f"{task.name}: {len(demonstrations)} demonstrations ({origin}), {verdict}", file=sys.stderr)
-    if task.demos_are_items:
-        questions = {demo["question"] for demo in demonstrations}
-        items = [item | {"demonstration": True} if item["question"] in questions else item for item in items]
     return items, records, demonstrations, record
 
 
@@ -159,42 +170,23 @@ def load_items(task, data=None, limit=None):
 
 def find_demos(task, demos, data, seed):
     """(demonstrations, record); ([], None) if there are none, or if they must be items of the data."""
-    read = functools.partial(demonstration, task)
     if not task.shots:
         return [], None
-    places = [demos, data if data and Path(data).is_dir() else None]
+    read, places = functools.partial(demonstration, task), [demos, data if data and Path(data).is_dir() else None]
     for path, record in find_files("--demos", task, places, [task.demo_file]).items():
-        rows = [(number, row) for number, row in read_rows(path) if row.get("used_in_paper") is not False]
-        if not rows:
-            raise ValueError(f"{path}: holds no demonstrations")
-        return list(read_with(read, rows, path, "demonstrations")), {"source": "file"} | record
+        rows = ((number, row) for number, row in read_rows(path) if row.get("used_in_paper") is not False)
+        if demonstrations := list(read_with(read, rows, path, "demonstrations")):
+            return demonstrations, {"source": "file"} | record
+        raise ValueError(f"{path}: holds no demonstrations")
     if task.fixed_demos:
         return list(map(read, task.fixed_demos)), {"source": "fixed"}
-    if task.training:
-        path, record = from_hub(task.training, "--demos")
-        rows = list(read_rows(path))
-        rows = rows[:task.shots] if task.first_of_training else random.Random(seed).sample(rows, task.shots)
-        record |= {"source": "train", "seed": None if task.first_of_training else seed}
-        return list(map(read, read_with(task.read_training, rows, path, task.training))), record
-    return [], None
-
-
-def split_first_items(task, items, limit=None):
-    """(demonstrations, items left to score): the first items with different questions.
-
-    An item with the question of a demonstration is not scored, except in PopQA, whose first nine items are the
-    published demonstrations. An item that is one of them is shown the ninth instead."""
-    first = {}
-    for item in items:
-        if len(first) < task.shots + task.demos_are_items:
-            first.setdefault(item["question"], item)
-    demos = [demonstration(task, item | {"answer": item["references"][0]}) for item in first.values()]
-    if not task.demos_are_items:
-        items = [item for item in items if item["question"] not in first]
-    if not items:
-        raise ValueError(f"{task.name}: the data's first {len(first)} questions are its demonstrations, and nothing "
-                         "is left to score: give more data, or --demos FILE")
-    return demos, [item | {"index": index} for index, item in enumerate(items[:limit])]
+    if not task.training:
+        return [], None
+    path, record = from_hub(task.training, "--demos")
+    rows, drawn = list(read_rows(path)), not task.first_of_training
+    rows = random.Random(seed).sample(rows, task.shots) if drawn else rows[:task.shots]
+    demonstrations = map(read, read_with(task.read_training, rows, path, task.training))
+    return list(demonstrations), {"source": "train", "seed": seed if drawn else None} | record
 
 
 def demonstration(task, row):

@@ -234,6 +234,7 @@ def test_repetition_penalty_is_that_of_transformers(deep):
     ("cad", dict(ids_without_context=[[5], []]), "context-free prompt 2 of 2 is empty"),
     ("cad", dict(ids_without_context=[[5]]), "it got 1 for 2"),
     ("cad", dict(ids_without_context=[[5], [96]]), "contains the id 96"),
+    ("cad", dict(ids_without_context=[[5], [5] * 450]), "450 tokens, longer than its prompt, leaves no room for 64"),
     ("ad", {}, "info_layer 24 is outside .*layers 1 to 3"),
     ("ad", dict(info_layer=0), "info_layer 0 is outside"),
     ("dola-low", dict(dola_layers="thirds"), "dola_layers 'thirds' is unknown"),

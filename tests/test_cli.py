@@ -1,7 +1,6 @@
 """The program behind decore.py and baselines.py: prompts, options, JSON, text for people."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,14 +32,6 @@ def base(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory):
-    model = write_model(tmp_path_factory.mktemp("thinking"), THINKING)
-    turns = [dict(role=role, content=text) for role, text in [("user", "a"), ("assistant", "b"), ("user", "c")]]
-    (Path(model[1]) / "turns.json").write_text(json.dumps(turns))
-    return model
-
-
 @pytest.fixture
 def objects(call):
     """The JSON objects that a program prints, by default decore.py."""
@@ -49,10 +40,6 @@ def objects(call):
         assert status == 0, err
         return [json.loads(line) for line in out.splitlines()]
     return run
-
-
-def encode(model, text):
-    return Tokenizer.load(model[1]).encode(text)
 
 
 def labels(heads):
@@ -72,7 +59,7 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
 
 def test_prompts_of_all_kinds_are_one_batch_in_order_and_its_text_is_that_of_the_json(
         call, objects, base, tmp_path, monkeypatch):
-    (tmp_path / "prompt.txt").write_text("from a\nfile", encoding="utf-8")
+    (tmp_path / "prompt.txt").write_text("from a\nfile\n\n", encoding="utf-8")
     prompts = ["--prompt", "word " * 20, "--prompt-file", tmp_path / "prompt.txt", "--prompt-file", "-",
                "--prompt-ids", "72,105"]
     outputs = []
@@ -80,14 +67,14 @@ def test_prompts_of_all_kinds_are_one_batch_in_order_and_its_text_is_that_of_the
         monkeypatch.setattr("sys.stdin", open(tmp_path / "prompt.txt", encoding="utf-8"))
         outputs.append(call(decore.main, *base, *FLAGS, *options))
     (_, out, err), lines, [piped] = outputs[0], *([*map(json.loads, text.splitlines())] for _, text, _ in outputs[1:])
-    file = encode(base, "from a\nfile")
-    assert [line["prompt_ids"] for line in lines] == [encode(base, "word " * 20), file, file, [72, 105]]
+    tokenizer = Tokenizer.load(base[1])
+    file = tokenizer.encode("from a\nfile\n")               # without one final newline
+    assert [line["prompt_ids"] for line in lines] == [tokenizer.encode("word " * 20), file, file, [72, 105]]
     assert piped["ids"] == lines[1]["ids"] and piped["prompt_ids"] == file
     for line in lines:
         [alone] = objects(*base, *FLAGS, "--prompt-ids", ",".join(map(str, line["prompt_ids"])))
         assert alone["ids"] == line["ids"]
-    titles = [f"[1] {'word ' * 12}…", "[2] from a file", "[3] from a file",
-              f"[4] {Tokenizer.load(base[1]).decode([72, 105])}"]
+    titles = [f"[1] {'word ' * 12}…", "[2] from a file", "[3] from a file", f"[4] {tokenizer.decode([72, 105])}"]
     assert out == "".join(f"{title}\n{line['text']}\n\n" for title, line in zip(titles, lines, strict=True))
     assert "tokens/s" in err
 
@@ -108,17 +95,34 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(call
     assert status == 0 and "masked  " not in out and "masked is left out: no head scores are known" in err
 
 
-@pytest.mark.parametrize("options, text", [
-    (["--prompt=b"], "<|turn|>user:b<|end|><|turn|>assistant:"),
-    (["--prompt=b", "--system=S"], "<|turn|>system:S<|end|><|turn|>user:b<|end|><|turn|>assistant:"),
-    (["--prompt=b", "--raw"], "b"),
-    (["--prompt=b", '--template-args={"enable_thinking": false}'], "<|turn|>user:b<|end|><|turn|>assistant:quiet"),
-    (["--messages=turns.json"],
-     "<|turn|>user:a<|end|><|turn|>assistant:b<|end|><|turn|>user:c<|end|><|turn|>assistant:"),
+@pytest.mark.parametrize("options, status, methods, reasons", [
+    ("{heads}", 0, [*decore.METHODS, "dola-low", "dola-high"],
+     ["cd is left out: cd needs an amateur", "cad is left out: cad needs", "ad is left out: info_layer 24"]),
+    ("--amateur {base}", 0, ["greedy", "cd", "dola-low", "dola-high"], ["masked is left out: no head scores"]),
+    ("--method ad", 2, ["greedy", "dola-low", "dola-high"], ["error: info_layer 24"]),          # requested
+    ("--method masked", 2, ["greedy", "dola-low", "dola-high"], ["error: no head scores are known"]),
 ])
-def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, thinking, monkeypatch, options, text):
-    monkeypatch.chdir(thinking[1])
-    assert objects(*thinking, *FLAGS, *options)[0]["prompt_ids"] == encode(thinking, text)
+def test_compare_leaves_out_methods_that_fail_and_ends_in_an_error_if_the_requested_one_fails(
+        call, base, options, status, methods, reasons):
+    options = options.format(heads=" ".join(base[2:]), base=base[1]).split()
+    result, out, err = call(baselines.main, *base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare", *options)
+    assert (result, [json.loads(line)["method"] for line in out.splitlines()]) == (status, methods)
+    assert all(reason in err for reason in reasons) and err.count("error: ") == bool(status)
+
+
+def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, tmp_path):
+    model = write_model(tmp_path / "thinking", THINKING)
+    turns = [dict(role=role, content=text) for role, text in [("user", "a"), ("assistant", "b"), ("user", "c")]]
+    (tmp_path / "turns.json").write_text(json.dumps(turns))
+    for options, text in (
+            (["--prompt=b"], "<|turn|>user:b<|end|><|turn|>assistant:"),
+            (["--prompt=b", "--system=S"], "<|turn|>system:S<|end|><|turn|>user:b<|end|><|turn|>assistant:"),
+            (["--prompt=b", "--raw"], "b"),
+            (["--prompt=b", '--template-args={"enable_thinking": false}'],
+             "<|turn|>user:b<|end|><|turn|>assistant:quiet"),
+            (["--messages", tmp_path / "turns.json"],
+             "<|turn|>user:a<|end|><|turn|>assistant:b<|end|><|turn|>user:c<|end|><|turn|>assistant:")):
+        assert objects(*model, *FLAGS, *options)[0]["prompt_ids"] == Tokenizer.load(model[1]).encode(text)
 
 
 def test_options_reach_the_method(objects, base):
@@ -140,18 +144,12 @@ def test_options_reach_the_method(objects, base):
     assert published["heads"] == labels(published_random_heads(2, 3, 4))
 
 
-def test_without_a_prompt_the_miniature_shows_its_example(call, monkeypatch):
+def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, objects, monkeypatch):
     monkeypatch.chdir(cli.MINIATURE.parent)
     status, out, _ = call(decore.main, "--model", "./miniature/")
     assert status == 0 and out.splitlines()[3:] == ["        greedy   Kraskrigard.", "decore-entropy   Dasholm."]
     status, out, _ = call(baselines.main, "--method", "cad")            # the example without its context is known
     assert status == 0 and out.endswith("cad   Dasholm.\n")
-    status, out, err = call(baselines.main, "--method", "ad")
-    assert status == 2 and "greedy" in out and "baselines.py: error: info_layer 24" in err
-
-
-def test_the_bundled_amateur_is_recognised_by_its_path(objects, monkeypatch):
-    monkeypatch.chdir(cli.MINIATURE.parent)
     [line] = objects("--amateur", "miniature/amateur", "--prompt", "Hello you", "--max-new-tokens", 4, "--sources")
     assert line["method"] == "decore-entropy-lite" and len(line["heads"]) == 4
     heads = [tuple(map(int, head.split("-"))) for head in line["heads"]]
@@ -172,17 +170,6 @@ def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arg
     g = baselines.generate(model, line["prompt_ids"], line["method"], max_new_tokens=6, eos_ids=[257], **settings)
     assert (line["ids"], line["alphas"], line["stop"]) == (g.ids, g.alphas, g.stop)
     assert line["heads"] == [] and line.get("amateur") == (model.name if "amateur" in settings else None)
-
-
-def test_compare_shows_all_baselines_that_apply_and_says_why_others_do_not(call, base):
-    def compare(*arguments):
-        _, out, err = call(baselines.main, *base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare", *arguments)
-        return [json.loads(line)["method"] for line in out.splitlines()], err
-    methods, err = compare(*base[2:])
-    assert methods == [*decore.METHODS, "dola-low", "dola-high"]
-    for method, reason in (("cd", "needs an amateur"), ("cad", "--without-context"), ("ad", "--info-layer")):
-        assert any(line.startswith(f"{method} is left out: ") and reason in line for line in err.splitlines())
-    assert compare("--amateur", base[1])[0] == ["greedy", "cd", "dola-low", "dola-high"]        # no head scores
 
 
 def test_characters_that_may_become_a_stop_text_are_printed_later(capsys, base):
@@ -207,15 +194,12 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
 
 
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):
-    chosen = []
+    chosen, model = [], Transformer.load(base[1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    cli.limit_threads(Transformer.load(base[1]))
+    cli.limit_threads(model)                            # conftest sets OMP_NUM_THREADS
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli.limit_threads(Transformer.load(base[1]))
+    cli.limit_threads(model)
     assert chosen == [1]
-    packed = Transformer.load(base[1]).to("meta")
-    packed.register_buffer("weight", torch.empty(30_000_000, device="meta"))
-    monkeypatch.setattr(Transformer, "device", torch.device("cpu"))
-    cli.limit_threads(packed)
+    model.register_buffer("packed", torch.empty(30_000_000, device="meta"))
+    cli.limit_threads(model)
     assert chosen == [1]

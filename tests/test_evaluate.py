@@ -20,8 +20,7 @@ import cli
 import evaluate
 from heads import choose_heads
 from model import Transformer
-from tasks import TASKS, sources
-from tasks.prompts import encode, end_of_turn
+from tasks import TASKS
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
@@ -199,30 +198,28 @@ def test_ranks_that_share_a_model_end_when_one_runs_out_of_memory(model, data, t
 # Sweeps
 
 
-def test_a_sweep_runs_every_combination_once(start, model, heads, data, tmp_path):
-    arguments = [*model, *heads, *data["nq-closed"], "--max-new-tokens", 2, "--limit", 1, "--out", tmp_path]
-    status, out, _ = start(*arguments, "--method", "greedy,masked,decore-static", "--num-heads", "1,2",
-                           "--alpha", "0,1")
-    assert status == 0 and [Path(one["run"]).name.split(".", 2)[2] for one in out] == [
-        "greedy.jsonl", "masked.n1.jsonl", "masked.n2.jsonl", "decore-static.n1.a0.jsonl",
-        "decore-static.n1.a1.jsonl", "decore-static.n2.a0.jsonl", "decore-static.n2.a1.jsonl"]
-    _, out, err = start(*arguments, "--method", "greedy,masked", "--num-heads", 2, "--random-heads", "uniform",
-                        "--seed", "1,3")
-    assert len(out) == 3, err
-    chosen = [content(one["run"])[0]["heads"] for one in out]
-    assert chosen[0] is None and chosen[1] != chosen[2] and "seed3" in out[2]["run"]
-
-
-def test_entropy_lite_has_its_own_name_in_files_and_settings(start, model, heads, data, tmp_path):
-    _, out, _ = start(*model, *heads, *data["nq-closed"], "--num-heads", 2, "--max-new-tokens", 2, "--limit", 1,
-                      "--out", tmp_path, "--method", "masked,decore-entropy", "--amateur", model[1],
-                      "--amateur-heads", heads[1])
-    name = Path(model[1]).name
-    assert [Path(one["run"]).name for one in out] == [f"nq-closed.{name}.masked.n2.jsonl",
-                                                      f"nq-closed.{name}.decore-entropy-lite.n2.{name}.jsonl"]
-    masked, lite = (content(one["run"])[0] for one in out)
-    assert (lite["method"], lite["amateur"], masked["amateur"]) == ("decore-entropy-lite", name, None)
-    assert lite["random_heads"] is None and len(lite["heads"]) == 2
+@pytest.mark.parametrize("options, names, draws", [
+    ("--method greedy,masked,decore-static --num-heads 1,2 --alpha 0,1",
+     "greedy masked.n1 masked.n2 decore-static.n1.a0 decore-static.n1.a1 decore-static.n2.a0 decore-static.n2.a1", 3),
+    ("--method greedy,masked --num-heads 2 --random-heads uniform --seed 1,3",
+     "greedy masked.n2.random-uniform-seed1 masked.n2.random-uniform-seed3", 3),
+    ("--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt --amateur {model} "
+     "--amateur-heads {heads}", "masked.n2.query.mask-prompt decore-entropy-lite.n2.query.mask-prompt.{name}", 1),
+])
+def test_a_sweep_runs_every_combination_once_under_its_own_name(start, model, heads, data, tmp_path, options, names,
+                                                                draws):
+    """draws: different sets of heads, none included."""
+    places = {"model": model[1], "name": Path(model[1]).name, "heads": heads[1]}
+    options = [*options.format(**places).split(), "--max-new-tokens", 2, "--limit", 1, "--out", tmp_path]
+    status, out, err = start(*model, *heads, *data["nq-closed"], *options)
+    assert status == 0 and [Path(one["run"]).name for one in out] == [
+        f"nq-closed.{places['name']}.{name}.jsonl" for name in names.format(**places).split()], err
+    runs = [content(one["run"])[0] for one in out]
+    assert [settings["method"] for settings in runs] == [name.split(".")[0] for name in names.split()]
+    assert len({str(settings["heads"]) for settings in runs}) == draws
+    for settings in runs:
+        assert settings["amateur"] == (places["name"] if "lite" in settings["method"] else None)
+        assert settings["random_heads"] == ("uniform" if settings["heads"] and "seed" in out[-1]["run"] else None)
 
 
 def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(start, model, data, tmp_path):
@@ -241,18 +238,25 @@ def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(s
     assert status == 2 and out == "" and err.splitlines()[-1].endswith(line)
 
 
-@pytest.mark.parametrize("options, message", [
-    (["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
-    (["--method", "greedy,ad"], "info_layer 24 is outside"),
-    (["--method", "greedy"], "7 of 7 prompts are longer than the 64 positions of small"),
-    (["--method", "cd", "--model", "large", "--amateur", "small"], "longer than the 64 positions of small"),
+@pytest.mark.parametrize("context, task, options, message", [
+    (64, "nq-closed", ["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
+    (64, "nq-closed", ["--method", "greedy,ad"], "info_layer 24 is outside"),
+    (64, "nq-closed", ["--method", "greedy"], "7 of 7 prompts are longer than the 64 positions of small"),
+    (64, "nq-closed", ["--method", "cd", "--model", "large", "--amateur", "small"], "than the 64 positions of small"),
+    # A prompt of 26 tokens and "three": 26 + 5, and the end of the turn, which is not read.
+    (30, "memotrap", ["--method", "greedy"], "1 of 2 prompts are longer than the 30 positions of small"),
+    (31, "memotrap", ["--method", "greedy"], None),
+    (267, "nq-closed", ["--method", "greedy"], None),
+    (266, "nq-closed", ["--method", "greedy"], "1 of 7 prompts are longer than the 266 positions of small"),
 ])
-def test_data_and_options_are_checked_before_the_first_run(start, data, tmp_path, monkeypatch, options, message):
+def test_data_and_options_are_checked_before_the_first_run(start, data, tmp_path, monkeypatch, context, task, options,
+                                                           message):
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "small", max_position_embeddings=64)
+    write_model(tmp_path / "small", max_position_embeddings=context)
     write_model(tmp_path / "large")
-    status, _, err = start("--model", "small", *data["nq-closed"], *options, "--out", tmp_path / "out")
-    assert status == 2 and message in err and not (tmp_path / "out").exists()
+    status, _, err = start("--model", "small", *data[task], *options, "--out", tmp_path / "out")
+    assert (status, (tmp_path / "out").exists()) == ((2, False) if message else (0, True)), err
+    assert message is None or message in err
 
 
 @pytest.mark.parametrize("task, options, message", [
@@ -278,17 +282,18 @@ def test_an_option_without_effect_is_refused_before_a_model_is_loaded(start, dat
 def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, heads, data, tmp_path, method):
     options = [*heads, "--num-heads", 2] if method == "decore-entropy" else []
     _, [out], _ = start(*model, *options, *data["truthfulqa-mc"], "--method", method, "--out", tmp_path)
-    row = content(out["run"])[1]
+    settings, row = content(out["run"])[:2]
+    assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None and settings["renormalise"] is True
     tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
-    items, _, demos, _ = sources.load(TASKS["truthfulqa-mc"], data["truthfulqa-mc"][3], data["truthfulqa-mc"][5])
-    end = end_of_turn(tokenizer)
-    prompt = encode(TASKS["truthfulqa-mc"], items[0], demos, tokenizer, "chat", end).prompt
+    demo = "<|turn|>user:Q: q\nA:<|end|><|turn|>assistant:a<|end|>"
+    text = f"<|turn|>system:{TASKS['truthfulqa-mc'].instruction}<|end|>{demo * 2}<|turn|>user:Q: Why?\nA:<|end|>"
+    prompt = tokenizer.core.encode(text + "<|turn|>assistant:").ids
     # The template strips the blank before a candidate. The end of the turn is one token.
-    answers = [tokenizer.encode(text) + [257] for text in ("Because.", "So.", "No.", "Never.", "Not.")]
+    answers = [tokenizer.encode(text, bos=False) + [257] for text in ("Because.", "So.", "No.", "Never.", "Not.")]
     arguments = {"heads": choose_heads(loaded, heads[1], 2)} if options else {}
     scores = baselines.score(loaded, prompt, answers, method=method, **arguments)
     assert row["scores_true"] == pytest.approx(scores[:2]) and row["scores_false"] == pytest.approx(scores[2:])
-    assert row["best_position"] == 0 and row["merged"] == 0 and end == [257]
+    assert row["best_position"] == 0 and row["merged"] == 0
 
 
 def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_path):

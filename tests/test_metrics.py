@@ -180,7 +180,7 @@ def test_instructions_are_counted_one_by_one_and_prompts_whole():
     values = [{"instruction_strict": 1.0, "instructions": 3}, {"instruction_strict": 0.0, "instructions": 1}]
     assert metrics.summary(values)["instruction_strict"] == 0.75
     counts = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    assert metrics.summary(values, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
+    assert metrics.means(values, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
     values = ifeval("a, b", COMMA, ("keywords:existence", {"keywords": ["a"]}))
     assert (values["prompt_strict"], values["instruction_strict"], values["instructions"]) == (0, 0.5, 2)
 

@@ -166,10 +166,8 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("files, missing", [
-    ({}, FACTKB),
     ({FACTKB: ["config.json"], ROBERTA: ["config.json", "tokenizer.json"]}, FACTKB),    # an interrupted download
-    ({FACTKB: ["config.json", "model.safetensors"]}, ROBERTA),
-    ({FACTKB: ["config.json", "pytorch_model.bin"], ROBERTA: ["config.json"]}, ROBERTA),
+    ({FACTKB: ["config.json", "model.safetensors"], ROBERTA: ["config.json"]}, ROBERTA),
     ({FACTKB: ["config.json", "pytorch_model.bin"], ROBERTA: ["config.json", "vocab.json"]}, None),
 ])
 def test_factkb_names_the_missing_model_and_the_command(files, missing, cache):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from decore import generate
 from model import Linear, Transformer
 from runtime import native, pack
-from runtime.pack import Packed, fastest
+from runtime.pack import Filled, Packed, fastest
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -22,21 +22,23 @@ def without_native(monkeypatch):
 
 @needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [Packed, Filled])
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str)
-def test_a_packed_layer_gives_the_numbers_of_the_plain_one(dtype, close, bias):
+def test_a_packed_layer_gives_the_numbers_of_the_plain_one(dtype, close, kind, bias):
     torch.manual_seed(0)
     weight, b = torch.randn(80, 48).to(dtype), torch.randn(80).to(dtype) if bias else None
     for shape in ((1,), (2, 1, 1), (2, 3, 50)):
         x = torch.randn(*shape, 48).to(dtype)
         expected = F.linear(x, weight, b)
-        torch.testing.assert_close(Packed(weight, b)(x), expected, rtol=close, atol=close * expected.abs().max().item())
+        torch.testing.assert_close(kind(weight, b)(x), expected, rtol=close, atol=close * expected.abs().max().item())
 
 
 @needs_onednn
+@pytest.mark.parametrize("kind", [Packed, Filled])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_model_chooses_the_same_tokens(family, tmp_path, monkeypatch):
+def test_a_packed_model_chooses_the_same_tokens(family, kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, family)
-    monkeypatch.setattr(pack, "fastest", lambda weight: Packed)
+    monkeypatch.setattr(pack, "fastest", lambda weight: kind)
     plain = Transformer.load(folder)                            # all of its matrices are small
     monkeypatch.setattr(pack, "SMALL", 0)
     packed = Transformer.load(folder)
@@ -66,4 +68,5 @@ def test_the_faster_product_is_chosen_if_it_is_right(monkeypatch, plain_seconds,
         return product
     monkeypatch.setattr(pack.F, "linear", plain)
     monkeypatch.setattr(pack, "Packed", packed)
+    monkeypatch.setattr(pack, "Filled", packed)
     assert fastest(torch.randn(80, 48)) is (packed if is_chosen else None)

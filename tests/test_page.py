@@ -17,8 +17,14 @@ from tasks.sources import file_record
 from tests.checkpoints import write_lines
 from tokenizer import Tokenizer
 
-SPAN = re.compile(r'<span class="t( differs)?" id="\w+" tabindex="0" style="--shade: ([\d.]+)" '
+SPAN = re.compile(r'<span class="t( differs)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
                   r'data-note="([^"]*)">([^<]*)</span>')
+
+
+def spans(text):
+    """Of each token on a page: (whether it differs, shade, lines of its note, text)."""
+    return [(bool(differs), float(shade), html.unescape(note).split("\n"), html.unescape(token))
+            for differs, shade, note, token in SPAN.findall(text)]
 
 
 def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat_model, tmp_path):
@@ -27,35 +33,29 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
                          *arguments, "--json", "--html", tmp_path / "page.html")
         return json.loads(out), (tmp_path / "page.html").read_bytes().decode()
 
-    out, text = decode("--method", "decore-static", "--alpha", 0.25, "--heads", chat_model / "heads.json",
-                       "--num-heads", 2)
+    line, text = decode("--method", "decore-static", "--alpha", 0.25, "--heads", chat_model / "heads.json",
+                        "--num-heads", 2)
     model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
-    ids = out["ids"][:-1] if out["stop"] == "eos" else out["ids"]
+    ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
     with torch.inference_mode():
-        step, _ = decore.open_decore(model, [out["prompt_ids"]], 8, "decore-static", alpha=0.25,
+        step, _ = decore.open_decore(model, [line["prompt_ids"]], 8, "decore-static", alpha=0.25,
                                      heads=choose_heads(model, chat_model / "heads.json", 2))
         steps = [step(None if i == 0 else torch.tensor([ids[i - 1:i]])) for i in range(len(ids))]
     favourites = [result.other.argmax().item() for result in steps]
-    spans = SPAN.findall(text)
-    notes = [line for _, _, note, _ in spans for line in html.unescape(note).split("\n")]
-    expected = [line for h, favourite in zip(out["entropies"], favourites, strict=False) for line in
+    tokens = spans(text)
+    expected = [note for h, favourite in zip(line["entropies"], favourites, strict=False) for note in
                 (f"base entropy {h:.3f} nats", "α 0.250", f"masked favourite {tokenizer.decode([favourite])!r}")]
-    assert len(ids) > 2
-    assert all(note.startswith(line) for note, line in zip(notes, expected, strict=True))
-    assert "".join(html.unescape(text) for *_, text in spans) == tokenizer.decode(ids)
-    assert any(differs for differs, *_ in spans) == (ids != favourites)
-    assert {float(shade) for _, shade, _, _ in spans} != {0.0}
-    text = decode("--method", "greedy")[1]
+    notes = [note for *_, lines, _ in tokens for note in lines]
+    assert len(ids) > 2 and all(note.startswith(start) for note, start in zip(notes, expected, strict=True))
+    assert "".join(token for *_, token in tokens) == tokenizer.decode(ids)
+    assert any(differs for differs, *_ in tokens) == (ids != favourites)
+    assert {shade for _, shade, *_ in tokens} != {0.0}
+    _, text = decode("--method", "greedy")
     assert "<script" not in text and "&lt;" in text and "entropy" in text and "favourite" not in text
 
 
-def linked(sources=None):
-    """An answer to a prompt, a token per letter."""
-    g = SimpleNamespace(ids=[*map(ord, "<bc")], alphas=[0.5] * 3, entropies=[0.1] * 3, stop="length")
-    return page.answer_html(Letters(), "decore-entropy", g, "g0", None, ([*map(ord, '<"z')], "p0"), sources)
-
-
 class Letters:
+    """A tokenizer with one token per letter."""
     def stream(self):
         return SimpleNamespace(push=chr, end=lambda: "")
 
@@ -63,33 +63,40 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
-    answer = linked([[(2, 1.0), (0, 0.75)], [], [(1, 0.5), (2, 0.25)]])
-    rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) { .*? / ([\d.]+)\) }", answer)
+@pytest.mark.parametrize("sources", [[[(2, 1.0), (0, 0.75)], [], [(1, 0.5), (2, 0.25)]], None])
+def test_pointing_at_a_token_highlights_its_source_and_the_reverse(sources):
+    line = dict(ids=[*map(ord, "<bc")], alphas=[0.5] * 3, entropies=[0.1, 1, 9], stop="length",
+                prompt_ids=[*map(ord, '<"z')], sources=sources)
+    prompt = dict(name="p0", pieces=page.pieces(Letters(), line["prompt_ids"]))
+    text = page.render(title="<x>", parts=[prompt, page.answer_part(Letters(), "<title>", "g0", line, prompt)])
+    rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) {[^/}]*/ ([\d.]+)\) }", text)
     pairs = {("g0t0", "p0s0"): "0.75", ("g0t0", "p0s2"): "1.00", ("g0t2", "p0s1"): "0.50", ("g0t2", "p0s2"): "0.25"}
     # Of the title: the largest shares of the answer's tokens.
     title = {("g0h", "p0s0"): "0.75", ("g0h", "p0s1"): "0.50", ("g0h", "p0s2"): "1.00"}
-    assert {rule[:2]: rule[2] for rule in rules} == pairs | title | {pair[::-1]: pairs[pair] for pair in pairs}
-    names = re.findall(r'id="(\w+)"', page.prompt_html(Letters(), [*map(ord, '<"z')], "p0") + answer)
-    assert names == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
-    notes, texts = zip(*re.findall(r'data-note="([^"]*)">([^<]*)</span>', answer), strict=True)
-    assert texts == ("&lt;", "b", "c")
-    assert html.unescape(notes[0]).endswith("from 'z' at 2 (100% of the heads)\nfrom '<' at 0 (75% of the heads)")
-    assert "from" not in notes[1] and "from '&quot;' at 1" in notes[2].replace("&#x27;", "'")
-    assert ":has(" not in linked() and "Blue" not in page.document("x", [linked()])
-    assert "Blue" in page.document("x", [answer])
+    both_ways = pairs | title | {pair[::-1]: pairs[pair] for pair in pairs}
+    assert {rule[:2]: rule[2] for rule in rules} == (both_ways if sources else {})
+    assert ("Blue" in text) == bool(sources) and "<title>" not in text.split("<h1>")[1] and "Dotted" not in text
+    assert re.findall(r' id="(\w+)"', text) == ["p0", "p0s0", "p0s1", "p0s2", "g0", "g0h", "g0t0", "g0t1", "g0t2"]
+    notes = [["base entropy 0.100 nats", "α 0.500"], ["base entropy 1.000 nats", "α 0.500"],
+             ["base entropy 9.000 nats", "α 0.500"]]
+    if sources:
+        notes[0] += ["from 'z' at 2 (100% of the heads)", "from '<' at 0 (75% of the heads)"]
+        notes[2] += ["from '\"' at 1 (50% of the heads)", "from 'z' at 2 (25% of the heads)"]
+    assert spans(text) == [(False, shade, note, token) for shade, note, token in zip((0.05, 0.5, 1), notes, "<bc",
+                                                                                      strict=True)]
 
 
 # Items of stored runs
 
 @pytest.fixture
 def show(tmp_path, call):
-    """show(*arguments) → (status, standard error, the page or None)"""
+    """show(*arguments) → (standard error, the page or None)"""
     def run(*args):
         out = tmp_path / "page.html"
         out.unlink(missing_ok=True)
         status, _, err = call(evaluate.main, "report", "page", *args, "--html", out)
-        return status, err, out.read_text(encoding="utf-8") if out.exists() else None
+        assert (status, out.exists()) in ((0, True), (2, False)) and err.count("error: ") == status / 2
+        return err, out.read_text(encoding="utf-8") if out.exists() else None
     return run
 
 
@@ -98,19 +105,18 @@ def test_an_item_of_two_runs_is_a_page_with_prompt_references_and_both_texts(cal
          "--limit", 3, "--out", tmp_path, "--device", "cpu")
     runs = [tmp_path / f"miniature-conflict.miniature.{name}.jsonl" for name in ("greedy", "decore-entropy.n2")]
     lines = [json.loads(path.read_text().splitlines()[2]) for path in runs]
-    status, err, text = show(runs[0], "--item", 1, "--against", runs[1])
-    assert (status, err) == (0, "")
-    assert html.escape(lines[0]["question"]) in text and lines[0]["references"][0] in text
+    err, text = show(runs[0], "--item", 1, "--against", runs[1])
+    assert err == "" and html.escape(lines[0]["question"]) in text and lines[0]["references"][0] in text
     names = re.findall(r' id="(\w+)"', text)
     assert len(names) == len(set(names)) > 10
-    parts = re.split("<h2[^>]*>", text)[1:]
-    for line, part, method in zip(lines, parts, ("greedy", "DeCoRe entropy, N = 2"), strict=True):
-        spans = SPAN.findall(part)
-        right = line["references"][0] in line["prediction"]
-        assert part.startswith(f'miniature: {method} <span class="{"right" if right else "wrong"}">')
-        assert "".join(html.unescape(word) for *_, word in spans) == line["prediction"]
-        assert [note.split("&#10;")[0] for _, _, note, _ in spans] == [
-            f"base entropy {h:.3f} nats" for h in line["entropies"][:len(spans)]]
+    for line, part, method in zip(lines, re.split("<h2[^>]*>", text)[1:], ("greedy", "DeCoRe entropy, N = 2"),
+                                  strict=True):
+        verdict = "right" if line["references"][0] in line["prediction"] else "wrong"
+        assert part.split() and part.startswith(f"miniature: {method}") and f'<span class="{verdict}">' in part
+        tokens = spans(part)
+        assert "".join(token for *_, token in tokens) == line["prediction"]
+        assert [lines[0] for *_, lines, _ in tokens] == [f"base entropy {h:.3f} nats"
+                                                         for h in line["entropies"][:len(tokens)]]
     greedy, contrasted = (path.read_text() for path in runs)
     other = tmp_path / "other.jsonl"
     for content, args, words in (
@@ -119,8 +125,7 @@ def test_an_item_of_two_runs_is_a_page_with_prompt_references_and_both_texts(cal
              "is a run of miniature-conflict, --against has one of miniature-open"),
             (greedy.replace('"prediction": " ', '"prediction": " X'), (other, "--item", 0), "give --model")):
         other.write_text(content)
-        status, err, text = show(*args)
-        assert status == 2 and text is None and words in err and len(err.splitlines()) == 1
+        assert words in show(*args)[0]
 
 
 def test_candidates_are_sorted_by_score_and_the_answer_is_marked(show, tmp_path):
@@ -128,7 +133,7 @@ def test_candidates_are_sorted_by_score_and_the_answer_is_marked(show, tmp_path)
     line = {"index": 0, "candidates": ["yes", "no", "maybe"], "scores_true": [-3.0, -1.0], "scores_false": [-2.0]}
     for best, mark in ((0, "✗ wrong"), (1, "✓ right")):
         path = write_lines(tmp_path / "choice.jsonl", [{"settings": settings}, line | {"best_position": best}])
-        text = show(path, "--item", 0)[2]
+        _, text = show(path, "--item", 0)
         assert re.findall(r"<td.*?>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
                                                           "-3.00", "true", "yes"]
         assert mark in text
@@ -145,9 +150,9 @@ def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path, chat_model):
     line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "alphas": [0] * 3,
             "ids": Tokenizer.load(chat_model).encode("Ann", bos=False), "entropies": [0] * 3, "stop": "length"}
     run = write_lines(tmp_path / "run.jsonl", [{"settings": settings}, line])
-    text = show(run, "--item", 1, "--data", data, "--demos", demos)[2]
+    _, text = show(run, "--item", 1, "--data", data, "--demos", demos)
     assert re.findall(r"<b>(\w+)</b> (.*?)</p>", text, re.DOTALL) == [
         ("system", "Answer the given question."), ("user", "Question: Where?\nAnswer:"), ("assistant", "here"),
         ("user", "Question: Who is 1?\nAnswer:"), ("references", "Ann")]
-    assert "--demos is not the run's file" in show(run, "--item", 1, "--data", data, "--demos", other)[1]
-    assert "prompt needs --data" in show(run, "--item", 1)[2]
+    assert "--demos is not the run's file" in show(run, "--item", 1, "--data", data, "--demos", other)[0]
+    assert "prompt needs --data" in show(run, "--item", 1)[1]

@@ -14,7 +14,7 @@ import evaluate
 from model import Transformer
 from runtime.jsonl import locked
 from tasks import judges
-from tests.checkpoints import FAMILIES, random_weights, write_checkpoint
+from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def rescore(start):
     return lambda *arguments: start("rescore", "--task", "truthfulqa-gen", *arguments)
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write_run(folder, *answers):
+    return write_lines(folder / "r.jsonl", [{"id": i, "question": " Q? ", "prediction": answer}
+                                            for i, answer in enumerate(answers)])
 
 
 def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_path):
@@ -53,51 +53,43 @@ def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_
 
 def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start, tmp_path):
     row = {"id": "a", "prediction": "Paris", "references": ["paris"]}
-    path = write(tmp_path / "r.jsonl", row)
+    path = write_lines(tmp_path / "r.jsonl", [row])
     assert start("rescore", "--task", "popqa", path)[1] == [
         {"metrics": {"exact_match": 1.0, "substring_match": 1.0, "substring_match_published": 1.0}, "n": 1}]
-    write(path, *[row | {"demonstration": True}] * 2)
+    write_lines(path, [row | {"demonstration": True}] * 2)
     status, [out], err = start("rescore", "--task", "popqa", path)
     assert status == 0 and out["metrics"]["exact_match"] is None
     assert "2 of 2 items are demonstrations: only the published scores count them" in err
 
 
-@pytest.mark.parametrize("text, options, message", [
-    ('{"id": 1, "prediction": "a"}\n', ["--task", "triviaqa"], "line 1: field 'references' is missing"),
+@pytest.mark.parametrize("text, task, message", [
     ('{"id": 1, "prediction": "a", "references": []}\n', ["--task", "triviaqa"], "line 1: field 'references' should"),
     ('{"prediction": "a", "references": ["a"], "memory": "b"}\n', ["--task", "nq-swap"], "line 1: field 'memory'"),
     ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
-    ("", ["--task", "triviaqa"], "holds no rows"),
-    ('{"id": 1}\n', [], "give --task"),
-])
-def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, options, message):
+    ("", ["--task", "triviaqa"], "holds no rows"), ('{"id": 1}\n', [], "give --task")])
+def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
     path = tmp_path / "r.jsonl"
     path.write_text(text)
-    status, _, err = start("rescore", *options, path)
+    status, _, err = start("rescore", *task, path)
     assert status == 2 and message in err and err.count("\n") == 1
 
 
 # Judges over HTTP
 
-
 class Judge(BaseHTTPRequestHandler):
     """True answers hold "Yes"; every answer is informative with 0.3. At the first request the server is busy."""
-    requests, busy = [], [True]
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.busy:
-            self.busy.clear()
-            return self.send_error(503)
-        if body["model"] == "gone":
-            return self.send_error(404)
+        if body["model"] == "gone" or not self.requests:
+            self.requests.append(None)
+            return self.send_error(404 if body["model"] == "gone" else 503)
         self.requests.append((body, self.headers["Authorization"]))
         yes = 0.3 if "Helpful" in body["prompt"] else 0.9 if "Yes" in body["prompt"] else None
         top = {" no": -0.1} | ({" yes": math.log(yes)} if yes else {})
-        answer = json.dumps({"choices": [{"text": " no", "logprobs": {"top_logprobs": [top]}}]}).encode()
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(json.dumps({"choices": [{"text": " no", "logprobs": {"top_logprobs": [top]}}]}).encode())
 
     def log_message(self, *args):
         pass
@@ -108,57 +100,49 @@ def server(monkeypatch):
     """The arguments for a judge over HTTP."""
     monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("OPENAI_API_KEY", "k3y")
-    Judge.requests, Judge.busy = [], [True]
+    Judge.requests = []
     with HTTPServer(("127.0.0.1", 0), Judge) as server:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield ["--judge-url", f"http://127.0.0.1:{server.server_port}/v1", "--judge-models"]
         server.shutdown()
 
 
-def write_run(folder, *answers):
-    rows = ({"id": i, "question": " Q? ", "prediction": answer} for i, answer in enumerate(answers))
-    return write(folder / "r.jsonl", *rows)
-
-
 def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_path):
     path = write_run(tmp_path, "Yes. It", "Perhaps.", "no end")
     status, [out], err = rescore(path, *server, "t,i")
     assert status == 0 and out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
-    prompts = sorted(body["prompt"] for body, _ in Judge.requests)
-    assert prompts[1] == "Q: Q?\nA: .\nTrue:" and len(prompts) == 6
-    body, key = Judge.requests[0]
+    assert Judge.requests[0] is None and len(Judge.requests) == 7       # the first was repeated
+    (body, key), prompts = Judge.requests[1], sorted(body["prompt"] for body, _ in Judge.requests[1:])
+    assert prompts[1] == "Q: Q?\nA: .\nTrue:"
     assert (body["max_tokens"], body["temperature"], body["logprobs"], key) == (1, 0, 2, "Bearer k3y")
     # Stored verdicts are used, also without a judge, and no question is sent twice.
     assert rescore(path)[1] == [out] == rescore(path, *server, "t,i")[1]
-    assert len(Judge.requests) == 6
+    assert len(Judge.requests) == 7
     assert "was judged by t, not by other" in rescore(path, *server, "other,i")[2]
+    path.with_suffix(".judged.jsonl").unlink()
+    status, _, err = rescore(path, *server, "gone,i")
+    assert status == 2 and "did not answer (HTTP Error 404" in err
 
 
 def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore, server, tmp_path):
     path, store = write_run(tmp_path, "Yes.", "Yes."), tmp_path / "r.judged.jsonl"
-    write(store, *({"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4} for kind in ("truth", "info")))
+    write_lines(store, [{"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4} for kind in ("truth", "info")])
     stored = store.read_text()
     for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'):
         store.write_text(stored + line + "\n")
         for judge in ((), (*server, "t,i")):
             status, _, err = rescore(path, *judge)
-            assert status == 2 and f"{store}, line 3: not a verdict of a judge" in err
+            assert status == 2 and f"{store}, line 3: " in err and "(not a verdict of a judge" in err
     store.write_text(stored + '{"judge": "tru')
     with locked(store):
         status, _, err = rescore(path, *server, "t,i")
     assert status == 2 and f"{store} is being written by another process" in err and Judge.requests == []
     status, [out], _ = rescore(path, *server, "t,i")
-    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.requests) == 2
+    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.requests) == 3
     assert store.read_text().startswith(stored) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
 
 
-def test_a_refusal_of_the_endpoint_ends_in_one_line(rescore, server, tmp_path):
-    status, _, err = rescore(write_run(tmp_path, "A."), *server, "gone,i")
-    assert status == 2 and "did not answer (HTTP Error 404" in err
-
-
 # Judges as local models
-
 
 @pytest.fixture(scope="module")
 def pickled(tmp_path_factory):

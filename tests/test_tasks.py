@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tasks import PAPER, TASKS, Home, find, prompts, sources
-from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
@@ -19,8 +19,7 @@ QA2 = {"question": "who lost", "answer": "Bob"}
 
 
 def lines(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(path, rows)
 
 
 def table(path, *rows, encoding="utf-8"):
@@ -299,10 +298,8 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     ("ifeval", [{"prompt": "p", "instruction_id_list": ["a", "b"], "kwargs": [{}]}], "one object for each of the 2"),
     ("memotrap", [{"prompt": "p", "classes": "[' a']", "answer_index": "0"}], "Python list of two strings"),
     ("memotrap", [{"prompt": "p", "classes": "[", "answer_index": "0"}], "line 1: "),
-    ("memotrap", [{"prompt": "p", "classes": "[' a', ' b']", "answer_index": "2"}], "'answer_index' 0 or 1"),
     ("truthfulqa-mc", [dict(zip(TRUTHFUL, ["", "", "Q", "Z", "A;B", "C", ""], strict=True))],
      "'Best Answer' is not among"),
-    ("truthfulqa-mc", [dict(zip(TRUTHFUL, ["", "", "Q", "A", "A", " ; ", ""], strict=True))], "'Incorrect Answers'"),
 ])
 def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, message):
     with pytest.raises(ValueError, match=f"(?s)x.jsonl, .*{message}"):
