@@ -3,7 +3,6 @@
 Heads are masked as in `score` and `generate`: at every position if answers are scored, from the last prompt token on if
 texts are generated."""
 
-import json
 import warnings
 from operator import itemgetter
 
@@ -43,8 +42,8 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self):
         """Part of the name of files that store prompts, different for each chat template."""
-        key = json.dumps([self.tokenizer.chat_template, self.template_args], sort_keys=True)
-        return f"{self.tokenizer.name}-{short_hash(key.encode())}".replace("/", "__")
+        template = repr((self.tokenizer.chat_template, self.template_args))
+        return f"{self.tokenizer.name}-{short_hash(template.encode())}".replace("/", "__")
 
     @property
     def max_length(self):

@@ -205,6 +205,7 @@ def prepare(chat_model, monkeypatch):
 
 def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(prepare, tokenizer):
     assert prepare("--depths", 1)[0]["lengths"] == [399, 799, 1198, 1598, 1998]
+    assert 10 < len({tuple(ids) for ids, _ in prepare("--lengths", 500)[1]}) == len(prepare("--lengths", 500)[1]) < 30
     settings, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
     assert settings["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
     for ids, record in prompts:
