@@ -81,8 +81,8 @@ def load_heads(name, n_layers, n_heads, model_name=None):
         warnings.warn(f"{path} holds the heads of {made_for}, but the model is {model_name}", stacklevel=2)
     if scores.keys() != heads:
         layer, head = min(scores.keys() ^ heads)
-        raise ValueError(f"{path} has {len(scores)} heads, the model {n_layers} layers of {n_heads} heads; only one of "
-                         f"them has head {layer}-{head}: use a head file made for this model (heads.detect makes one)")
+        raise ValueError(f"{path} has {len(scores)} heads, the model {n_layers} layers of {n_heads} heads; only one "
+                         f"has head {layer}-{head}: use a file made for this model (heads.detect makes one)")
     return sorted(scores, key=scores.get, reverse=True)     # stable, also in reverse
 
 
@@ -95,11 +95,11 @@ def load_scores(name):
         raise ValueError(f'{path}: "scores" must be an object with one entry "layer-head": score per head')
     for key, value in entries.items():
         match, values = KEY.fullmatch(key), value if isinstance(value, list) else [value]
-        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)                  # NaN is not < 1e9
+        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)      # NaN is not < 1e9
         if not match or not values or not finite:
             raise ValueError(f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a finite '
                              "number, or a list of one per sample")
-        scores[int(match[1]), int(match[2])] = float(np.mean(values))       # its last digit decides published ties
+        scores[int(match[1]), int(match[2])] = float(np.mean(values))   # its last digit decides published ties
     return scores
 
 
@@ -107,8 +107,8 @@ def find_file(name):
     """The head file `name`, or the file of the model of that name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
-        raise FileNotFoundError(f"{name} is neither a head file nor a model with head scores: heads/README.md lists "
-                                "those models, and python -m heads.detect finds the heads of any other")
+        raise FileNotFoundError(f"{name} is neither a head file nor a model of heads/README.md; "
+                                "python -m heads.detect finds the heads of any other model")
     return path
 
 

@@ -59,19 +59,19 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     cache = Cache(model, [len(ids) - 1 for ids in prompts], max_new_tokens)
     tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
     model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
-    token, keys = torch.stack([ids[-1:] for ids in tokens]), []                     # [B, 1]
+    token, keys = torch.stack([ids[-1:] for ids in tokens]), []     # [B, 1]
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
     answers, ended = [[] for _ in prompts], [False] * len(prompts)
     while not all(ended):
-        weights = []                                                                # L × [B, 1, 1, H, C]
+        weights = []                                                # L × [B, 1, 1, H, C]
         token = model(token, cache, weights=weights)[0].argmax(-1)
-        keys.append(torch.stack([w[:, 0, 0].argmax(-1) for w in weights]))          # [L, B, H]
+        keys.append(torch.stack([w[:, 0, 0].argmax(-1) for w in weights]))  # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
                 ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
-    keys = model.shard.all_gather(torch.stack(keys))                                # [S, L, B, H], heads of all ranks
+    keys = model.shard.all_gather(torch.stack(keys))                # [S, L, B, H], heads of all ranks
     # Keys of new tokens are numbered from P on, after those of the padded prompts.
     positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
     return [(ids, positions[:len(ids), :, b]) for b, ids in enumerate(answers)]
@@ -117,7 +117,7 @@ def read_part(part, settings):
 
 
 def run_batch(model, tokenizer, prompts, needles, settings):
-    """The records of `make_prompts` with the answer, whether it is right, and the scores above zero."""
+    """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores above zero."""
     from rouge_score.rouge_scorer import RougeScorer  # an optional dependency
     rouge, published, records = RougeScorer(["rouge1"], use_stemmer=True), settings["published"], []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
@@ -143,8 +143,7 @@ def write(path, model, records, settings, min_success):
     if len(right) < min_success or not any(right):
         raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer (--min-success {min_success}), and "
                          f"{len(set().union(*right))} heads copied in them; the first answer: "
-                         f"{records[0]['answer'][:60]!r}: try other --lengths, --raw, another --template, simpler "
-                         "--needles, or another model")
+                         f"{records[0]['answer'][:60]!r}; try other --lengths, --raw, --template or --needles")
     heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
     means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
     result = {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
@@ -194,10 +193,11 @@ def parse_args():
 def make_settings(args, model, tokenizer, needles, texts):
     """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
     published, chat = args.published, tokenizer.has_chat_template and not args.raw and not args.published
-    unused = {"template": published, "raw": published, "seed": published and not args.runs, "template_args": not chat}
-    for name, reason in unused.items():
-        if reason and getattr(args, name) is not None:
-            raise ValueError(f"{cli.flag(name)} has no effect on these prompts (--published, or no chat template)")
+    unused = {
+        "template": published, "raw": published, "seed": published and not args.runs, "template_args": not chat}
+    for name in unused:
+        if unused[name] and getattr(args, name) is not None:
+            raise ValueError(f"{cli.flag(name)} has no effect {'with --published' if published else 'on plain text'}")
     template = PUBLISHED if published else (args.template or TEMPLATE).replace("\\n", "\n")
     if template.count("{context}") != 1 or "{question}" not in template:
         raise ValueError("--template must contain {context}, once, and {question}")

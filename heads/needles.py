@@ -47,8 +47,7 @@ def read_needles(path):
     for number, row in json_lines(path, complete=True):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
         if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
-            raise ValueError(f'{path}, line {number}: must have texts "needle", "question" and "real_needle", which is '
-                             "a part of needle, word for word")
+            raise ValueError(f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of needle')
         needles.append(needle)
     if not needles:
         raise ValueError(f"{path} holds no needles")
@@ -71,10 +70,10 @@ def read_haystack(path):
 
 
 def make_prompts(settings, needles, texts, tokenizer):
-    """The prompts of all runs, in order: pairs of its ids and a dict.
+    """The prompts of all runs, in order: [(ids, record), …].
 
-    The dict holds the needle's number, the length and depth that the plan asks for, the actual depth "at", and the
-    number of tokens. "span": the needle's first token and its last + 1."""
+    record: the number of the needle, the planned length and depth, the actual depth "at", the number of "tokens", and
+    the "span" of the needle, [first token, last + 1]."""
     lengths, published, prompts = settings["lengths"], settings["published"], {}
     samples = plan(len(needles), len(texts), lengths, settings["depths"], settings["runs"], settings["seed"])
     if not published:
@@ -84,7 +83,7 @@ def make_prompts(settings, needles, texts, tokenizer):
         ids, span, at = make_published_prompt(*arguments) if published else make_prompt(*arguments, settings)
         record = {"needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": at,
                   "tokens": len(ids), "span": list(span)}
-        prompts[sample if published else tuple(ids)] = ids, record              # by default, no prompt occurs twice
+        prompts[sample if published else tuple(ids)] = ids, record      # by default, no prompt occurs twice
     return list(prompts.values())
 
 
@@ -93,8 +92,6 @@ def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     rng, grid = random.Random(seed), list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
     samples = [Sample(i % n_books, *place, i) for turn in zip(*places, strict=True) for i, place in enumerate(turn)]
-    if runs and runs > len(samples):
-        raise ValueError(f"--runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs")
     return sorted(samples[:runs])
 
 
@@ -133,8 +130,7 @@ def make_prompt(sample, needle, book, tokenizer, settings):
         if len(ids) <= sample.length:
             break
     else:
-        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, its question "
-                         "and the template")
+        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”")
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
     inside = [i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first]
     return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)
@@ -164,8 +160,9 @@ def make_published_prompt(sample, needle, text, tokenizer):
 
     A full stop is one of FULL_STOPS. In other vocabularies than Llama 2's these are other tokens, so that the needle
     comes before the text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
-    so a beginning-of-text token is added each time. Returns what `make_prompt` does; the needle's tokens are those that
-    the published runs took for it: the first window of its length with > 90 % of its token set, else (-1, -1)."""
+    so a beginning-of-text token is added each time. Returns the ids, the needle's tokens (first, last + 1), and its
+    depth in %. The published runs located the needle by the first window of its length that contains more than 90 % of
+    its token set, and by (-1, -1) without one."""
     decode = partial(tokenizer.core.decode, skip_special_tokens=False)
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
     context = encode(tokenizer, decode(encode(tokenizer, text)[:sample.length]))
