@@ -9,6 +9,7 @@ from functools import cache, partial
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from runtime.checks import as_ints
 from runtime.files import one_line, read_json, read_text
 from runtime.weights import checkpoint_folder
 
@@ -166,10 +167,7 @@ def read_eos_ids(folder, eos_id=None):
     """The ids that end a text: generation_config.json's, else the tokenizer's (`eos_id`) and config.json's."""
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(f"{folder / name}: eos_token_id is {one_line(ids, 80)}; it must be an id or a list of ids")
-        return ids
+        return [] if ids is None else as_ints(ids if isinstance(ids, list) else [ids], f"{folder / name}: eos_token_id")
 
     defaults = [] if eos_id is None else [eos_id]
     return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))

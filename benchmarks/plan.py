@@ -22,7 +22,7 @@ def plan(config, ranks, prompt, new):
 
     Also the bytes of each all-reduce in a step."""
     model, calls = Transformer(config, Shard(0, ranks), "meta", torch.bfloat16), []
-    model.shard.call = lambda collective, x, *_: calls.append((collective, x.nbytes))
+    model.shard.call = lambda collective, x, *_, **__: calls.append((collective, x.nbytes))
     cache = Cache(model, [prompt], new, rows=2)
     mask = make_head_mask([[], spread_heads(config)], model).to("meta", torch.bfloat16)
     model(torch.zeros(1, 1, dtype=torch.long, device="meta"), cache, mask)

@@ -25,8 +25,7 @@ from tqdm import tqdm
 import cli
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from model import Cache
-from runtime import jsonl
-from runtime.files import short_hash
+from runtime import files
 from runtime.weights import fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
@@ -99,7 +98,7 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
         batch = run_batch(model, tokenizer, prompts[i:i + size], needles, settings)
         if rank == 0:
-            jsonl.append(part, [{"runs": batch}])
+            files.append(part, [{"runs": batch}])
         records += batch
     return records
 
@@ -107,12 +106,12 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
 def read_part(part, settings):
     """The records of an interrupted detection. Starts a missing file, and removes a line that was cut off."""
     part.touch()
-    stored, *batches = [line for _, line in jsonl.json_lines(part)] or [settings]
+    stored, *batches = [line for _, line in files.json_lines(part)] or [settings]
     other = sorted(name for name in stored | settings if stored.get(name) != settings.get(name))
     if other:
         raise ValueError(f"{part} is an unfinished detection with another {', '.join(other)}; continue with its "
                          "settings, delete it, or choose another --out")
-    jsonl.write(part, [settings, *batches])
+    files.write(part, [settings, *batches])
     return [record for batch in batches for record in batch["runs"]]
 
 
@@ -209,8 +208,8 @@ def make_settings(args, model, tokenizer, needles, texts):
                          f"{args.max_new_tokens} new ones; use lengths up to {longest}")
     return {
         "model": model.name, "fingerprint": fingerprint(args.model), "lengths": prompt_lengths, "depths": args.depths,
-        "runs": args.runs, "seed": args.seed or 0, "needles": short_hash(json.dumps(needles).encode()),
-        "haystack": short_hash(json.dumps(texts).encode()), "template": template, "chat": chat,
+        "runs": args.runs, "seed": args.seed or 0, "needles": files.short_hash(json.dumps(needles).encode()),
+        "haystack": files.short_hash(json.dumps(texts).encode()), "template": template, "chat": chat,
         "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {}) if chat else None,
         "published": published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
         "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "ranks": model.shard.size,
@@ -227,7 +226,7 @@ def main():
     settings = make_settings(args, model, tokenizer, needles, texts)
     prompts = make_prompts(settings, needles, texts, tokenizer)
     part = Path(f"{args.out}.part")
-    with jsonl.locked(part) if model.shard.rank == 0 else nullcontext():
+    with files.locked(part) if model.shard.rank == 0 else nullcontext():
         records = run_all(model, tokenizer, prompts, needles, settings, part)
         if model.shard.rank:
             return

@@ -13,8 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.files import read_text
-from runtime.jsonl import json_lines
+from runtime.files import json_lines, read_text
 
 NEAR = 5                        # largest distance of the needle from its depth, in % of the context
 PUBLISHED = "{context}Based on the content of the book, Question: {question}\nAnswer:"

@@ -1,6 +1,5 @@
 """Checks of the arguments of `generate` and `score`. Each ValueError says what to pass instead."""
 
-import math
 import numbers
 
 from runtime.files import one_line
@@ -11,14 +10,12 @@ HUGE = 1e9                          # far above any α, and still safe to multip
 def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
     """Check the arguments of `generate` → the prompts as lists of ints, the end ids as a set, the maximum number of new
     tokens of each text, and the settings with heads as pairs."""
-    check_number(max_new_tokens, "max_new_tokens", 1, numbers.Integral)
-    check_number(lookup, "lookup", 0, numbers.Integral)
     prompts, settings = check_prompts(model, ids), check_settings(model, settings)
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     context = min(m.config.max_positions for m in (model, amateur))
-    if lookup > context:
-        raise ValueError(f"lookup {lookup} is more than the {context} tokens that {model.name} reads")
+    check_number(max_new_tokens, "max_new_tokens", 1, kind=numbers.Integral)
+    check_number(lookup, "lookup", 0, context, numbers.Integral)
     single = isinstance(eos_ids, int) or getattr(eos_ids, "ndim", 1) == 0
     eos_ids = [eos_ids] if single else list(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
     limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
@@ -26,20 +23,15 @@ def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
 
 
 def check_answers(model, prompt_ids, answer_ids, bos, settings):
-    """Check the arguments of `score` → the prompt, a list of answers, and the settings with heads as pairs.
-
-    The last token of an answer is not read, so it may lie beyond the context."""
-    prompt, answers = as_ints(prompt_ids, "the prompt"), check_prompts(model, answer_ids, "answer")
-    settings = check_settings(model, settings)
+    """Check the arguments of `score` → the prompt, a list of answers, and the settings with heads as pairs."""
+    [prompt] = check_prompts(model, [as_ints(prompt_ids, "the prompt")])
+    answers, settings = check_prompts(model, answer_ids, "answer"), check_settings(model, settings)
     if prompt != [bos] and bos in [answer[0] for answer in answers]:
         raise ValueError(f"an answer begins with {bos}, the id that begins a text: encode answers without it "
                          "(tokenizer.encode(text, bos=False))")
+    longest = prompt + max(answers, key=len)[:-1]           # the last token of an answer is not read
     for m in (model, settings.get("amateur") or model):
-        check_prompts(m, [prompt])
-        longest = len(prompt) + max(map(len, answers)) - 1
-        if longest > m.config.max_positions:
-            raise ValueError(f"the prompt with its longest answer has {longest} tokens to read; {m.name} reads "
-                             f"{m.config.max_positions}: shorten it")
+        check_prompts(m, longest, "prompt with its longest answer")
     return prompt, answers, settings
 
 
@@ -110,17 +102,16 @@ def check_heads(heads, model):
     except (TypeError, ValueError):
         raise ValueError(f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts like "
                          "'3-1'") from None
-    for i, (layer, number) in enumerate(pairs):
+    for layer, number in pairs:
         if not (0 <= layer < L and 0 <= number < H):
             raise ValueError(f"head {layer}-{number} is outside {model.name} ({L} layers, {H} heads); "
                              "use a head file made for this model")
-        if (layer, number) in pairs[:i]:
+        if pairs.count((layer, number)) > 1:
             raise ValueError(f"head {layer}-{number} is listed twice")
     return pairs
 
 
-def check_number(n, name, low, kind=numbers.Real):
-    high = HUGE if kind is numbers.Real else math.inf
+def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
         raise ValueError(f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at least "
-                         f"{low:g}")
+                         f"{low:g} and at most {high:g}")

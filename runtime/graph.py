@@ -12,8 +12,10 @@ import torch
 
 from runtime import parallel
 
-MAX_STATES = 4                  # states with graphs per model; the least recently used is dropped first
-GRAPHS = WeakKeyDictionary()    # model → {key: State}; neither key nor State refers to the model, so it can be freed
+MAX_STATES = 4                  # entries per model in GRAPHS; the least recently used is dropped first
+# model → {key: (tensors, graphs, amateurs)}: what a step reads and writes besides the weights; graphs by the shape of
+# tokens, None for one that failed. No entry refers to the model itself, so that it can be freed.
+GRAPHS = WeakKeyDictionary()
 parallel.before_leaving.append(GRAPHS.clear)
 
 
@@ -36,15 +38,6 @@ def on_host(steps):
     if previous is not None:
         event.synchronize()
         yield previous.tolist()
-
-
-class State:
-    """The tensors that a step reads and writes besides the weights, and its graphs: shape of tokens → Graph or None.
-
-    It holds the amateurs, because the key contains the addresses of their weights."""
-
-    def __init__(self, tensors, amateurs):
-        self.tensors, self.amateurs, self.graphs = tensors, amateurs, {}
 
 
 class Graph:
@@ -79,14 +72,19 @@ def recorded(step, sessions, recipe):
     model, caches = sessions[0].model, [session.cache for session in sessions]
     tensors = [x for session, cache in zip(sessions, caches, strict=True)
                for x in (*cache.kv, cache.lengths, cache.slots, session.head_mask, *session.extra) if x is not None]
+    opener, method, settings = recipe
+    # The amateur and CAD's prompts are represented by addresses of weights and shapes of tensors.
+    values = [item for item in sorted(settings.items()) if item[0] not in ("amateur", "ids_without_context")]
+    key = (opener, method, repr(values), *((cache.P, cache.S) for cache in caches),
+           *((x.shape, x.dtype) for x in tensors),
+           *(x.data_ptr() for session in sessions for x in (session.model.frequencies, *session.model.parameters())))
     states = GRAPHS.setdefault(model, {})
-    key = (hashable(recipe), *((cache.P, cache.S) for cache in caches), *((x.shape, x.dtype) for x in tensors),
-           *(addresses(session.model) for session in sessions))
-    state = states.pop(key, None) or State(tensors, [s.model for s in sessions if s.model is not model])
-    states[key] = state
+    # The amateurs are held so that their addresses stay theirs.
+    states[key] = states.pop(key, None) or (tensors, {}, [s.model for s in sessions if s.model is not model])
     while len(states) > MAX_STATES:
         del states[next(iter(states))]
-    for new, old in zip(tensors, state.tensors, strict=True):
+    recorded_tensors, graphs, _ = states[key]
+    for new, old in zip(tensors, recorded_tensors, strict=True):
         if new is not old:
             old.copy_(new)
             new.set_(old)                               # from here on both are the same memory
@@ -94,9 +92,9 @@ def recorded(step, sessions, recipe):
     def run(tokens=None):
         if sessions[0].unread is not None:              # the first step reads the prompts' last tokens
             return step(tokens)
-        if tokens.shape not in state.graphs:
-            state.graphs[tokens.shape] = record(step, tokens, caches, model.shard)
-        graph = state.graphs[tokens.shape]
+        if tokens.shape not in graphs:
+            graphs[tokens.shape] = record(step, tokens, caches, model.shard)
+        graph = graphs[tokens.shape]
         if graph is None:
             return step(tokens)
         for cache in caches:
@@ -136,16 +134,3 @@ def record(step, tokens, caches, shard):
 def on_any_rank(problem, shard, device):
     """Whether any rank has a problem: a step with collectives must be replayed by all ranks or by none."""
     return bool(shard.all_reduce(torch.tensor(float(problem is not None), device=device)))
-
-
-def hashable(x):
-    """Settings as part of a dictionary key. The amateur and the prompts are represented by addresses and shapes."""
-    if isinstance(x, dict):
-        return tuple((name, hashable(x[name])) for name in sorted(x)
-                     if name not in ("amateur", "ids_without_context"))
-    return tuple(map(hashable, x)) if isinstance(x, list | tuple) else x
-
-
-def addresses(model):
-    """Memory addresses of the weights. If they change, another graph is needed."""
-    return model.frequencies.data_ptr(), *(weight.data_ptr() for weight in model.parameters())

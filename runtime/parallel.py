@@ -25,20 +25,10 @@ class Shard:
     @classmethod
     def from_environment(cls, device="cpu"):
         """All ranks that torchrun started; one rank without it."""
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-            return cls()
-        if not dist.is_initialized():
-            try:
-                dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
-            except RuntimeError as error:
-                raise ConnectionError(f"the ranks did not meet; start them together, with torchrun ({one_line(error)})"
-                                      ) from None
-        return cls(dist.get_rank(), dist.get_world_size())
-
-    @classmethod
-    def patient(cls):
-        """All ranks, in a group of their own whose collectives wait as long as a download or a batch takes."""
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=PATIENT))
+        shard = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        if shard.size > 1 and not dist.is_initialized():
+            shard.call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
+        return shard if shard.size > 1 else cls()
 
     def part(self, n, copies=False):
         """This rank's slice of n equal parts. copies: if there are fewer parts than ranks, several ranks share one."""
@@ -52,7 +42,7 @@ class Shard:
         """The sum over all ranks, in place if x is contiguous."""
         if self.size > 1:
             x = x.contiguous()
-            self.call(dist.all_reduce, x)
+            self.call(dist.all_reduce, x, group=self.group)
         return x
 
     def all_gather(self, x):
@@ -60,14 +50,14 @@ class Shard:
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        self.call(all_gather_single, parts, x.contiguous())
+        self.call(all_gather_single, parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def broadcast(self, value):
         """The first rank's value, on every rank: any object that pickles."""
         values = [value]
         if self.size > 1:
-            self.call(dist.broadcast_object_list, values, group_src=0)
+            self.call(dist.broadcast_object_list, values, group_src=0, group=self.group)
         return values[0]
 
     def check_same(self, value, name):
@@ -77,38 +67,38 @@ class Shard:
 
     def call(self, collective, *args, **kw):
         try:
-            collective(*args, group=self.group, **kw)
+            collective(*args, **kw)
         except RuntimeError as error:
-            raise ConnectionError(f"rank {self.rank} of {self.size}: {collective.__name__} failed; another rank may "
-                                  f"have ended ({one_line(error)})") from error
+            raise ConnectionError(f"rank {self.rank} of {self.size}: {collective.__name__} failed; start all with "
+                                  f"torchrun; another may have ended ({one_line(error)})") from error
 
 
-class Ranks:
-    """The processes that torchrun started: `replicas` copies of the model, each over `tp` of them."""
+class Ranks(Shard):
+    """All processes: `replicas` copies of the model, each over `tp` of them. They wait for each other's batches."""
 
     def __init__(self, tp=1, device="auto"):
-        everyone = Shard.from_environment("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-        self.rank, self.size, self.tp = everyone.rank, everyone.size, tp
-        if self.size % tp:
-            raise ValueError(f"--tp {tp} does not divide the {self.size} ranks; start torchrun with --nproc-per-node")
-        self.replicas, self.replica = self.size // tp, self.rank // tp
-        self.model_group, self.everyone = None, everyone
+        world = Shard.from_environment("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        if world.size % tp:
+            raise ValueError(f"--tp {tp} does not divide the {world.size} ranks; start torchrun with --nproc-per-node")
+        super().__init__(world.rank, world.size)
+        self.tp, self.replicas, self.replica, self.model_group = tp, self.size // tp, self.rank // tp, None
         if self.size > 1:
             groups = [dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, self.size, tp)]
-            self.model_group, self.everyone = groups[self.replica], Shard.patient()
+            self.model_group = groups[self.replica]
+            self.group = dist.new_group(backend="gloo", timeout=PATIENT)
 
     def shard(self):
         return Shard(self.rank % self.tp, self.tp, self.model_group)
 
     def share(self, work):
         """Rank 0's work(), on every rank."""
-        return self.everyone.broadcast(work() if self.rank == 0 else None)
+        return self.broadcast(work() if self.rank == 0 else None)
 
     def gather(self, work):
         """The lists of every replica's work(), joined, on every rank."""
         lists = [work()] * self.size
         if self.size > 1:
-            self.everyone.call(dist.all_gather_object, lists, lists[0])
+            self.call(dist.all_gather_object, lists, lists[0], group=self.group)
         return [row for rows in lists[::self.tp] for row in rows]
 
 
@@ -116,9 +106,9 @@ def first_on_node(work):
     """work() on the first rank of each machine, and after all of these on the other ranks, which read its files."""
     if not dist.is_initialized():
         return work()
-    everyone, first = Shard.patient(), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    group, first = dist.new_group(backend="gloo", timeout=PATIENT), int(os.environ.get("LOCAL_RANK", 0)) == 0
     result = work() if first else None
-    everyone.call(dist.barrier)
+    Shard.from_environment().call(dist.barrier, group)
     return result if first else work()
 
 

@@ -151,10 +151,9 @@ def untie(config, files):
         return config
     with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
         embedding, head = first.get_slice(EMBEDDING), second.get_slice(HEAD)
-        rows = 4096                             # compared in parts, to save memory
+        parts = [slice(i, i + 4096) for i in range(0, embedding.get_shape()[0], 4096)]      # to save memory
         same = embedding.get_shape() == head.get_shape() and all(
-            torch.equal(embedding[i:i + rows].float(), head[i:i + rows].float())
-            for i in range(0, embedding.get_shape()[0], rows))
+            torch.equal(embedding[part].float(), head[part].float()) for part in parts)
     return config if same else replace(config, tied_embeddings=False)
 
 

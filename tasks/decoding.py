@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import baselines
 import cli
-from runtime import jsonl
+from runtime import files
 from runtime.files import short_hash
 from runtime.graph import GRAPHS
 from tasks import Task, metrics, prompts, runs
@@ -62,7 +62,7 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
                 getattr(torch, model.device.type).empty_cache()
         return rows
 
-    with jsonl.locked(path) if ranks.rank == 0 else nullcontext():
+    with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, settings, questions, lambda rows: running_score(task, rows)))
         longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
         batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
@@ -74,7 +74,7 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
                 rows = ranks.gather(lambda batch=batch: decode_in_parts(batch))
                 rows = [row for row in rows if row["index"] not in done]
                 if ranks.rank == 0:
-                    jsonl.append(path, rows)
+                    files.append(path, rows)
                 values += running_score(task, rows)
                 bar.update(len(rows))
                 bar.set_postfix_str(f"{task.running} {sum(values) / len(values):.3f}" if values else "")

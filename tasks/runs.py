@@ -7,7 +7,7 @@ settings["continued"] names it."""
 
 import json
 
-from runtime.jsonl import json_lines, write
+from runtime.files import json_lines, write
 from tasks.items import field, located
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")

@@ -53,18 +53,17 @@ def test_unsupported_and_malformed_configurations_are_refused_by_field(family, c
 
 def test_a_dtype_is_a_name_or_one_of_torchs():
     assert find_dtype("torch.float16") is find_dtype(torch.float16) is find_dtype("float16") is torch.float16
-    for name in ("bf16", torch.int8):
-        with pytest.raises(ValueError, match='dtype is "(bf16|int8)"; it must be "float32" or'):
-            find_dtype(name)
+    with pytest.raises(ValueError, match='dtype is "int8"; it must be "float32" or'):
+        find_dtype(torch.int8)
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2-window", "qwen3"])
 @pytest.mark.parametrize("sliding", [..., True])
 def test_absent_fields_have_the_values_of_transformers(family, sliding, tmp_path):
-    absent = ("head_dim", "num_key_value_heads", "rope_theta", "hidden_act", "tie_word_embeddings", "sliding_window",
-              "max_window_layers")
-    folder = configuration(tmp_path, family, **dict.fromkeys(absent, ...), use_sliding_window=sliding,
-                           attention_bias=True, num_attention_heads=32, num_hidden_layers=30, hidden_size=64)
+    absent = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta", "hidden_act", "tie_word_embeddings",
+                            "sliding_window", "max_window_layers"), ...)
+    folder = configuration(tmp_path, family, **absent, use_sliding_window=sliding, attention_bias=True,
+                           num_attention_heads=32, num_hidden_layers=30, hidden_size=64)
     config, theirs = Config.from_checkpoint(folder), transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         attention = getattr(transformers, CLASSES[theirs.model_type])(theirs).model.layers[0].self_attn
@@ -131,22 +130,17 @@ def test_a_stored_head_replaces_the_tied_embedding_if_it_differs(stored, tmp_pat
     assert model.config.tied_embeddings == ("different" not in stored)
 
 
-def test_of_an_index_only_the_names_of_safetensors_files_in_its_folder_are_used(tmp_path):
+def test_of_an_index_only_the_names_of_files_in_its_folder_are_used_and_one_file_takes_precedence(tmp_path):
     folder = write_checkpoint(tmp_path, "llama3", shards=2)
     index, files = folder / "model.safetensors.index.json", weight_files(folder)
     index.write_text(json.dumps({"weight_map": {path.name: path.name for path in files.values()}}))
     assert weight_files(folder) == files and len(files) == 30
-    for weight_map in (..., {}, {"x": 3}, {"x": "config.json"}, {"x": "../model.safetensors"}):
-        index.write_text(json.dumps({"weight_map": weight_map} if weight_map is not ... else {}))
+    for weight_map in (None, {}, {"x": 3}, {"x": "config.json"}, {"x": "../model.safetensors"}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files of its own folder"):
             weight_files(folder)
-
-
-def test_one_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
-    write_checkpoint(tmp_path, "llama3", seed=1, shards=2)
-    write_checkpoint(tmp_path, "llama3", seed=2)
-    reference = load_theirs(tmp_path).model.norm.weight
-    assert torch.equal(Transformer.load(tmp_path).norm.weight, reference)
+    write_checkpoint(folder, "llama3", seed=2)                  # as in transformers
+    assert torch.equal(Transformer.load(folder).norm.weight, load_theirs(folder).model.norm.weight)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -157,16 +151,13 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
 
 @pytest.mark.weights
 @pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="set DECORE_WEIGHTS to a folder with stories260K")
-def test_a_trained_model_tells_the_published_story_as_in_transformers():
+def test_a_trained_model_tells_the_published_story():
     folder = Path(os.environ["DECORE_WEIGHTS"])
-    model, reference, tokenizer = Transformer.load(folder), load_theirs(folder), Tokenizer.load(folder)
+    model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
     # The greedy text after BOS that the test of llama2.c expects.
     story = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
              "One day, she saw a big, red ball.")
+    assert tokenizer.decode(generate(model, [1], "greedy", 100, eos_ids=()).ids).startswith(story)
     ids = torch.tensor([tokenizer.encode(story * 6)])
-    settings = dict(max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=0)    # logits of the order of 20
-        expected = reference.generate(torch.tensor([[1]]), attention_mask=torch.ones(1, 1), **settings)[0, 1:].tolist()
-    ids = generate(model, [1], method="greedy", max_new_tokens=100, eos_ids=()).ids
-    assert ids == expected and tokenizer.decode(ids).startswith(story)
+    with torch.inference_mode():                                # logits of the order of 20
+        torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-4, rtol=0)

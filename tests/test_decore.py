@@ -188,7 +188,7 @@ def test_the_last_token_of_an_answer_is_not_read(tmp_path):
     z = model(torch.tensor([prompt + answer[:-1]]))[0].log_softmax(-1)
     expected = sum(z[14 + i, token].item() for i, token in enumerate(answer))
     assert score(model, prompt, answer, method="greedy") == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(ValueError, match="21 tokens to read; .* reads 20"):
+    with pytest.raises(ValueError, match="21 tokens; .* reads 20"):
         score(model, prompt, answer + [5])
 
 
@@ -229,7 +229,7 @@ def test_ids_that_are_not_whole_numbers_of_the_vocabulary_are_refused(llama, ids
     (dict(alpha_cap=-1), "alpha_cap -1 is not .* at least 0"),
     (dict(max_new_tokens=0), "max_new_tokens 0 is not a whole number of at"),
     (dict(max_new_tokens=2.5), "max_new_tokens 2.5"),
-    (dict(lookup=-1), "lookup -1 is not .* at least 0"), (dict(lookup=10**30), "lookup 10+ is more than"),
+    (dict(lookup=-1), "lookup -1 is not .* at least 0"), (dict(lookup=10**30), "lookup 10+ is not"),
     (dict(eos_ids="2"), "eos_ids is '2'"), (dict(eos_ids=[2.5]), "eos_ids is .2.5"),
 ], ids=str)
 def test_each_setting_has_its_message(llama, setting, words):

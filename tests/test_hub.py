@@ -54,9 +54,6 @@ print(json.dumps(lines))
 class Hub(http.server.BaseHTTPRequestHandler):
     """The part of the hub's interface that downloads use, for open/model, gated/model (token "good") and open/data."""
 
-    def do_HEAD(self):
-        self.do_GET()
-
     def do_GET(self):
         path, token = self.path.split("?")[0], self.headers.get("Authorization")
         self.server.paths.append(path)
@@ -80,6 +77,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer(401 if token is None else 403, b"", **{"X-Error-Code": "GatedRepo"})
         else:
             self.answer(200, name.encode(), ETag=f'"{FILES.index(name):040x}"')
+
+    do_HEAD = do_GET
 
     def answer(self, status, body, **headers):
         self.send_response(status)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import cli
 import evaluate
 from heads import detect
-from runtime.jsonl import append, locked
+from runtime.files import append, locked
 from runtime.weights import fingerprint
 from tasks.runs import finish, open_run, read_run, remarks
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer

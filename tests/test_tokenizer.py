@@ -77,12 +77,6 @@ def save(folder, core, files=None, bos=True, **tokenizer_config):
 
 # Templates with the constructs of each family.
 TEMPLATES = {
-    "llama-2": """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}\
-{% set system = messages[0]['content'] %}{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
-{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('Conversation roles must alternate') }}{% endif %}\
-{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}\
-{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
     "llama-3": """{{- bos_token }}
 {%- if strftime_now is defined %}
     {%- set date_string = strftime_now("%d %b %Y") %}
@@ -164,7 +158,6 @@ def test_templates_print_the_date_of_the_tokenizer_or_today(tmp_path):
 
 @pytest.mark.parametrize("template, words", [
     (None, "no chat template, like most base models: use plain text (--raw)"),
-    (TEMPLATES["llama-2"], "roles must alternate"),
     ("{{ raise_exception('no\nlines') }}", "no lines"),
     ("{% if %}", "Expected an expression"),
     ("{{ messages[5]['content'] }}", "no element 5"),
@@ -216,8 +209,7 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_pat
     ({"eos_token_id": 7}, "</s>", None, (7,)),
     ({}, {"content": "</s>", "lstrip": False}, {"eos_token_id": 5}, (1, 5)),
     (None, "</s>", {"eos_token_id": [7, 1, 9]}, (1, 7, 9)),
-    (None, None, {"eos_token_id": 0}, (0,)),
-    (None, "<no-such-token>", None, ()),
+    (None, "<no-such-token>", {"eos_token_id": 0}, (0,)),
 ])
 def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_and_the_configs(
         generation, token, config, eos, tmp_path):
@@ -249,12 +241,9 @@ def test_older_checkpoints_have_special_tokens_in_a_separate_file(tmp_path):
     ("tokenizer.json", None, "tokenizer.json is missing"),
     ("tokenizer.json", "[]", "cannot read"),
     ("tokenizer_config.json", "{", "not valid JSON"),
-    ("tokenizer_config.json", '{"chat_template": ["x"]}', "chat_template must be a text"),
     ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": "x"}]}', "chat_template must be a text"),
     ("generation_config.json", "[]", "must contain a JSON object"),
-    ("generation_config.json", '{"eos_token_id": "2"}', "it must be an id or a list of ids"),
-    ("generation_config.json", '{"eos_token_id": [1, null]}', "it must be an id or a list of ids"),
-    ("generation_config.json", '{"eos_token_id": true}', "it must be an id or a list of ids"),
+    ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
 ])
 def test_a_damaged_file_is_named_in_one_line(name, content, words, tmp_path):
     save(tmp_path, byte_level())
