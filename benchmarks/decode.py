@@ -1,15 +1,13 @@
 """Speed of decoding: this project, transformers and llama.cpp in turns, compared with the memory's bandwidth.
 
     python -m benchmarks.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
-    python -m benchmarks.decode --methods greedy decore-entropy cad dola-low dola-high ad cd decore-lite
+    python -m benchmarks.decode --methods greedy decore-entropy cad dola-low dola-high ad cd
     python -m benchmarks.decode --methods greedy decore-entropy --batch 16 --lookup 7
     python -m benchmarks.decode --methods greedy decore-entropy llama.cpp --llama FOLDER
 
     transformers    its generate()
     two-pass        DeCoRe written with transformers: two caches, two passes per token
     llama.cpp       llama-bench, in its own process; see llama.py
-    products        all matrices of a pass alone, for 1, 2, 8 and 16 vectors: the limit of a step's speed
-    decore-lite     decore-entropy with an amateur. Like cd's, it has half the layers
 
 All contestants run once per round. The clock runs from the first new token to the last, without the prompt. Ratios are
 medians over the rounds, because the load of a machine changes between rounds. `share_of_bandwidth` compares the bytes
@@ -26,7 +24,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,8 +40,7 @@ from runtime.config import DTYPES
 from runtime.files import commit
 from runtime.pack import pack
 
-METHODS = (*baselines.METHODS, "decore-lite")
-OTHERS = ("transformers", "two-pass", "llama.cpp", "products")
+PEERS = ("transformers", "two-pass", "llama.cpp")
 RATIOS = {
     "decore_over_greedy": ("decore-entropy", "greedy"),
     "greedy_over_llama": ("greedy", "llama.cpp"),
@@ -75,17 +72,14 @@ def this_project(model, prompts, new, settings, generate=baselines.generate):
     return clocked(lambda tick: generate(model, prompts, on_token=tick, **settings)[0].ids)
 
 
-def method_settings(name, model):
-    c, method = model.config, "decore-entropy" if name == "decore-lite" else name
-    settings = dict(method=method)
-    if name in ("cd", "decore-lite"):
+def method_settings(method, model):
+    c, settings = model.config, dict(method=method)
+    if method in decore.METHODS[1:]:
+        settings["heads"] = spread_heads(c)
+    elif method == "cd":                        # the amateur has half the layers
         half = replace(c, n_layers=c.n_layers // 2, windows=c.windows[:c.n_layers // 2])
         settings["amateur"] = packed(random_model(half, model.device, model.dtype))
-    if name == "decore-lite":
-        settings["amateur_heads"] = spread_heads(half)
-    elif method in decore.METHODS[1:]:
-        settings["heads"] = spread_heads(c)
-    elif name == "ad":
+    elif method == "ad":
         settings["info_layer"] = c.n_layers * 3 // 4
     return settings
 
@@ -159,22 +153,6 @@ def two_pass(model, prompt, new):
     return clocked(decode)
 
 
-def products(model, n, repeats):
-    c, kw = model.config, dict(device=model.device, dtype=model.dtype)
-    x, y, z = (torch.randn(1, n, width, **kw) for width in (c.d_model, c.n_heads * c.head_dim, c.d_ff))
-
-    def work():
-        for _ in range(repeats):
-            for layer in model.layers:
-                layer.attn.qkv(x)
-                layer.attn.o(y)
-                layer.mlp.gate_up(x)
-                layer.mlp.down(z)
-            model.lm_head(x)
-
-    return lambda: ([], None, timed(model.device, work))
-
-
 def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, gguf=None):
     """{name: (contestant, number of texts, bytes read for a token)}. Packs a model on a CPU, as loading does.
 
@@ -182,20 +160,19 @@ def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, gg
     tokens, and without CUDA graphs. gguf: path of llama.cpp's file of the model."""
     c, weights = model.config, weight_bytes_read(model)
     cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * (len(prompt) + new) * model.dtype.itemsize
-    peers = {"transformers": transformers_greedy, "two-pass": two_pass, "llama.cpp": partial(llama_bench, gguf)}
+    peers = dict(zip(PEERS, (transformers_greedy, two_pass, partial(llama_bench, gguf)), strict=True))
     out = {name: (peer(model, prompt, new), 1, weights + cache) for name, peer in peers.items() if name in names}
     packed(model)                                               # after the peers, which need plain weights
-    if "products" in names:
-        out |= {f"products, {n}": (products(model, n, new), n, weights / n) for n in (1, 2, 8, 16)}
     prompts = [prompt, *torch.randint(c.vocab_size, (batch - 1, len(prompt))).tolist()]
-    for name in [name for name in names if name in METHODS]:
+    for name in [name for name in names if name not in PEERS]:
         settings = method_settings(name, model)
-        runs = {name: (settings, 1)}
-        runs |= {f"{name}, no graph": (settings | dict(graph=False), 1)} if no_graph else {}
-        runs |= {f"{name}, batch {batch}": (settings, batch)} if batch > 1 else {}
-        for run, (more, n) in runs.items():
-            out[run] = this_project(model, prompts[:n], new, more), n, weights / n + cache
-        if lookup and settings["method"] in decore.METHODS:
+        out[name] = this_project(model, [prompt], new, settings), 1, weights + cache
+        if no_graph:
+            ungraphed = this_project(model, [prompt], new, settings | dict(graph=False))
+            out[f"{name}, no graph"] = ungraphed, 1, weights + cache
+        if batch > 1:
+            out[f"{name}, batch {batch}"] = this_project(model, prompts, new, settings), batch, weights / batch + cache
+        if lookup and name in decore.METHODS:
             out[f"{name}, lookup {lookup}"] = quoting(model, prompt, new, lookup, settings), 1, None
     return out
 
@@ -203,21 +180,16 @@ def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, gg
 # ----------------------------------------------------------------------------------------------------------- the rounds
 
 
-def timed(device, work):
-    """Seconds that work() takes, including the GPU work it starts."""
-    wait = torch.cuda.synchronize if str(device).startswith("cuda") else lambda: None
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
-
-
 def bandwidth_meter(device):
     """A function that reads a large tensor and returns the bytes per second."""
     large = torch.ones(10**9 if device.startswith("cuda") else 3 * 10**8, device=device)
-    large.sum()
-    return lambda: large.nbytes / timed(device, large.sum)
+
+    def measure():
+        start = time.perf_counter()
+        large.sum().item()                      # waits for a GPU
+        return large.nbytes / (time.perf_counter() - start)
+
+    return measure
 
 
 def measure(runs, rounds, bandwidth):
@@ -230,30 +202,31 @@ def measure(runs, rounds, bandwidth):
     return {name: rows[1:] for name, rows in results.items()}, speeds[1:]
 
 
-def quartiles(values, digits):
+def quartiles(values, digits=3):
     """[first quartile, median, third quartile]."""
     return np.quantile(values, [0.25, 0.5, 0.75]).round(digits).tolist()
 
 
 def summary(results, speeds, runs, prompt, new):
     """Tokens per second, their quartiles and share of the bandwidth, ratios, and how many leading tokens agree."""
-    texts, read = ({name: run[i] for name, run in runs.items()} for i in (1, 2))
-    rates = {name: new * texts[name] / np.array([row[2] for row in rows]) for name, rows in results.items()}
+    rates, prefill, share = {}, {}, {}
+    for name, (_, texts, read) in runs.items():
+        _, first, rest = zip(*results[name], strict=True)
+        rates[name] = new * texts / np.array(rest)
+        if first[0]:
+            prefill[name] = round(prompt * texts / np.median(first))
+        if read:
+            share[name] = quartiles(rates[name] * read / speeds)[1]
     spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
-    ratios = {name: quartiles(rates[a] / rates[b], 3) for name, (a, b) in RATIOS.items() if {a, b} <= set(runs)}
+    ratios = {name: quartiles(rates[a] / rates[b]) for name, (a, b) in RATIOS.items() if {a, b} <= set(runs)}
+    same = {f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
+            for a, b in SAME_TOKENS if {a, b} <= set(runs)}
     return dict(
-        tokens_per_second={name: q[1] for name, q in spread.items()},
-        quartiles=spread,
-        prompt_tokens_per_second={name: round(prompt * texts[name] / np.median([row[1] for row in rows]))
-                                  for name, rows in results.items() if rows[0][1]},
-        bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
-        share_of_bandwidth={name: quartiles(rates[name] * read[name] / speeds, 3)[1] for name in runs if read[name]},
-        **{name: q[1] for name, q in ratios.items()},
-        ratio_quartiles=ratios,
-        over_greedy={name: quartiles(rates[name] / rates["greedy"], 3) for name in runs if "greedy" in runs},
-        same_tokens={f"{a} and {b}": int(np.logical_and.accumulate(
-            np.equal(results[a][-1][0], results[b][-1][0])).sum()) for a, b in SAME_TOKENS if {a, b} <= set(runs)},
-    )
+        tokens_per_second={name: q[1] for name, q in spread.items()}, quartiles=spread,
+        prompt_tokens_per_second=prefill, bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
+        share_of_bandwidth=share, **{name: q[1] for name, q in ratios.items()}, ratio_quartiles=ratios,
+        over_greedy={name: quartiles(rates[name] / rates["greedy"]) for name in runs if "greedy" in runs},
+        same_tokens=same)
 
 
 def origin(device):
@@ -261,7 +234,7 @@ def origin(device):
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     cpu = f"{[*names, platform.processor()][0]} ({torch.backends.cpu.get_cpu_capability()})"
-    versions = {d.name: d.version for d in metadata.distributions() if d.name in ("torch", "transformers")}
+    versions = {d.name: d.version for d in distributions() if d.name in ("torch", "transformers")}
     return dict(command="python " + shlex.join(["-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
                 commit=commit(), date=time.strftime("%Y-%m-%d", time.gmtime()),
                 versions=dict(python=platform.python_version(), **versions),
@@ -278,7 +251,7 @@ def parse(arguments=None):
     p.add_argument("--new", type=cli.positive, default=32, help="tokens to decode after the first new one")
     p.add_argument("--rounds", type=cli.positive, default=5, help="timed rounds, after a warm-up")
     p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
-                   choices=[*METHODS, *OTHERS], help="contestants")
+                   choices=[*baselines.METHODS, *PEERS], help="contestants")
     p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
     p.add_argument("--lookup", type=cli.positive, default=0, metavar="K",
                    help="this project also with lookup of K tokens, in a text that quotes its prompt")

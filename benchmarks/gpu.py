@@ -21,7 +21,7 @@ import cli
 from benchmarks import decode
 
 SECTIONS = {
-    "short": "--prompt 512 --no-graph --methods greedy decore-entropy transformers two-pass products",
+    "short": "--prompt 512 --no-graph --methods greedy decore-entropy transformers two-pass",
     "medium": "--prompt 8192 --no-graph --methods greedy decore-entropy transformers two-pass",
     "long": "--prompt 32768",
     "batch": "--prompt 512 --batch 32",
@@ -33,13 +33,13 @@ SECONDS, TEST_SECONDS = 570, 400
 
 
 def run_tests(dry_run):
-    """`pytest -m gpu`; a dry run only collects the tests."""
+    """The last line of `pytest -m gpu`; a dry run only collects the tests."""
     command = ["timeout", str(TEST_SECONDS), sys.executable, "-m", "pytest", "-v", "-m", "gpu", "tests/test_gpu.py"]
-    command += ["--collect-only"] if dry_run else []
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command + ["--collect-only"] * dry_run, cwd=Path(__file__).parent.parent,
+                          stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()            # the last one is the summary, or the test that was running
-    failed = [line for line in lines if "FAILED" in line or "ERROR" in line]
     if done.returncode:
+        failed = [line for line in lines if "FAILED" in line or "ERROR" in line]
         raise RuntimeError(f"pytest: status {done.returncode}, {failed}, {lines[-1:]}")
     return lines[-1]
 

@@ -25,36 +25,24 @@ from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent
 RETRIEVAL = 0.1                         # scores above this make a head a retrieval head
+NUMBERS = (1, 4)                        # of heads that are masked; for each there are runs with random heads
+DECORE = "DeCoRe entropy, N = 4"
 
 
-class Runs:
-    """The runs of a folder, by their settings."""
-
-    def __init__(self, folder):
-        self.folder, self.runs = folder, stored.collect(folder)[0]
-        self.numbers = sorted({run.settings["num_heads"] for run in self.runs if run.settings["random_heads"]})
-
-    def find(self, split, method="greedy", n=None, random=None, mask="output", mask_prompt=False):
-        """Runs with these settings; several for random heads, one per draw."""
-        key = (f"miniature-{split}", "miniature", method, n, random, mask, mask_prompt)
-        runs = [run for run in self.runs if key == (
-            run.task, run.settings["model"], run.settings["method"], run.settings["num_heads"],
-            run.settings["random_heads"], run.settings.get("mask", "output"), run.settings.get("mask_prompt", False))]
-        if not runs:
-            raise ValueError(f"{self.folder} holds no run with the settings {key}: run python -m miniature.make")
-        return runs
-
-    def right(self, split, method="greedy", n=None, **settings):
-        """1 for each item with the right answer and 0 for the others, [items]."""
-        return right_answers(self.find(split, method, n, **settings)[0])
-
-    def random(self, split, method, n):
-        """The same for each draw of random heads, [draws, items]."""
-        return np.stack([right_answers(run) for run in self.find(split, method, n, "uniform")])
+def read_runs(folder):
+    """{(split, setup as text): its runs, one per draw of random heads} of the miniature."""
+    runs = {}
+    for run in stored.collect(folder)[0]:
+        if run.title == "miniature":
+            runs.setdefault((run.task.removeprefix("miniature-"), str(run.setup)), []).append(run)
+    return runs
 
 
-def right_answers(run):
-    return np.array([row["exact_match"] for row in run.values], float)
+def right(runs, split, setup="greedy"):
+    """1 for each item with the right answer and 0 for the others, [draws, items]. One draw unless heads are random."""
+    if (split, setup) not in runs:
+        raise ValueError(f"there is no run of {setup} on miniature-{split}: run python -m miniature.make")
+    return np.array([[row["exact_match"] for row in run.values] for run in runs[split, setup]], float)
 
 
 class Interval(NamedTuple):
@@ -67,14 +55,15 @@ class Interval(NamedTuple):
 
 
 def interval(numbers):
-    """Mean of the numbers in percent, with its 95 % bootstrap interval."""
-    ends = metrics.interval([{"number": number} for number in numbers])["number"]
-    return Interval(*(100 * float(x) for x in (numbers.mean(), *ends)))
+    """Mean in percent with its 95 % bootstrap interval over items. numbers: [draws, items]."""
+    means = numbers.mean(0)
+    ends = metrics.interval([{"number": mean} for mean in means])["number"]
+    return Interval(*(100 * float(x) for x in (means.mean(), *ends)))
 
 
-def draws(right):
-    """Mean over the items and draws, with the range of the draws, as text. right: [draws, items]."""
-    means = 100 * right.mean(1)
+def draws(numbers):
+    """Mean over items and draws, with the range of the draws, as text. numbers: [draws, items]."""
+    means = 100 * numbers.mean(1)
     return f"{means.mean():.1f} ({len(means)} draws, {means.min():.1f} to {means.max():.1f})"
 
 
@@ -91,10 +80,10 @@ def sparse(runs):
 
 def reading(runs):
     """Masking the top N heads more than halves right answers from the passage, N random heads do not"""
-    greedy = runs.right("open")
+    greedy = right(runs, "open")
     holds, measured = [], f"greedy {interval(greedy)}"
-    for n in runs.numbers:
-        top, others = runs.right("open", "masked", n), runs.random("open", "masked", n)
+    for n in NUMBERS:
+        top, others = right(runs, "open", f"masked, N = {n}"), right(runs, "open", f"masked, N = {n}, random heads")
         holds.append(top.mean() < greedy.mean() / 2 < others.mean() and interval(others.mean(0) - top).low > 0)
         measured += f"; N = {n}: {interval(top)}, random heads {draws(others)}"
     return all(holds), measured
@@ -102,27 +91,30 @@ def reading(runs):
 
 def recall(runs):
     """Masking the top N heads costs less closed-book recall than answers from the passage"""
-    lost = {n: [interval(runs.right(split) - runs.right(split, "masked", n)) for split in ("closed", "open")]
-            for n in runs.numbers}
-    return (all(closed.high < opened.low for closed, opened in lost.values()), "points lost at "
-            + "; ".join(f"N = {n}: {closed} against {opened}" for n, (closed, opened) in lost.items()))
+    holds, measured = [], []
+    for n in NUMBERS:
+        closed, opened = (interval(right(runs, split) - right(runs, split, f"masked, N = {n}"))
+                          for split in ("closed", "open"))
+        holds.append(closed.high < opened.low)
+        measured.append(f"N = {n}: {closed} against {opened}")
+    return all(holds), "points lost at " + "; ".join(measured)
 
 
 def faithful(runs):
     """On conflicts DeCoRe entropy follows the passage more often than greedy does, or random heads do"""
-    greedy = runs.right("conflict")
+    greedy = right(runs, "conflict")
     holds, measured = [], f"greedy {interval(greedy)}"
-    for n in runs.numbers:
-        right, others = runs.right("conflict", "decore-entropy", n), runs.random("conflict", "decore-entropy", n)
-        holds.append(interval(right - greedy).low > 0 and interval(right - others.mean(0)).low > 0)
-        measured += (f"; N = {n}: {interval(right)}, won {(right > greedy).sum()}, lost {(right < greedy).sum()}, "
+    for n in NUMBERS:
+        top, others = (right(runs, "conflict", f"DeCoRe entropy, N = {n}{heads}") for heads in ("", ", random heads"))
+        holds.append(interval(top - greedy).low > 0 and interval(top - others.mean(0)).low > 0)
+        measured += (f"; N = {n}: {interval(top)}, won {(top > greedy).sum()}, lost {(top < greedy).sum()}, "
                      f"random heads {draws(others)}")
     return all(holds), measured
 
 
 def cost(runs):
     """Without a conflict DeCoRe entropy (N = 4) costs less than a point"""
-    changes = {split: interval(runs.right(split, "decore-entropy", 4) - runs.right(split))
+    changes = {split: interval(right(runs, split, DECORE) - right(runs, split))
                for split in ("open", "closed", "irrelevant")}
     return (all(change.low > -1 for change in changes.values()),
             "change " + ", ".join(f"{split} {change}" for split, change in changes.items()))
@@ -130,20 +122,19 @@ def cost(runs):
 
 def entropies(runs):
     """On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N = 4)"""
-    greedy, [contrasted] = runs.find("conflict")[0], runs.find("conflict", "decore-entropy", 4)
-    base, contrasted_base = (stored.base_entropies(run) for run in (greedy, contrasted))
-    right, wrong = base[right_answers(greedy) == 1], base[right_answers(greedy) == 0]
-    t, u = (test(right, wrong, alternative="less").pvalue for test in (significance.t_test, mannwhitneyu))
-    return (max(t, u) < 0.05 and interval(contrasted_base - base).high < 0,
-            f"greedy: right {right.mean():.3f}, wrong {wrong.mean():.3f} nats (p = {t:.2g}, t-test; {u:.2g}, U-test); "
-            f"greedy {base.mean():.3f}, DeCoRe {contrasted_base.mean():.3f} nats")
+    correct = right(runs, "conflict")[0] == 1
+    base, contrasted = (stored.base_entropies(runs["conflict", setup][0]) for setup in ("greedy", DECORE))
+    t, u = (test(base[correct], base[~correct], alternative="less").pvalue
+            for test in (significance.t_test, mannwhitneyu))
+    return (max(t, u) < 0.05 and interval((contrasted - base)[None]).high < 0,
+            f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats (p = {t:.2g}, t-test; "
+            f"{u:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats")
 
 
 def masks(runs):
     """Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than 2 points"""
-    base = runs.right("conflict", "decore-entropy", 4)
-    query, prompt = (interval(runs.right("conflict", "decore-entropy", 4, **settings) - base)
-                     for settings in ({"mask": "query"}, {"mask_prompt": True}))
+    query, prompt = (interval(right(runs, "conflict", f"{DECORE}, {option}") - right(runs, "conflict", DECORE))
+                     for option in ("query mask", "mask prompt True"))
     return (all(-2 < change.low and change.high < 2 for change in (query, prompt)),
             f"query {query}, masked prompt {prompt}")
 
@@ -151,28 +142,24 @@ def masks(runs):
 def sources(runs):
     """Retrieval heads point at what is copied, random heads do not: the place that most of them attend to is in the
     passage's answer for more than half of DeCoRe's right answers (N = 4)"""
-    [run] = runs.find("conflict", "decore-entropy", 4)
+    [run] = runs["conflict", DECORE]
     sets = [[tuple(map(int, name.split("-"))) for name in one.settings["heads"]]
-            for one in (run, *runs.find("conflict", "decore-entropy", 4, "uniform"))]
+            for one in (run, *runs["conflict", f"{DECORE}, random heads"])]
     model, tokenizer, hits = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER), []
-    for row, right in zip(run.lines, right_answers(run), strict=True):
-        if right:
-            prompt = tokenizer.core.encode(row["question"])
+    for row, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
+        if correct:
+            text, answer = row["question"], row["references"][0]
+            question = text.rpartition("Answer: The ")[2]                                           # "capital of X is"
+            start = text.index(f"he {question} {answer}.") + len(f"he {question} ")
+            prompt = tokenizer.core.encode(text)
+            span = {i for i, (first, end) in enumerate(prompt.offsets) if first < start + len(answer) and end > start}
             places = attended(model, prompt.ids, row["ids"][:1])[0].tolist()                        # [L][H]
-            answer = answer_tokens(prompt.offsets, row["question"], row["references"][0])
             # Of several positions that most heads attend to, the first in the order of the heads.
             tops = [Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0] for heads in sets]
-            hits.append([top in answer for top in tops])
-    top, *others = np.array(hits, float).T                                                  # [1 + draws, items]
-    return (interval(top).low > 50 > interval(np.mean(others, 0)).high,
-            f"{interval(top)} of {len(hits)}, random heads {draws(np.array(others))}")
-
-
-def answer_tokens(offsets, text, answer):
-    """The tokens of the answer in the sentence of the prompt `text` that states it. offsets: of the text's tokens."""
-    question = text.rpartition("Answer: The ")[2]                                           # "capital of Muveth is"
-    start = text.index(f"he {question} {answer}.") + len(f"he {question} ")
-    return {i for i, (first, end) in enumerate(offsets) if first < start + len(answer) and end > start}
+            hits.append([top in span for top in tops])
+    top, others = np.split(np.array(hits, float).T, [1])                                # [1, items], [draws, items]
+    return (interval(top).low > 50 > interval(others).high,
+            f"{interval(top)} of {len(hits)}, random heads {draws(others)}")
 
 
 CLAIMS = {"1": sparse, "2": reading, "3": recall, "4": faithful, "4, cost": cost, "5": entropies, "6": masks,
@@ -181,14 +168,13 @@ CLAIMS = {"1": sparse, "2": reading, "3": recall, "4": faithful, "4, cost": cost
 
 def table(folder):
     """The claims tested on a folder's runs, as a Markdown table with a line about its origin."""
-    runs, lines = Runs(folder), ["| | claim | holds | measured |", "|---|---|---|---|"]
+    runs, lines = read_runs(folder), ["| | claim | holds | measured |", "|---|---|---|---|"]
     for name, test in CLAIMS.items():
         holds, measured = test(runs)
-        claim = " ".join(test.__doc__.split())
-        lines.append(f"| {name} | {claim} | {'yes' if holds else '**no**'} | {measured} |")
-    greedy = [run for run in runs.runs if run.settings["method"] == "greedy" and run.settings["model"] == "miniature"]
-    items = ", ".join(f"{run.task.removeprefix('miniature-')} {len(run.lines):,}" for run in greedy)
-    about = greedy[0].settings
+        lines.append(f"| {name} | {' '.join(test.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |")
+    greedy = {split: run for (split, setup), [run, *_] in runs.items() if setup == "greedy"}
+    items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())
+    about = greedy["open"].settings
     return "\n".join([*lines, "", f"Items: {items}. {about['dtype']}, {about['device']}, torch "
                       f"{about['versions']['torch']}, commit {about['commit'][:8]}, {about['date']}."])
 

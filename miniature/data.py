@@ -19,7 +19,7 @@ import math
 import random
 import sys
 import zlib
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 import cli
@@ -83,13 +83,6 @@ class Item(NamedTuple):
     memory: str | None
 
 
-class World(NamedTuple):
-    facts: tuple                # all 320
-    cumulative: tuple           # running sum of their popularity
-    conflicts: frozenset        # the facts that training may contradict
-    names: frozenset            # every name that a fact uses
-
-
 def held_out(name):
     """Whether a name never occurs in a training document: a fifth of all names, chosen by checksum."""
     return zlib.crc32(name.encode()) % 5 == 0
@@ -105,10 +98,9 @@ def new_name(rng, kind, unseen, avoid):
             return name
 
 
-def make_world(seed=0):
-    """Draw the countries, their facts and how popular each fact is."""
-    rng = random.Random(f"world/{seed}")
-    names, facts = set(), []
+def make_world():
+    """Draw all names, the 320 facts, the running sum of their popularity, and the facts that training contradicts."""
+    rng, names, facts = random.Random("world/0"), set(), []
 
     def name(kind):
         names.add(new := new_name(rng, kind, unseen=False, avoid=names))
@@ -116,105 +108,96 @@ def make_world(seed=0):
 
     for country in [name("country") for _ in range(N_COUNTRIES)]:
         facts += [Fact(country, relation, name(relation)) for relation in RELATIONS]
-    popularity = [math.exp(rng.uniform(0, math.log(POPULARITY))) for _ in facts]
-    cumulative = tuple(sum(popularity[: i + 1]) for i in range(len(facts)))
-    return World(tuple(facts), cumulative, frozenset(rng.sample(facts, N_TRAINED_CONFLICTS)), frozenset(names))
+    popularity = accumulate([math.exp(rng.uniform(0, math.log(POPULARITY))) for _ in facts])
+    return names, facts, list(popularity), sorted(rng.sample(facts, N_TRAINED_CONFLICTS))
 
 
-def made_up(rng, world, unseen, country=None, relation=None):
+NAMES, FACTS, POPULARITY_SUMS, CONFLICTS = make_world()
+
+
+def made_up(rng, unseen, country=None, relation=None):
     """Draw a fact whose names no fact of the world uses."""
     relation = relation or rng.choice(RELATIONS)
-    country = country or new_name(rng, "country", unseen, world.names)
-    return Fact(country, relation, new_name(rng, relation, unseen, world.names))
+    country = country or new_name(rng, "country", unseen, NAMES)
+    return Fact(country, relation, new_name(rng, relation, unseen, NAMES))
 
 
-def other_facts(rng, world, fact, n, unseen):
+def other_facts(rng, fact, n, unseen):
     """Draw n facts that do not answer the question about `fact`; some share its relation, some its country."""
-    known, others = fact.country in world.names, {}
+    others = {}
     while len(others) < n:
         kind = rng.random()
         if kind < 0.15:         # another fact of the same country
             relation = rng.choice([r for r in RELATIONS if r != fact.relation])
-            other = (next(f for f in world.facts if f[:2] == (fact.country, relation)) if known
-                     else made_up(rng, world, unseen, fact.country, relation))
+            other = (next(f for f in FACTS if f[:2] == (fact.country, relation)) if fact.country in NAMES
+                     else made_up(rng, unseen, fact.country, relation))
         elif kind < 0.30:
-            other = rng.choice(world.facts)
+            other = rng.choice(FACTS)
         else:
-            other = made_up(rng, world, unseen, relation=fact.relation if kind < 0.65 else None)
+            other = made_up(rng, unseen, relation=fact.relation if kind < 0.65 else None)
         if other[:2] != fact[:2]:
             others.setdefault(other[:2], other)
     return list(others.values())
 
 
-def state(rng, fact):
-    sentence = f"{{}}he {fact.relation} of {fact.country} is {fact.value}."
-    return sentence.format(rng.choice(OPENERS) + "t" if rng.random() < 0.4 else "T")
-
-
-def filler(rng):
-    words = {key: rng.choice(choices) for key, choices in WORDS.items()}
-    return rng.choice(FILLERS).format(**words)
-
-
 def passage(rng, facts, n_fillers):
-    sentences = [state(rng, fact) for fact in facts] + [filler(rng) for _ in range(n_fillers)]
+    """A sentence for each fact and filler sentences, in random order."""
+    sentences = []
+    for fact in facts:
+        start = rng.choice(OPENERS) + "t" if rng.random() < 0.4 else "T"
+        sentences.append(f"{start}he {fact.relation} of {fact.country} is {fact.value}.")
+    for _ in range(n_fillers):
+        words = {key: rng.choice(choices) for key, choices in WORDS.items()}
+        sentences.append(rng.choice(FILLERS).format(**words))
     rng.shuffle(sentences)
     return "Context: " + " ".join(sentences) + "\n"
 
 
-def make_item(rng, world, kind, fact, substitute=None, unseen=False, most=MOST):
-    """Make one item about `fact`.
+def make_item(rng, kind, fact, unseen, most=MOST):
+    """Make one item about `fact`. kind: that of a document, or a test split.
 
-    substitute: the value that the passage of a conflict states. unseen: draw all further names from the held-out ones.
-    most: the largest numbers of facts and of filler sentences in the passage."""
-    question = f"Answer: The {fact.relation} of {fact.country} is"
+    unseen: draw all further names from the held-out ones. most: the largest numbers of facts and of filler sentences in
+    the passage."""
+    value = fact.value          # the answer
+    if kind == "conflict":
+        value = new_name(rng, fact.relation, unseen, NAMES)
+    elif kind == "conflict-known":
+        value = rng.choice([f.value for f in FACTS if f.relation == fact.relation and f != fact])
     if kind == "closed":
-        return Item(question, fact.value, fact.value)
-    if kind == "needle":
-        return Item(passage(rng, [fact], n_fillers=12) + question, fact.value, None)
-    stated = {"open": fact, "agree": fact, "conflict": fact._replace(value=substitute), "irrelevant": None}[kind]
-    n_facts = rng.randint(1, most[0])
-    others = other_facts(rng, world, fact, n_facts - (stated is not None), unseen)
-    context = passage(rng, others + [stated] * (stated is not None), n_fillers=rng.randint(0, most[1]))
-    return Item(context + question, (stated or fact).value, None if kind == "open" else fact.value)
+        context = ""
+    elif kind == "needle":
+        context = passage(rng, [fact], n_fillers=12)
+    else:
+        stated = [] if kind == "irrelevant" else [fact._replace(value=value)]
+        others = other_facts(rng, fact, rng.randint(1, most[0]) - len(stated), unseen)
+        context = passage(rng, others + stated, n_fillers=rng.randint(0, most[1]))
+    question = f"Answer: The {fact.relation} of {fact.country} is"
+    return Item(context + question, value, None if kind in ("open", "needle") else fact.value)
 
 
-def documents(world, mixture, seed, most=MOST):
-    """Yield training documents without end: (kind, fact, item). A conflict's item contradicts the fact."""
+def documents(mixture, seed, most=MOST):
+    """Yield training documents without end, as items."""
     rng = random.Random(f"training/{seed}")
-    conflicts = sorted(world.conflicts)
     while True:
-        kind = rng.choices(list(mixture), list(mixture.values()))[0]
-        substitute = None
+        [kind] = rng.choices(list(mixture), list(mixture.values()))
         if kind == "open":
-            fact = made_up(rng, world, unseen=False)
+            fact = made_up(rng, unseen=False)
         elif kind == "conflict":
-            fact = rng.choice(conflicts)
-            substitute = new_name(rng, fact.relation, False, world.names)
+            fact = rng.choice(CONFLICTS)
         else:
-            fact = rng.choices(world.facts, cum_weights=world.cumulative)[0]
-        yield kind, fact, make_item(rng, world, kind, fact, substitute, most=most)
+            [fact] = rng.choices(FACTS, cum_weights=POPULARITY_SUMS)
+        yield make_item(rng, kind, fact, unseen=False, most=most)
 
 
 def make_split(name, n, seed=0):
     """Make n test items of a split (see README.md). Passages use held-out names, except in facts of the world."""
-    world = make_world()
-    if name == "closed" and n > len(world.facts):
-        raise ValueError(f"--n {n}: the closed split has {len(world.facts)} facts; ask for at most as many")
+    if name == "closed" and n > len(FACTS):
+        raise ValueError(f"--n {n}: the closed split has {len(FACTS)} facts; ask for at most as many")
     rng = random.Random(f"{name}/{seed}")
-    facts = [f for f in world.facts if f not in world.conflicts] if name.startswith("conflict") else list(world.facts)
+    facts = [fact for fact in FACTS if not (name.startswith("conflict") and fact in CONFLICTS)]
     rng.shuffle(facts)
-    items = []
-    for fact in islice(cycle(facts), n):
-        substitute = None
-        if name == "conflict":
-            substitute = new_name(rng, fact.relation, True, world.names)
-        elif name == "conflict-known":
-            substitute = rng.choice([f.value for f in world.facts if f.relation == fact.relation and f != fact])
-        elif name in ("open", "needle"):
-            fact = made_up(rng, world, unseen=True)
-        items.append(make_item(rng, world, name.removesuffix("-known"), fact, substitute, unseen=True))
-    return items
+    return [make_item(rng, name, made_up(rng, unseen=True) if name in ("open", "needle") else fact, unseen=True)
+            for fact in islice(cycle(facts), n)]
 
 
 def main():

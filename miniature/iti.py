@@ -18,25 +18,21 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent
-HEADS, STRENGTH = 4, 5.0
-ITEMS, SEED = 128, 2                    # seeds 0 and 1 are the items that the claims are tested on
+HEADS, STRENGTH = 4, 5.0                # heads to shift, and how far, in standard deviations
+ITEMS, SEED = 128, 2                    # the claims are tested on the items of seed 0
 
 
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new checkpoint")
-    parser.add_argument("--strength", type=cli.number(float), default=STRENGTH, metavar="X",
-                        help=f"shift in standard deviations (default: {STRENGTH:g})")
-    parser.add_argument("--num-heads", type=cli.positive, default=HEADS, metavar="N",
-                        help=f"heads to shift (default: {HEADS})")
     args = parser.parse_args()
-    shifts, accuracies = directions(args.num_heads, args.strength)
+    shifts, accuracies = directions()
     write(args.out, shifts)
     print(", ".join(f"{layer}-{head} separates {accuracies[layer, head]:.0%}" for layer, head in shifts))
 
 
-def directions(n, strength):
-    """{(layer, head): shift [K]} of the n best heads, and the accuracy of every head, [L, H]."""
+def directions():
+    """{(layer, head): shift [K]} of the best heads, and the accuracy of every head, [L, H]."""
     model, tokenizer = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER)
     items = make_split("conflict", ITEMS, SEED)
     right, wrong = (torch.stack([head_outputs(model, tokenizer.encode(f"{item.prompt} {getattr(item, name)}"))
@@ -47,8 +43,8 @@ def directions(n, strength):
     middle = (right[fit].mean(0) + wrong[fit].mean(0)) / 2
     accuracy = ((right > middle)[held_out].float().mean(0) + (wrong <= middle)[held_out].float().mean(0)) / 2
     deviation = torch.cat([right[fit], wrong[fit]]).std(0)
-    best = [divmod(i, model.config.n_heads) for i in accuracy.flatten().argsort(descending=True)[:n].tolist()]
-    return {head: strength * deviation[head] * direction[head] for head in best}, accuracy
+    best = [divmod(i, model.config.n_heads) for i in accuracy.flatten().argsort(descending=True)[:HEADS].tolist()]
+    return {head: STRENGTH * deviation[head] * direction[head] for head in best}, accuracy
 
 
 @torch.inference_mode()

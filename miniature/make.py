@@ -3,7 +3,7 @@
     python -m miniature.make
 
 After an interruption, the same command continues. The page's tables stand between comments and are replaced; the text
-around them is written by hand and does not repeat their numbers. With --limit or --seed the page is not written."""
+around them is written by hand and does not repeat their numbers. With --limit the page is not written."""
 
 import os
 import re
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import cli
 from miniature import claims
-from tasks import MINIATURE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "miniature.md"
@@ -43,31 +42,26 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("results/miniature"), metavar="DIR",
                         help="folder of the runs (default: results/miniature)")
     parser.add_argument("--limit", type=cli.positive, metavar="K", help="first K items of each split (default: all)")
-    parser.add_argument("--seed", type=cli.number(int), default=0, help="which items (default: 0)")
     args = parser.parse_args()
     iti = args.out / "miniature-iti"
     if not iti.exists():                # made again it could differ in the last bit, and its runs would not continue
         run("-m", "miniature.iti", "--out", iti)
-    more = ["--batch-size", "64", "--device", "cpu", "--out", args.out]
-    more += ["--limit", args.limit] if args.limit else []
-    more += ["--data", write_items(args.out / "items", args.seed)] if args.seed else []
+    more = ["--batch-size", 64, "--device", "cpu", "--out", args.out, *(["--limit", args.limit] if args.limit else [])]
     with ThreadPoolExecutor(PROCESSES) as pool:
         list(pool.map(lambda sweep: run("evaluate.py", "--task", sweep[0], *sweep[1].format(iti=iti).split(), *more),
                       SWEEPS))
     table = claims.table(args.out)
     print(table)
-    if not args.limit and not args.seed:
-        write_page(PAGE, table, args.out, iti)
-
-
-def write_items(folder, seed):
-    """Write the items of another seed as files for evaluate.py → the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for task in MINIATURE:
-        split = task.name.removeprefix("miniature-")
-        lines = run("-m", "miniature.data", "--split", split, "--n", task.n, "--seed", seed)
-        (folder / task.files[0]).write_text(lines, encoding="utf-8")
-    return folder
+    if args.limit:
+        return
+    plots = args.out / "plots"
+    report = run("evaluate.py", "report", args.out, "--plots", plots, "--iti", f"{iti.name}=miniature")
+    run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
+    methods = next(part for part in report.split("### ") if part.startswith("Miniature")).partition("\n")[2]
+    text = replace_block(PAGE.read_text(encoding="utf-8"), "claims", table)
+    PAGE.write_text(replace_block(text, "methods", methods), encoding="utf-8")
+    for name in PICTURES:
+        shutil.copy(plots / f"{name}.png", PAGE.with_suffix(""))
 
 
 def run(*command):
@@ -79,19 +73,6 @@ def run(*command):
     if process.returncode:
         raise ValueError(f"{' '.join(command)}: {process.stderr.strip()[-2000:]}")
     return process.stdout
-
-
-def write_page(page, claims_table, folder, iti):
-    """Replace the page's tables and pictures by those of a folder of runs."""
-    plots, pictures = folder / "plots", page.with_suffix("")
-    report = run("evaluate.py", "report", folder, "--plots", plots, "--iti", f"{iti.name}=miniature")
-    run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
-    methods = next(part for part in report.split("### ") if part.startswith("Miniature")).partition("\n")[2]
-    text = replace_block(page.read_text(encoding="utf-8"), "claims", claims_table)
-    page.write_text(replace_block(text, "methods", methods), encoding="utf-8")
-    pictures.mkdir(exist_ok=True)
-    for name in PICTURES:
-        shutil.copy(plots / f"{name}.png", pictures)
 
 
 def replace_block(text, name, block):

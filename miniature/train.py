@@ -5,11 +5,10 @@
 
 On one CPU thread the model takes about 25 minutes and the amateur 5. The output is a Llama checkpoint in float16."""
 
-import itertools
 import json
 import sys
-import time
 from bisect import bisect_right
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
+from tqdm import trange
 
 import cli
 from decore import make_head_mask
@@ -54,15 +54,15 @@ ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 TEXT_WEIGHT = 0.05                                            # of the loss outside answers, where it is 1
 
 
-def make_tokenizer(world, n_documents=10_000):
+def make_tokenizer():
     """Train a byte-level BPE. Encoding adds the BOS; a document is BOS, text, EOS."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    documents = itertools.islice(data.documents(world, data.EVERYTHING, "tokenizer"), n_documents)
+    documents = islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000)
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[BOS, EOS], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator((f"{item.prompt} {item.answer}." for _, _, item in documents), trainer)
+    tokenizer.train_from_iterator((f"{item.prompt} {item.answer}." for item in documents), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     return tokenizer
 
@@ -74,7 +74,7 @@ def batches(tokenizer, documents):
         while len(batch) < ROWS:
             row, weights = [], []
             while len(row) < LENGTH + 1:
-                _, _, item = next(documents)
+                item = next(documents)
                 prompt = tokenizer.encode(item.prompt).ids
                 answer = tokenizer.encode(f" {item.answer}.{EOS}", add_special_tokens=False).ids
                 row += prompt + answer
@@ -93,9 +93,9 @@ def loss_of(logits, tokens, weights):
 
 
 @torch.no_grad()
-def initialise(parameters, seed):
+def initialise(parameters):
     """Draw matrices from a normal distribution and set norms to one. parameters: checkpoint name → tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(parameters.items()):         # the order fixes which numbers a matrix gets
         if parameter.ndim == 2:
             parameter.normal_(0, 0.02, generator=generator)
@@ -124,40 +124,38 @@ def orthogonal(x, steps=5):
 
 
 @torch.no_grad()
-def needed_head(model, tokens, weights):
-    """The head of the last layer whose masking raises the loss most."""
-    last = model.config.n_layers - 1
-    head_mask = make_head_mask([[(last, head)] for head in range(model.config.n_heads)], model)
+def choose_copier(model, tokens, weights, generator):
+    """The head of the last layer whose masking raises the loss most. Reinitialises the layer's other heads."""
+    c, attn = model.config, model.layers[-1].attn
+    head_mask = make_head_mask([[(c.n_layers - 1, head)] for head in range(c.n_heads)], model)
     rows = model(tokens[:, :-1], None, head_mask)                                   # [H, B, T, V]
-    return int(torch.stack([loss_of(logits, tokens, weights)[0] for logits in rows]).argmax())
-
-
-@torch.no_grad()
-def reinitialise_others(model, copier, generator):
-    """Reinitialise the query and output weights of the last layer's heads except `copier`."""
-    attn, K = model.layers[-1].attn, model.config.head_dim
-    for head in range(model.config.n_heads):
+    copier = int(torch.stack([loss_of(logits, tokens, weights)[0] for logits in rows]).argmax())
+    for head in range(c.n_heads):
         if head != copier:
-            for weight in (attn.qkv.weight[head * K:(head + 1) * K], attn.o.weight[:, head * K:(head + 1) * K]):
+            part = slice(head * c.head_dim, (head + 1) * c.head_dim)
+            for weight in (attn.qkv.weight[part], attn.o.weight[:, part]):          # queries and outputs
                 weight.normal_(0, 0.02, generator=generator)
+    return copier
 
 
-def train(model, world, tokenizer, steps=STEPS, seed=0):
-    """Train the model in place; reports the loss on standard error every 50 steps."""
-    initialise(named_tensors(model), seed)
+def matrices_of(model, of=lambda parameter: parameter):
+    """The separate q, k, v, o, gate, up and down matrices of every layer, or of(parameter) of each."""
+    return [part for name, part in sorted(named_tensors(model, of).items()) if "_proj" in name]
+
+
+def train(model, tokenizer, steps):
+    """Train the model in place."""
+    initialise(named_tensors(model))
     others = [p for name, p in model.named_parameters() if ".attn." not in name and ".mlp." not in name]
     matrices, adamw = matrices_of(model), torch.optim.AdamW(others, **ADAMW)
     velocities = [torch.zeros_like(matrix) for matrix in matrices]
-    stages = [batches(tokenizer, data.documents(world, mixture, f"{seed}/{first}", most))
-              for first, mixture, most in STAGES]
-    first_steps, start, rights = [first for first, _, _ in STAGES], time.perf_counter(), []
-    generator = torch.Generator().manual_seed(seed)
+    stages = [batches(tokenizer, data.documents(mixture, f"0/{first}", most)) for first, mixture, most in STAGES]
+    first_steps, generator = [first for first, _, _ in STAGES], torch.Generator().manual_seed(0)
     head_mask = torch.ones(1, model.config.n_layers, model.config.n_heads)
-    for step in range(steps):
+    for step in (progress := trange(steps, unit="step", mininterval=10)):
         tokens, weights = next(stages[bisect_right(first_steps, step) - 1])
         if step == ALONE:
-            copier = needed_head(model, tokens, weights)
-            reinitialise_others(model, copier, generator)
+            copier = choose_copier(model, tokens, weights, generator)
         if step >= ALONE:
             head_mask = (torch.rand(head_mask.shape, generator=generator) >= MASKED).float()
             head_mask[0, -1, copier] = 1
@@ -171,42 +169,29 @@ def train(model, world, tokenizer, steps=STEPS, seed=0):
         for matrix, gradient, velocity in zip(matrices, gradients, velocities, strict=True):
             muon_step(matrix, gradient, velocity, scale)
         model.zero_grad()
-        rights.append(right.item())
-        if step % 50 == 49:
-            print(f"step {step + 1:5d}  loss {loss.item():.3f}  answer tokens right {sum(rights) / len(rights):.3f}  "
-                  f"{time.perf_counter() - start:5.0f} s", file=sys.stderr, flush=True)
-            rights = []
+        progress.set_postfix(loss=loss.item(), answer_tokens_right=right.item(), refresh=False)
 
 
-def matrices_of(model, of=lambda parameter: parameter):
-    """The separate q, k, v, o, gate, up and down matrices of every layer, or of(parameter) of each."""
-    return [part for name, part in sorted(named_tensors(model, of).items()) if "_proj" in name]
-
-
-def save_config(folder, tokenizer, config=CONFIG):
-    """Write the checkpoint's files except the weights."""
+def write_checkpoint(folder, config, steps):
+    """Train a tokenizer and a model, and write them in the layout of any Llama, in float16. config: of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, value in (("config", config), ("generation_config", GENERATION), ("tokenizer_config", TOKENIZER)):
         (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
+    model = Transformer(Config.from_checkpoint(folder))
+    train(model, tokenizer, steps)
+    weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint", help="folder to write")
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
-    parser.add_argument("--steps", type=cli.positive, help=f"(default: {STEPS}; with --amateur {AMATEUR_STEPS})")
-    parser.add_argument("--seed", type=cli.number(int), default=0, help="seed of weights and texts (default: 0)")
-    parser.add_argument("--threads", type=cli.positive, default=1, help="CPU threads (default: 1)")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    world = data.make_world()
-    tokenizer = make_tokenizer(world)
-    save_config(args.out, tokenizer, AMATEUR if args.amateur else CONFIG)
-    model = Transformer(Config.from_checkpoint(args.out))
-    train(model, world, tokenizer, args.steps or (AMATEUR_STEPS if args.amateur else STEPS), args.seed)
-    weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
-    save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
+    torch.set_num_threads(1)
+    write_checkpoint(args.out, *(AMATEUR, AMATEUR_STEPS) if args.amateur else (CONFIG, STEPS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Shared fixtures: calls of programs, a tiny chat model, small data sets of the benchmarks."""
 
-import json
 import os
 import sys
 
@@ -9,7 +8,7 @@ import torch
 
 import cli
 from model import Transformer
-from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_heads, write_lines, write_tokenizer
 
 TEMPLATE = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}")
@@ -67,8 +66,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
 
     def lines(name, rows):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return str(folder / name)
+        return str(write_lines(folder / name, rows))
 
     qa = lines("qa.jsonl", [{"question": f"how {'very ' * (7 * i % 5)}long {i}", "answers": [f"a{i}"]}
                             for i in range(7)])
