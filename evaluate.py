@@ -38,12 +38,12 @@ from tokenizer import Tokenizer
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
 GENERATING = ("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty")
-USED_BY_TASK = dict.fromkeys(GENERATING, lambda task: not task.choice) | {
+USED_BY_TASK = {
+    **dict.fromkeys(GENERATING, lambda task: not task.choice),
+    **dict.fromkeys(("judge", "judge_url"), lambda task: metrics.judged in task.metrics),
     "no_renormalise": lambda task: task.choice,
     "layout": lambda task: task.layout is None,
     "demos": lambda task: task.shots,
-    "judge": lambda task: metrics.judged in task.metrics,
-    "judge_url": lambda task: metrics.judged in task.metrics,
 }
 
 

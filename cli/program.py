@@ -20,7 +20,8 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
     """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods: those of decore.py or baselines.py. default: the default method. compared: the methods that
-    --compare adds; those that raise ValueError are left out. choose_heads, find_sources: those of `heads`."""
+    --compare adds; those that raise ValueError are left out. The requested method's is raised after all others are
+    printed. choose_heads, find_sources: those of `heads`."""
     args = make_parser(description, methods, default, compared).parse_args()
     requested, chosen = choose_methods(args, default, compared)
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -41,7 +42,6 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
         texts = [p if isinstance(p, str) else tokenizer.decode(p_ids) for p, p_ids in zip(prompts, ids, strict=True)]
         titles = [f"[{i}] {one_line(text, TITLE)}\n" for i, text in enumerate(texts, 1)]
     width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
-    graph = False if args.no_graph else None                        # None: on a GPU
     answers, failure = [], None
     for method in chosen:
         label = f"{method:>{width}}  " if width else ""
@@ -51,8 +51,8 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
             if method == "cad" and (without := (args.without_context or []) + (args.without_context_ids or [])):
                 settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in without]
             start = time.perf_counter()
-            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids, graph=graph,
-                           on_token=screen.token, lookup=args.lookup, **settings)
+            out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
+                           on_token=screen.token, lookup=args.lookup, graph=args.graph, **settings)
         except ValueError as error:
             if method == requested:
                 failure = error
@@ -104,7 +104,8 @@ def make_parser(description, methods, default, compared):
                    "the retrieval heads attend to at each new token")
     p.add_argument("--lookup", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="K",
                    help="check K copied tokens per pass; affects speed, not tokens (default: 0, off)")
-    p.add_argument("--no-graph", action="store_true", help="on a GPU: do not record the decoding step as a CUDA graph")
+    p.add_argument("--no-graph", action="store_false", default=None, dest="graph",
+                   help="on a GPU: do not record the decoding step as a CUDA graph")
     return p
 
 
@@ -117,8 +118,8 @@ def choose_methods(args, default, compared):
     method = args.method or default
     chosen = [requested] = cli.full_names([method], args.amateur)
     if args.compare:        # each method without and with the amateur
-        pairs = [(name, *cli.full_names([name], args.amateur)) for name in (*compared, method)]
-        chosen = list(dict.fromkeys(name for pair in pairs for name in pair))
+        names = [full for name in (*compared, method) for full in (name, *cli.full_names([name], args.amateur))]
+        chosen = list(dict.fromkeys(names))
     cli.check_options(args, chosen)
     return requested, chosen
 

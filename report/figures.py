@@ -26,6 +26,7 @@ COLOURS = ["#000000", "#0072B2", "#009E73", "#D55E00", "#66A182", "#F0E442", "#8
 COLOUR = dict(zip(METHODS, COLOURS, strict=True))
 CYCLE, MARKERS = ["#0072B2", "#009E73", *COLOURS[7:]], "ovDs^P<>X*"     # of the lines of a figure
 DASHES = {None: "-", "uniform": "--", "published": "-."}        # retrieval heads, samplers of random heads
+LEVELS = {None: ":", "output": "-.", "query": "--"}            # greedy, ways of masking
 
 
 def draw_all(runs, folder):
@@ -33,8 +34,9 @@ def draw_all(runs, folder):
     folder, pictures = Path(folder), []
     folder.mkdir(parents=True, exist_ok=True)
     for title, same in group(runs)[0].items():
-        for (name, tasks), (kind, (draw, caption)) in itertools.product(published.GROUPS.items(), FIGURES.items()):
-            if figure := draw(same, tasks):
+        for name, kind in itertools.product(published.GROUPS, FIGURES):
+            draw, caption = FIGURES[kind]
+            if figure := draw(same, published.GROUPS[name]):
                 parts = dict.fromkeys([kind, title, name.lower()])
                 path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
                 figure.savefig(path)
@@ -94,7 +96,8 @@ def sweep_figure(field, runs, tasks):
         return None
     levels = [run for run in usual                                  # drawn as horizontal lines
               if run.setup.method == "greedy" or run.setup.method == "decore-entropy" and by_alpha]
-    styles = [*dict.fromkeys(line._replace(random_heads=None) for lines in panels.values() for line in lines)]
+    lines = itertools.chain(*panels.values())
+    styles = [*dict.fromkeys(line._replace(random_heads=None) for line in lines)]
     figure, axes = grid(len(panels))
     for ax, (task, lines) in zip(axes, panels.items(), strict=True):
         title, metric, labels = published.TASKS[task]
@@ -114,7 +117,7 @@ def sweep_figure(field, runs, tasks):
                         markersize=3, linewidth=0.8, markerfacecolor="white", label="the paper's values")
         for run in levels:
             if run.task == task and metric in run.means:
-                ax.axhline(run.means[metric], linestyle=":" if run.setup.method == "greedy" else "-.", linewidth=1,
+                ax.axhline(run.means[metric], linestyle=LEVELS[run.setup.mask], linewidth=1,
                            color=COLOUR[run.setup.method], label=str(run.setup))
         ax.set(title=title, xlabel=label, ylabel=labels[metric] or "%")
         if metric not in NOT_FRACTIONS:
@@ -153,6 +156,7 @@ def entropy_figure(runs, tasks):
                                    bw_method=0.25, showmeans=True, showextrema=False, quantiles=[0.25, 0.75])
             for part in (*violin["bodies"], violin["cmeans"], violin["cquantiles"]):
                 part.set_color(COLOUR[setup.method])
+            violin["cquantiles"].set_linewidth(0.6)
         decore = next((values for setup, values in entropies.items() if setup.method == "decore-entropy"), ())
         label = "base entropy, nats per token"
         for rival, values in entropies.items():
@@ -161,7 +165,7 @@ def entropy_figure(runs, tasks):
         highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
         ax.set_yticks(range(0, -len(setups), -1), map(str, setups))
         ax.set(title=published.TASKS[task][0], xlabel=label, xlim=(0, highest * 1.02))
-    finish(figure, runs, "density with quartiles and mean (the middle line), up to the 99.5th percentile; p: Welch's "
+    finish(figure, runs, "density, mean (thick line) and quartiles (thin), up to the 99.5th percentile; p: Welch's "
            "t-test, one-sided, DeCoRe entropy's below the others'")
     return figure
 
@@ -190,8 +194,9 @@ def correctness_figure(runs, tasks):
         if fit:
             intercept, slope, r2 = fit
             ax.plot(x, 1 / (1 + np.exp(-(intercept + slope * x))), color="black", label="logistic regression")
-        ax.set(title=f"{published.TASKS[run.task][0]}\n{run.setup}", xlim=(0, end), ylim=(-0.1, 1.1),
-               ylabel="correct", xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""))
+        ax.set(title=f"{published.TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}", ylabel="correct",
+               xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""), xlim=(0, end),
+               ylim=(-0.1, 1.1))
     finish(figure, [run for run, *_ in panels], "right axis: density; R²: McFadden's pseudo-R², no penalty")
     return figure
 

@@ -2,7 +2,6 @@
 
     python evaluate.py report page RUN.jsonl --item K [--against OTHER.jsonl …] [--html FILE]"""
 
-from functools import cache
 from operator import itemgetter
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tasks.sources import load
 from tokenizer import Tokenizer
 
 VERDICTS = ("substring_match", "exact_match", "mc1", "micro")       # the first that a task has says right or wrong
-load_tokenizer = cache(Tokenizer.load)
 
 
 def main(argv):
@@ -90,7 +88,7 @@ def answer_of(settings, line, title, name, model):
         is_true = [True] * len(line["scores_true"]) + [False] * len(line["scores_false"])
         candidates = sorted(zip(scores, is_true, line["candidates"], strict=True), key=itemgetter(0), reverse=True)
         return dict(name=name, title=title, verdict=verdict, candidates=candidates, footer="log-probability in nats")
-    tokenizer = load_tokenizer(model or settings["model"])
+    tokenizer = Tokenizer.load(model or settings["model"])
     text = tokenizer.decode(line["ids"][:-1] if line["stop"] == "eos" else line["ids"])
     if text.strip() != line["prediction"].strip():
         raise ValueError(f"the tokenizer reads {text!r}, but the run has {line['prediction']!r}: give --model with the "

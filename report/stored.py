@@ -27,7 +27,8 @@ ITI = {"honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",     # checkpoint
 NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are reported in per cent
 PAPER_ALPHA = 0.5                               # of DeCoRe static
 KINDS = {"task": str, "model": str, "method": str, "n": int, "num_heads": int | None, "alpha": int | float | None,
-         "mask": str | None, "amateur": str | None, "random_heads": str | None, "seed": int | None}
+         "heads": list | None, "mask": str | None, "amateur": str | None, "random_heads": str | None,
+         "seed": int | None, "dtype": str | None, "demos": dict | None}
 
 
 class Setup(NamedTuple):
@@ -84,8 +85,9 @@ def describe(settings, iti=ITI):
     options = {"mask_prompt": False, "alpha_cap": None, "scale_alpha": False, "relative_top": None, "info_layer": 24,
                "renormalise": True, "dola_layers": "halves" if task.choice else "transformers",
                "repetition_penalty": penalty, "heads": None}
-    heads = settings.get("heads") or []
-    usual = settings.get("random_heads") or best_heads(amateur or settings["model"], len(heads)) in (None, {*heads})
+    heads = [*map(str, settings.get("heads") or [])]
+    best = best_heads(amateur or settings["model"], len(heads))
+    usual = settings.get("random_heads") or best in (None, {*heads})
     settings = settings | {"repetition_penalty": settings.get("repetition_penalty") or 1.0,
                            "template_args": settings.get("template_args") or None,
                            "heads": None if usual else "of another file"}

@@ -1,8 +1,6 @@
 """Tables of stored runs in Markdown: scores in the paper's layout, each run against greedy, and tests on entropies.
 
-`write_csv` prints every metric as data. *Base entropy* is the entropy of the base model's next token along the text
-that a method wrote. Runs store it, Eq. 8 uses it as α, and the paper reports it. The distribution that Eq. 7 decodes
-from has another entropy."""
+`write_csv` prints every metric as data."""
 
 import csv
 import sys
@@ -208,18 +206,17 @@ def entropy_table(runs):
     return (
         "Base entropy, nats per token", rows,
         ["The base model's entropy along the text that the method wrote, mean over its tokens (of masked, the masked "
-         "model's). The paper reports it under every decoder's name; it is not the entropy of the distribution decoded "
-         "from. One-sided tests. The paper speaks of Welch's test; its published analysis takes equal variances. "
-         "†: misprinted or unclear; the right value is in the table.",
+         "model's). It is not the entropy of the distribution decoded from. One-sided tests: Welch's as in the paper, "
+         "and with equal variances as in its published analysis. †: misprinted or unclear (tasks/paper.csv).",
          "Each method has one setup: α = 0.5 and the N with the most runs."])
 
 
 def t_tests(a, b, alternative="two-sided", name=""):
-    """Statistic and p of two t-tests, as cells of a table. name: a part of the columns' names."""
+    """Statistic and p of two t-tests, as cells of a table. name: end of the columns' names."""
     cells = {}
-    for test_name, equal_variance in (("Welch t, p", False), ("equal variances", True)):
+    for column, equal_variance in (("Welch t, p", False), ("equal variances", True)):
         test = significance.t_test(a, b, alternative, equal_variance)
-        cells[test_name + name] = f"{test.statistic:+.2f}, {p_text(test.pvalue)}" if test else "–"
+        cells[column + name] = f"{test.statistic:+.2f}, {p_text(test.pvalue)}" if test else "–"
     return cells
 
 
@@ -260,14 +257,15 @@ def correctness_table(runs):
     return (
         "Base entropy of correct and incorrect answers", rows,
         ["t: incorrect against correct; U: of the correct answers, as the paper prints it; all two-sided. Pseudo-R²: "
-         "McFadden's, of a logistic regression without penalty. Setups with fewer than three correct or incorrect "
-         "answers are left out.", *published.tests(runs[0].model, tasks)])
+         "McFadden's, of a logistic regression without penalty.",
+         "Setups with fewer than three correct or incorrect answers are left out.",
+         *published.tests(runs[0].model, tasks)])
 
 
 # The same as data
 
 def write_csv(runs):
-    """Prints one line per run and metric, with the comparison with greedy and the paper's value. Rates in per cent."""
+    """Prints one line per run and metric. Rates are in per cent."""
     groups, lines = group(runs)[0], []
     for run in runs:
         for metric, value in run.means.items():

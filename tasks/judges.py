@@ -115,12 +115,9 @@ def endpoint(url, model):
 
     def judge_text(prompt):
         reply = post(url, {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 2})
-        try:
+        with located(f"{url} returned no top_logprobs", f"; use a completions endpoint (reply: {str(reply)[:200]})"):
             top = reply["choices"][0]["logprobs"]["top_logprobs"][0]
             return sum(math.exp(log_p) for token, log_p in top.items() if token.strip(" ▁") == "yes")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise ValueError(f"{url} returned no top_logprobs; use a completions endpoint that does "
-                             f"(reply: {str(reply)[:200]})") from None
 
     def judge_texts(texts):
         with ThreadPoolExecutor(8) as pool:

@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import itertools
 import json
 import logging
 import pkgutil
@@ -106,25 +105,21 @@ def load(task, data=None, demos=None, limit=None, seed=1234):
     the training split; the first items of the data with different questions. Their record says which ("source":
     "file", "fixed", "train" or "first items"), and whether they are the paper's. Items with the question of a first
     item are not scored, except in PopQA, whose first nine items are the published demonstrations."""
-    shots = task.shots + task.demos_are_items           # PopQA: an item that is one of them is shown the ninth instead
+    items, records = load_items(task, data)
     demonstrations, record = find_demos(task, demos, data, seed)
-    from_items = bool(shots) and record is None
-    items, records = load_items(task, data, None if from_items else limit)
-    if from_items:
+    shots = task.shots + task.demos_are_items           # PopQA: an item that is one of them is shown the ninth instead
+    if shots and record is None:
         first = {}
         for item in items:
             first.setdefault(item["question"], item)
-        demonstrations = [demonstration(task, item | {"answer": item["references"][0]})
-                          for item in list(first.values())[:shots]]
+        demonstrations = [demonstration(task, item | {"answer": item["references"][0]}) for item in first.values()]
         record = {"source": "first items"} | records[0]
     demonstrations = demonstrations[:shots]
     questions = {demo["question"] for demo in demonstrations}
     if task.demos_are_items:
         items = [item | {"demonstration": True} if item["question"] in questions else item for item in items]
-    elif from_items:
+    elif record and record["source"] == "first items":
         items = [item for item in items if item["question"] not in questions]
-    if from_items:
-        items = [item | {"index": index} for index, item in enumerate(items[:limit])]
     if not items:
         raise ValueError(f"{task.name}: the data's first {shots} questions are its demonstrations, and nothing is left "
                          "to score: give more data, or --demos FILE")
@@ -133,18 +128,18 @@ def load(task, data=None, demos=None, limit=None, seed=1234):
         origin = f"{record['source']} {record.get('hub', record.get('file', ''))}".strip()
         verdict = "the paper's" if record["paper"] else "not the paper's (give those with --demos)"
         print(f"{task.name}: {len(demonstrations)} demonstrations ({origin}), {verdict}", file=sys.stderr)
-    return items, records, demonstrations, record
+    return [item | {"index": index} for index, item in enumerate(items[:limit])], records, demonstrations, record
 
 
-def load_items(task, data=None, limit=None):
-    """(items in the data's order, each with `index` and `id`; records of their files).
+def load_items(task, data=None):
+    """(items in the data's order, each with an `id`; records of their files).
 
-    Prints whether there are as many items as the paper scores, unless there is a limit."""
+    Prints whether there are as many items as the paper scores."""
     if data is None and task.made_by:
         function, split = task.made_by
-        rows = pkgutil.resolve_name(function)(split, task.n)[:limit]
-        items = [task.read(row._asdict()) | {"index": index, "id": index} for index, row in enumerate(rows)]
-        return items, [{"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}]
+        rows = pkgutil.resolve_name(function)(split, task.n)
+        record = {"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}
+        return [task.read(row._asdict()) | {"id": index} for index, row in enumerate(rows)], [record]
     if data is None and isinstance(task.home, str):
         raise ValueError(f"{task.name} needs --data; its data are {task.home}")
     files, items = find_files("--data", task, [data], task.files) or dict([from_hub(task.home)]), []
@@ -153,17 +148,15 @@ def load_items(task, data=None, limit=None):
         raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
     for path in files:
         split = {"split": re.sub(r"^\d+-", "", path.name.split(".")[0])} if task.splits else {}
-        rows = itertools.islice(read_rows(path), limit and limit - len(items))
-        rows = ((number, split | row) for number, row in rows)
+        rows = ((number, split | row) for number, row in read_rows(path))
         for count, item in enumerate(read_with(task.read, rows, path, task.home)):
             if item.get("id") is None:
                 item["id"] = f"{item['split']}-{count}" if split else count
-            items.append(item | {"index": len(items)})
+            items.append(item)
     if not items:
         raise ValueError(f"{names}: holds no rows; {task.name} reads {task.home}")
-    if task.n and limit is None:
-        verdict = "as in the paper" if len(items) == task.n else f"the paper scores {task.n:,}"
-        print(f"{task.name}: {len(items):,} items of {names}, {verdict}", file=sys.stderr)
+    verdict = "as in the paper" if len(items) == task.n else f"the paper scores {task.n:,}"
+    print(f"{task.name}: {len(items):,} items of {names}, {verdict}", file=sys.stderr)
     return items, list(files.values())
 
 

@@ -15,8 +15,6 @@ import baselines
 import cli
 import decore
 import evaluate
-from heads import detect
-from miniature import data as miniature_data
 from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
@@ -36,58 +34,50 @@ def places(tmp_path_factory, chat_model):
     write_heads(base / "heads.json")
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|turn|>", "<|user|>"))
-    (folder / "broken.json").write_text("{")
     (folder / "turns.json").write_text('[{"role": "user", "content": "Hi"}, {"role": "assistant"}]')
     return dict(folder=folder, base=base, model=f"--model {base}", heads=f"--heads {base}/heads.json",
                 chat=f"--model {chat_model} --heads {chat_model}/heads.json")
 
 
-ALL = {"decore": decore, "baselines": baselines, "evaluate": evaluate, "detect": detect, "data": miniature_data}
 BASE = "{model} {heads} --prompt Hi"
 MISTAKES = [
     # models and heads
-    ("decore", "--prompt Hi --model {folder}/nowhere", "nowhere"),
-    ("decore", "--prompt Hi {model} --amateur {folder}/other --amateur-heads {base}/heads.json", "different vocabular"),
-    ("decore", "--prompt Hi {model} --amateur {base}", "give --amateur-heads FILE"),
-    ("decore", "--prompt-ids 5 {model} --compare --heads {folder}/broken.json", "broken.json is not valid JSON"),
-    ("decore", BASE + " --device cuda:99", "--device cuda:99 is not on this machine; choose from auto, "),
+    (decore, "--prompt Hi --model {folder}/nowhere", "nowhere"),
+    (decore, "--prompt Hi {model} --amateur {folder}/other --amateur-heads {base}/heads.json", "different vocabular"),
+    (decore, "--prompt Hi {model} --amateur {base}", "give --amateur-heads FILE"),
+    (decore, BASE + " --device cuda:99", "--device cuda:99 is not on this machine; choose from auto, "),
     # prompts
-    ("decore", "{model} {heads} --prompt ''", "the prompt is empty"),
-    ("decore", "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
-    ("decore", "{model} {heads} --prompt-ids 1,x", "--prompt-ids: invalid token_ids value: '1,x'"),
-    ("decore", "{model} {heads} --messages {folder}/turns.json", "turns.json must contain a list of"),
-    ("decore", "{model} {heads}", "nothing to answer"),
-    ("decore", "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
-    ("decore", BASE + " --system S", "--system and --template-args need a chat template"),
-    ("decore", "{chat} --prompt Hi --raw --template-args '{{\"a\": 1}}'", "need a chat template, and exclude --raw"),
-    ("decore", "{chat} --prompt Hi --template-args no", "--template-args: invalid json_object value: 'no'"),
-    ("baselines", "{model} --prompt-ids 1,9999 --compare", "9999"),
+    (decore, "{model} {heads} --prompt ''", "the prompt is empty"),
+    (decore, "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
+    (decore, "{model} {heads} --prompt-ids 1,x", "--prompt-ids: invalid token_ids value: '1,x'"),
+    (decore, "{model} {heads} --messages {folder}/turns.json", "turns.json must contain a list of"),
+    (decore, "{model} {heads}", "nothing to answer"),
+    (decore, "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
+    (decore, BASE + " --system S", "--system and --template-args need a chat template"),
+    (decore, "{chat} --prompt Hi --raw --template-args '{{\"a\": 1}}'", "need a chat template, and exclude --raw"),
+    (decore, "{chat} --prompt Hi --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
     # options without effect, and their values
-    ("decore", BASE + " --method greedy", "--heads has no effect on greedy; it is an option of masked"),
-    ("decore", BASE + " --alpha 9", "--alpha has no effect on decore-entropy; it is an option of decore-static"),
-    ("decore", BASE + " --amateur {base}", "--heads has no effect on decore-entropy-lite; it is an option of masked"),
-    ("decore", BASE + " --seed 3", "--seed has no effect without --random-heads"),
-    ("decore", BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
-    ("decore", BASE + " --sources", "--sources has no effect without --json or --html"),
-    ("decore", BASE + " --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
-    ("decore", BASE + " --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
-    ("decore", BASE + " --stop ''", "--stop: an empty text"),
-    ("decore", BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
-    ("decore", BASE + " --html {folder}/no/page.html", "page.html"),
-    # other programs
-    ("evaluate", "--task none", "none"),
-    ("evaluate", "--task memotrap --method greedy,beam", "method 'beam' is unknown"),
-    ("detect", "", "--out"),
-    ("data", "--split none", "none"),
+    (decore, BASE + " --method greedy", "--heads has no effect on greedy; it is an option of masked"),
+    (decore, BASE + " --alpha 9", "--alpha has no effect on decore-entropy; it is an option of decore-static"),
+    (decore, BASE + " --amateur {base}", "--heads has no effect on decore-entropy-lite; it is an option of masked"),
+    (decore, BASE + " --seed 3", "--seed has no effect without --random-heads"),
+    (decore, BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
+    (decore, BASE + " --sources", "--sources has no effect without --json or --html"),
+    (decore, BASE + " --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
+    (decore, BASE + " --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
+    (decore, BASE + " --stop ''", "--stop: an empty text"),
+    (decore, BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
+    (decore, BASE + " --html {folder}/no/page.html", "page.html"),
+    (baselines, "{model} --prompt Hi --lookup 2 --repetition-penalty 1.1", "lookup and repetition_penalty exclude"),
+    (evaluate, "--task memotrap --method greedy,beam", "method 'beam' is unknown"),
 ]
 
 
-@pytest.mark.parametrize("program, arguments, words", MISTAKES, ids=[f"{p} {words[:40]}" for p, _, words in MISTAKES])
+@pytest.mark.parametrize("program, arguments, words", MISTAKES, ids=[words[:40] for *_, words in MISTAKES])
 def test_a_mistake_ends_in_one_line_and_status_2(call, places, program, arguments, words):
-    status, out, err = call(ALL[program].main, *shlex.split(arguments.format(**places)))
-    last = err.splitlines()[-1]
-    assert status == 2 and last.startswith(f"{program}.py: error: ") and words in last
-    assert "--compare" in arguments or (out, err.count("\n")) == ("", 1)        # a comparison shows the other methods
+    status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{program.__name__}.py: error: ") and words in err
 
 
 @pytest.mark.parametrize("path", PROGRAMS)
@@ -120,12 +110,9 @@ def raiser(error):
     (lambda: open("nowhere/file"), 2, "nowhere/file: no such file or directory"),
     (raiser(KeyboardInterrupt()), 130, "\n"),
 ], ids=str)
-def test_limits_of_the_machine_are_one_line(call, main, status, message):
+def test_limits_of_the_machine_are_one_line_and_a_bug_keeps_its_traceback(call, main, status, message):
     result, out, err = call(main)
     assert (result, out, err.count("\n")) == (status, "", 1) and message in err
-
-
-def test_a_bug_keeps_its_traceback(call):
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         call(raiser(RuntimeError("shapes do not fit")))
 

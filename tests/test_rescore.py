@@ -66,7 +66,8 @@ def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start
     ('{"id": 1, "prediction": "a", "references": []}\n', ["--task", "triviaqa"], "line 1: field 'references' should"),
     ('{"prediction": "a", "references": ["a"], "memory": "b"}\n', ["--task", "nq-swap"], "line 1: field 'memory'"),
     ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
-    ("", ["--task", "triviaqa"], "holds no rows"), ('{"id": 1}\n', [], "give --task")])
+    ("", ["--task", "triviaqa"], "holds no rows"),
+    ('{"id": 1}\n', [], "give --task")])
 def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
     path = tmp_path / "r.jsonl"
     path.write_text(text)
@@ -110,7 +111,8 @@ def server(monkeypatch):
 def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_path):
     path = write_run(tmp_path, "Yes. It", "Perhaps.", "no end")
     status, [out], err = rescore(path, *server, "t,i")
-    assert status == 0 and out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
+    assert status == 0
+    assert out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
     assert Judge.requests[0] is None and len(Judge.requests) == 7       # the first was repeated
     (body, key), prompts = Judge.requests[1], sorted(body["prompt"] for body, _ in Judge.requests[1:])
     assert prompts[1] == "Q: Q?\nA: .\nTrue:"

@@ -346,7 +346,7 @@ def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
 
 
 def test_the_miniature_asks_in_its_last_line():
-    [item], _ = sources.load_items(TASKS["miniature-conflict"], limit=1)
+    [item], *_ = sources.load(TASKS["miniature-conflict"], limit=1)
     line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
     assert line["text"].startswith("Context: ") and line["text_without_context"].startswith("Answer: The ")
     assert line["text"].endswith(line["text_without_context"]) and line["memory"] != line["references"]
