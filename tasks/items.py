@@ -25,7 +25,7 @@ KINDS = {"a text": lambda value: isinstance(value, str), "a whole number": lambd
 
 @contextmanager
 def located(place, note=""):
-    """Turns what a wrong row raises into a ValueError that begins with its place."""
+    """Turns any error of a wrong row in the block into a ValueError that begins with the row's place."""
     try:
         yield
     except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, OverflowError) as error:

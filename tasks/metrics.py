@@ -20,7 +20,7 @@ REFUSAL = "I have no comment"
 
 
 def map_rows(function, rows):
-    """[function(row)]. ValueError, with file and line, for a row that lacks what the function reads."""
+    """[function(row)]. ValueError, with file and line, for a row without a field that the function reads."""
     values = []
     for number, row in enumerate(rows, 1):
         with located(row.get("line", f"row {number}")):

@@ -1,7 +1,6 @@
 """evaluate.py: run files that do not depend on batch sizes, interruptions and ranks; sweeps."""
 
 import datetime
-import gzip
 import json
 import multiprocessing
 import os
@@ -223,18 +222,16 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(start, model, he
 
 
 def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(start, model, data, tmp_path):
-    files = {"TruthfulQA.csv": data["truthfulqa-gen"][3], "demos.jsonl": data["nq-closed"][5],
-             "demos_closed_book.jsonl": data["nq-closed"][5], "nq-open-oracle.jsonl.gz": data["nq-closed"][3]}
-    for name, source in files.items():
-        raw = Path(source).read_bytes()
-        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    arguments = [*model, "--data", tmp_path, "--max-new-tokens", 2, "--limit", 1, "--out", tmp_path / "out"]
-    status, out, err = start(*arguments, "--task", "truthfulqa-gen,nq-closed", "--method", "greedy,cad")
-    name, line = Path(model[1]).name, "truthfulqa-gen with cad is left out: its prompts have no context to leave out"
+    for name in ("TruthfulQA.csv", "demos.jsonl"):
+        (tmp_path / name).write_bytes(Path(data["truthfulqa-gen"][3 if name == "TruthfulQA.csv" else 5]).read_bytes())
+    (tmp_path / "1-a.csv").write_bytes(Path(data["memotrap"][3]).read_bytes())
+    arguments = [*model, "--data", tmp_path, "--limit", 1, "--out", tmp_path / "out"]
+    status, out, err = start(*arguments, "--task", "truthfulqa-mc,memotrap", "--method", "greedy,cad")
+    name, line = Path(model[1]).name, "truthfulqa-mc with cad is left out: its prompts have no context to leave out"
     assert status == 0 and [Path(one["run"]).name for one in out] == [
-        f"truthfulqa-gen.{name}.greedy.jsonl", f"nq-closed.{name}.greedy.jsonl", f"nq-closed.{name}.cad.a0.5.jsonl"]
-    assert err.count("left out") == 1 and err.index(line) < err.index(f"truthfulqa-gen.{name}.greedy")
-    status, out, err = start(*arguments, "--task", "truthfulqa-gen", "--method", "cad")
+        f"truthfulqa-mc.{name}.greedy.jsonl", f"memotrap.{name}.greedy.jsonl", f"memotrap.{name}.cad.a0.5.jsonl"]
+    assert err.count("left out") == 1 and err.index(line) < err.index(f"truthfulqa-mc.{name}.greedy")
+    status, out, err = start(*arguments, "--task", "truthfulqa-mc", "--method", "cad")
     assert status == 2 and out == "" and err.splitlines()[-1].endswith(line)
 
 

@@ -11,30 +11,27 @@ import pyarrow.parquet
 import pytest
 
 from tasks import PAPER, TASKS, Home, find, prompts, sources
-from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
 QA2 = {"question": "who lost", "answer": "Bob"}
 
 
-def lines(path, *rows):
-    return write_lines(path, rows)
-
-
-def table(path, *rows, encoding="utf-8"):
-    with open(path, "w", newline="", encoding=encoding) as file:
-        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(rows)
-    return path
-
-
-def columns(path, *rows):
-    rows = pyarrow.Table.from_pylist(list(rows))
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(rows, path)
+def write(path, rows):
+    """A data file of the kind that its name says → its path. Rows of a table are lists, the header first."""
+    if ".jsonl" in path.name:
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    elif path.suffix in (".csv", ".tsv"):
+        with open(path, "w", newline="", encoding="utf-8-sig") as file:
+            csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(rows)
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        with pyarrow.ipc.new_stream(path, rows.schema) as file:
-            file.write_table(rows)
+        content = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(path, content.schema) as file:
+            file.write_table(content)
     return path
 
 
@@ -51,44 +48,38 @@ INSTRUCTIONS = {"key": 1000, "prompt": "Write. ", "instruction_id_list": ["keywo
                 "kwargs": [{"keywords": ["a", "b"], "num_words": None}, {"num_words": 0, "relation": "at least"}]}
 
 
+FILES = {
+    "musique": ("m.jsonl", [MUSIQUE]),
+    "truthfulqa": ("t.csv", [TRUTHFUL, ["A", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "u"]]),
+    "nq-open": ("nq.jsonl.gz", [ORACLE]), "nq-closed": ("nq.jsonl.gz", [ORACLE]), "nq-swap": ("dev.parquet", [SWAP]),
+    "xsum": ("x.jsonl", [{"document": "Doc.", "summary": "Sum.", "id": "7"}]),
+    "ifeval": ("i.arrow", [INSTRUCTIONS]), "triviaqa": ("t.parquet", [TRIVIA]),
+    "popqa": ("p.tsv", [["id", "question", "possible_answers"], ["4", "Job of 4?", '["politician", "pol"]'],
+                        ["90", "Job of 90?", '["cook"]']])}
+
+
 def write_data(name, folder):
     """A file of a few rows for a task → its path; MemoTrap's is a folder."""
-    if name.startswith("musique"):
-        return lines(folder / "m.jsonl", MUSIQUE)
-    if name.startswith("truthfulqa"):
-        row = ["A", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "u"]
-        return table(folder / "t.csv", TRUTHFUL, row)
-    if name.startswith("nq-") and name != "nq-swap":
-        path = folder / "nq.jsonl.gz"
-        path.write_bytes(gzip.compress(json.dumps(ORACLE).encode()))
-        return path
     if name == "memotrap":
         header = ["prompt", "classes", "answer_index"]
-        table(folder / "1-proverb-ending.csv", header, ["Say \"no\": one two", "[' three.', ' four.']", "1"],
-              encoding="utf-8-sig")
-        table(folder / "4-history-of-science-qa.csv", header, ["Q?\nAnswer:", '[" A", " B"]', "0"])
+        write(folder / "1-proverb-ending.csv", [header, ["Say \"no\": one two", "[' three.', ' four.']", "1"]])
+        write(folder / "4-history-of-science-qa.csv", [header, ["Q?\nAnswer:", '[" A", " B"]', "0"]])
         return folder
-    if name == "popqa":
-        return table(folder / "p.tsv", ["id", "question", "possible_answers"],
-                     ["4", "Job of 4?", '["politician", "pol"]'], ["90", "Job of 90?", '["cook"]'])
-    if name == "xsum":
-        return lines(folder / "x.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"})
-    file, row = {"ifeval": ("i.arrow", INSTRUCTIONS), "nq-swap": ("dev.parquet", SWAP),
-                 "triviaqa": ("t.parquet", TRIVIA)}[name]
-    return columns(folder / file, row)
+    file, rows = FILES[name if name in FILES else name.split("-")[0]]
+    return write(folder / file, rows)
 
 
 def write_demos(name, folder):
+    rows = [QA, QA2]
     if name == "popqa":
-        return lines(folder / "d.jsonl", *({"question": f"Job of {i}?", "answer": f"a{i}"} for i in range(1, 10)))
-    if name == "nq-swap":
-        return lines(folder / "d.jsonl", QA | {"context": "<P> c </P>"})
-    if name.startswith("musique"):
+        rows = [{"question": f"Job of {i}?", "answer": f"a{i}"} for i in range(1, 10)]
+    elif name == "nq-swap":
+        rows = [QA | {"context": "<P> c </P>"}]
+    elif name.startswith("musique"):
         row = {"question": "Q1?", "cot_answer": "It is. So the answer is: 5.", "direct_answer": "5",
                "used_in_paper": True}
-        unused = {"question": "left out", "used_in_paper": False}
-        return lines(folder / "d.jsonl", row, row | unused, row | {"question": "Q2?"})
-    return lines(folder / "d.jsonl", QA, QA2) if TASKS[name].shots and name != "nq-open" else None
+        rows = [row, row | {"question": "left out", "used_in_paper": False}, row | {"question": "Q2?"}]
+    return write(folder / "d.jsonl", rows) if TASKS[name].shots and name != "nq-open" else None
 
 
 @pytest.fixture
@@ -213,7 +204,7 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
 def training(tmp_path, monkeypatch):
     """training(task, rows, seed) → demonstrations and their record, from a training split of these rows."""
     def load(name, rows, seed=1234):
-        path = lines(tmp_path / "train.jsonl", *rows)
+        path = write(tmp_path / "train.jsonl", rows)
         monkeypatch.setattr(sources, "from_hub", lambda *home: (path, {"revision": "c0ffee"}))
         return sources.load(TASKS[name], write_data(name, tmp_path), seed=seed)[2:]
     return load
@@ -243,12 +234,12 @@ def test_musiques_reasoning_is_built_from_the_single_questions(training):
 
 
 def test_without_a_training_split_the_first_questions_are_demonstrations_and_are_not_scored(tmp_path, capsys):
-    def write(questions):           # three rows to each question, as in the real file
-        return columns(tmp_path / "dev.parquet", *(
+    def write_rows(questions):      # three rows to each question, as in the real file
+        return write(tmp_path / "dev.parquet", [
             SWAP | {"question": question, "sub_context": f"{question} {n}", "sub_answer": [f"{question} {n}"]}
-            for question in questions for n in range(3)))
+            for question in questions for n in range(3)])
 
-    path = write("abcdef")
+    path = write_rows("abcdef")
     items, records, demos, record = sources.load(TASKS["nq-swap"], path)
     assert [demo["user"] for demo in demos] == [f"Context: {q} 0\nQuestion: {q}\nAnswer:" for q in "abcd"]
     assert [demo["answer"] for demo in demos] == ["a 0", "b 0", "c 0", "d 0"]
@@ -260,12 +251,12 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
         "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with --demos)"]
     assert sources.load(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
     with pytest.raises(ValueError, match="first 4 questions are its demonstrations, and nothing is left to score"):
-        sources.load(TASKS["nq-swap"], write("abcd"))
+        sources.load(TASKS["nq-swap"], write_rows("abcd"))
 
 
 def test_popqas_first_nine_items_are_its_published_demonstrations(tmp_path):
     rows = [[str(i), f"Job of {i}?", f'["job {i}"]'] for i in range(12)]
-    path = table(tmp_path / "p.tsv", ["id", "question", "possible_answers"], *rows)
+    path = write(tmp_path / "p.tsv", [["id", "question", "possible_answers"], *rows])
     items, _, demos, record = sources.load(TASKS["popqa"], path)
     assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)] and record["source"] == "first items"
     assert len(items) == 12 and [item["index"] for item in items if item.get("demonstration")] == list(range(9))
@@ -277,7 +268,7 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     paper = QA | {"context": "c"}
     for rows, expected in (([paper], True), ([paper | {"note": 1}], True), ([paper] * 2, True),
                            ([QA | {"context": "d"}], False)):
-        path = lines(tmp_path / "d.jsonl", *rows)
+        path = write(tmp_path / "d.jsonl", rows)
         record = sources.load(task, write_data("nq-swap", tmp_path), path)[3]
         assert (record["source"], record["file"], record["paper"]) == ("file", "d.jsonl", expected)
     # The only demonstration of the paper that is part of this project is the dummy of NQ open book.
@@ -303,7 +294,7 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 ])
 def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, message):
     with pytest.raises(ValueError, match=f"(?s)x.jsonl, .*{message}"):
-        sources.load_items(TASKS[name], lines(tmp_path / "x.jsonl", *rows))
+        sources.load_items(TASKS[name], write(tmp_path / "x.jsonl", rows))
 
 
 @pytest.mark.parametrize("suffix, content, message", [
@@ -325,7 +316,8 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
         with pytest.raises((ValueError, OSError), match=message):
             sources.load(find(name), *arguments)
 
-    refuse("--data .*: no file for triviaqa in this folder", "triviaqa", tmp_path, lines(tmp_path / "demos.jsonl", QA))
+    write(tmp_path / "demos.jsonl", [QA])
+    refuse("--data .*: no file for triviaqa in this folder", "triviaqa", tmp_path)
     for name in ("validation-1.parquet", "validation-2.parquet"):
         (tmp_path / name).write_bytes(b"")
     refuse("several files fit triviaqa, name one", "triviaqa", tmp_path)
