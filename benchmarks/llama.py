@@ -5,9 +5,9 @@ build takes a quarter of an hour on one core. llama.cpp's cache is in float16 fo
 the dtype of the weights."""
 
 import json
+import shutil
 import subprocess
 import sys
-import tarfile
 
 import torch
 
@@ -17,10 +17,8 @@ from runtime.weights import named_tensors
 def build(folder):
     subprocess.run([sys.executable, "-m", "pip", "download", "--no-binary", "llama-cpp-python", "--no-deps",
                     "llama-cpp-python", "-d", folder], check=True, stdout=sys.stderr)
-    sdist = max(folder.glob("llama_cpp_python-*.tar.gz"))
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    source = folder / sdist.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+    shutil.unpack_archive(max(folder.glob("llama_cpp_python-*.tar.gz")), folder, filter="data")
+    source = max(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
     options = dict(CMAKE_BUILD_TYPE="Release", GGML_NATIVE="ON", LLAMA_CURL="OFF", LLAMA_BUILD_TESTS="OFF",
                    LLAMA_BUILD_SERVER="OFF", LLAMA_BUILD_EXAMPLES="OFF")
     for command in (["-S", source, "-B", folder / "build", *(f"-D{name}={value}" for name, value in options.items())],

@@ -24,8 +24,6 @@ def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
     draw: "uniform" draws heads at random that are not retrieval heads, "published" as the paper's runs did. option:
     the command-line option that sets `name`."""
     shape = model.config.n_layers, model.config.n_heads
-    if n == 0:
-        return []
     if draw == "published":
         return published_random_heads(n, *shape, seed)
     name = name or find_heads(model.name)
@@ -35,7 +33,7 @@ def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
         raise ValueError(f"no head scores are known for {model.name}: {hint}give {option} FILE "
                          f"(python -m heads.detect --model {model.name} --out FILE makes one)")
     ranked = load_heads(name, *shape, model.name)
-    if not 0 < n <= len(ranked):
+    if not 0 <= n <= len(ranked):
         raise ValueError(f"--num-heads {n}: {model.name} has {len(ranked)} heads")
     return random_heads(ranked, n, seed) if draw else ranked[:n]
 
@@ -77,15 +75,14 @@ def load_heads(name, n_layers, n_heads, model_name=None):
 
     name: a file, or the name of a model with a file in this folder. ValueError if the file does not fit the model's
     shape. Warns if it was made for a model of another name: fine-tuned models often use the heads of their base."""
-    path = find_file(name)
+    path, heads = find_file(name), set(product(range(n_layers), range(n_heads)))
     scores, made_for = load_scores(path), read_json(path).get("model")
     if model_name and made_for and plain_name(made_for) != plain_name(model_name):
         warnings.warn(f"{path} holds the heads of {made_for}, but the model is {model_name}", stacklevel=2)
-    wrong = sorted(scores.keys() ^ set(product(range(n_layers), range(n_heads))))
-    if wrong:
-        head, problem = wrong[0], "is outside the model" if wrong[0] in scores else "has no score"
-        raise ValueError(f"{path}: head {head[0]}-{head[1]} {problem}; the model has {n_layers} layers of {n_heads} "
-                         "heads: use a head file made for this model (python -m heads.detect makes one)")
+    if scores.keys() != heads:
+        layer, head = min(scores.keys() ^ heads)
+        raise ValueError(f"{path} has {len(scores)} heads, the model {n_layers} layers of {n_heads} heads; only one "
+                         f"has head {layer}-{head}: use a file made for this model (heads.detect makes one)")
     return sorted(scores, key=scores.get, reverse=True)     # stable, also in reverse
 
 
@@ -98,11 +95,11 @@ def load_scores(name):
         raise ValueError(f'{path}: "scores" must be an object with one entry "layer-head": score per head')
     for key, value in entries.items():
         match, values = KEY.fullmatch(key), value if isinstance(value, list) else [value]
-        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)                  # NaN is not < 1e9
+        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)      # NaN is not < 1e9
         if not match or not values or not finite:
             raise ValueError(f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a finite '
                              "number, or a list of one per sample")
-        scores[int(match[1]), int(match[2])] = float(np.mean(values))       # its last digit decides published ties
+        scores[int(match[1]), int(match[2])] = float(np.mean(values))   # its last digit decides published ties
     return scores
 
 
@@ -110,25 +107,26 @@ def find_file(name):
     """The head file `name`, or the file of the model of that name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
-        raise FileNotFoundError(f"{name} is neither a head file nor a model with head scores: heads/README.md lists "
-                                "those models, and python -m heads.detect finds the heads of any other")
+        raise FileNotFoundError(f"{name} is neither a head file nor a model of heads/README.md; "
+                                "python -m heads.detect finds the heads of any other model")
     return path
 
 
 def find_heads(model_name):
     """The file of a model, by the last part of its name or folder; None without one."""
-    return next((path for path in known() if plain_name(path.stem) == plain_name(model_name)), None)
+    return known().get(plain_name(model_name))
 
 
 def related(model_name, shape):
     """Names of files for models of the same shape whose name continues this one, or the reverse: base and chat."""
-    name, pairs = plain_name(model_name), [(path, plain_name(path.stem)) for path in known()]
-    similar = [path for path, other in pairs if name.startswith(other) or other.startswith(name)]
-    return [path.stem for path in similar if (read_json(path).get("n_layers"), read_json(path).get("n_heads")) == shape]
+    name = plain_name(model_name)
+    files = [path for other, path in known().items() if name.startswith(other) or other.startswith(name)]
+    return [path.stem for path in files if (read_json(path).get("n_layers"), read_json(path).get("n_heads")) == shape]
 
 
 def known():
-    return sorted(FOLDER.glob("*.json"))
+    """The head files of this folder, by plain name."""
+    return {plain_name(path.stem): path for path in sorted(FOLDER.glob("*.json"))}
 
 
 def plain_name(model_name):

@@ -23,10 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cli
-from heads.needles import PUBLISHED, make_book, make_prompt, make_published_prompt, plan, read_haystack, read_needles
+from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from model import Cache
 from runtime import files
-from runtime.files import short_hash
 from runtime.weights import fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
@@ -45,7 +44,7 @@ def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), publishe
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
         raise ValueError(f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
                          "give (first token, last token + 1)")
-    (ids, positions), = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+    [(ids, positions)] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
     return head_scores(positions, ids, prompt_ids, needle, published), ids
 
 
@@ -56,25 +55,24 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     positions [S, L, H]: that of each head's largest attention weight at the step that generates ids[s]. An answer stops
     after an id of `eos_ids` or max_new_tokens tokens; unless published, also once it contains every token of the needle
     as often as the needle does."""
-    lengths = torch.tensor([len(ids) - 1 for ids in prompts])
-    cache = Cache(model, lengths.tolist(), max_new_tokens)
-    ids = pad_sequence([torch.tensor(ids[:-1], dtype=torch.long) for ids in prompts], batch_first=True)
-    model.prefill(ids.to(model.device), cache)
+    cache = Cache(model, [len(ids) - 1 for ids in prompts], max_new_tokens)
+    tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
+    model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
+    token, keys = torch.stack([ids[-1:] for ids in tokens]), []     # [B, 1]
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
-    token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)        # [B, 1]
-    answers, ended, keys = [[] for _ in prompts], [False] * len(prompts), []
+    answers, ended = [[] for _ in prompts], [False] * len(prompts)
     while not all(ended):
-        weights = []                                                                # L × [B, 1, 1, H, C]
+        weights = []                                                # L × [B, 1, 1, H, C]
         token = model(token, cache, weights=weights)[0].argmax(-1)
-        keys.append(torch.stack([w[:, 0, 0].argmax(-1) for w in weights]))              # [L, B, H]
+        keys.append(torch.stack([w[:, 0, 0].argmax(-1) for w in weights]))  # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
                 ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
-    keys = model.shard.all_gather(torch.stack(keys)).cpu()                          # [S, L, B, H], heads of all ranks
+    keys = model.shard.all_gather(torch.stack(keys))                # [S, L, B, H], heads of all ranks
     # Keys of new tokens are numbered from P on, after those of the padded prompts.
-    positions = torch.where(keys < cache.P, keys, keys - cache.P + lengths[:, None])
+    positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
     return [(ids, positions[:len(ids), :, b]) for b, ids in enumerate(answers)]
 
 
@@ -107,8 +105,8 @@ def run_all(model, tokenizer, prompts, needles, settings, part):
 
 def read_part(part, settings):
     """The records of an interrupted detection. Starts a missing file, and removes a line that was cut off."""
-    lines = [line for _, line in files.json_lines(part)] if part.exists() else []
-    stored, *batches = lines or [settings]
+    part.touch()
+    stored, *batches = [line for _, line in files.json_lines(part)] or [settings]
     other = sorted(name for name in stored | settings if stored.get(name) != settings.get(name))
     if other:
         raise ValueError(f"{part} is an unfinished detection with another {', '.join(other)}; continue with its "
@@ -118,62 +116,43 @@ def read_part(part, settings):
 
 
 def run_batch(model, tokenizer, prompts, needles, settings):
-    """One record per run: the needle's position, the answer, and the scores above zero."""
+    """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores above zero."""
     from rouge_score.rouge_scorer import RougeScorer  # an optional dependency
-    rouge, published = RougeScorer(["rouge1"], use_stemmer=True), settings["published"]
+    rouge, published, records = RougeScorer(["rouge1"], use_stemmer=True), settings["published"], []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
-    answers = answer_batch(model, [prompt.ids for prompt in prompts], [prompt.needle for prompt in prompts],
-                           settings["max_new_tokens"], stops, published)
-    records = []
-    for prompt, (ids, attended) in zip(prompts, answers, strict=True):
-        scores = head_scores(attended, ids, prompt.ids, prompt.needle, published)
-        sample, text = prompt.sample, tokenizer.decode(ids).strip()
-        recall = rouge.score(needles[sample.needle].real_needle, text)["rouge1"].recall
-        records.append({
-            "needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": prompt.depth,
-            "tokens": len(prompt.ids), "span": list(prompt.needle), "answer": text, "recall": round(recall, 4),
-            "right": recall > SUCCESS,
+    ids, places = zip(*prompts, strict=True)
+    spans, limit = [place["span"] for place in places], settings["max_new_tokens"]
+    answers = answer_batch(model, ids, spans, limit, stops, published)
+    for (prompt, place), (answer, attended) in zip(prompts, answers, strict=True):
+        scores = head_scores(attended, answer, prompt, place["span"], published)
+        text = tokenizer.decode(answer).strip()
+        recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
+        records.append(place | {
+            "answer": text, "recall": round(recall, 4), "right": recall > SUCCESS,
             "scores": {f"{i}-{j}": round(scores[i, j].item(), 6) for i, j in scores.nonzero().tolist()}})
     return records
 
 
-def summarise(model, records, settings, min_success):
-    """The content of the head file: mean scores over the runs with a right answer, settings, and all runs.
+def write(path, model, records, settings, min_success):
+    """Write the head file in one step: mean scores over the runs with a right answer, settings, and all runs.
 
-    ValueError if fewer than `min_success` answers are right, or no head has a score."""
+    JSON with a line per entry and per run. Returns its content. ValueError if fewer than `min_success` answers are
+    right, or no head has a score."""
     c, right = model.config, [record["scores"] for record in records if record["right"]]
-    if len(right) < min_success:
-        raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer, fewer than --min-success "
-                         f"{min_success}; the first answer: {records[0]['answer'][:60]!r}: try shorter --lengths, "
-                         "--raw, another --template, simpler --needles, or another model")
-    if not any(right):
-        raise ValueError(f"every head scores 0 in all {len(right)} runs with a right answer, so the heads cannot be "
-                         "ranked: try longer --lengths or other --needles")
+    if len(right) < min_success or not any(right):
+        raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer (--min-success {min_success}), and "
+                         f"{len(set().union(*right))} heads copied in them; the first answer: "
+                         f"{records[0]['answer'][:60]!r}; try other --lengths, --raw, --template or --needles")
     heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
     means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
-    return {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
-            "success_rate": round(len(right) / len(records), 4), "settings": settings, "scores": means, "runs": records}
-
-
-def write(result, path, authors=None):
-    """Write the head file in one step: JSON with a line per entry and per run.
-
-    authors: a second file, in the form that the paper's code reads: "layer-head" → its score in each right run."""
-    rest = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-                       for key, value in result.items() if key != "runs")
-    runs = ",\n  ".join(json.dumps(record, ensure_ascii=False) for record in result["runs"])
+    result = {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
+              "success_rate": round(len(right) / len(records), 4), "settings": settings, "scores": means}
+    rest = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in result.items())
+    runs = ",\n  ".join(json.dumps(record, ensure_ascii=False) for record in records)
     new = Path(f"{path}.new")
     new.write_text(f'{{\n {rest},\n "runs": [\n  {runs}\n ]\n}}\n', encoding="utf-8")
     new.replace(path)
-    if authors:
-        right = [record["scores"] for record in result["runs"] if record["right"]]
-        authors.parent.mkdir(parents=True, exist_ok=True)
-        authors.write_text(json.dumps({head: [scores.get(head, 0.0) for scores in right] for head in result["scores"]}))
-
-
-def spread(first, last, n):
-    """n whole numbers, evenly spaced from first to last."""
-    return sorted({round(first + (last - first) * i / max(n - 1, 1)) for i in range(n)})
+    return result
 
 
 def lengths(text):
@@ -207,48 +186,34 @@ def parse_args():
         help="right answers needed for a result (default 10)")
     add("--published", action="store_true", help="as the published runs: needle inserted and located by token ids, "
         "their prompt, repeated tokens counted, answers end only at a new line's token or id 144")
-    add("--authors-format", metavar="FILE", type=Path,
-        help="also write the scores in the form that the paper's code reads")
     return p.parse_args()
 
 
 def make_settings(args, model, tokenizer, needles, texts):
     """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
-    for name in ("template", "raw") if args.runs else ("template", "raw", "seed"):
-        if args.published and getattr(args, name) is not None:
-            raise ValueError(f"--{name} has no effect with --published, whose prompts are fixed; drop one of them")
-    template = PUBLISHED if args.published else (args.template or TEMPLATE).replace("\\n", "\n")
+    published, chat = args.published, tokenizer.has_chat_template and not args.raw and not args.published
+    unused = {
+        "template": published, "raw": published, "seed": published and not args.runs, "template_args": not chat}
+    for name in unused:
+        if unused[name] and getattr(args, name) is not None:
+            raise ValueError(f"{cli.flag(name)} has no effect {'with --published' if published else 'on plain text'}")
+    template = PUBLISHED if published else (args.template or TEMPLATE).replace("\\n", "\n")
     if template.count("{context}") != 1 or "{question}" not in template:
         raise ValueError("--template must contain {context}, once, and {question}")
-    chat = tokenizer.has_chat_template and not args.raw and not args.published
-    if args.template_args and not chat:
-        raise ValueError("--template-args has no effect: no prompt goes through a chat template")
     longest = model.config.max_positions - args.max_new_tokens
-    default = PUBLISHED_LENGTHS if args.published else spread(min(5000, longest) // 5, min(5000, longest), 5)
+    default = PUBLISHED_LENGTHS if published else spread(min(5000, longest) // 5, min(5000, longest), 5)
     prompt_lengths = args.lengths or default
     if prompt_lengths[-1] > longest:
         raise ValueError(f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
                          f"{args.max_new_tokens} new ones; use lengths up to {longest}")
     return {
         "model": model.name, "fingerprint": fingerprint(args.model), "lengths": prompt_lengths, "depths": args.depths,
-        "runs": args.runs, "seed": args.seed or 0, "needles": short_hash(json.dumps(needles).encode()),
-        "haystack": short_hash(json.dumps(texts).encode()), "template": template, "chat": chat,
+        "runs": args.runs, "seed": args.seed or 0, "needles": files.short_hash(json.dumps(needles).encode()),
+        "haystack": files.short_hash(json.dumps(texts).encode()), "template": template, "chat": chat,
         "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {}) if chat else None,
-        "published": args.published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
+        "published": published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
         "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "ranks": model.shard.size,
         "versions": {name: version(name) for name in ("torch", "tokenizers", "rouge-score")}}
-
-
-def make_prompts(settings, needles, texts, tokenizer):
-    """The prompts of all runs, in order."""
-    depths, seed = spread(0, 100, settings["depths"]), settings["seed"]
-    samples = plan(len(needles), len(texts), settings["lengths"], depths, settings["runs"], seed)
-    if settings["published"]:
-        return [make_published_prompt(s, needles[s.needle], texts[s.book], tokenizer) for s in samples]
-    books = [make_book(tokenizer, texts, i, settings["lengths"][-1]) for i in range(min(len(texts), len(needles)))]
-    prompts = [make_prompt(s, needles[s.needle], books[s.book], tokenizer, settings["template"],
-                           settings["template_args"], seed) for s in samples]
-    return list({tuple(prompt.ids): prompt for prompt in prompts}.values())             # no run twice
 
 
 def main():
@@ -265,8 +230,7 @@ def main():
         records = run_all(model, tokenizer, prompts, needles, settings, part)
         if model.shard.rank:
             return
-        result = summarise(model, records, settings, args.min_success)
-        write(result, args.out, args.authors_format)
+        result = write(args.out, model, records, settings, args.min_success)
         part.unlink()
     best = sorted(result["scores"].items(), key=lambda item: -item[1])[:5]
     print(f"{result['samples']} of {len(records)} runs gave a right answer; best heads "

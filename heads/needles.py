@@ -7,7 +7,7 @@ token ids (`make_published_prompt`)."""
 import math
 import random
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -28,24 +28,11 @@ class Needle(NamedTuple):
     real_needle: str            # the part of the needle that answers the question; heads are scored on its tokens
 
 
-class Book(NamedTuple):
-    text: str
-    bounds: list                # characters at which sentences start, 0 first
-    counts: list                # tokens before each of them
-
-
 class Sample(NamedTuple):
     book: int
     length: int                 # tokens of the prompt, at most
     depth: int                  # % of the haystack before the needle
     needle: int
-
-
-class Prompt(NamedTuple):
-    sample: Sample
-    ids: list
-    needle: tuple               # its tokens: (first, last + 1)
-    depth: float                # % of the haystack that is before the needle
 
 
 # A full stop and the like, closing quotes, white space, and what looks like a beginning; not after Mr. or an initial.
@@ -59,8 +46,7 @@ def read_needles(path):
     for number, row in json_lines(path, complete=True):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
         if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
-            raise ValueError(f'{path}, line {number}: must have texts "needle", "question" and "real_needle", which is '
-                             "a part of needle, word for word")
+            raise ValueError(f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of needle')
         needles.append(needle)
     if not needles:
         raise ValueError(f"{path} holds no needles")
@@ -82,48 +68,71 @@ def read_haystack(path):
     return texts
 
 
-def plan(n_needles, n_books, lengths, depths, runs=None, seed=0):
+def make_prompts(settings, needles, texts, tokenizer):
+    """The prompts of all runs, in order: [(ids, record), …].
+
+    record: the number of the needle, the planned length and depth, the actual depth "at", the number of "tokens", and
+    the "span" of the needle, [first token, last + 1]."""
+    lengths, published, prompts = settings["lengths"], settings["published"], {}
+    samples = plan(len(needles), len(texts), lengths, settings["depths"], settings["runs"], settings["seed"])
+    if not published:
+        texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in range(min(len(texts), len(needles)))]
+    for sample in samples:
+        arguments = sample, needles[sample.needle], texts[sample.book], tokenizer
+        ids, span, at = make_published_prompt(*arguments) if published else make_prompt(*arguments, settings)
+        record = {"needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": at,
+                  "tokens": len(ids), "span": list(span)}
+        prompts[sample if published else tuple(ids)] = ids, record      # by default, no prompt occurs twice
+    return list(prompts.values())
+
+
+def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another length and depth."""
-    grid = list(product(lengths, depths))
-    if runs and runs > n_needles * len(grid):
-        raise ValueError(f"--runs {runs}: {n_needles} needles at {len(grid)} places make {n_needles * len(grid)} runs")
-    rng = random.Random(seed)
+    rng, grid = random.Random(seed), list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
-    chosen = [(i % n_needles, places[i % n_needles][i // n_needles]) for i in range(runs or n_needles * len(grid))]
-    return sorted(Sample(needle % n_books, *place, needle) for needle, place in chosen)
+    samples = [Sample(i % n_books, *place, i) for turn in zip(*places, strict=True) for i, place in enumerate(turn)]
+    return sorted(samples[:runs])
+
+
+def spread(first, last, n):
+    """n whole numbers, evenly spaced from first to last."""
+    return sorted({round(first + (last - first) * i / max(n - 1, 1)) for i in range(n)})
 
 
 def make_book(tokenizer, texts, first, length):
-    """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as often as needed."""
+    """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as often as needed.
+
+    Returns the text, the characters at which its sentences start, 0 first, and the number of tokens before each."""
     joined = "".join(text + "\n\n" for text in texts[first:] + texts[:first])
     size = 16 * length                                          # characters: longer tokens are rare
     text = (joined * math.ceil(size / len(joined)))[:size]
     bounds = [0] + [match.end() for match in SENTENCE_END.finditer(text)]
     starts = [start for start, _ in tokenizer.core.encode(text, add_special_tokens=False).offsets]
-    return Book(text, bounds, [bisect_right(starts, bound - 1) for bound in bounds])
+    return text, bounds, [bisect_left(starts, bound) for bound in bounds]
 
 
-def make_prompt(sample, needle, book, tokenizer, template, template_args, seed):
+def make_prompt(sample, needle, book, tokenizer, settings):
     """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack with a sentence.
 
-    template: holds {context} and {question}. template_args: arguments of the chat template; None: no chat template."""
-    head, tail = (part.replace("{question}", needle.question) for part in template.split("{context}"))
-    room = sample.length - len(encode_message(tokenizer, head + needle.needle + " " + tail, template_args)[0])
+    settings: "template" contains {context} and {question}; "template_args" are the arguments of the chat template, None
+    without one; "seed". Returns the ids, the needle's tokens (first, last + 1), and its depth in %."""
+    text, bounds, counts = book
+    head, tail = (part.replace("{question}", needle.question) for part in settings["template"].split("{context}"))
+    encode_chat = partial(encode_message, tokenizer, template_args=settings["template_args"])
+    room = sample.length - len(encode_chat(f"{head}{needle.needle} {tail}")[0])
     # The joined text may have more tokens than its parts, so that the first attempt may be too long.
-    for last in range(bisect_right(book.counts, room) - 1, -1, -1):
-        bounds = book.bounds[:last + 1]
-        at, end = choose_boundary(bounds, sample.depth, random.Random(f"{seed} {sample}")), bounds[-1]
-        rest = book.text[at:end].rstrip()
-        message = head + book.text[:at] + needle.needle + (" " + rest if rest else "") + tail
-        ids, offsets, shift = encode_message(tokenizer, message, template_args)
+    for last in range(bisect_right(counts, room) - 1, -1, -1):
+        end, rng = bounds[last], random.Random(f"{settings['seed']} {sample}")
+        at = choose_boundary(bounds[:last + 1], sample.depth, rng)
+        context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
+        ids, offsets, shift = encode_chat(head + context + tail)
         if len(ids) <= sample.length:
             break
     else:
-        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, its question "
-                         "and the template")
+        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”")
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
     inside = [i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first]
-    return Prompt(sample, ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2))
+    return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)
 
 
 def choose_boundary(bounds, depth, rng):
@@ -150,7 +159,9 @@ def make_published_prompt(sample, needle, text, tokenizer):
 
     A full stop is one of FULL_STOPS. In other vocabularies than Llama 2's these are other tokens, so that the needle
     comes before the text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
-    so a beginning-of-text token is added each time. `needle` is the position where the published runs located it."""
+    so a beginning-of-text token is added each time. Returns the ids, the needle's tokens (first, last + 1), and its
+    depth in %. The published runs located the needle by the first window of its length that contains more than 90 % of
+    its token set, and by (-1, -1) without one."""
     decode = partial(tokenizer.core.decode, skip_special_tokens=False)
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
     context = encode(tokenizer, decode(encode(tokenizer, text)[:sample.length]))
@@ -165,19 +176,13 @@ def make_published_prompt(sample, needle, text, tokenizer):
     haystack = decode(context[:at] + inserted + context[at:])
     ids = encode(tokenizer, PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question))
     needle_ids = tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids
-    return Prompt(sample, ids, locate_published(ids, needle_ids), round(100 * at / max(len(context), 1), 2))
+    n, tokens = len(needle_ids), set(needle_ids)
+    starts = (i for i in range(len(ids)) if len(tokens & set(ids[i:i + n])) / len(tokens) > COVERED)
+    start = next(starts, None)
+    return ids, (-1, -1) if start is None else (start, start + n), round(100 * at / max(len(context), 1), 2)
 
 
 @lru_cache(maxsize=4)
 def encode(tokenizer, text):
     """The ids of a text. The long ones take a second, and all runs of one book and length share them."""
     return tokenizer.core.encode(text).ids
-
-
-def locate_published(prompt_ids, needle_ids):
-    """The published runs' position of the needle: the first window of its length with > 90 % of its token set."""
-    n, tokens = len(needle_ids), set(needle_ids)
-    for i in range(len(prompt_ids)):
-        if len(tokens & set(prompt_ids[i:i + n])) / len(tokens) > COVERED:
-            return i, i + n
-    return -1, -1

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
-from tokenizers.models import BPE
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 from tqdm import trange
 
 import cli
@@ -56,14 +56,10 @@ TEXT_WEIGHT = 0.05                                            # of the loss outs
 
 def make_tokenizer():
     """Train a byte-level BPE. Encoding adds the BOS; a document is BOS, text, EOS."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    documents = islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000)
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[BOS, EOS], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator((f"{item.prompt} {item.answer}." for item in documents), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer, documents = ByteLevelBPETokenizer(), islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000)
+    tokenizer.train_from_iterator((f"{item.prompt} {item.answer}." for item in documents), VOCAB, min_frequency=0,
+                                  special_tokens=[BOS, EOS], show_progress=False)
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     return tokenizer
 
 

@@ -69,8 +69,8 @@ class Shard:
         try:
             collective(*args, **kw)
         except RuntimeError as error:
-            raise ConnectionError(f"rank {self.rank} of {self.size}: {collective.__name__} failed; start all with "
-                                  f"torchrun; another may have ended ({one_line(error)})") from error
+            raise ConnectionError(f"rank {self.rank} of {self.size}: {collective.__name__} failed ({one_line(error)}); "
+                                  "another rank may have ended; start all of them with torchrun") from error
 
 
 class Ranks(Shard):

@@ -4,8 +4,6 @@
 
 takes the options of decore.py and baselines.py, and passes all others to `lm_eval run`."""
 
-import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import baselines
 import cli
 from heads import choose_heads
 from runtime.files import short_hash
-from runtime.weights import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation Decoding scores an answer
@@ -36,11 +33,11 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     HarnessModel, HarnessCLI = import_harness()
-    sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
-    run = HarnessCLI().parse_args() if rest else None
-    if run is None or not (run.tasks or run.config):
+    if not rest:
         raise ValueError("--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa")
-    if getattr(run, "model_args", None):
+    sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
+    run = HarnessCLI().parse_args()
+    if run.model_args:
         raise ValueError("--model_args has no effect: the model is --model's, and its options are those of --help")
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
@@ -48,27 +45,22 @@ def main():
     run.model = HarnessModel(model, tokenizer, batch_size=args.batch_size, renormalise=args.renormalise,
                              template_args=cli.benchmark_template_args(tokenizer, args.template_args),
                              **cli.method_settings(method, args, model, amateur, choose_heads))
-    info = run.model.get_model_info()
-    run.model_args, run.batch_size = info | dict(pretrained=args.model), args.batch_size
+    run.model_args, run.batch_size = run.model.get_model_info() | dict(pretrained=args.model), args.batch_size
     if run.use_cache:                       # its keys are the texts alone, so each setting gets a file
-        key = [info, fingerprint(args.model), args.amateur and fingerprint(args.amateur)]
-        run.use_cache += "-" + short_hash(json.dumps(key, sort_keys=True).encode())
+        run.use_cache += "-" + short_hash(repr(run.model_args).encode())
     run.func(run)
 
 
 def import_harness():
-    """Import the harness, and the library `evaluate` that its tasks need, whose name our evaluate.py has too."""
-    path = sys.path[:]
-    sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != ROOT]
+    """Import the harness. Its tasks import the library `evaluate`, so our evaluate.py must be found after it."""
+    sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
     try:
-        importlib.import_module("evaluate")             # the library stays in sys.modules
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
+
+        from tasks.harness_model import HarnessModel
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
-    finally:
-        sys.path[:] = path
-    from tasks.harness_model import HarnessModel
     setup_logging()
     return HarnessModel, HarnessCLI
 

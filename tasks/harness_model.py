@@ -3,7 +3,6 @@
 Heads are masked as in `score` and `generate`: at every position if answers are scored, from the last prompt token on if
 texts are generated."""
 
-import json
 import warnings
 from operator import itemgetter
 
@@ -43,8 +42,8 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self):
         """Part of the name of files that store prompts, different for each chat template."""
-        key = json.dumps([self.tokenizer.chat_template, self.template_args], sort_keys=True)
-        return f"{self.tokenizer.name}-{short_hash(key.encode())}".replace("/", "__")
+        template = repr((self.tokenizer.chat_template, self.template_args))
+        return f"{self.tokenizer.name}-{short_hash(template.encode())}".replace("/", "__")
 
     @property
     def max_length(self):
@@ -73,25 +72,23 @@ class HarnessModel(TemplateLM):
         """[(texts, context ids, answer ids)] → [(log p, whether greedy decoding gives the answer)].
 
         A context is read once for all its answers. A context that is too long loses its beginning."""
-        fitting = []
-        for texts, context, answer in requests:
+        groups, out = {}, {}
+        for i, (texts, context, answer) in enumerate(requests):
             if not 0 < len(answer) <= self.max_length:
                 raise ValueError(f"an answer has {len(answer)} tokens; {self.model.name} scores 1 to {self.max_length}")
             room = self.max_length + 1 - len(answer)            # the last token of an answer is not read
-            fitting.append((texts, context[-room:] or [self.prefix_token_id], answer))
             if len(context) > room:
                 warnings.warn(f"contexts longer than {self.max_length} tokens lose their beginning", stacklevel=2)
-
-        contexts, out = Collator(fitting, lambda request: 0, itemgetter(1), "gen_kwargs"), []
-        for group in tqdm(list(contexts.get_batched(n=0)), desc="contexts", disable=disable_tqdm):
-            texts, [context, *_], answers = zip(*group, strict=True)
-            results = baselines.score(self.model, context, answers, return_greedy=True,
+            context = tuple(context[-room:] or [self.prefix_token_id])
+            groups.setdefault(context, []).append((i, texts, answer))
+        for context, group in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
+            results = baselines.score(self.model, context, [answer for *_, answer in group], return_greedy=True,
                                       renormalise=self.renormalise, **self.settings)
-            out += results
-            for text, result in zip(texts, results, strict=True):
-                if text is not None:
-                    self.cache_hook.add_partial("loglikelihood", text, result)
-        return contexts.get_original(out)
+            for (i, texts, _), result in zip(group, results, strict=True):
+                out[i] = result
+                if texts is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, result)
+        return [out[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Log-probability of complete texts, read in windows of `max_length` tokens."""

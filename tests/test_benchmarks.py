@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,17 @@ def test_decode_times_every_method_in_batches_and_with_lookup(call):
     assert set(result["tokens_per_second"]) == {*METHODS, "transformers", "two-pass"} | batches | lookups
     assert all(result[name] > 0 for name in ("decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"))
     assert result["same_tokens"] == {"greedy and transformers": 5, "decore-entropy and two-pass": 5}
+
+
+def test_rates_count_all_texts_and_ratios_are_medians_over_the_rounds():
+    runs = {"greedy": (None, 1, 50), "decore-entropy": (None, 1, 50), "greedy, batch 4": (None, 4, 20)}
+    seconds = {"greedy": [1, 2, 4], "decore-entropy": [2, 4, 4], "greedy, batch 4": [2, 2, 2]}
+    results = {name: [([7], 0.5, s) for s in times] for name, times in seconds.items()}
+    result = decode.summary(results, np.array([1000] * 3), runs, prompt=10, new=8)
+    assert result["tokens_per_second"] == {"greedy": 4, "decore-entropy": 2, "greedy, batch 4": 16}
+    assert result["prompt_tokens_per_second"] == {"greedy": 20, "decore-entropy": 20, "greedy, batch 4": 80}
+    assert result["share_of_bandwidth"] == {"greedy": 0.2, "decore-entropy": 0.1, "greedy, batch 4": 0.32}
+    assert result["decore_over_greedy"] == 0.5 and result["over_greedy"]["greedy, batch 4"] == [3, 4, 6]
 
 
 def test_the_two_pass_loop_masks_the_heads_that_decore_masks():
@@ -59,6 +71,7 @@ def test_a_plan_counts_the_memory_of_a_rank_and_its_all_reduces():
     one, four = (plan.plan(SHAPES["8b"], ranks, 1024, 64) for ranks in (1, 4))
     assert one["weights"] == pytest.approx(2 * 8.03e9, rel=0.01)
     assert one["prompt"] == 4 * four["prompt"] == 32 * 2 * 8 * 128 * 2 * 1024           # layers, k and v, heads, width
+    assert one["read"] == one["weights"] - 128_256 * 4096 * 2 + one["prompt"] + one["new"]      # no embedding
     assert one["all_reduces"] == [] and four["all_reduces"] == [4096 * 2] + 64 * [2 * 4096 * 2]
 
 

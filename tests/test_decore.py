@@ -253,6 +253,8 @@ def test_an_amateur_that_reads_less_sets_the_limit(llama, tmp_path):
     assert len(out.ids) == 4 and out.stop == "length"
     with pytest.raises(ValueError, match="13 tokens; .* reads 12"):
         generate(llama, random_ids(13), amateur=short, amateur_heads=[])
+    with pytest.raises(ValueError, match="longest answer has 13 tokens; .* reads 12"):
+        score(llama, random_ids(8), random_ids(6), amateur=short, amateur_heads=[])
 
 
 FORMS = [tuple, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32),

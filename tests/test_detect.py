@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,38 +11,21 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import cli
-from heads import detect, load_heads, load_scores, needles
+from heads import detect, load_heads, needles
 from model import Transformer
 from runtime.parallel import Shard
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
+from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
 
-CHAT = "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content | trim }}<|end|>{% endfor %}<|turn|>assistant:"
 NEEDLE = needles.Needle("The night watch hid the keys under the blue stone.",
                         "Where did the night watch hide the keys?", "under the blue stone")
+BOOKS = needles.read_haystack(detect.HAYSTACK)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, vocab_size=259, max_position_embeddings=2048)
-    return write_tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return Transformer.load(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer.load(folder)
-
-
-def prompt_of(tokenizer, length=900, depth=50, chat=None, seed=0):
-    book = needles.make_book(tokenizer, needles.read_haystack(detect.HAYSTACK), 0, length)
-    sample = needles.Sample(0, length, depth, 0)
-    return needles.make_prompt(sample, NEEDLE, book, tokenizer, detect.TEMPLATE, chat, seed)
+def tokenizer(chat_model):
+    return Tokenizer.load(chat_model)
 
 
 # The score of one run
@@ -79,14 +61,24 @@ def reference_run(folder, prompt, needle, steps, published):
     return torch.tensor([[scores[layer, head] for head in range(H)] for layer in range(L)]), ids[len(prompt):]
 
 
+class Twice(Shard):
+    """Two ranks with the same heads and the same part of the vocabulary."""
+
+    def all_gather(self, x):
+        return torch.cat([x, x], -1)
+
+
 @pytest.mark.parametrize("family, published", [("llama3", False), ("qwen2", True)])
-def test_a_run_scores_heads_as_the_attention_of_transformers_does(tmp_path, family, published):
-    write_checkpoint(tmp_path, family, vocab_size=12)
+def test_a_run_scores_the_heads_of_all_ranks_as_the_attention_of_transformers_does(tmp_path, family, published):
+    model = Transformer.load(write_checkpoint(tmp_path, family, vocab_size=12))
     prompt, needle = random_ids(40, vocab_size=12), (0, 36)     # ids 3 … 11 only, so no answer contains them all
     expected, ids = reference_run(tmp_path, prompt, needle, 16, published)
-    scores, generated = detect.score_run(Transformer.load(tmp_path), prompt, needle, 16, published=published)
+    scores, generated = detect.score_run(model, prompt, needle, 16, published=published)
     assert generated == ids and expected.max() > 0
     torch.testing.assert_close(scores, expected.double(), atol=1e-6, rtol=0)    # the reference is float32
+    model.shard = Twice()
+    doubled, generated = detect.score_run(model, prompt, needle, 16, published=published)
+    assert generated == ids and torch.equal(doubled, torch.cat([scores, scores], -1))
 
 
 def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
@@ -99,57 +91,40 @@ def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_publishe
         assert prompt[slice(*span)] == needle
         assert detect.score_run(model, prompt, span, 12)[1] == ids[:end]
     assert detect.score_run(model, prompt, (1, 2), 12, published=True)[1] == ids
+    for span in (5, 5), (-1, 4), (4, 41):
+        with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 40"):
+            detect.score_run(model, prompt, span)
 
 
-def test_a_needle_outside_the_prompt_is_refused(model):
-    for span in (5, 5), (-1, 4), (4, 31):
-        with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 30"):
-            detect.score_run(model, random_ids(30), span)
-
-
-def test_batches_change_nothing(model):
-    prompts = [random_ids(n, seed=n, vocab_size=259) for n in (7, 180, 340, 1)]
+def test_batches_change_nothing(llama):
+    prompts = [random_ids(n, seed=n) for n in (7, 180, 340, 1)]
     spans = [(2, 6), (125, 150), (255, 300), (0, 1)]
-    for prompt, span, together in zip(prompts, spans, detect.answer_batch(model, prompts, spans, 8), strict=True):
-        (ids, attended), = detect.answer_batch(model, [prompt], [span], 8)
+    for prompt, span, together in zip(prompts, spans, detect.answer_batch(llama, prompts, spans, 8), strict=True):
+        [(ids, attended)] = detect.answer_batch(llama, [prompt], [span], 8)
         assert together[0] == ids and torch.equal(together[1], attended)
-
-
-class Twice(Shard):
-    """Two ranks with the same heads and the same part of the vocabulary."""
-
-    def all_gather(self, x):
-        return torch.cat([x, x], -1)
-
-
-def test_the_heads_of_all_ranks_are_scored(tmp_path):
-    model, prompt = Transformer.load(write_checkpoint(tmp_path, vocab_size=12)), random_ids(40, vocab_size=12)
-    scores, ids = detect.score_run(model, prompt, (0, 36), 16)
-    assert scores.shape == (3, 4) and scores.max() > 0
-    model.shard = Twice()
-    assert detect.score_run(model, prompt, (0, 36), 16)[1] == ids
-    assert torch.equal(detect.score_run(model, prompt, (0, 36), 16)[0], torch.cat([scores, scores], -1))
 
 
 # Needles and prompts
 
-@pytest.mark.parametrize("chat", [None, {}])
+
+def prompt_of(tokenizer, length, depth, book=None, template_args=None):
+    book = book or needles.make_book(tokenizer, BOOKS, 0, length)
+    settings = dict(template=detect.TEMPLATE, template_args=template_args, seed=0)
+    return needles.make_prompt(needles.Sample(0, length, depth, 0), NEEDLE, book, tokenizer, settings)
+
+
+@pytest.mark.parametrize("template_args", [None, {}])
 @pytest.mark.parametrize("depth", [0, 33, 100])
-def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(tmp_path, depth, chat):
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, CHAT))
-    prompt = prompt_of(tokenizer, 3000, depth, chat)
-    before, after = tokenizer.core.decode(prompt.ids, skip_special_tokens=False).split(NEEDLE.needle)
-    assert re.search(r'([.!?]"?\s+|: |^)$', before) and re.match(r"\s", after)
-    assert tokenizer.decode(prompt.ids[slice(*prompt.needle)]) == NEEDLE.real_needle
-    assert abs(prompt.depth - depth) <= needles.NEAR
-    assert 2700 < len(prompt.ids) <= 3000
-
-
-def test_a_prompt_that_is_too_long_is_cut_sentence_by_sentence(tokenizer):
-    book = needles.make_book(tokenizer, needles.read_haystack(detect.HAYSTACK), 0, 500)
-    prompts = [needles.make_prompt(needles.Sample(0, 500, 50, 0), NEEDLE, book._replace(counts=counts), tokenizer,
-                                   detect.TEMPLATE, None, 0) for counts in (book.counts, [0] * len(book.counts))]
-    assert prompts[0] == prompts[1]                                             # also if the estimate is far too low
+def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(tokenizer, depth, template_args):
+    book = needles.make_book(tokenizer, BOOKS, 0, 3000)
+    ids, span, at = prompt = prompt_of(tokenizer, 3000, depth, book, template_args)
+    before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
+    assert re.search(r'([.!?]"?\s+|: ?|^)$', before) and re.match(r"\s", after)
+    assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
+    assert abs(at - depth) <= needles.NEAR
+    assert 2700 < len(ids) <= 3000
+    # A prompt that is too long loses sentences until it fits: all of them if the estimate of its tokens is too low.
+    assert prompt_of(tokenizer, 3000, depth, (book[0], book[1][:60], [0] * 60), template_args) == prompt
 
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
@@ -158,17 +133,18 @@ def test_abbreviations_and_initials_do_not_end_a_sentence():
 
 
 def test_short_haystacks_continue_with_the_next_text_and_then_repeat(tokenizer):
-    book = needles.make_book(tokenizer, ["One is here. ", "Two is here. ", "Three is here."], 1, 5)
-    assert book.text.startswith("Two is here. \n\nThree is here.\n\nOne is here. \n\nTwo is here.")
+    text, *_ = needles.make_book(tokenizer, ["One is here. ", "Two is here. ", "Three is here."], 1, 5)
+    assert text.startswith("Two is here. \n\nThree is here.\n\nOne is here. \n\nTwo is here.")
 
 
 def test_the_plan_is_the_complete_grid_or_draws_needles_in_turn():
-    assert len(needles.plan(3, 3, [10, 20], [0, 50, 100])) == 18
-    drawn = needles.plan(4, 2, [10, 20], [0, 50, 100], runs=10, seed=1)
-    assert len(set(drawn)) == 10
+    assert [(s.length, s.depth) for s in needles.plan(1, 3, [10, 20], 3)] == [
+        (length, depth) for length in (10, 20) for depth in (0, 50, 100)]
+    drawn = needles.plan(4, 2, [10, 20], 3, runs=10, seed=1)
+    assert len(set(drawn)) == 10 and drawn == sorted(drawn)
     assert sorted(s.needle for s in drawn) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
     assert all(s.book == s.needle % 2 for s in drawn)
-    assert drawn != needles.plan(4, 2, [10, 20], [0, 50, 100], runs=10, seed=2)
+    assert drawn != needles.plan(4, 2, [10, 20], 3, runs=10, seed=2)
 
 
 def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(tmp_path, monkeypatch):
@@ -178,23 +154,23 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
     text, needle = "Aaaa bbb. " * 9, needles.Needle("N n.", "q?", "N n.")
     question = "Based on the content of the book, Question: q?\nAnswer:"
 
-    def published(depth, length=400):
-        prompt = needles.make_published_prompt(needles.Sample(0, length, depth, 0), needle, text, tokenizer)
-        assert tokenizer.decode(prompt.ids[slice(*prompt.needle)]) == "N n."
-        return tokenizer.core.decode(prompt.ids, skip_special_tokens=False).replace("<|begin|>", "^")
+    def published(depth, length=400, needle=needle):
+        ids, span, _ = needles.make_published_prompt(needles.Sample(0, length, depth, 0), needle, text, tokenizer)
+        located = tokenizer.decode(ids[slice(*span)]) if span != (-1, -1) else None
+        return tokenizer.core.decode(ids, skip_special_tokens=False).replace("<|begin|>", "^"), located
 
     # 400 tokens less 200 for question and answer less five of the needle: two beginnings and 193 letters.
     context = (text * 9)[:193]
-    assert published(100) == f"^^^{context}^N n.{question}"
-    assert published(50) == f"^^N n.^^{context}{question}"              # other vocabulary: no token is a full stop
+    assert published(100) == (f"^^^{context}^N n.{question}", "N n.")
+    assert published(50) == (f"^^N n.^^{context}{question}", "N n.")    # other vocabulary: no token is a full stop
     monkeypatch.setattr(needles, "FULL_STOPS", tuple(tokenizer.core.encode(".", add_special_tokens=False).ids))
-    assert published(50) == f"^^^{context[:89]}^N n.{context[89:]}{question}"
-    assert published(11) == f"^^^{context[:19]}^N n.{context[19:]}{question}"
-    assert published(0) == f"^^N n.^^{context}{question}"
-    assert published(50, length=0) == f"^^N n.{question}"               # the shortest of the authors' 20 lengths
-    ids = [1, 7, 6, 5, 2, 5, 6, 7, 3]
-    assert needles.locate_published(ids, [5, 6, 7]) == (1, 4)           # the first window with the needle's token set
-    assert needles.locate_published(ids, [5, 6, 8]) == (-1, -1)
+    assert published(50) == (f"^^^{context[:89]}^N n.{context[89:]}{question}", "N n.")
+    assert published(11) == (f"^^^{context[:19]}^N n.{context[19:]}{question}", "N n.")
+    assert published(0) == (f"^^N n.^^{context}{question}", "N n.")
+    assert published(50, length=0) == (f"^^N n.{question}", "N n.")     # the shortest of the authors' 20 lengths
+    # The needle's tokens are the first window with its token set, else none.
+    assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
+    assert published(100, needle=needle._replace(needle="N n.", real_needle="aA"))[1] == "Aa"
 
 
 def test_texts_and_needles_are_read_from_files(tmp_path):
@@ -205,10 +181,9 @@ def test_texts_and_needles_are_read_from_files(tmp_path):
         (tmp_path / f"part{i}").mkdir()
         (tmp_path / f"part{i}" / "p1.txt").write_text(f"Text {i}.\n")
     assert needles.read_haystack(tmp_path) == ["Text 1.", "Text 2."]
-    for line, message in (("{}", 'line 1: must have texts "needle"'), ("", "holds no needles"),
-                          ('{"needle": "A b.", "question": "c", "real_needle": "d"}', "which is a part of needle")):
+    for line in ("{}", "", '{"needle": "A b.", "question": "c", "real_needle": "d"}'):
         lines.write_text(line)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=str(lines)):
             needles.read_needles(lines)
 
 
@@ -216,37 +191,36 @@ def test_texts_and_needles_are_read_from_files(tmp_path):
 
 
 @pytest.fixture
-def prepare(folder, monkeypatch):
+def prepare(chat_model, monkeypatch):
     """The settings and the prompts of a command on the tiny model."""
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["detect", "--model", str(folder), "--out", "x", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["detect", "--model", str(chat_model), "--out", "x", *map(str, arguments)])
         args = detect.parse_args()
-        rows, texts = needles.read_needles(args.needles), needles.read_haystack(args.haystack)
-        model, tokenizer = cli.load_model(args.model, args)
-        settings = detect.make_settings(args, model, tokenizer, rows, texts)
-        return settings, detect.make_prompts(settings, rows, texts, tokenizer)
+        rows = needles.read_needles(args.needles)
+        settings = detect.make_settings(args, *cli.load_model(args.model, args), rows, BOOKS)
+        return settings, needles.make_prompts(settings, rows, BOOKS, Tokenizer.load(args.model))
     return run
 
 
 def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(prepare, tokenizer):
     assert prepare("--depths", 1)[0]["lengths"] == [399, 799, 1198, 1598, 1998]
+    assert 10 < len({tuple(ids) for ids, _ in prepare("--lengths", 500)[1]}) == len(prepare("--lengths", 500)[1]) < 30
     settings, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
     assert settings["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
-    books = [text[:20] for text in needles.read_haystack(detect.HAYSTACK)]
-    for prompt in prompts:
-        text = tokenizer.decode(prompt.ids)
-        assert prompt.sample.length < 400 or books[prompt.sample.needle] in text
+    for ids, record in prompts:
+        text = tokenizer.decode(ids)
+        assert record["length"] < 400 or BOOKS[record["needle"]][:20] in text
         assert text.count("Based on the content of the book, Question: ") == 1
 
 
-def test_thinking_is_off_and_the_settings_say_so(prepare, folder, tmp_path):
-    template = CHAT + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
-    model = shutil.copytree(folder, tmp_path / "model")
+def test_thinking_is_off_and_the_settings_say_so(prepare, chat_model, tmp_path):
+    template = TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    model = shutil.copytree(chat_model, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, template)).core
     for end, thinks, *more in (("<think></think>", False),
                                ("assistant:", True, "--template-args", '{"enable_thinking": true}')):
-        settings, prompts = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
-        assert core.decode(prompts[0].ids, skip_special_tokens=False).endswith(end)
+        settings, [(ids, _), *_] = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
+        assert core.decode(ids, skip_special_tokens=False).endswith(end)
         assert settings["template_args"] == {"enable_thinking": thinks}
 
 
@@ -256,11 +230,10 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         return [(tokenizer.encode(text), torch.zeros(len(text), 1, 1, dtype=int)) for text in texts]
 
     monkeypatch.setattr(detect, "answer_batch", answer_batch)
-    needle = NEEDLE._replace(real_needle="under the blue stone")
     for more in ([], ["--published"]):
         settings, prompts = prepare("--lengths", 500, "--depths", 1, *more)
         texts = ["The stones under", "under the", "I do not know"]              # recall 0.75, 0.5, 0
-        records = detect.run_batch(None, tokenizer, prompts, [needle] * 3, settings)
+        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, settings)
         assert [record["right"] for record in records] == [True, False, False]
 
 
@@ -273,7 +246,7 @@ MINIATURE = ["--model", cli.MINIATURE, "--needles", DETECTION / "needles.jsonl",
 
 
 def test_an_interrupted_detection_continues_and_its_file_is_read_by_load_heads(call, tmp_path):
-    path, part, authors = (tmp_path / name for name in ("heads.json", "heads.json.part", "new/authors.json"))
+    path, part = tmp_path / "heads.json", tmp_path / "heads.json.part"
     part.touch()                                            # stopped before the settings
     status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
     assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
@@ -283,22 +256,20 @@ def test_an_interrupted_detection_continues_and_its_file_is_read_by_load_heads(c
     _, _, err = call(detect.main, *MINIATURE, "--out", path, "--seed", 1)
     assert "unfinished detection with another fingerprint, seed; " in err
     part.write_bytes(settings + first + second[:-9])
-    status, out, err = call(detect.main, *MINIATURE, "--min-success", 4, "--out", path, "--authors-format", authors)
+    status, out, err = call(detect.main, *MINIATURE, "--min-success", 4, "--out", path)
     assert status == 0 and f"wrote {path}" in out and not part.exists(), err
     content = json.loads(path.read_text())
     assert content["runs"] == [run for line in (first, second, third) for run in json.loads(line)["runs"]]
     assert {*load_heads(path, 4, 8)[:3]} == {(2, 0), (2, 1), (3, 1)}
     right = [run for run in content["runs"] if run["recall"] > 0.5]
     assert content["samples"] == len(right) >= 4 and content["success_rate"] == round(len(right) / 8, 4)
+    assert content["scores"]["2-0"] == round(sum(run["scores"].get("2-0", 0) for run in right) / len(right), 6)
     assert content["settings"] == json.loads(settings) and content["settings"]["fingerprint"]["weights"]
-    assert {len(scores) for scores in json.loads(authors.read_text()).values()} == {len(right)}
-    assert load_scores(authors) == pytest.approx(load_scores(path), abs=1e-6)       # six digits
 
 
-def test_scores_that_are_all_zero_are_refused():
-    model = SimpleNamespace(name="m", config=SimpleNamespace(n_layers=1, n_heads=2))
-    with pytest.raises(ValueError, match="every head scores 0 in all 3 runs"):
-        detect.summarise(model, [{"right": True, "scores": {}}] * 3, {}, 1)
+def test_scores_that_are_all_zero_are_refused(llama, tmp_path):
+    with pytest.raises(ValueError, match="3 of 3 runs gave a right answer .*, and 0 heads copied"):
+        detect.write(tmp_path / "h.json", llama, [{"right": True, "scores": {}, "answer": ""}] * 3, {}, 1)
 
 
 @pytest.mark.parametrize("more, message", [
@@ -307,12 +278,11 @@ def test_scores_that_are_all_zero_are_refused():
     (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
     (["--template", "{context} and that is all"], "must contain {context}, once, and {question}"),
     (["--haystack", "/proc/self/fdinfo"], "holds no text"),
-    (["--lengths", "500", "--depths", "2", "--runs", "99"], "3 needles at 2 places make 6 runs"),
     (["--out", "."], "--out . is a folder"),
-    (["--published", "--raw"], "--raw has no effect with --published"),
-    (["--published", "--seed", "0"], "--seed has no effect with --published"),
-    (["--template-args", '{"a": 1}'], "--template-args has no effect: no prompt goes through a chat template"),
+    (["--published", "--raw"], "--raw has no effect"),
+    (["--published", "--seed", "0"], "--seed has no effect"),
+    (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
 ])
-def test_bad_options_are_refused_before_the_first_run(call, folder, tmp_path, more, message):
-    status, _, err = call(detect.main, "--model", folder, "--out", tmp_path / "h.json", *more)
+def test_bad_options_are_refused_before_the_first_run(call, chat_model, tmp_path, more, message):
+    status, _, err = call(detect.main, "--model", chat_model, "--out", tmp_path / "h.json", *more)
     assert status == 2 and message in err.splitlines()[-1] and not list(tmp_path.iterdir())

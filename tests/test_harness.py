@@ -1,9 +1,7 @@
 """The model for lm-evaluation-harness against the harness's own, `hf`, and against `score` and `generate`.
 
-Tasks are local, in the harness's YAML. `hf` gets its tokenizers as objects, because transformers 5 builds others from
-some old files."""
+`hf` gets its tokenizers as objects, because transformers 5 builds others from some old files."""
 
-import copy
 import json
 import os
 import subprocess
@@ -18,7 +16,6 @@ pytest.importorskip("accelerate", reason="the harness's own backend needs it")
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
@@ -37,88 +34,53 @@ TEMPLATE = ("{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | t
 SPACED = TEMPLATE.replace(" | trim", "")
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
 HEADS = [(0, 1), (2, 3)]
-STOP = ["k", "\n", "Qz", "w"]       # none within a special token, where the harness would find it
-CHOICES = [{"question": "Who wrote it? ", "choices": [" Ann", " Bo and Cy", " D"], "answer": 1},
-           {"question": "Where is the old mill?", "choices": [" on the hill that we saw", " here"], "answer": 0},
-           {"question": "Ünïcode, 中文:", "choices": [" ja", " nein"], "answer": 1},
-           {"question": "A long one. " * 45, "choices": [" x", " yy", " zzz"], "answer": 2},
-           {"question": "", "choices": ["begins", "with nothing"], "answer": 0}]
-PROMPTS = [{"question": "Copy: abc.", "answer": "abc"}, {"question": "Say something about rivers.", "answer": "wet"},
-           {"question": "1 + 1 =", "answer": "2"}, {"question": "Long: " + "words " * 90, "answer": "words"},
-           {"question": "你好?", "answer": "好"}]
-TEXTS = [{"text": "A short text."}, {"text": "Longer than the context. " * 60}, {"text": "x"}]
-SHOTS = [{"question": "Is it?", "choices": [" yes", " no"], "answer": 0}, {"question": "Or?", "choices": [" a", " b"],
-                                                                          "answer": 1}]
-TASKS = {"choice": dict(output_type="multiple_choice", doc_to_text="{{question}}", doc_to_choice="{{choices}}",
-                        doc_to_target="{{answer}}", metric_list=[{"metric": "acc"}], fewshot_split="train"),
-         "until": dict(output_type="generate_until", doc_to_text="Q: {{question}}\nA:", doc_to_target=" {{answer}}",
-                       generation_kwargs=dict(until=STOP, max_gen_toks=24, do_sample=False), fewshot_split="train",
-                       metric_list=[{"metric": "exact_match"}]),
-         "rolling": dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
-                         metric_list=[{"metric": "word_perplexity"}])}
+CHOICES = [("Who wrote it? ", [" Ann", " Bo and Cy", " D"]), ("Ünïcode, 中文:", [" ja", " nein"]),
+           ("Where is the old mill?", [" on the hill that we saw", " here"]),
+           ("A long one. " * 45, [" x", " yy", " zzz"]), ("", ["begins", "with nothing"])]
+PROMPTS = ["Copy: abc.", "Say something about rivers.", "1 + 1 =", "Long: " + "words " * 90, "你好?"]
+TEXTS = ["A short text.", "Longer than the context. " * 60, "x"]
+LIMITS = dict(until=["k", "\n", "Qz", "w"], max_gen_toks=24, do_sample=False)     # none within a special token
 
 
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    """The local tasks, by name."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = {"choice": (CHOICES, SHOTS), "rolling": (TEXTS, TEXTS),
-            "until": (PROMPTS, [{"question": s["question"], "answer": s["choices"][0].strip()} for s in SHOTS])}
-    for name, config in copy.deepcopy(TASKS).items():
-        for part, lines in zip(("test", "train"), rows[name], strict=True):
-            (folder / f"{name}-{part}.json").write_text("\n".join(json.dumps(line) for line in lines))
-        files = {part: str(folder / f"{name}-{part}.json") for part in ("test", "train")}
-        config |= dict(task=name, dataset_path="json", dataset_kwargs=dict(data_files=files), test_split="test")
-        (folder / f"{name}.yaml").write_text(json.dumps(config))
-    return TaskManager(include_path=str(folder), include_defaults=False).load(list(TASKS))["tasks"]
+def run(lm, kind, arguments):
+    """Calls a method of the harness's interface on requests with these arguments."""
+    return getattr(lm, kind)([Instance(kind, {}, args, i) for i, args in enumerate(arguments)], disable_tqdm=True)
 
 
 def write(folder, family, template=TEMPLATE):
     write_checkpoint(folder, family, vocab_size=259, bos_token_id=256, eos_token_id=257)
     write_tokenizer(folder, template)
-    if family != "qwen2":                               # Qwen's tokenizers begin no text with BOS
+    if family == "qwen2":                               # Qwen's tokenizers begin no text with BOS
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "chat_template": template}))
+    else:
         core = Core.from_file(str(folder / "tokenizer.json"))
         core.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 256)])
         core.save(str(folder / "tokenizer.json"))
     return folder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(request, tmp_path_factory):
-    """(model, tokenizer, the harness's own backend with a batch size)."""
-    folder = write(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_equals_that_of_hf(tmp_path, family):
+    folder = write(tmp_path / family, family)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
-    special = {} if request.param == "qwen2" else dict(bos_token=BEGIN)
+    special = {} if family == "qwen2" else dict(bos_token=BEGIN)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END,
                                                      pad_token=END, chat_template=TEMPLATE, **special)
-    if request.param == "qwen2":
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "bos_token"}))
-    return Transformer.load(folder), Tokenizer.load(folder), \
-        lambda batch: HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=batch)
-
-
-def requests_of(tasks, name, lm, shots, chat):
-    task = tasks[name]
-    task.set_config("num_fewshot", shots)
-    task.set_fewshot_seed(1234)
-    task.build_all_requests(apply_chat_template=chat, fewshot_as_multiturn=chat, chat_template=lm.apply_chat_template,
-                            tokenizer_name=lm.tokenizer_name)
-    return task.instances
-
-
-@pytest.mark.parametrize("shots, chat", [(0, False), (2, False), (2, True)])
-def test_every_value_equals_that_of_hf(pair, tasks, shots, chat):
-    model, tokenizer, hf = pair
-    models, values = (HarnessModel(model, tokenizer, "greedy", 4), hf(4)), {}
-    for name, kind in (("choice", "loglikelihood"), ("until", "generate_until"), ("rolling", "loglikelihood_rolling")):
-        requests = [requests_of(tasks, name, lm, shots, chat) for lm in models]
-        assert [r.args for r in requests[0]] == [r.args for r in requests[1]]
-        values[name] = [getattr(lm, kind)(requests[0], disable_tqdm=True) for lm in models]
-    (log_p, flags), (their_log_p, their_flags) = (zip(*pairs, strict=True) for pairs in values["choice"])
-    assert log_p == pytest.approx(their_log_p, abs=1e-4) and flags == their_flags
-    assert values["until"][0] == values["until"][1]
-    assert values["rolling"][0] == pytest.approx(values["rolling"][1], rel=1e-6)
+    models = (HarnessModel(Transformer.load(folder), Tokenizer.load(folder), "greedy", batch_size=4),
+              HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4))
+    shot = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "yes"}]
+    chats = [[lm.apply_chat_template([*shot, {"role": "user", "content": text}]) for text in PROMPTS] for lm in models]
+    assert chats[0] == chats[1]
+    contexts = [*CHOICES, *((chat, ["yes", " no"]) for chat in chats[0])]
+    pairs = [(context, answer) for context, answers in contexts for answer in answers]
+    pairs = pairs[::2] + pairs[1::2]                    # the answers to a context are not neighbours
+    values, their_values = (run(lm, "loglikelihood", pairs) for lm in models)
+    assert [log_p for log_p, _ in values] == pytest.approx([log_p for log_p, _ in their_values], abs=1e-4)
+    assert [greedy for _, greedy in values] == [greedy for _, greedy in their_values]
+    texts, their_texts = (run(lm, "generate_until", [(text, LIMITS) for text in PROMPTS + chats[0]]) for lm in models)
+    assert texts == their_texts
+    rolling, their_rolling = (run(lm, "loglikelihood_rolling", [(text,) for text in TEXTS]) for lm in models)
+    assert rolling == pytest.approx(their_rolling, rel=1e-6)
 
 
 # The other decoders
@@ -137,22 +99,18 @@ METHODS = {"decore-entropy": dict(heads=HEADS), "decore-static": dict(heads=HEAD
            "dola-high": {}, "cd": {}}
 
 
-def instances(kind, arguments):
-    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_decoder_gives_what_score_and_generate_give(small, name):
     model, tokenizer, amateur = small
     how = dict(method=name) | METHODS[name] | (dict(amateur=amateur) if name in ("cd", "decore-entropy-lite") else {})
     lm = HarnessModel(model, tokenizer, batch_size=2, **how, **dict(mask_prompt=True) if "heads" in how else {})
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
-    scores = lm.loglikelihood(instances("loglikelihood", [(context, answer) for answer in answers]), disable_tqdm=True)
+    scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
     assert [log_p for log_p, _ in scores] == baselines.score(model, tokenizer.encode(context), ids, **how)
-    requests = [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in ("abc", "A longer prompt", "x")]
-    texts = lm.generate_until(instances("generate_until", requests), disable_tqdm=True)
-    for (prompt, _), text in zip(requests, texts, strict=True):
+    prompts = ("abc", "A longer prompt", "x")
+    texts = run(lm, "generate_until", [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in prompts])
+    for prompt, text in zip(prompts, texts, strict=True):
         g = baselines.generate(model, tokenizer.encode(prompt), max_new_tokens=20, eos_ids=tokenizer.eos_ids,
                                **lm.settings)
         assert text == tokenizer.decode(g.ids).split("w")[0]
@@ -171,9 +129,6 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
     assert not all(flags)
 
 
-# Refusals
-
-
 @pytest.mark.parametrize("options, message", [
     (dict(do_sample=True, temperature=0.7), "do_sample True"), (dict(temperature=0.7), "temperature 0.7"),
     (dict(num_beams=4), "num_beams 4"), (dict(repetition_penalty=1.2), "repetition_penalty 1.2"),
@@ -182,28 +137,27 @@ def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(sma
     lm = HarnessModel(*small[:2], "greedy")
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k", END), 5)
     with pytest.raises(ValueError, match=f"a task needs {message}"):
-        lm.generate_until(instances("generate_until", [("abc", options)]), disable_tqdm=True)
+        run(lm, "generate_until", [("abc", options)])
 
 
 # Chat templates
 
-CHAT = [{"role": "user", "content": " Who? "}, {"role": "assistant", "content": "It was "}]
-
 
 @pytest.mark.parametrize("template", [TEMPLATE, SPACED])
-@pytest.mark.parametrize("last", ["It was ", "It was", "  "])
-def test_a_prefilled_answer_is_left_open_as_transformers_does(tmp_path, template, last):
+def test_a_prefilled_answer_is_left_open_as_transformers_does(tmp_path, template):
     tokenizer = Tokenizer.load(write(tmp_path / "m", "llama3", template))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "m" / "tokenizer.json"))
-    chat = [CHAT[0], {"role": "assistant", "content": last}]
-    expected = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
-    assert HarnessModel(None, tokenizer, "greedy").apply_chat_template(chat, add_generation_prompt=False) == expected
-    assert END not in expected.rpartition("assistant")[2]
+    for last in ("It was ", "It was", "  "):
+        chat = [{"role": "user", "content": " Who? "}, {"role": "assistant", "content": last}]
+        expected = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
+        lm = HarnessModel(None, tokenizer, "greedy")
+        assert lm.apply_chat_template(chat, add_generation_prompt=False) == expected
+        assert END not in expected.rpartition("assistant")[2]
 
 
 def test_a_template_without_system_message_gets_the_chat_without_it(small):
     lm = HarnessModel(*small[:2], "greedy")
-    chat = [{"role": "system", "content": "Be brief."}, CHAT[0]]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     with pytest.warns(UserWarning, match="without their system message.*no system role"):
         assert lm.apply_chat_template(chat) == lm.apply_chat_template(chat[1:])
 
@@ -265,5 +219,6 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
 ])
 def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tasks.harness", *argv])
+    monkeypatch.setattr(sys, "path", sys.path[:])
     with pytest.raises(ValueError, match=message):
         harness.main()

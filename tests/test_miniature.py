@@ -133,7 +133,7 @@ def fake_runs(rates):
      [{("conflict", "greedy"): [0.6]}, {("conflict", DECORE + RANDOM): [0.6, 0.6]}]),
     (claims.cost,
      {(split, setup): [0.9] for split in ("open", "closed", "irrelevant") for setup in ("greedy", DECORE)},
-     [{("irrelevant", DECORE): [0.8]}]),
+     [{("irrelevant", DECORE): [0.89]}]),
     (claims.masks,
      {("conflict", DECORE + more): [0.6] for more in ("", ", query mask", ", mask prompt True")},
      [{("conflict", DECORE + ", query mask"): [0.5]}, {("conflict", DECORE + ", mask prompt True"): [0.7]}]),

@@ -202,7 +202,7 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
     def all_reduce(x):
         raise RuntimeError("NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\nDuplicate GPU detected")
 
-    with pytest.raises(ConnectionError, match="^rank 1 of 2: all_reduce failed;.* Last error: Duplicate GPU detected"):
+    with pytest.raises(ConnectionError, match="^rank 1 of 2: all_reduce failed .* Last error: Duplicate GPU detected"):
         Shard(1, 2).call(all_reduce, torch.ones(1))
 
 
@@ -249,7 +249,8 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     before = memory("VmRSS")
     model = Transformer.load(tmp_path, shard=Shard(1, 4))
     share, peak = weight_bytes(model), memory("VmHWM") - before
-    assert share < 0.3 * stored and peak < share + 45e6                         # about 20 MB are the libraries'
+    # About 20 MB are the libraries', and 34 MB two packed copies of the largest matrix while products are timed.
+    assert share < 0.3 * stored and peak < share + 65e6
 
 
 if __name__ == "__main__":
