@@ -198,7 +198,8 @@ def correctness_figure(runs, tasks):
         ax.set(title=f"{published.TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}", ylabel="correct",
                xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""), xlim=(0, end),
                ylim=(-0.1, 1.1))
-    finish(figure, [run for run, *_ in panels], "right axis: density; R²: McFadden's pseudo-R², no penalty")
+    finish(figure, [run for run, *_ in panels], "right axis: density; vertical lines: means; R²: McFadden's pseudo-R², "
+           "no penalty")
     return figure
 
 
