@@ -124,7 +124,8 @@ def sweep_figure(field, runs, tasks):
             ax.set_ylim(-4, 104)                # the whole range, so that a small change looks small
     notes = () if by_alpha else ("band and dots: range and single draws of random heads",
                                  "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
-    finish(figure, [run for run in levels + swept if run.task in panels], *notes)
+    drawn = [run for run in swept if run.setup._replace(**{field: None}) in panels.get(run.task, ())]
+    finish(figure, [run for run in levels if run.task in panels] + drawn, *notes)
     return figure
 
 
