@@ -1,6 +1,6 @@
 """Tables, figures and pages from stored runs and head files.
 
-    stored.py        files → runs, runs → setups            published.py   the paper's tables
+    stored.py        files → runs with their setups         published.py   the paper's tables
     tables.py        runs → tables, CSV                     figures.py     runs → the paper's figures
     significance.py  statistical tests                      heads.py       head files → table and figures
     page.py          one item of a run as a page"""

@@ -124,7 +124,8 @@ def sweep_figure(field, runs, tasks):
             ax.set_ylim(-4, 104)                # the whole range, so that a small change looks small
     notes = () if by_alpha else ("band and dots: range and single draws of random heads",
                                  "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
-    finish(figure, [run for run in levels + swept if run.task in panels], *notes)
+    drawn = [run for run in swept if run.setup._replace(**{field: None}) in panels.get(run.task, ())]
+    finish(figure, [run for run in levels if run.task in panels] + drawn, *notes)
     return figure
 
 
@@ -197,7 +198,8 @@ def correctness_figure(runs, tasks):
         ax.set(title=f"{published.TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}", ylabel="correct",
                xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""), xlim=(0, end),
                ylim=(-0.1, 1.1))
-    finish(figure, [run for run, *_ in panels], "right axis: density; R²: McFadden's pseudo-R², no penalty")
+    finish(figure, [run for run, *_ in panels], "right axis: density; vertical lines: means; R²: McFadden's pseudo-R², "
+           "no penalty")
     return figure
 
 

@@ -1,10 +1,11 @@
 """Checks of the arguments of `generate` and `score`. Each ValueError says what to pass instead."""
 
+import math
 import numbers
 
 from runtime.files import one_line
 
-HUGE = 1e9                          # far above any α, and still safe to multiply with
+HUGE = 10**9                        # far above any α, and still safe to multiply with
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
@@ -14,7 +15,7 @@ def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     context = min(m.config.max_positions for m in (model, amateur))
-    check_number(max_new_tokens, "max_new_tokens", 1, kind=numbers.Integral)
+    check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(lookup, "lookup", 0, context, numbers.Integral)
     single = isinstance(eos_ids, int) or getattr(eos_ids, "ndim", 1) == 0
     eos_ids = [eos_ids] if single else list(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
@@ -114,4 +115,4 @@ def check_heads(heads, model):
 def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
         raise ValueError(f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at least "
-                         f"{low:g} and at most {high:g}")
+                         f"{low} and at most {high}")

@@ -79,7 +79,7 @@ def recorded(step, sessions, recipe):
            *((x.shape, x.dtype) for x in tensors),
            *(x.data_ptr() for session in sessions for x in (session.model.frequencies, *session.model.parameters())))
     states = GRAPHS.setdefault(model, {})
-    # The amateurs are held so that their addresses stay theirs.
+    # The amateurs are held, so that no other weights get the addresses in the key.
     states[key] = states.pop(key, None) or (tensors, {}, [s.model for s in sessions if s.model is not model])
     while len(states) > MAX_STATES:
         del states[next(iter(states))]

@@ -25,10 +25,11 @@ class Shard:
     @classmethod
     def from_environment(cls, device="cpu"):
         """All ranks that torchrun started; one rank without it."""
-        shard = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        if shard.size > 1 and not dist.is_initialized():
-            shard.call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
-        return shard if shard.size > 1 else cls()
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size > 1 and not dist.is_initialized():
+            starting = cls(os.environ.get("RANK"), size)
+            starting.call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
+        return cls(dist.get_rank(), dist.get_world_size()) if size > 1 else cls()
 
     def part(self, n, copies=False):
         """This rank's slice of n equal parts. copies: if there are fewer parts than ranks, several ranks share one."""

@@ -70,7 +70,7 @@ def run(bench, settings, arguments, path, model, tokenizer, ranks):
         values = running_score(task, done.values())
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
             for first in range(0, len(batches), ranks.replicas):
-                batch = next(iter(batches[first + ranks.replica:]), [])
+                batch = batches[number] if (number := first + ranks.replica) < len(batches) else []
                 rows = ranks.gather(lambda batch=batch: decode_in_parts(batch))
                 rows = [row for row in rows if row["index"] not in done]
                 if ranks.rank == 0:

@@ -11,6 +11,7 @@ import baselines
 import cli
 from heads import choose_heads
 from runtime.files import short_hash
+from runtime.weights import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation Decoding scores an answer
@@ -33,10 +34,10 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     HarnessModel, HarnessCLI = import_harness()
-    if not rest:
-        raise ValueError("--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa")
     sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
-    run = HarnessCLI().parse_args()
+    run = rest and HarnessCLI().parse_args()            # without options it prints its help and ends
+    if not run or not (run.tasks or run.config):
+        raise ValueError("--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa")
     if run.model_args:
         raise ValueError("--model_args has no effect: the model is --model's, and its options are those of --help")
     if args.template_args and not getattr(run, "apply_chat_template", False):
@@ -47,7 +48,8 @@ def main():
                              **cli.method_settings(method, args, model, amateur, choose_heads))
     run.model_args, run.batch_size = run.model.get_model_info() | dict(pretrained=args.model), args.batch_size
     if run.use_cache:                       # its keys are the texts alone, so each setting gets a file
-        run.use_cache += "-" + short_hash(repr(run.model_args).encode())
+        key = run.model_args, fingerprint(args.model), args.amateur and fingerprint(args.amateur)
+        run.use_cache += "-" + short_hash(repr(key).encode())
     run.func(run)
 
 

@@ -18,7 +18,8 @@ def list_of(*types):
     return lambda value: isinstance(value, list) and value and all(type(element) in types for element in value)
 
 
-KINDS = {"a text": lambda value: isinstance(value, str), "a whole number": lambda value: type(value) is int,
+KINDS = {"a text": lambda value: isinstance(value, str),
+         "a whole number from 0": lambda value: type(value) is int and value >= 0,
          "a list of texts": list_of(str), "a list of numbers": list_of(int, float, type(None)),
          "a list of objects": list_of(dict, type(None))}
 

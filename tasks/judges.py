@@ -4,6 +4,7 @@ The published judges are no longer available. The open ones are two Llama-2 mode
 transformers reads as weights only. An OpenAI-compatible endpoint works too. Scores of different judges are not
 comparable, so a file holds the verdicts of one pair of judges, with their names."""
 
+import http.client
 import json
 import math
 import os
@@ -57,7 +58,8 @@ def read_store(path):
     verdicts = {}
     for number, line in json_lines(path) if path.exists() else ():
         with located(f"{path}, line {number}", " (not a verdict of a judge; remove the line)"):
-            kind, model, key, yes = (line[name] for name in ("judge", "model", "key", "yes"))
+            kind, model, key = (field(line, name) for name in ("judge", "model", "key"))
+            yes = line["yes"]
             if kind not in PROMPTS or not 0 <= yes <= 1:
                 raise ValueError(f"{kind} {yes} of {model}")
             verdicts[kind, key] = line
@@ -135,7 +137,7 @@ def post(url, body):
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return json.load(reply)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             problem = f"{error} {error.read()[:200].decode(errors='replace')}" if hasattr(error, "code") else error
             if 400 <= getattr(error, "code", 503) < 429:
                 break

@@ -119,7 +119,7 @@ def true_share(true, false):
 def multiple_choice(row):
     """MC1: the best answer beats every false one. MC2: share of the true answers in the probability, by log-sum-exp;
     `_published` by halving. MC3: share of the true answers that beat every false one."""
-    (true, false), best = scores(row), field(row, "best_position", "a whole number")
+    (true, false), best = scores(row), field(row, "best_position", "a whole number from 0")
     top = np.concatenate([true, false]).max()
     exact = true_share(np.exp(true - top).sum(), np.exp(false - top).sum()) if np.isfinite(top) else 0.0
     return {"mc1": float(true[best] > false.max()), "mc2": exact,

@@ -25,7 +25,7 @@ def read_run(path):
             continue
         if settings is not None or "index" in row:
             with located(row["line"]):
-                first = places.setdefault(field(row, "index", "a whole number"), row["line"])
+                first = places.setdefault(field(row, "index", "a whole number from 0"), row["line"])
                 if first != row["line"]:
                     raise ValueError(f"the same item as {first}; remove one")
         rows.append(row)
@@ -92,7 +92,7 @@ def flat(settings):
 
 
 def save(path, settings, rows):
-    """Replace the file, and drop the rows' line numbers."""
+    """Replace the file, and drop the rows' `line`."""
     for row in rows:
         del row["line"]
     write(path, [{"settings": settings}, *rows])

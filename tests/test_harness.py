@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,6 +169,18 @@ def test_the_names_of_request_caches_depend_on_the_chat_template(tmp_path):
     assert len(names) == 2 and not any("/" in name for name in names)
 
 
+def test_each_setting_and_each_checkpoint_has_its_own_cache_of_answers(tmp_path, monkeypatch):
+    run = SimpleNamespace(tasks="x", config=None, func=lambda run: names.append(run.use_cache))
+    names, command_line = [], SimpleNamespace(parse_args=lambda: run)
+    monkeypatch.setattr(harness, "import_harness", lambda: (HarnessModel, lambda: command_line))
+    for method, changes in (("greedy", {}), ("greedy", {}), ("dola-high", {}), ("greedy", dict(seed=1))):
+        write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, **changes))
+        run.use_cache, run.model_args = "cache", None
+        monkeypatch.setattr(sys, "argv", ["tasks.harness", "--model", str(tmp_path), "--method", method, "--tasks=x"])
+        harness.main()
+    assert names[0] == names[1] and len(set(names)) == 3
+
+
 # The command
 
 
@@ -214,7 +227,7 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
     (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
     (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
     (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
-    ([], "--tasks is missing"),
+    ([], "--tasks is missing"), (["--limit", "5"], "--tasks is missing"),
     (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
 ])
 def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):

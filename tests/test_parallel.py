@@ -206,6 +206,13 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
         Shard(1, 2).call(all_reduce, torch.ones(1))
 
 
+def test_the_rank_is_that_in_the_group_even_if_the_environment_has_none(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    assert Shard.from_environment().rank == 1
+
+
 @pytest.mark.parametrize("device, local, gpus, expected", [
     ("cuda:1", None, 2, "cuda:1"), ("cuda", 1, 2, "cuda:1"), ("cpu", 1, 2, "cpu"),
     ("cuda", 2, 1, "cuda:0"),                           # as with one visible GPU for each process

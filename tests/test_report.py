@@ -302,7 +302,10 @@ def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
 def test_a_figure_has_a_panel_per_task_and_a_line_per_sampler(sweep):
     runs = [run._replace(settings=run.settings | {"task": task}, means={metric: 100 * run.means["exact_match"]})
             for run in sweep for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match"))]
-    figure = draw("heads", runs + sweep, ["xsum", "nq-swap", TASK])
+    lone = next(run for run in sweep if str(run.setup) == "masked, N = 4")
+    lone = lone._replace(setup=lone.setup._replace(mask="query"))       # a single N is no line
+    figure = draw("heads", [*runs, *sweep, lone], ["xsum", "nq-swap", TASK])
+    assert "mask: output ·" in " ".join(figure.get_supxlabel().split())
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "conflict"]
     assert figure.axes[1].get_ylim() == (-4, 104)                       # all of a range in per cent
     assert "r masked, published draws: -" in figure.axes[0].get_xlabel()

@@ -65,6 +65,8 @@ def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start
 @pytest.mark.parametrize("text, task, message", [
     ('{"id": 1, "prediction": "a", "references": []}\n', ["--task", "triviaqa"], "line 1: field 'references' should"),
     ('{"prediction": "a", "references": ["a"], "memory": "b"}\n', ["--task", "nq-swap"], "line 1: field 'memory'"),
+    ('{"scores_true": [0], "scores_false": [-1], "best_position": -1}\n', ["--task", "truthfulqa-mc"],
+     "line 1: field 'best_position' should be a whole number from 0, not '-1'"),
     ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
     ("", ["--task", "triviaqa"], "holds no rows"),
     ('{"id": 1}\n', [], "give --task")])
@@ -124,13 +126,15 @@ def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_pat
     path.with_suffix(".judged.jsonl").unlink()
     status, _, err = rescore(path, *server, "gone,i")
     assert status == 2 and "did not answer (HTTP Error 404" in err
+    assert "did not answer (nonnumeric port: 'x'" in rescore(path, "--judge-url", "http://127.0.0.1:x")[2]
 
 
 def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore, server, tmp_path):
     path, store = write_run(tmp_path, "Yes.", "Yes."), tmp_path / "r.judged.jsonl"
     write_lines(store, [{"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4} for kind in ("truth", "info")])
     stored = store.read_text()
-    for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}'):
+    for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}',
+                 '{"judge": "truth", "model": [], "key": "1: Yes", "yes": 0.4}'):
         store.write_text(stored + line + "\n")
         for judge in ((), (*server, "t,i")):
             status, _, err = rescore(path, *judge)
