@@ -41,7 +41,8 @@ def main():
     parser = cli.parser(__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("results/miniature"), metavar="DIR",
                         help="folder of the runs (default: results/miniature)")
-    parser.add_argument("--limit", type=cli.positive, metavar="K", help="first K items of each split (default: all)")
+    parser.add_argument("--limit", type=cli.number(int, 32), metavar="K",
+                        help="first K items of each split, at least 32 for the tests (default: all)")
     args = parser.parse_args()
     iti = args.out / "miniature-iti"
     if not iti.exists():                # made again it could differ in the last bit, and its runs would not continue

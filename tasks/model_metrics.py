@@ -75,8 +75,8 @@ def factkb(rows):
     def score(row):
         if not row.get("document"):
             return None
-        pair = tokenizer(row["prediction"], row["document"], padding="max_length", truncation=True, max_length=512,
-                         return_tensors="pt")
+        pair = tokenizer(field(row, "prediction"), row["document"], padding="max_length", truncation=True,
+                         max_length=512, return_tensors="pt")
         return 100 * model(**pair).logits.softmax(-1)[0, 1].item()
     return [{"factkb": score(row)} for row in rows]
 
