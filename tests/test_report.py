@@ -303,7 +303,7 @@ def test_a_figure_has_a_panel_per_task_and_a_line_per_sampler(sweep):
     runs = [run._replace(settings=run.settings | {"task": task}, means={metric: 100 * run.means["exact_match"]})
             for run in sweep for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match"))]
     lone = next(run for run in sweep if str(run.setup) == "masked, N = 4")
-    lone = lone._replace(setup=lone.setup._replace(mask="query"))       # a single N is no line
+    lone = lone._replace(setup=lone.setup._replace(mask="query"))       # a single N makes no line
     figure = draw("heads", [*runs, *sweep, lone], ["xsum", "nq-swap", TASK])
     assert "mask: output ·" in " ".join(figure.get_supxlabel().split())
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "conflict"]
