@@ -53,8 +53,9 @@ def test_a_packed_model_chooses_the_same_tokens(family, kind, tmp_path, monkeypa
     (0.02, 0, 1, None, True), (0, 0.02, 1, None, False), (0.02, 0, 1.001, None, False),
     (0.02, 0, 1, RuntimeError, False), (0.02, 0, 1, AttributeError, False),
 ], ids=["packed is faster", "plain is faster", "packed is wrong", "unsupported dtype", "another torch"])
+@pytest.mark.parametrize("name, other", [("Packed", "Filled"), ("Filled", "Packed")])
 def test_the_faster_product_is_chosen_if_it_is_right(monkeypatch, plain_seconds, packed_seconds, factor, error,
-                                                     is_chosen):
+                                                     is_chosen, name, other):
     def plain(x, weight):
         time.sleep(plain_seconds)
         return x @ weight.T
@@ -67,6 +68,6 @@ def test_the_faster_product_is_chosen_if_it_is_right(monkeypatch, plain_seconds,
             raise error
         return product
     monkeypatch.setattr(pack.F, "linear", plain)
-    monkeypatch.setattr(pack, "Packed", packed)
-    monkeypatch.setattr(pack, "Filled", packed)
+    monkeypatch.setattr(pack, name, packed)
+    monkeypatch.setattr(pack, other, lambda weight, bias: lambda x: torch.zeros(2, 80))     # wrong
     assert fastest(torch.randn(80, 48)) is (packed if is_chosen else None)
