@@ -282,7 +282,7 @@ def main():
     from heads import choose_heads
     from heads.sources import find_sources
     main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
-         METHODS, choose_heads, find_sources)
+         METHODS, choose_heads, find_sources, decore.open_decore)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def main():
     from heads import choose_heads
     from heads.sources import find_sources
     main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, METHODS,
-         "decore-entropy", ("greedy", "masked"), choose_heads, find_sources)
+         "decore-entropy", ("greedy", "masked"), choose_heads, find_sources, open_decore)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ EXAMPLE = cli.MINIATURE / "example.txt"                 # a passage that contrad
 TITLE = 60                                              # characters of a prompt that are printed above its answer
 
 
-def main(description, generate, methods, default, compared, choose_heads, find_sources):
+def main(description, generate, methods, default, compared, choose_heads, find_sources, open_decore):
     """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods: those of decore.py or baselines.py. default: the default method. compared: the methods that
     --compare adds; those that raise ValueError are left out. The requested method's is raised after all others are
-    printed. choose_heads, find_sources: those of `heads`."""
+    printed. choose_heads, find_sources: those of `heads`. open_decore: that of decore.py."""
     args = make_parser(description, methods, default, compared).parse_args()
     requested, chosen = choose_methods(args, default, compared)
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -75,7 +75,7 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
         answers.append((lines, settings))
         print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
     if args.html and answers:
-        write_page(args.html, model, tokenizer, answers)
+        write_page(args.html, model, tokenizer, answers, open_decore)
     if failure:
         raise failure
 
