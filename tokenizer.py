@@ -167,7 +167,10 @@ def read_eos_ids(folder, eos_id=None):
     """The ids that end a text: generation_config.json's, else the tokenizer's (`eos_id`) and config.json's."""
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
-        return [] if ids is None else as_ints(ids if isinstance(ids, list) else [ids], f"{folder / name}: eos_token_id")
+        ids = [] if ids is None else as_ints(ids if isinstance(ids, list) else [ids], f"{folder / name}: eos_token_id")
+        if min(ids, default=0) < 0:
+            raise ValueError(f"{folder / name}: eos_token_id is {min(ids)}; ids are not negative")
+        return ids
 
     defaults = [] if eos_id is None else [eos_id]
     return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))

@@ -3,6 +3,7 @@
 Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So the products are
 timed when a model is loaded, with two vectors and a part of the model's largest matrix."""
 
+import math
 import time
 from functools import partial
 
@@ -65,23 +66,23 @@ def pack(model):
 def fastest(weight):
     """The class of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
     weight = weight.detach()[:max(1, SAMPLE // weight[0].nbytes)]
-    x, seconds = weight[:2].clone(), {}
+    kinds = [None, Packed, Filled] + [native.Native] * (native.fits(weight) and native.ready())
+    return min(kinds, key=lambda kind: FACTORS.get(kind, 1) * seconds(kind, weight))
+
+
+def seconds(kind, weight):
+    """The time of a kind's product; infinite if it is wrong, or if torch lacks it for this dtype and processor."""
+    x, times = weight[:2].clone(), []
     expected = F.linear(x, weight)
-    products = {None: partial(F.linear, x, weight)}
-    for kind in (Packed, Filled, native.Native):
-        try:
-            if kind is native.Native and not (native.fits(weight) and native.ready()):
-                continue
-            product = partial(kind(weight, None), x)
-            tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps
-            if (product() - expected).abs().max() <= tolerance * expected.abs().max():
-                products[kind] = product
-        except (AttributeError, RuntimeError):                  # not in this torch, or not for this dtype and processor
-            pass
-    for _ in range(4):                                          # the first round warms up
-        for kind, product in products.items():
-            start = time.perf_counter()
-            product()
-            seconds.setdefault(kind, []).append(time.perf_counter() - start)
-    least = {kind: min(times[1:]) * FACTORS.get(kind, 1) for kind, times in seconds.items()}
-    return min(least, key=least.get)
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps
+    try:
+        product = partial(kind(weight, None) if kind else partial(F.linear, weight=weight), x)
+        if (product() - expected).abs().max() > tolerance * expected.abs().max():
+            return math.inf
+    except (AttributeError, RuntimeError):
+        return math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -150,7 +150,8 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
 
 
 @pytest.mark.weights
-@pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="set DECORE_WEIGHTS to a folder with stories260K")
+@pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="stories260K is not part of this project: "
+                    "set DECORE_WEIGHTS to its folder")
 def test_a_trained_model_tells_the_published_story():
     folder = Path(os.environ["DECORE_WEIGHTS"])
     model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)

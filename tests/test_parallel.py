@@ -256,8 +256,7 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     before = memory("VmRSS")
     model = Transformer.load(tmp_path, shard=Shard(1, 4))
     share, peak = weight_bytes(model), memory("VmHWM") - before
-    # About 20 MB are the libraries', and 34 MB two packed copies of the largest matrix while products are timed.
-    assert share < 0.3 * stored and peak < share + 65e6
+    assert share < 0.3 * stored and peak < share + 45e6                         # about 20 MB are the libraries'
 
 
 if __name__ == "__main__":

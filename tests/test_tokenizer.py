@@ -244,6 +244,7 @@ def test_older_checkpoints_have_special_tokens_in_a_separate_file(tmp_path):
     ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": "x"}]}', "chat_template must be a text"),
     ("generation_config.json", "[]", "must contain a JSON object"),
     ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
+    ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id is -1"),
 ])
 def test_a_damaged_file_is_named_in_one_line(name, content, words, tmp_path):
     save(tmp_path, byte_level())
