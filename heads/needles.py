@@ -91,6 +91,8 @@ def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     rng, grid = random.Random(seed), list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
     samples = [Sample(i % n_books, *place, i) for turn in zip(*places, strict=True) for i, place in enumerate(turn)]
+    if runs and runs > len(samples):
+        raise ValueError(f"--runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs")
     return sorted(samples[:runs])
 
 

@@ -279,6 +279,7 @@ def test_scores_that_are_all_zero_are_refused(llama, tmp_path):
     (["--template", "{context} and that is all"], "must contain {context}, once, and {question}"),
     (["--haystack", "/proc/self/fdinfo"], "holds no text"),
     (["--out", "."], "--out . is a folder"),
+    (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
     (["--published", "--raw"], "--raw has no effect"),
     (["--published", "--seed", "0"], "--seed has no effect"),
     (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
