@@ -9,7 +9,7 @@ Lists with commas, `--task all` and `--task miniature` make a sweep. An interrup
 started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model.
 
 In this file: a sweep from the command line to its runs (`evaluate`); the settings of a run; the two commands without a
-model. tasks/decoding.py decodes one run, tasks/runs.py writes its file."""
+model. evaluation/decoding.py decodes one run, evaluation/runs.py writes its file."""
 
 import argparse
 import datetime
@@ -26,14 +26,15 @@ import torch
 import baselines
 import cli
 import report
+from evaluation import judges, runs
+from evaluation.decoding import Benchmark, encode, run
 from heads import choose_heads
 from report import stored
 from runtime.config import Config
 from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import checkpoint_folder, fingerprint
-from tasks import MINIATURE, PAPER, find, judges, metrics, prompts, runs, sources
-from tasks.decoding import Benchmark, encode, run
+from tasks import MINIATURE, PAPER, data, find, metrics, prompts
 from tokenizer import Tokenizer
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
@@ -58,7 +59,7 @@ def evaluate(argv):
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     check_task_options(args, tasks)
     seed = args.seed[0] if args.seed else cli.SEED          # later seeds of a list are for random heads only
-    benchmarks = [Benchmark(task, *sources.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
+    benchmarks = [Benchmark(task, *data.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
     cli.check_options(args, methods, seeded=any(drawn_seed(bench) is not None for bench in benchmarks))
     if args.no_renormalise and set(methods) <= {"greedy", "masked", "ad"}:
         raise ValueError(f"--no-renormalise has no effect on {', '.join(methods)}")

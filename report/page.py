@@ -7,10 +7,10 @@ from pathlib import Path
 
 import cli
 from cli.page import answer_part, render
+from evaluation.runs import prompt_key
 from report import stored
 from tasks import find, metrics, prompts
-from tasks.runs import prompt_key
-from tasks.sources import load
+from tasks.data import load
 from tokenizer import Tokenizer
 
 VERDICTS = ("substring_match", "exact_match", "mc1", "micro")       # the first that a task has says right or wrong

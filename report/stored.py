@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evaluation import judges
+from evaluation.runs import read_run
 from heads import find_heads, load_scores
 from runtime.files import json_lines, short_hash, write
-from tasks import find, judges, metrics
-from tasks.runs import read_run
+from tasks import find, metrics
 
 METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe static", "decore-entropy": "DeCoRe entropy",
            "decore-static-lite": "DeCoRe static-lite", "decore-entropy-lite": "DeCoRe entropy-lite", "iti": "ITI",

@@ -9,12 +9,12 @@ from collections import Counter
 import numpy as np
 from scipy.stats import mannwhitneyu
 
+from evaluation.runs import prompt_key, remarks
 from report import published, significance
 from report.published import by_task, headline
 from report.stored import base_entropies, greedy_run, group, typical
 from runtime.files import json_lines
 from tasks import TASKS
-from tasks.runs import prompt_key, remarks
 
 NO_BEST = ("rejection", "memory_match", "entropy")      # neither many nor few of these are better
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")     # whose entropies the paper compares DeCoRe's with

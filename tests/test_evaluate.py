@@ -92,7 +92,7 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(start, model
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-    monkeypatch.setattr("tasks.decoding.decode", lambda *_: pytest.fail("a stored row was decoded again"))
+    monkeypatch.setattr("evaluation.decoding.decode", lambda *_: pytest.fail("a stored row was decoded again"))
     assert start(*arguments)[0] == 0 and content(path) == complete
 
 

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
 import baselines
+from evaluation import harness
+from evaluation.harness_model import HarnessModel
 from model import Transformer
-from tasks import harness
-from tasks.harness_model import HarnessModel
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -176,7 +176,8 @@ def test_each_setting_and_each_checkpoint_has_its_own_cache_of_answers(tmp_path,
     for method, changes in (("greedy", {}), ("greedy", {}), ("dola-high", {}), ("greedy", dict(seed=1))):
         write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, **changes))
         run.use_cache, run.model_args = "cache", None
-        monkeypatch.setattr(sys, "argv", ["tasks.harness", "--model", str(tmp_path), "--method", method, "--tasks=x"])
+        argv = ["evaluation.harness", "--model", str(tmp_path), "--method", method, "--tasks=x"]
+        monkeypatch.setattr(sys, "argv", argv)
         harness.main()
     assert names[0] == names[1] and len(set(names)) == 3
 
@@ -208,7 +209,7 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
     shared = ["--tasks", "conflict", "--include_path", str(tmp_path), "--use_cache", str(tmp_path / "cache"),
               "--batch_size", "12", "--output_path", str(tmp_path / "out")]
     for method, place in (("greedy", ROOT), ("decore-entropy", tmp_path)):
-        done = subprocess.run([sys.executable, "-m", "tasks.harness", "--method", method, *shared], cwd=place,
+        done = subprocess.run([sys.executable, "-m", "evaluation.harness", "--method", method, *shared], cwd=place,
                               env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         stored = max((tmp_path / "out").rglob("results_*.json"), key=os.path.getmtime)
@@ -231,7 +232,7 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
     (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
 ])
 def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tasks.harness", *argv])
+    monkeypatch.setattr(sys, "argv", ["evaluation.harness", *argv])
     monkeypatch.setattr(sys, "path", sys.path[:])
     with pytest.raises(ValueError, match=message):
         harness.main()

@@ -32,14 +32,14 @@ CASES = {                           # arguments of checkpoint_folder and a token
 CLIENT = """
 import json, os, sys, urllib.request
 from runtime.weights import checkpoint_folder
-from tasks import Home, sources
+from tasks import Home, data
 lines = {}
 for name, case in json.loads(sys.argv[1]).items():
     try:
         if name == "stop":
             urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
         elif "data" in case[0]:
-            path, record = sources.from_hub(Home(*case))
+            path, record = data.from_hub(Home(*case))
             lines[name] = f"{path.read_text()} {record['revision']}"
         else:
             model, weights, os.environ["HF_TOKEN"] = case

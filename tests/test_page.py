@@ -13,7 +13,7 @@ import evaluate
 from cli import page
 from heads import choose_heads
 from model import Transformer
-from tasks.sources import file_record
+from tasks.data import file_record
 from tests.checkpoints import write_lines
 from tokenizer import Tokenizer
 

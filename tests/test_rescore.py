@@ -11,9 +11,9 @@ import sentencepiece
 import torch
 
 import evaluate
+from evaluation import judges
 from model import Transformer
 from runtime.files import locked
-from tasks import judges
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
 
 

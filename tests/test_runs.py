@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import cli
 import evaluate
+from evaluation.runs import finish, open_run, read_run, remarks
 from heads import detect
 from runtime.files import append, locked
 from runtime.weights import fingerprint
-from tasks.runs import finish, open_run, read_run, remarks
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 
 SETTINGS = {"task": "nq-swap", "n": 3, "limit": None, "alpha": 0.5, "batch_size": "auto", "device": "cpu (x86_64)",

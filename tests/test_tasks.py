@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tasks import PAPER, TASKS, Home, find, prompts, sources
+from tasks import PAPER, TASKS, Home, data, find, prompts
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ def first(tmp_path):
     """first(task, layout) → the dry-run line of the task's first item."""
     def read(name, layout="chat", index=0):
         task = TASKS[name]
-        items, _, demos, _ = sources.load(task, write_data(name, tmp_path), write_demos(name, tmp_path))
+        items, _, demos, _ = data.load(task, write_data(name, tmp_path), write_demos(name, tmp_path))
         return prompts.dry_run(task, items[index], demos, layout)
     return read
 
@@ -157,7 +157,7 @@ def test_popqa_shows_eight_demonstrations_and_never_the_items_own(first, tmp_pat
     for index, job, shown in ((0, 4, (1, 2, 3, 5, 6, 7, 8, 9)), (1, 90, range(1, 9))):
         questions = [turn["content"] for turn in first("popqa", index=index)["messages"] if turn["role"] == "user"]
         assert questions == [*(f"Question: Job of {i}?\nAnswer:" for i in shown), f"Q: Job of {job}?\nA:"]
-    items, *_ = sources.load(TASKS["popqa"], write_data("popqa", tmp_path), write_demos("popqa", tmp_path))
+    items, *_ = data.load(TASKS["popqa"], write_data("popqa", tmp_path), write_demos("popqa", tmp_path))
     assert [item.get("demonstration") for item in items] == [True, None]
 
 
@@ -172,7 +172,7 @@ def test_items_hold_what_the_metrics_read(first, tmp_path):
     assert first("triviaqa")["references"] == ["A", "B"] and first("popqa")["references"] == ["politician", "pol"]
     assert first("nq-swap")["references"] == ["New"] and first("nq-swap")["memory"] == ["Old"]
     assert first("musique-cot-open")["references"] == ["X", "Y"]
-    [item], _ = sources.load_items(TASKS["ifeval"], write_data("ifeval", tmp_path))
+    [item], _ = data.load_items(TASKS["ifeval"], write_data("ifeval", tmp_path))
     assert item["kwargs"] == [{"keywords": ["a", "b"]}, {"relation": "at least"}] and item["id"] == 1000
 
 
@@ -205,8 +205,8 @@ def training(tmp_path, monkeypatch):
     """training(task, rows, seed) → demonstrations and their record, from a training split of these rows."""
     def load(name, rows, seed=1234):
         path = write(tmp_path / "train.jsonl", rows)
-        monkeypatch.setattr(sources, "from_hub", lambda *home: (path, {"revision": "c0ffee"}))
-        return sources.load(TASKS[name], write_data(name, tmp_path), seed=seed)[2:]
+        monkeypatch.setattr(data, "from_hub", lambda *home: (path, {"revision": "c0ffee"}))
+        return data.load(TASKS[name], write_data(name, tmp_path), seed=seed)[2:]
     return load
 
 
@@ -240,7 +240,7 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
             for question in questions for n in range(3)])
 
     path = write_rows("abcdef")
-    items, records, demos, record = sources.load(TASKS["nq-swap"], path)
+    items, records, demos, record = data.load(TASKS["nq-swap"], path)
     assert [demo["user"] for demo in demos] == [f"Context: {q} 0\nQuestion: {q}\nAnswer:" for q in "abcd"]
     assert [demo["answer"] for demo in demos] == ["a 0", "b 0", "c 0", "d 0"]
     assert [(item["index"], item["id"], item["question"]) for item in items] == [
@@ -249,30 +249,30 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     assert capsys.readouterr().err.splitlines() == [
         "nq-swap: 18 items of dev.parquet, the paper scores 4,746",
         "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with --demos)"]
-    assert sources.load(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
+    assert data.load(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
     with pytest.raises(ValueError, match="first 4 questions are its demonstrations, and nothing is left to score"):
-        sources.load(TASKS["nq-swap"], write_rows("abcd"))
+        data.load(TASKS["nq-swap"], write_rows("abcd"))
 
 
 def test_popqas_first_nine_items_are_its_published_demonstrations(tmp_path):
     rows = [[str(i), f"Job of {i}?", f'["job {i}"]'] for i in range(12)]
     path = write(tmp_path / "p.tsv", [["id", "question", "possible_answers"], *rows])
-    items, _, demos, record = sources.load(TASKS["popqa"], path)
+    items, _, demos, record = data.load(TASKS["popqa"], path)
     assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)] and record["source"] == "first items"
     assert len(items) == 12 and [item["index"] for item in items if item.get("demonstration")] == list(range(9))
 
 
 def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp_path):
     demo = {"user": "Context: c\nQuestion: who won\nAnswer:", "answer": "Ann"}
-    task = replace(TASKS["nq-swap"], shots=1, demos_hash=sources.demos_hash([demo]))
+    task = replace(TASKS["nq-swap"], shots=1, demos_hash=data.demos_hash([demo]))
     paper = QA | {"context": "c"}
     for rows, expected in (([paper], True), ([paper | {"note": 1}], True), ([paper] * 2, True),
                            ([QA | {"context": "d"}], False)):
         path = write(tmp_path / "d.jsonl", rows)
-        record = sources.load(task, write_data("nq-swap", tmp_path), path)[3]
+        record = data.load(task, write_data("nq-swap", tmp_path), path)[3]
         assert (record["source"], record["file"], record["paper"]) == ("file", "d.jsonl", expected)
     # The only demonstration of the paper that is part of this project is the dummy of NQ open book.
-    record = sources.load(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
+    record = data.load(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
     assert record == {"source": "fixed", "paper": True}
 
 
@@ -294,7 +294,7 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 ])
 def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, message):
     with pytest.raises(ValueError, match=f"(?s)x.jsonl, .*{message}"):
-        sources.load_items(TASKS[name], write(tmp_path / "x.jsonl", rows))
+        data.load_items(TASKS[name], write(tmp_path / "x.jsonl", rows))
 
 
 @pytest.mark.parametrize("suffix, content, message", [
@@ -307,14 +307,14 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, suffix, content, message
     path = tmp_path / f"x.{suffix}"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
-        sources.load_items(TASKS["nq-closed"], path)
+        data.load_items(TASKS["nq-closed"], path)
     assert "\n" not in str(error.value)
 
 
 def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
     def refuse(message, name, *arguments):
         with pytest.raises((ValueError, OSError), match=message):
-            sources.load(find(name), *arguments)
+            data.load(find(name), *arguments)
 
     write(tmp_path / "demos.jsonl", [QA])
     refuse("--data .*: no file for triviaqa in this folder", "triviaqa", tmp_path)
@@ -338,7 +338,7 @@ def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
 
 
 def test_the_miniature_asks_in_its_last_line():
-    [item], *_ = sources.load(TASKS["miniature-conflict"], limit=1)
+    [item], *_ = data.load(TASKS["miniature-conflict"], limit=1)
     line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
     assert line["text"].startswith("Context: ") and line["text_without_context"].startswith("Answer: The ")
     assert line["text"].endswith(line["text_without_context"]) and line["memory"] != line["references"]

@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 import baselines
 import cli
+from evaluation import runs
 from runtime import files
 from runtime.files import short_hash
 from runtime.graph import GRAPHS
-from tasks import Task, metrics, prompts, runs
+from tasks import Task, metrics, prompts
 
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
 DAY = datetime.date(2024, 7, 26)        # "today" in chat templates: the default of Llama 3.1

@@ -1,6 +1,6 @@
 """Run the tasks of lm-evaluation-harness with DeCoRe or a baseline.
 
-    python -m tasks.harness --model M --method decore-entropy --tasks triviaqa,truthfulqa_mc2
+    python -m evaluation.harness --model M --method decore-entropy --tasks triviaqa,truthfulqa_mc2
 
 takes the options of decore.py and baselines.py, and passes all others to `lm_eval run`."""
 
@@ -60,7 +60,7 @@ def import_harness():
         from lm_eval._cli import HarnessCLI
         from lm_eval.utils import setup_logging
 
-        from tasks.harness_model import HarnessModel
+        from evaluation.harness_model import HarnessModel
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
     setup_logging()
