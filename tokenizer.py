@@ -83,38 +83,36 @@ class Tokenizer:
         # tokenizers 0.23 does not skip special tokens that are "normalized" (first Llama).
         return self.core.decode([int(i) for i in ids if int(i) not in self.hidden], skip_special_tokens=True)
 
-    def stream(self):
-        return Stream(self)
+    def stream(self, stop=()):
+        return Stream(self, stop)
 
 
 class Stream:
-    """Decodes ids one at a time. The joined results of `push` and `end` equal `decode` of all ids."""
+    """Decodes ids one at a time. The joined results of `push` and `end` equal `decode` of all ids.
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.window = []        # the last tokens
-        self.length = 0         # characters of their text that have been returned
+    stop: strings that end the text. `text` ends before the first of them, and `ended` says whether there was one."""
+
+    def __init__(self, tokenizer, stop=()):
+        self.tokenizer, self.stop, self.ids, self.text, self.ended = tokenizer, stop, [], "", False
 
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
         spelling = self.tokenizer.core.id_to_token(token)
         if spelling is None or token in self.tokenizer.hidden:
             return ""
-        self.window.append(token)
+        self.ids.append(token)
         # A run of byte tokens is decoded as a whole, and one bad byte changes all of it: decode after the run.
-        if BYTE.fullmatch(spelling):
-            return ""
-        text = self.tokenizer.decode(self.window)
-        new = text.removesuffix(UNFINISHED)[self.length:]
-        self.length += len(new)
-        if not text.endswith(UNFINISHED):       # later text depends on the last token only
-            self.window = [token]
-            self.length = len(self.tokenizer.decode(self.window))
-        return new
+        return "" if BYTE.fullmatch(spelling) else self.grow(self.tokenizer.decode(self.ids).removesuffix(UNFINISHED))
 
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""
-        return self.tokenizer.decode(self.window)[self.length:]
+        return "" if self.ended else self.grow(self.tokenizer.decode(self.ids))
+
+    def grow(self, text):
+        places = [text.index(string) for string in self.stop if string in text]
+        self.ended, before = bool(places), len(self.text)
+        self.text = text[:min(places, default=None)]
+        return self.text[before:]
 
 
 @cache

@@ -38,6 +38,9 @@ class Config:
     def from_checkpoint(cls, folder):
         """Reads config.json as transformers 5 does. ValueError if a field is missing, malformed or unsupported."""
         path = Path(folder) / "config.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing; a LoRA adapter must be merged into its model first (peft: "
+                                    "merge_and_unload), and of .gguf files give the original checkpoint")
         c = read_json(path)
         model_type = field(c, path, "model_type")
         c = DEFAULTS | FAMILIES[model_type] | c

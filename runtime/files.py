@@ -1,4 +1,4 @@
-"""Files of text, JSON and JSON lines: read, append, replace in one step, lock; hashes, and messages in one line."""
+"""Files of text, JSON and JSON lines: read, append, replace in one step, lock; a hash, and messages in one line."""
 
 import codecs
 import gzip
@@ -36,12 +36,11 @@ def json_lines(path, complete=False):
 
     ValueError, with the line, for a line that cannot be parsed. A last line that cannot be parsed is skipped instead,
     as a killed process leaves one, unless `complete`."""
-    content = Path(path).read_bytes()
     try:
-        content = gzip.decompress(content) if Path(path).suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rb") as file:
+            lines = file.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: a damaged gzip file ({error})") from None
-    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -74,23 +73,18 @@ def write(path, rows):
 
 @contextmanager
 def locked(path):
-    """Locks the file while the block runs. OSError if another process has locked it. Creates its folder.
-
-    The lock of a process that dies is released."""
+    """Locks the file while the block runs, and creates its folder. OSError if another process has locked it."""
     from filelock import FileLock, Timeout  # slow, and few programs write
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(f"{path}.lock", timeout=0) as lock:
             try:
                 yield
             finally:
-                with suppress(OSError):                                 # Windows does not remove open files
-                    os.unlink(lock.lock_file)
+                os.unlink(lock.lock_file)
     except Timeout:
-        raise OSError(f"{path} is being written by another process; wait for it, or write to another place (--out)"
-                      ) from None
+        raise OSError(f"{path} is being written by another process; wait for it, or choose another --out") from None
 
 
 def one_line(error, limit=300):
@@ -99,18 +93,12 @@ def one_line(error, limit=300):
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def sha256(content):
-    return hashlib.sha256(content).hexdigest()
-
-
 def short_hash(content):
-    return sha256(content)[:16]
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def commit():
     """The commit that is checked out; None without git."""
-    try:
+    with suppress(FileNotFoundError):
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
-        return None
-    return git.stdout.strip() or None
+        return git.stdout.strip() or None

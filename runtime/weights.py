@@ -29,59 +29,60 @@ def checkpoint_folder(name, weights=True):
     if name and folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(name) or folder.exists():
-        raise FileNotFoundError(f"{name!r} is neither a folder nor a hub id; a hub id reads owner/name, for example "
-                                "meta-llama/Meta-Llama-3-8B-Instruct")
+        raise FileNotFoundError(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
+                                "single files, such as .gguf, are not read")
     patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * weights
     try:
         # Llama and Mistral repositories hold the weights twice: again in original/, or as consolidated*.safetensors.
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:              # the network library raises many kinds
-        raise OSError(f"downloading {name} failed ({one_line(error)}): check the name, the connection and "
-                      "HF_HUB_OFFLINE, or give a folder; if the model is gated, accept its terms at "
-                      f"{constants.ENDPOINT}/{name}, then run `hf auth login` or set HF_TOKEN") from None
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else re.split(r"\n| \(Request", str(error))[0]
+        raise OSError(f"{one_line(reason, 60)}: cannot download {name}; check the name and the connection, "
+                      "or give a folder; if it is gated, accept its terms on the hub and set HF_TOKEN") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-NOT_WEIGHTS = ("rotary_emb.inv_freq",)          # buffers in old checkpoints
 
-# Module → its names in a checkpoint with the axes of their weights; a bias has the first. Several are concatenated.
+# Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
 # D model width   F feed-forward width   V vocabulary   H query heads × K   G key/value heads × K   K head width
 NAMES = {
-    "embed": {"model.embed_tokens": "VD"},
-    "norm": {"model.norm": "D"},
-    "lm_head": {"lm_head": "VD"},
-    "attn_norm": {"input_layernorm": "D"},
-    "attn.qkv": {"self_attn.q_proj": "HD", "self_attn.k_proj": "GD", "self_attn.v_proj": "GD"},
-    "attn.q_norm": {"self_attn.q_norm": "K"},
-    "attn.k_norm": {"self_attn.k_norm": "K"},
-    "attn.o": {"self_attn.o_proj": "DH"},
-    "mlp_norm": {"post_attention_layernorm": "D"},
-    "mlp.gate_up": {"mlp.gate_proj": "FD", "mlp.up_proj": "FD"},
-    "mlp.down": {"mlp.down_proj": "DF"},
+    "embed.weight": {EMBEDDING: "VD"},
+    "norm.weight": {"model.norm.weight": "D"},
+    "lm_head.weight": {HEAD: "VD"},
+    "attn_norm.weight": {"input_layernorm.weight": "D"},
+    "attn.qkv.weight": {"self_attn.q_proj.weight": "HD", "self_attn.k_proj.weight": "GD",
+                        "self_attn.v_proj.weight": "GD"},
+    "attn.qkv.bias": {"self_attn.q_proj.bias": "H", "self_attn.k_proj.bias": "G", "self_attn.v_proj.bias": "G"},
+    "attn.q_norm.weight": {"self_attn.q_norm.weight": "K"},
+    "attn.k_norm.weight": {"self_attn.k_norm.weight": "K"},
+    "attn.o.weight": {"self_attn.o_proj.weight": "DH"},
+    "attn.o_bias": {"self_attn.o_proj.bias": "D"},
+    "mlp_norm.weight": {"post_attention_layernorm.weight": "D"},
+    "mlp.gate_up.weight": {"mlp.gate_proj.weight": "FD", "mlp.up_proj.weight": "FD"},
+    "mlp.down.weight": {"mlp.down_proj.weight": "DF"},
 }
 
 
 def weight_table(model):
     """{parameter: {name in the checkpoint: (its shape there, this rank's slices)}}. Ranks split F, V, H and G."""
-    c, part, table = model.config, model.shard.part, {}
-    K, kv = c.head_dim, part(c.n_kv_heads, copies=True)
+    c, K, part, table = model.config, model.config.head_dim, model.shard.part, {}
+    kv = part(c.n_kv_heads, copies=True)
     axes = {"D": (c.d_model, slice(None)), "K": (K, slice(None)),
             "G": (c.n_kv_heads * K, slice(kv.start * K, kv.stop * K))}
     axes |= {axis: (n, part(n)) for axis, n in (("F", c.d_ff), ("V", c.vocab_size), ("H", c.n_heads * K))}
-    for parameter, tensor in model.named_parameters():
-        layer, module, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)[._](weight|bias)", parameter).groups()
-        prefix = f"model.{layer}" if layer else ""
-        table[parameter] = {f"{prefix}{name}.{kind}": tuple(zip(*map(axes.get, dims[:tensor.dim()]), strict=True))
-                            for name, dims in NAMES[module].items()}
+    for parameter, _ in model.named_parameters():
+        layer, name = re.fullmatch(r"(layers\.\d+\.)?(.+)", parameter).groups()
+        table[parameter] = {}
+        for stored, letters in NAMES[name].items():
+            shape, slices = zip(*(axes[letter] for letter in letters), strict=True)
+            table[parameter][f"model.{layer}{stored}" if layer else stored] = shape, slices
     return table
 
 
 def named_tensors(model, of=lambda parameter: parameter):
-    """{name in the checkpoint: view of a parameter} of a model on one rank.
-
-    of: maps a parameter to the tensor to view instead, for example its gradient."""
+    """{name in the checkpoint: view of a parameter, or of the tensor of(parameter)} of a model on one rank."""
     tensors = {}
     for parameter, pieces in weight_table(model).items():
         parts = of(model.get_parameter(parameter)).split([shape[0] for shape, _ in pieces.values()])
@@ -96,7 +97,8 @@ def load_weights(model, folder, device):
         table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
     names = {name for pieces in table.values() for name in pieces}
     missing = sorted(names - files.keys())
-    unused = sorted(n for n in files.keys() - names if not (tied and n == HEAD) and not n.endswith(NOT_WEIGHTS))
+    # Old checkpoints store inv_freq, a buffer.
+    unused = sorted(n for n in files.keys() - names if not (tied and n == HEAD) and not n.endswith("inv_freq"))
     if missing or unused:
         raise ValueError(f"{folder}: missing {missing[:4]}, unused {unused[:4]}; do config.json and the safetensors "
                          "files belong together?")
@@ -137,16 +139,17 @@ def weight_files(folder):
     for name in sorted(set(names)):
         try:
             with safe_open(folder / name, "pt") as file:
+                twice = sorted(files.keys() & set(file.keys()))
                 files |= dict.fromkeys(file.keys(), folder / name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is missing or damaged ({error}); download it again") from None
+        if twice:
+            raise ValueError(f"{folder / name}: another file has {twice[0]} too; download the checkpoint again")
     return files
 
 
 def untie(config, files):
-    """The configuration, without tied embeddings if the stored lm_head differs; transformers then uses it too.
-
-    files: from `weight_files`."""
+    """The configuration, without tied embeddings if the stored lm_head differs; transformers then uses it too."""
     if not config.tied_embeddings or EMBEDDING not in files or HEAD not in files:
         return config
     with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
@@ -166,9 +169,8 @@ LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8          # bytes; of a tensor larger than
 def fingerprint(name):
     """Identifies a checkpoint by its content: {"weights" or a file's name: hash}. Takes seconds even for 70B.
 
-    The weights' hash covers every tensor's name, type, shape and bytes; of a large tensor's bytes only eight evenly
-    spread blocks. Any training changes it; a change of a single row of a large matrix may not. How the tensors are
-    distributed over files does not matter."""
+    The weights' hash covers every tensor's name, type, shape and bytes; of a large tensor, eight evenly spread blocks.
+    Any training changes it; a change of one row of a large matrix may not. It does not depend on the files."""
     folder = checkpoint_folder(name)
     hashes = {file: short_hash((folder / file).read_bytes()) for file in HASHED if (folder / file).is_file()}
     weights = hashlib.sha256()

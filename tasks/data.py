@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import hashlib
 import json
 import logging
 import pkgutil
@@ -10,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import json_lines, one_line, sha256, short_hash
+from runtime.files import json_lines, one_line, short_hash
 from tasks.items import field, located
 
 
@@ -71,7 +72,7 @@ def find_files(option, task, places, patterns):
 
 def file_record(path):
     """A file's name and the hash of its content, for a run's settings."""
-    return {"file": Path(path).name, "sha256": sha256(Path(path).read_bytes())}
+    return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
 def from_hub(home, option="--data"):

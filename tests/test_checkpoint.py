@@ -6,6 +6,7 @@ The folder holds safetensors and the tokenizer of 512 tokens."""
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,10 @@ def test_of_an_index_only_the_names_of_files_in_its_folder_are_used_and_one_file
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files of its own folder"):
             weight_files(folder)
+    shutil.copy(min(files.values()), folder / "model-00003-of-00002.safetensors")
+    index.write_text(json.dumps({"weight_map": {path.name: path.name for path in folder.glob("*.safetensors")}}))
+    with pytest.raises(ValueError, match="model-00003-of-00002.safetensors: another file has .* too; download"):
+        weight_files(folder)
     write_checkpoint(folder, "llama3", seed=2)                  # as in transformers
     assert torch.equal(Transformer.load(folder).norm.weight, load_theirs(folder).model.norm.weight)
 

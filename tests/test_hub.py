@@ -110,6 +110,8 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     for name, word in {"misspelled": "HF_TOKEN", "no token": "HF_TOKEN", "error": "500", "not cached": "connection",
                        "other hash": "--data FILE", "no data": "--data FILE"}.items():
         assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
+    for name in ("misspelled", "no token", "error", "not cached"):
+        assert len(lines[name]) <= 200 and lines[name].index(":") < lines[name].index(CASES[name][0])       # the reason
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c", "a/", "a b", "", "file"])
