@@ -37,8 +37,8 @@ def checkpoint_folder(name, weights=True):
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:              # the network library raises many kinds
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else re.split(r"\n| \(Request", str(error))[0]
-        raise OSError(f"{one_line(reason, 60)}: cannot download {name}; check the name and the connection, "
-                      "or give a folder; if it is gated, accept its terms on the hub and set HF_TOKEN") from None
+        raise OSError(f"{one_line(reason.removeprefix('Got: '), 60)}: cannot download {name}; check the name and the "
+                      "connection, or give a folder; a gated one needs its terms accepted and HF_TOKEN") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
