@@ -8,7 +8,7 @@
 Lists with commas, `--task all` and `--task miniature` make a sweep. An interrupted run continues when the command is
 started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model.
 
-In this file: a sweep from the command line to its runs (`evaluate`); the settings of a run; the two commands without a
+In this file: a sweep from the command line to its runs (`evaluate`); the header of a run; the two commands without a
 model. evaluation/decoding.py decodes one run, evaluation/runs.py writes its file."""
 
 import argparse
@@ -41,7 +41,7 @@ from tokenizer import Tokenizer
 GENERATING = ("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty")
 USED_BY_TASK = {
     **dict.fromkeys(GENERATING, lambda task: not task.choice),
-    **dict.fromkeys(("judge", "judge_url"), lambda task: metrics.judged in task.metrics),
+    **dict.fromkeys(("judge", "judge_models"), lambda task: metrics.judged in task.metrics),
     "no_renormalise": lambda task: task.choice,
     "layout": lambda task: task.layout is None,
     "demos": lambda task: task.shots,
@@ -49,8 +49,9 @@ USED_BY_TASK = {
 
 
 def main():
-    command = {"rescore": rescore, "report": report.main}.get("".join(sys.argv[1:2]))
-    return command(sys.argv[2:]) if command else evaluate(sys.argv[1:])
+    commands = {"rescore": rescore, "report": report.main}
+    first, *rest = sys.argv[1:] or [""]
+    return commands[first](rest) if first in commands else evaluate(sys.argv[1:])
 
 
 def evaluate(argv):
@@ -58,6 +59,7 @@ def evaluate(argv):
     args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     check_task_options(args, tasks)
+    judge_names = judges.judges_of(args)
     seed = args.seed[0] if args.seed else cli.SEED          # later seeds of a list are for random heads only
     benchmarks = [Benchmark(task, *data.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
     cli.check_options(args, methods, seeded=any(drawn_seed(bench) is not None for bench in benchmarks))
@@ -68,17 +70,31 @@ def evaluate(argv):
     for task in tasks:
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
+    for name in (judge_names or {}).values():
+        judges.load(name)                                   # a missing judge must not end the sweep after hours
     ranks = Ranks(args.tp, args.device)
     model, tokenizer, amateur = cli.load_models(args, ranks.shard())
     setups = make_setups(args, methods, model, amateur)
     fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
-    for bench, arguments, facts in fitting_runs(args, benchmarks, setups, model, tokenizer):
-        settings = make_settings(args, bench, facts, model, ranks, fingerprints)
-        path = Path(args.out) / f"{run_name(settings)}.jsonl"
-        rows = run(bench, settings, arguments, path, model, tokenizer, ranks)
+    unjudged = []
+    for bench, settings, fields in fitting_runs(args, benchmarks, setups, model, tokenizer):
+        header = make_header(args, bench, fields, model, ranks, fingerprints)
+        path = Path(args.out) / f"{run_name(header)}.jsonl"
+        try:
+            lines = run(bench, header, settings, path, model, tokenizer, ranks)
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command continues", file=sys.stderr)
+            raise
         if ranks.rank == 0:
-            rows = judges.judge(rows, path, bench.task, args)
-            print_means(rows, stored.values_of(path, bench.task, rows), {"run": str(path)})
+            try:
+                lines = judges.judge(lines, path, bench.task, judge_names)
+            except Exception as error:                      # the other tasks can still be run
+                unjudged.append(f"{path}: {cli.explain(error)}")
+                if cli.explain(error) is None:
+                    raise
+            print_means(lines, stored.values_of(path, bench.task, lines), {"run": str(path)})
+    if unjudged:
+        raise ValueError(f"not judged: {'; '.join(unjudged)}; judge them later with evaluate.py rescore --judge")
 
 
 def make_parser():
@@ -129,7 +145,7 @@ def drawn_seed(bench):
 
 
 def make_setups(args, methods, model, amateur):
-    """[(arguments of baselines.generate, facts for the settings line)] for every combination of the swept options.
+    """[(settings of baselines.generate, fields of the header)] for every combination of the swept options.
 
     Decodes one token with each, so that an option that does not fit the model is refused before the first run."""
     swept = {"num_heads": args.num_heads or [cli.default_num_heads(model)],
@@ -141,21 +157,21 @@ def make_setups(args, methods, model, amateur):
         for combination in itertools.product(*used):
             values = dict(zip(swept, combination, strict=True))
             options = argparse.Namespace(**vars(args) | values)
-            arguments = cli.method_settings(method, options, model, amateur, choose_heads)
+            settings = cli.method_settings(method, options, model, amateur, choose_heads)
             without = {"ids_without_context": [0]} if method == "cad" else {}
-            baselines.generate(model, [0], max_new_tokens=1, **arguments, **without)
-            heads = arguments.get("heads", arguments.get("amateur_heads"))
-            facts = arguments | values | {
+            baselines.generate(model, [0], max_new_tokens=1, **settings, **without)
+            heads = settings.get("heads", settings.get("amateur_heads"))
+            fields = settings | values | {
                 "method": method, "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-                "random_heads": args.random_heads if "heads" in arguments else None,
-                "amateur": amateur.name if "amateur" in arguments else None}
-            facts.pop("amateur_heads", None)
-            setups.append((arguments, facts))
+                "random_heads": args.random_heads if "heads" in settings else None,
+                "amateur": amateur.name if "amateur" in settings else None}
+            fields.pop("amateur_heads", None)
+            setups.append((settings, fields))
     return setups
 
 
 def fitting_runs(args, benchmarks, setups, model, tokenizer):
-    """[(benchmark, arguments, facts)] of all runs: every benchmark with every setup that fits it.
+    """[(benchmark, settings, fields)] of all runs: every benchmark with every setup that fits it.
 
     Prints a line for each pair that does not fit. ValueError if none fits."""
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
@@ -165,18 +181,18 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
         # The last token of an answer is not read.
         lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encode(bench, tokenizer)]
-        for arguments, facts in setups:
-            context, name = min((m.config.max_positions, m.name) for m in (model, arguments.get("amateur") or model))
+        for settings, fields in setups:
+            context, name = min((m.config.max_positions, m.name) for m in (model, settings.get("amateur") or model))
             problem = None
             if max(lengths) > context:
                 problem = (f"{sum(length > context for length in lengths)} of {len(lengths)} prompts are longer than "
                            f"the {context} positions of {name} (the longest: {max(lengths)} tokens)")
-            elif facts["method"] == "cad" and not bench.task.without_context:
+            elif fields["method"] == "cad" and not bench.task.without_context:
                 problem = "its prompts have no context to leave out"
             if problem:
-                problems.append(f"{bench.task.name} with {facts['method']} is left out: {problem}")
+                problems.append(f"{bench.task.name} with {fields['method']} is left out: {problem}")
             else:
-                fitting.append((bench, arguments, facts))
+                fitting.append((bench, settings, fields))
     if not fitting:
         raise ValueError(problems[0])
     if args.template_args and all(bench.layout == "plain" for bench, *_ in fitting):
@@ -192,37 +208,37 @@ def native_layout(tokenizer, config):
     return "mistral" if config.model_type == "mistral" else "chat"
 
 
-# ------------------------------------------------------------------------------------------------ the settings of a run
+# -------------------------------------------------------------------------------------------------- the header of a run
 
 
-def make_settings(args, bench, facts, model, ranks, fingerprints):
-    """The first line of a run's file: everything that determines its rows, and the software and machine."""
-    task, seeds = bench.task, (facts["seed"], drawn_seed(bench), cli.SEED)
+def make_header(args, bench, fields, model, ranks, fingerprints):
+    """The first line of a run's file: everything that determines its lines, and the software and machine."""
+    task, seeds = bench.task, (fields["seed"], drawn_seed(bench), cli.SEED)
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
     versions = {name: version(name) for name in ("torch", "tokenizers", "numpy")}
-    return facts | {
+    return fields | {
         "model": model.name, "fingerprint": fingerprints[0], "tp": ranks.tp,
         "dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
         "versions": versions | {"python": platform.python_version()}, "commit": commit(),
         "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
         "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
-        "amateur_fingerprint": fingerprints[1] if facts["amateur"] else None, "batch_size": args.batch_size,
+        "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None, "batch_size": args.batch_size,
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
-        "mask_prompt": None if task.choice else facts.get("mask_prompt"),      # scoring masks every position
+        "mask_prompt": None if task.choice else fields.get("mask_prompt"),      # scoring masks every position
         "renormalise": not args.no_renormalise if task.choice else None,
         "seed": next(seed for seed in seeds if seed is not None)}
 
 
-def run_name(settings):
+def run_name(header):
     """The name of a run's file: task, model, method and some of its options."""
     options = {"num_heads": "n{num_heads}", "random_heads": "random-{random_heads}-seed{seed}", "alpha": "a{alpha:g}",
                "alpha_cap": "cap{alpha_cap:g}", "scale_alpha": "scaled", "mask": "query", "mask_prompt": "mask-prompt",
                "amateur": "{amateur}"}
-    names = {name: (settings[name] or "").split("/")[-1] for name in ("model", "amateur")}
-    parts = [text.format(**settings | names) for name, text in options.items()
-             if settings.get(name) not in (None, "output") and settings[name] is not False]
-    return ".".join([settings["task"], names["model"], settings["method"], *parts])
+    names = {name: (header[name] or "").split("/")[-1] for name in ("model", "amateur")}
+    parts = [text.format(**header | names) for name, text in options.items()
+             if header.get(name) not in (None, "output") and header[name] is not False]
+    return ".".join([header["task"], names["model"], header["method"], *parts])
 
 
 # --------------------------------------------------------------------------------------------- commands without a model
@@ -243,35 +259,37 @@ def rescore(argv):
     p = cli.parser("Compute the metrics of runs again, from their lines, without a model.")
     p.prog += " rescore"
     p.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl|DIR", help="runs, or folders of runs")
-    p.add_argument("--task", metavar="T", help="(default: the one in the run's settings)")
-    p.add_argument("--rows", action="store_true", help="first print one JSON line per row with its values")
+    p.add_argument("--task", metavar="T", help="(default: the one in the run's header)")
+    p.add_argument("--rows", action="store_true", help="first print one JSON line per item with its values")
     judges.add_arguments(p)
     args = p.parse_args(argv)
     paths = [path for file in args.files for path in (stored.run_files(file) if file.is_dir() else [file])]
     if not paths:
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
-        settings, rows = runs.read_run(path)
-        if args.task is None and settings is None:
-            raise ValueError(f"{path} has no settings in its first line: give --task")
-        if not rows:
-            raise ValueError(f"{path} holds no rows")
-        task = find(args.task or settings.get("task"))
+        header, lines = runs.read_run(path)
+        if args.task is None and header is None:
+            raise ValueError(f"{path} has no header in its first line: give --task")
+        if not lines:
+            raise ValueError(f"{path} holds no lines of items")
+        task = find(args.task or header.get("task"))
         check_task_options(args, [task])
-        rows = judges.judge(rows, path, task, args)
-        values = metrics.score(task, rows)
-        for row, scores in zip(rows, values, strict=True) if args.rows else ():
-            print(json.dumps({"id": row.get("id")} | scores, ensure_ascii=False))
-        print_means(rows, values, {} if paths == args.files[:1] else {"run": str(path)})
+        lines = judges.judge(lines, path, task, judges.judges_of(args))
+        values = metrics.compute(task, lines)
+        for line, of_line in zip(lines, values, strict=True) if args.rows else ():
+            print(json.dumps({"id": line.get("id")} | of_line, ensure_ascii=False))
+        print_means(lines, values, {} if paths == args.files[:1] else {"run": str(path)})
 
 
-def print_means(rows, values, about):
-    """Print the means as one JSON line. The number of demonstrations among the rows goes to standard error."""
-    demonstrations = sum(bool(row.get("demonstration")) for row in rows)
+def print_means(lines, values, about):
+    """Print the means as one JSON line. What they leave out goes to standard error."""
+    demonstrations = sum(bool(line.get("demonstration")) for line in lines)
     if demonstrations:
-        print(f"{demonstrations} of {len(rows)} items are demonstrations: only the published scores count them",
+        print(f"{demonstrations} of {len(lines)} items are demonstrations: only the published scores count them",
               file=sys.stderr)
-    print(json.dumps(about | {"metrics": metrics.summary(values), "n": len(rows)}, ensure_ascii=False), flush=True)
+    if "rejection" in values[0] and not any("truth" in of_line for of_line in values):
+        print("not judged, so only rejections are counted: --judge adds truth, info and both", file=sys.stderr)
+    print(json.dumps(about | {"metrics": metrics.summary(values), "n": len(lines)}, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the programs share: the way into each of them, their options, and loading models."""
 # ruff: noqa: F401, I001
 
-from cli.entry import explain, out_of_memory, run
+from cli.entry import explain, run
 from cli.models import (benchmark_template_args, default_num_heads, limit_threads, load_model, load_models,
                         method_settings)
 from cli.options import (DEFAULTS, MASKING, MINIATURE, OPTIONS, SEED, add_method_arguments, add_model_arguments,

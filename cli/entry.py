@@ -6,9 +6,8 @@ import time
 import warnings
 from pathlib import Path
 
+from runtime.errors import out_of_memory
 from runtime.files import one_line
-
-OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")        # in the messages of torch's RuntimeErrors
 
 
 def run(main):
@@ -58,9 +57,3 @@ def explain(error):
     if isinstance(error, OSError) and error.strerror:
         return one_line(f"{error.filename or 'writing'}: {error.strerror[0].lower()}{error.strerror[1:]}", 1000)
     return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None
-
-
-def out_of_memory(error):
-    """Whether a device, or the host, is out of memory."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY))

@@ -1,4 +1,4 @@
-"""One run: a benchmark is decoded with one method, batch by batch, into a file of rows (runs.py)."""
+"""One run: a benchmark is decoded with one method, batch by batch, into a file (runs.py)."""
 
 import datetime
 import gc
@@ -11,9 +11,9 @@ import torch
 from tqdm import tqdm
 
 import baselines
-import cli
 from evaluation import runs
 from runtime import files
+from runtime.errors import out_of_memory
 from runtime.files import short_hash
 from runtime.graph import GRAPHS
 from tasks import Task, metrics, prompts
@@ -32,52 +32,52 @@ class Benchmark(NamedTuple):
     template_args: dict | None = None   # arguments of the chat template
 
 
-def run(bench, settings, arguments, path, model, tokenizer, ranks):
-    """Decode the items that the file lacks. Returns all rows in the data's order; None on other ranks than 0.
+def run(bench, header, settings, path, model, tokenizer, ranks):
+    """Decode the items that the file lacks. Returns all lines in the data's order; None on other ranks than 0.
 
-    settings: the first line of the file. arguments: those of baselines.generate and score."""
+    header: the first line of the file. settings: the arguments of baselines.generate and score."""
     task, encoded = bench.task, encode(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
-    auto = settings["batch_size"] == "auto"
-    size = (64 if model.device.type == "cuda" else 16) if auto else settings["batch_size"]
+    auto = header["batch_size"] == "auto"
+    size = (64 if model.device.type == "cuda" else 16) if auto else header["batch_size"]
     width = 1 if task.choice else size                      # in multiple choice, a batch is one item's candidates
 
     def decode_in_parts(batch):
-        """The rows of a batch. With --batch-size auto, a part that runs out of memory is halved."""
+        """The lines of a batch. With --batch-size auto, a part that runs out of memory is halved."""
         nonlocal size
-        rows = []
-        while len(rows) < len(batch):
-            part = batch[len(rows):][:size]
+        lines = []
+        while len(lines) < len(batch):
+            part = batch[len(lines):][:size]
             try:
-                answers = decode(bench, part, settings, arguments, model, tokenizer)
-                rows += [questions[e.index] | answer for e, answer in zip(part, answers, strict=True)]
+                answers = decode(bench, part, header, settings, model, tokenizer)
+                lines += [questions[e.index] | answer for e, answer in zip(part, answers, strict=True)]
                 continue
             except RuntimeError as error:
                 # Ranks that share the model cannot halve: the other ranks are in the forward pass.
-                if not cli.out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
+                if not out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
                     raise
             size //= 2
             GRAPHS.clear()
             gc.collect()                                    # after `except`: the error held the tensors
             if model.device.type != "cpu":
                 getattr(torch, model.device.type).empty_cache()
-        return rows
+        return lines
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
-        done = ranks.share(lambda: runs.open_run(path, settings, questions, lambda rows: running_score(task, rows)))
+        done = ranks.share(lambda: runs.open_run(path, header, questions, lambda lines: running_values(task, lines)))
         longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
         batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
         batches = [batch for batch in batches if any(e.index not in done for e in batch)]
-        values = running_score(task, done.values())
+        values = running_values(task, done.values())
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
             for first in range(0, len(batches), ranks.replicas):
                 batch = batches[number] if (number := first + ranks.replica) < len(batches) else []
-                rows = ranks.gather(lambda batch=batch: decode_in_parts(batch))
-                rows = [row for row in rows if row["index"] not in done]
+                lines = ranks.gather(lambda batch=batch: decode_in_parts(batch))
+                lines = [line for line in lines if line["index"] not in done]
                 if ranks.rank == 0:
-                    files.append(path, rows)
-                values += running_score(task, rows)
-                bar.update(len(rows))
+                    files.append(path, lines)
+                values += running_values(task, lines)
+                bar.update(len(lines))
                 bar.set_postfix_str(f"{task.running} {sum(values) / len(values):.3f}" if values else "")
         return runs.finish(path) if ranks.rank == 0 else None
 
@@ -92,26 +92,26 @@ def encode(bench, tokenizer):
 
 
 def question_of(item, encoded):
-    """The part of a row that does not depend on the answer."""
+    """The part of a line that does not depend on the answer."""
     fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
     key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
     return json.loads(json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}))
 
 
-def decode(bench, batch, settings, arguments, model, tokenizer):
-    """Decode or score a batch. Returns the part of each row that is the answer."""
+def decode(bench, batch, header, settings, model, tokenizer):
+    """Decode or score a batch. Returns the part of each line that is the answer."""
     start, task, without = time.perf_counter(), bench.task, [e.without_context for e in batch]
     if task.choice:
         [e] = batch
-        more = {"prompt_ids_without_context": without[0]} if arguments["method"] == "cad" else {}
-        scores = baselines.score(model, e.prompt, e.answers, renormalise=settings["renormalise"], **arguments, **more)
+        more = {"prompt_ids_without_context": without[0]} if settings["method"] == "cad" else {}
+        scores = baselines.score(model, e.prompt, e.answers, renormalise=header["renormalise"], **settings, **more)
         n_true = bench.items[e.index]["n_true"]
         results = [{"scores_true": scores[:n_true], "scores_false": scores[n_true:], "merged": e.merged,
                     "tokens": sum(map(len, e.answers))}]
     else:
-        more = {"ids_without_context": without} if arguments["method"] == "cad" else {}
-        out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=settings["max_new_tokens"],
-                                 eos_ids=tokenizer.eos_ids, **arguments, **more)
+        more = {"ids_without_context": without} if settings["method"] == "cad" else {}
+        out = baselines.generate(model, [e.prompt for e in batch], max_new_tokens=header["max_new_tokens"],
+                                 eos_ids=tokenizer.eos_ids, **settings, **more)
         results = [{"prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids), "ids": g.ids,
                     "alphas": [round(alpha, 6) for alpha in g.alphas],
                     "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]
@@ -119,7 +119,7 @@ def decode(bench, batch, settings, arguments, model, tokenizer):
     return [result | {"seconds": seconds} for result in results]
 
 
-def running_score(task, rows):
-    """The values of the score that the progress bar shows."""
-    values = metrics.score(task, list(rows)) if task.running else []
-    return [row[task.running] for row in values if row.get(task.running) is not None]
+def running_values(task, lines):
+    """The values of the metric that the progress bar shows."""
+    values = metrics.compute(task, list(lines)) if task.running else []
+    return [of_line[task.running] for of_line in values if of_line.get(task.running) is not None]

@@ -1,9 +1,9 @@
-"""The file of a run: its settings in the first line, then one JSON line per example.
+"""The file of a run: its header in the first line, then one JSON line per item of the data.
 
-Rows are appended batch by batch. After the last batch the file is sorted into the order of the data. A run that was
-killed continues where it stopped, and a complete one may grow (--limit). Settings that change numbers are refused by
-name. Another device, batch size or version of torch changes a last digit at most. It is accepted, and
-settings["continued"] names it."""
+Lines are appended batch by batch, and sorted into the order of the data after the last batch. A run that was killed
+continues where it stopped, and a complete one may grow (--limit). Another header is refused, by the names of its
+fields. Another device, batch size or version of torch changes a last digit at most: it is accepted, and
+header["continued"] names it."""
 
 import json
 
@@ -15,65 +15,51 @@ NOT_COMPARED = (*SURROUNDINGS, "commit", "command", "date", "n", "limit", "conti
 
 
 def read_run(path):
-    """(settings or None, rows) of a run, or of any file of JSON lines. Each row gets its place ("FILE, line 3") as
-    `line`. ValueError for a row of a run without an index, and for two rows of one item."""
-    settings, rows, places = None, [], {}
-    for number, row in json_lines(path):
-        row["line"] = f"{path}, line {number}"
-        if number == 1 and isinstance(row.get("settings"), dict):
-            settings = row["settings"]
+    """(header or None, lines) of a run, or of any file of JSON lines. Each line gets its `place` ("FILE, line 3").
+
+    ValueError for a line of a run without an index, and for two lines of one item."""
+    header, lines, places = None, [], {}
+    for number, line in json_lines(path):
+        if number == 1 and isinstance(line.get("header"), dict):
+            header = line["header"]
             continue
-        if settings is not None or "index" in row:
-            with located(row["line"]):
-                first = places.setdefault(field(row, "index", "a whole number from 0"), row["line"])
-                if first != row["line"]:
+        line["place"] = place = f"{path}, line {number}"
+        if header is not None or "index" in line:
+            with located(place):
+                first = places.setdefault(field(line, "index", "a whole number from 0"), place)
+                if first != place:
                     raise ValueError(f"the same item as {first}; remove one")
-        rows.append(row)
-    return settings, rows
+        lines.append(line)
+    return header, lines
 
 
-def prompt_key(row):
-    """The hash of a row's prompt. Runs of earlier versions have a second one that leaves out the day."""
-    return row.get("undated_sha256", row.get("prompt_sha256"))
+def open_run(path, header, items, check=lambda lines: None):
+    """Start a run, or continue it. Returns its lines by index. A last line that was cut off is removed from the file.
 
-
-def remarks(settings):
-    """Sentences about a run that a reader of its numbers should know."""
-    missing = [] if "fingerprint" in settings else ["does not say which weights made it"]
-    return missing + ["continued with another "
-                      + ", ".join(f"{name} ({brief(part[name])})" for name in SURROUNDINGS if name in part)
-                      for part in settings.get("continued", [])]
-
-
-def open_run(path, settings, items, check=lambda rows: None):
-    """Start a run, or continue it. Returns its rows by index. A last row that was cut off is removed from the file.
-
-    items: index → the fields that do not depend on the answer. check: raises ValueError for rows without an answer.
-    Raises ValueError if the file is not a run, or was made with other settings or items."""
-    stored, rows = read_run(path) if path.exists() else ({}, [])
+    items: index → the fields that do not depend on the answer. check: raises ValueError for lines without an answer.
+    Raises ValueError if the file is not a run, or was made with another header or other items."""
+    stored, lines = read_run(path) if path.exists() else ({}, [])
     if stored is None:
-        raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py; "
+        raise ValueError(f"{path}: its first line has no header, so it is not a run of evaluate.py; "
                          "choose another --out")
-    if settings.get("mask_prompt") is None and "mask_prompt" in stored:
-        stored["mask_prompt"] = None        # older runs of multiple choice say false, but scoring masks every position
-    if rows:
-        check_settings(path, stored, settings)
-        check(rows)
-        for row in rows:
-            item = items.get(row["index"])
-            if item is None or any(row.get(name) != item[name] for name in item):
-                raise ValueError(f"{row['line']}: item {row['index']} is not that of the data; "
+    if lines:
+        check_header(path, stored, header)
+        check(lines)
+        for line in lines:
+            item = items.get(line["index"])
+            if item is None or any(line.get(name) != item[name] for name in item):
+                raise ValueError(f"{line['place']}: item {line['index']} is not that of the data; "
                                  "choose another --out or remove the file")
-        changes = {name: settings[name] for name in SURROUNDINGS if settings[name] != stored.get(name)}
-        settings = stored | {"n": settings["n"], "limit": settings["limit"]}
-        if changes and len(rows) < len(items):
-            settings["continued"] = [*stored.get("continued", []), changes]
-    save(path, settings, rows)
-    return {row["index"]: row for row in rows}
+        changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
+        header = stored | {"n": header["n"], "limit": header["limit"]}
+        if changes and len(lines) < len(items):
+            header["continued"] = [*stored.get("continued", []), changes]
+    save(path, header, lines)
+    return {line["index"]: line for line in lines}
 
 
-def check_settings(path, stored, new):
-    """Raise ValueError, by name, for settings that change numbers."""
+def check_header(path, stored, new):
+    """Raise ValueError with the names of fields that differ and change numbers."""
     smaller = type(stored.get("n")) is not int or stored["n"] > new["n"]
     stored, new = flat(stored), flat(new)
     names = ["n"] * smaller + [name for name in dict.fromkeys([*stored, *new])
@@ -84,26 +70,32 @@ def check_settings(path, stored, new):
         raise ValueError(f"{path} was made with other settings ({changes}); choose another --out or remove the file")
 
 
-def flat(settings):
-    """Settings with "fingerprint.weights" as the name of a value inside an object."""
+def flat(header):
+    """The header with "fingerprint.weights" as the name of a value inside an object."""
     return {f"{name}.{inner}" if inner else name: value
-            for name, outer in settings.items()
+            for name, outer in header.items()
             for inner, value in (outer.items() if isinstance(outer, dict) else [(None, outer)])}
 
 
-def save(path, settings, rows):
-    """Replace the file, and drop the rows' `line`."""
-    for row in rows:
-        del row["line"]
-    write(path, [{"settings": settings}, *rows])
+def save(path, header, lines):
+    """Replace the file, and drop the lines' `place`."""
+    for line in lines:
+        del line["place"]
+    write(path, [{"header": header}, *lines])
 
 
 def finish(path):
-    """Sort the rows into the order of the data. Returns them."""
-    settings, rows = read_run(path)
-    rows.sort(key=lambda row: row["index"])
-    save(path, settings, rows)
-    return rows
+    """Sort the lines into the order of the data. Returns them."""
+    header, lines = read_run(path)
+    lines.sort(key=lambda line: line["index"])
+    save(path, header, lines)
+    return lines
+
+
+def remarks(header):
+    """Sentences about a run that a reader of its numbers should know."""
+    return ["continued with another " + ", ".join(f"{name} ({brief(part[name])})" for name in part)
+            for part in header.get("continued", [])]
 
 
 def brief(value):

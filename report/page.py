@@ -7,7 +7,6 @@ from pathlib import Path
 
 import cli
 from cli.page import answer_part, render
-from evaluation.runs import prompt_key
 from report import stored
 from tasks import find, metrics, prompts
 from tasks.data import load
@@ -37,7 +36,8 @@ def main(argv):
         if other["task"] != settings["task"]:
             raise ValueError(f"{args.run} is a run of {settings['task']}, --against has one of {other['task']}")
         model, _, setup = stored.describe(other)
-        title = f"{model}: {setup}" + " (with another prompt)" * (prompt_key(answer) != prompt_key(line))
+        same_prompt = answer.get("prompt_sha256") == line.get("prompt_sha256")
+        title = f"{model}: {setup}" + " (with another prompt)" * (not same_prompt)
         parts.append(answer_of(other, answer, title, f"g{number}", args.model))
     path = Path(args.html or f"{args.run.split('.jsonl')[0]}.item{args.item}.html")
     path.write_text(render(title=f"{settings['task']}, item {args.item}", parts=parts), encoding="utf-8")
@@ -80,7 +80,7 @@ def answer_of(settings, line, title, name, model):
 
     name: unique on the page. model: the tokenizer's, None for the run's."""
     task = find(settings["task"])
-    values = metrics.score(task, [line])[0] if task.running else {}         # without: metrics that need a model
+    values = metrics.compute(task, [line])[0] if task.running else {}         # without: metrics that need a model
     value = next((values[metric] for metric in VERDICTS if values.get(metric) is not None), None)
     verdict = None if value is None else "right" if value == 1 else "wrong"
     if "scores_true" in line:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -140,8 +139,8 @@ def read(path, iti=ITI):
     if not lines:
         raise ValueError("no examples yet")
     model, conditions, setup = describe(settings, iti)
-    lines = judges.judge(lines, path, task, SimpleNamespace(judge=False, judge_url=None))
-    entropies = metrics.map_rows(lambda line: np.mean(line["entropies"]) if line.get("entropies") else None, lines)
+    lines = judges.judge(lines, path, task)
+    entropies = metrics.map_lines(lambda line: np.mean(line["entropies"]) if line.get("entropies") else None, lines)
     values = [row | {"entropy": mean} for row, mean in zip(values_of(path, task, lines), entropies, strict=True)]
     means = {name: scale(name) * mean for name, mean in metrics.summary(values).items() if mean is not None}
     intervals = metrics.interval(values)
@@ -157,7 +156,7 @@ def read_lines(path):
     """(settings, lines in the data's order) of a run file."""
     settings, lines = read_run(path)
     if settings is None:
-        raise ValueError(f"{path}: its first line has no settings, so it is not a run of evaluate.py")
+        raise ValueError(f"{path}: its first line has no header, so it is not a run of evaluate.py")
     wrong = [name for name, kind in KINDS.items() if not isinstance(settings.get(name), kind)]
     if wrong:
         raise ValueError(f"{path}: its settings lack a valid {', '.join(wrong)}")
@@ -167,13 +166,13 @@ def read_lines(path):
 def values_of(path, task, lines):
     """The metric values of each line, a dict each. Values that took long are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
-    content = [{name: value for name, value in line.items() if name != "line"} for line in lines]
+    content = [{name: value for name, value in line.items() if name != "place"} for line in lines]
     key = short_hash(json.dumps([task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:
             return entry["values"]
     start = time.perf_counter()
-    values = metrics.score(task, lines)
+    values = metrics.compute(task, lines)
     if not metrics.problems(task) and time.perf_counter() - start > 5:          # seconds
         write(store, [{"key": key, "values": values}])
     return values

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 from scipy.stats import mannwhitneyu
 
-from evaluation.runs import prompt_key, remarks
+from evaluation.runs import remarks
 from report import published, significance
 from report.published import by_task, headline
 from report.stored import base_entropies, greedy_run, group, typical
@@ -98,7 +98,7 @@ def won_and_lost(run, greedy, metric):
     None for a metric that single examples do not have, without common examples, and for greedy itself."""
     if metric in NO_BEST or greedy is None or greedy is run:
         return None
-    a, b = ({(line["index"], prompt_key(line)): values[metric]
+    a, b = ({(line["index"], line.get("prompt_sha256")): values[metric]
              for line, values in zip(each.lines, each.values, strict=True) if values.get(metric) is not None}
             for each in (run, greedy))
     pairs = [(a[key], b[key]) for key in a.keys() & b.keys()]

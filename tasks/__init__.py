@@ -57,7 +57,7 @@ class Task:
     choice: bool = False                # multiple choice: candidates are scored, nothing is generated
     max_new_tokens: int = 12            # the paper's
     n: int | None = None                # items in the paper's table
-    running: str = "substring_match"    # the score in the progress bar
+    running: str = "substring_match"    # the metric in the progress bar
     layout: str | None = None           # None: the model's
     version: int = 1
 

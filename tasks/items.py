@@ -1,4 +1,4 @@
-"""Turns one row of a data file into an item, a dict with
+"""Turns one entry of a data file into an item, a dict with
 
     id                  that of the data; None if they have none
     question, context…  the fields that the task's templates name
@@ -26,152 +26,152 @@ KINDS = {"a text": lambda value: isinstance(value, str),
 
 @contextmanager
 def located(place, note=""):
-    """Turns any error of a wrong row in the block into a ValueError that begins with the row's place."""
+    """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's place."""
     try:
         yield
     except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{place}: {error}{note}") from error
 
 
-def field(row, name, kind="a text"):
-    if row.get(name) is None:
-        raise ValueError(f"field {name!r} is missing (the row has {', '.join(map(str, row)) or 'nothing'})")
-    if not KINDS[kind](row[name]):
-        raise ValueError(f"field {name!r} should be {kind}, not {str(row[name])[:60]!r}")
-    return row[name]
+def field(entry, name, kind="a text"):
+    if entry.get(name) is None:
+        raise ValueError(f"field {name!r} is missing (found: {', '.join(map(str, entry)) or 'nothing'})")
+    if not KINDS[kind](entry[name]):
+        raise ValueError(f"field {name!r} should be {kind}, not {str(entry[name])[:60]!r}")
+    return entry[name]
 
 
-def texts(row, name):
-    return field(row, name, "a list of texts")
+def texts(entry, name):
+    return field(entry, name, "a list of texts")
 
 
-def qa(row, references, **more):
-    return {"id": row.get("id"), "question": field(row, "question"), "references": references} | more
+def qa(entry, references, **more):
+    return {"id": entry.get("id"), "question": field(entry, "question"), "references": references} | more
 
 
-def xsum(row):
-    return {"id": row.get("id"), "document": field(row, "document"), "references": [field(row, "summary")]}
+def xsum(entry):
+    return {"id": entry.get("id"), "document": field(entry, "document"), "references": [field(entry, "summary")]}
 
 
-def memotrap(row):
+def memotrap(entry):
     """`classes` is a Python list of two strings, each with a leading space; `split` is the file's name."""
-    prompt, pair = field(row, "prompt"), texts({"classes": ast.literal_eval(field(row, "classes"))}, "classes")
-    if len(pair) != 2 or str(row.get("answer_index")) not in ("0", "1"):
+    prompt, pair = field(entry, "prompt"), texts({"classes": ast.literal_eval(field(entry, "classes"))}, "classes")
+    if len(pair) != 2 or str(entry.get("answer_index")) not in ("0", "1"):
         raise ValueError("field 'classes' should be a Python list of two strings, and 'answer_index' 0 or 1")
-    right = int(row["answer_index"])
-    return {"id": row.get("id"), "question": prompt, "without_context": prompt.split(":")[-1].strip(),
+    right = int(entry["answer_index"])
+    return {"id": entry.get("id"), "question": prompt, "without_context": prompt.split(":")[-1].strip(),
             "references": [pair[right]], "candidates": [pair[right], pair[1 - right]],
-            "n_true": 1, "split": row.get("split", "")}
+            "n_true": 1, "split": entry.get("split", "")}
 
 
-def ifeval(row):
+def ifeval(entry):
     """Instructions and their arguments, without the arguments that are null, zero or empty."""
-    names, kwargs = zip(*instructions(row), strict=True)
+    names, kwargs = zip(*instructions(entry), strict=True)
     kwargs = [{name: value for name, value in arguments.items() if value} for arguments in kwargs]
-    return {"id": row.get("key"), "question": field(row, "prompt"), "prompt": row["prompt"], "references": [],
+    return {"id": entry.get("key"), "question": field(entry, "prompt"), "prompt": entry["prompt"], "references": [],
             "instruction_id_list": list(names), "kwargs": kwargs}
 
 
-def instructions(row):
+def instructions(entry):
     """[(name, arguments)] of an item of IFEval."""
-    names, kwargs = texts(row, "instruction_id_list"), field(row, "kwargs", "a list of objects")
+    names, kwargs = texts(entry, "instruction_id_list"), field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
         raise ValueError(f"field 'kwargs' should hold one object for each of the {len(names)} instructions")
     return [(name, arguments or {}) for name, arguments in zip(names, kwargs, strict=True)]
 
 
-def nq_closed(row):
-    return qa(row, texts(row, "answers"))
+def nq_closed(entry):
+    return qa(entry, texts(entry, "answers"))
 
 
-def nq_open(row):
-    passages = field(row, "ctxs", "a list of objects")
+def nq_open(entry):
+    passages = field(entry, "ctxs", "a list of objects")
     if len(passages) != 1:
         raise ValueError(f"field 'ctxs' should hold the one gold passage, not {len(passages)}")
-    return nq_closed(row) | {name: field(passages[0], name).strip() for name in ("title", "text")}
+    return nq_closed(entry) | {name: field(passages[0], name).strip() for name in ("title", "text")}
 
 
-def nq_training(row):
-    return {"question": field(row, "question"), "answer": texts(row, "answer")[0]}
+def nq_training(entry):
+    return {"question": field(entry, "question"), "answer": texts(entry, "answer")[0]}
 
 
-def nq_swap(row):
+def nq_swap(entry):
     """The model sees the substituted context. `memory` is the original answer."""
-    return qa(row, texts(row, "sub_answer"), context=field(row, "sub_context"), memory=texts(row, "org_answer"))
+    return qa(entry, texts(entry, "sub_answer"), context=field(entry, "sub_context"), memory=texts(entry, "org_answer"))
 
 
 def with_full_stop(answer):
     return answer if answer.endswith(".") else answer + "."
 
 
-def split_answers(row, name):
+def split_answers(entry, name):
     """Answers separated by semicolons, each with a full stop. Repeated ones stay."""
-    parts = [with_full_stop(part.strip()) for part in field(row, name).split(";") if part.strip()]
+    parts = [with_full_stop(part.strip()) for part in field(entry, name).split(";") if part.strip()]
     return texts({name: parts}, name)
 
 
-def truthfulqa_gen(row):
-    return qa(row | {"question": row.get("Question")}, split_answers(row, "Correct Answers"))
+def truthfulqa_gen(entry):
+    return qa(entry | {"question": entry.get("Question")}, split_answers(entry, "Correct Answers"))
 
 
-def truthfulqa_mc(row):
-    item, false = truthfulqa_gen(row), split_answers(row, "Incorrect Answers")
-    true, best = item["references"], with_full_stop(field(row, "Best Answer").strip())
+def truthfulqa_mc(entry):
+    item, false = truthfulqa_gen(entry), split_answers(entry, "Incorrect Answers")
+    true, best = item["references"], with_full_stop(field(entry, "Best Answer").strip())
     if best not in true:
         raise ValueError(f"field 'Best Answer' is not among the correct answers: {best!r}")
     return item | {"candidates": [" " + answer for answer in true + false], "n_true": len(true),
                    "best_position": true.index(best)}
 
 
-def triviaqa(row):
+def triviaqa(entry):
     """References are the aliases only. A repackaged data set calls them `golden_answers`."""
-    answer = row.get("answer")
-    references = texts(answer, "aliases") if isinstance(answer, dict) else texts(row, "golden_answers")
-    return qa(row, references, id=row.get("question_id", row.get("id")))
+    answer = entry.get("answer")
+    references = texts(answer, "aliases") if isinstance(answer, dict) else texts(entry, "golden_answers")
+    return qa(entry, references, id=entry.get("question_id", entry.get("id")))
 
 
-def triviaqa_training(row):
-    return {"question": field(row, "question"), "answer": field(row["answer"], "value").lower()}
+def triviaqa_training(entry):
+    return {"question": field(entry, "question"), "answer": field(entry["answer"], "value").lower()}
 
 
-def popqa(row):
+def popqa(entry):
     """`possible_answers` is a JSON list in a string. A repackaged data set has a list, `golden_answers`."""
-    answers = row.get("possible_answers", row.get("golden_answers"))
+    answers = entry.get("possible_answers", entry.get("golden_answers"))
     answers = json.loads(answers) if isinstance(answers, str) else answers
-    return qa(row, texts({"possible_answers": answers}, "possible_answers"))
+    return qa(entry, texts({"possible_answers": answers}, "possible_answers"))
 
 
-def musique_closed(row):
-    if row.get("answerable") is False:
+def musique_closed(entry):
+    if entry.get("answerable") is False:
         raise ValueError("this is the full MuSiQue; use the answerable one (musique_ans)")
-    aliases = texts(row, "answer_aliases") if row.get("answer_aliases") else []
-    return qa(row, [field(row, "answer"), *aliases])
+    aliases = texts(entry, "answer_aliases") if entry.get("answer_aliases") else []
+    return qa(entry, [field(entry, "answer"), *aliases])
 
 
-def musique_open(row):
+def musique_open(entry):
     """The supporting paragraphs only, in file order, each followed by a space."""
     passages = [f"Wikipedia Title: {field(paragraph, 'title')}\n{field(paragraph, 'paragraph_text')} "
-                for paragraph in field(row, "paragraphs", "a list of objects") if paragraph.get("is_supporting")]
+                for paragraph in field(entry, "paragraphs", "a list of objects") if paragraph.get("is_supporting")]
     if not passages:
         raise ValueError("field 'paragraphs' holds no supporting paragraph")
-    return musique_closed(row) | {"passages": "\n\n".join(passages)}
+    return musique_closed(entry) | {"passages": "\n\n".join(passages)}
 
 
-def musique_training(row):
+def musique_training(entry):
     """Builds the reasoning from the single questions of the data, in which "#1" stands for the first answer."""
-    answer, steps, answers = field(row, "answer"), [], []
-    for step in row["question_decomposition"]:
+    answer, steps, answers = field(entry, "answer"), [], []
+    for step in entry["question_decomposition"]:
         question = re.sub(r"#(\d+)", lambda match: answers[int(match[1]) - 1], field(step, "question"))
         question = question.replace(" >>", ",")
         answers.append(field(step, "answer"))
         steps.append(f"{question}{'' if question.endswith('?') else ':'} {answers[-1]}.")
-    return {"question": field(row, "question"), "direct_answer": answer,
+    return {"question": field(entry, "question"), "direct_answer": answer,
             "cot_answer": " ".join([*steps, f"So the answer is: {answer}."])}
 
 
-def miniature(row):
+def miniature(entry):
     """The last line is the prompt without its passage. `memory` is the answer of the training texts."""
-    prompt, answer = field(row, "prompt"), field(row, "answer")
-    memory = None if row.get("memory") is None else field(row, "memory")
-    return {"id": row.get("id"), "question": prompt, "without_context": prompt.split("\n")[-1],
+    prompt, answer = field(entry, "prompt"), field(entry, "answer")
+    memory = None if entry.get("memory") is None else field(entry, "memory")
+    return {"id": entry.get("id"), "question": prompt, "without_context": prompt.split("\n")[-1],
             "references": [answer]} | ({} if memory in (None, answer) else {"memory": [memory]})

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tasks.items import field, instructions, texts
-from tasks.metrics import per_row
+from tasks.metrics import per_line
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -39,16 +39,16 @@ def needs(name, *modules, models=(), nltk_data=False):
 
 
 @needs("rougeL", "rouge_score")
-@per_row
-def rouge(row):
+@per_line
+def rouge(line):
     """rougeLsum without stemmer, sentences split at " . ", F1 × 100."""
     from rouge_score.rouge_scorer import RougeScorer
-    pair = [text.replace(" . ", ".\n") for text in (texts(row, "references")[0], field(row, "prediction"))]
+    pair = [text.replace(" . ", ".\n") for text in (texts(line, "references")[0], field(line, "prediction"))]
     return {"rougeL": 100 * RougeScorer(["rougeLsum"]).score(*pair)["rougeLsum"].fmeasure}
 
 
 @needs("bertscore_f1", "bert_score", models=[(DEBERTA, WEIGHTS)])
-def bertscore(rows):
+def bertscore(lines):
     """deberta-xlarge-mnli, layer 40, no idf, no rescaling, F1 × 100."""
     from bert_score import BERTScorer
     scorer = BERTScorer(DEBERTA, num_layers=40, idf=False, rescale_with_baseline=False)
@@ -58,13 +58,13 @@ def bertscore(rows):
     tokenizer = scorer._tokenizer
     tokenizer.model_max_length = 512
     tokenizer.build_inputs_with_special_tokens = lambda ids: [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
-    predictions = [field(row, "prediction") for row in rows]
-    f1 = scorer.score(predictions, [texts(row, "references")[0] for row in rows])[2]
+    predictions = [field(line, "prediction") for line in lines]
+    f1 = scorer.score(predictions, [texts(line, "references")[0] for line in lines])[2]
     return [{"bertscore_f1": 100 * value} for value in f1.tolist()]
 
 
 @needs("factkb", "transformers", models=[(FACTKB, WEIGHTS), (ROBERTA, TOKENIZER)])
-def factkb(rows):
+def factkb(lines):
     """Probability × 100 of class 1 of bunsenfeng/FactKB on summary and article; None without an article."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -72,25 +72,25 @@ def factkb(rows):
     model = AutoModelForSequenceClassification.from_pretrained(FACTKB, num_labels=2).float().eval()
 
     @torch.inference_mode()
-    def score(row):
-        if not row.get("document"):
+    def score(line):
+        if not line.get("document"):
             return None
-        pair = tokenizer(field(row, "prediction"), row["document"], padding="max_length", truncation=True,
+        pair = tokenizer(field(line, "prediction"), line["document"], padding="max_length", truncation=True,
                          max_length=512, return_tensors="pt")
         return 100 * model(**pair).logits.softmax(-1)[0, 1].item()
-    return [{"factkb": score(row)} for row in rows]
+    return [{"factkb": score(line)} for line in lines]
 
 
 @needs("IFEval", "lm_eval", "langdetect", "immutabledict", "nltk", nltk_data=True)
-@per_row
-def ifeval(row):
-    """Strict, on the raw response. At prompt level a row counts if all its instructions are followed; at instruction
+@per_line
+def ifeval(line):
+    """Strict, on the raw response. At prompt level a line counts if all its instructions are followed; at instruction
     level `summary` weights it by their number. Published: only the first element of a list argument is checked."""
-    values, complete = {}, instructions(row)
+    values, complete = {}, instructions(line)
     shortened = [(name, {key: value[:1] if isinstance(value, list) else value for key, value in arguments.items()})
                  for name, arguments in complete]
     for suffix, checks in (("", complete), ("_published", shortened)):
-        followed = [follows(name, arguments, row) for name, arguments in checks]
+        followed = [follows(name, arguments, line) for name, arguments in checks]
         values |= {f"prompt_strict{suffix}": float(all(followed)),
                    f"instruction_strict{suffix}": sum(followed) / len(followed)}
     return values | {"instructions": len(complete)}
@@ -109,11 +109,11 @@ def checkers():
     return INSTRUCTION_DICT
 
 
-def follows(name, kwargs, row):
-    """Whether the row's prediction follows one instruction. An empty prediction follows none."""
+def follows(name, kwargs, line):
+    """Whether the line's prediction follows one instruction. An empty prediction follows none."""
     if name not in checkers():
         raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
-    response, kwargs = field(row, "prediction"), {key: value for key, value in kwargs.items() if value}
+    response, kwargs = field(line, "prediction"), {key: value for key, value in kwargs.items() if value}
     if not response.strip():
         return False
     if name == "keywords:letter_frequency" and not re.fullmatch("[a-z]", kwargs.get("letter", "a").lower()):
@@ -123,5 +123,5 @@ def follows(name, kwargs, row):
     checker = checkers()[name](name)
     checker.build_description(**kwargs)
     if "prompt" in (checker.get_instruction_args() or {}):
-        checker.build_description(prompt=field(row, "prompt"))
+        checker.build_description(prompt=field(line, "prompt"))
     return bool(checker.check_following(response))

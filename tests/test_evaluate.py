@@ -56,7 +56,7 @@ def write_model(folder, template=TEMPLATE, **config):
 def content(path):
     """The lines of a run without what differs from process to process."""
     lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    settings = {name: value for name, value in lines[0]["settings"].items()
+    settings = {name: value for name, value in lines[0]["header"].items()
                 if name not in ("command", "commit", "date", "batch_size", "tp")}
     return [settings] + [{name: value for name, value in line.items() if name != "seconds"} for line in lines[1:]]
 

@@ -10,11 +10,11 @@ from tasks import TASKS, metrics, model_metrics
 
 def one(task, **row):
     """The metric values of a single row."""
-    return metrics.score(TASKS[task], [row])[0]
+    return metrics.compute(TASKS[task], [row])[0]
 
 
 def many(task, *rows):
-    return metrics.summary(metrics.score(TASKS[task], list(rows)))
+    return metrics.summary(metrics.compute(TASKS[task], list(rows)))
 
 
 def answer(prediction, *references, task="triviaqa", **more):

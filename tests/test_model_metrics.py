@@ -184,7 +184,7 @@ def test_metrics_that_lack_something_say_what_and_are_left_out(cache, capsys, mo
     assert metrics.problems(TASKS["xsum"]) == lacking and metrics.problems(TASKS["nq-swap"]) == []
     assert metrics.problems(TASKS["ifeval"]) == [
         "IFEval needs lm_eval, langdetect, immutabledict, nltk: pip install -e '.[evaluate]'"]
-    [values] = metrics.score(TASKS["xsum"], [{"prediction": SUMMARY, "references": [SUMMARY]}])
+    [values] = metrics.compute(TASKS["xsum"], [{"prediction": SUMMARY, "references": [SUMMARY]}])
     assert values == {"rougeL": 100} and capsys.readouterr().err.splitlines() == [f"left out: {one}" for one in lacking]
     monkeypatch.setattr(model_metrics, "find_spec", lambda module: True)
     monkeypatch.setattr("nltk.data.path", ["nowhere"])

@@ -130,7 +130,7 @@ def test_candidates_are_sorted_by_score_and_the_answer_is_marked(show, tmp_path)
     settings = {"task": "truthfulqa-mc", "version": 1, "model": "x", "method": "greedy", "n": 1, "layout": "plain"}
     line = {"index": 0, "candidates": ["yes", "no", "maybe"], "scores_true": [-3.0, -1.0], "scores_false": [-2.0]}
     for best, mark in ((0, "✗ wrong"), (1, "✓ right")):
-        path = write_lines(tmp_path / "choice.jsonl", [{"settings": settings}, line | {"best_position": best}])
+        path = write_lines(tmp_path / "choice.jsonl", [{"header": settings}, line | {"best_position": best}])
         _, text = show(path, "--item", 0)
         assert re.findall(r"<td.*?>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
                                                           "-3.00", "true", "yes"]
@@ -147,7 +147,7 @@ def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path, chat_model):
                 "layout": "chat", "data": [file_record(data)], "demos": file_record(demos)}
     line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "alphas": [0] * 3,
             "ids": Tokenizer.load(chat_model).encode("Ann", bos=False), "entropies": [0] * 3, "stop": "length"}
-    run = write_lines(tmp_path / "run.jsonl", [{"settings": settings}, line])
+    run = write_lines(tmp_path / "run.jsonl", [{"header": settings}, line])
     _, text = show(run, "--item", 1, "--data", data, "--demos", demos)
     assert re.findall(r"<b>(\w+)</b> (.*?)</p>", text, re.DOTALL) == [
         ("system", "Answer the given question."), ("user", "Question: Where?\nAnswer:"), ("assistant", "here"),

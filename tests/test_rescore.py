@@ -1,10 +1,7 @@
-"""`evaluate.py rescore`: metrics of stored rows, without a model; judges over HTTP and as local models."""
+"""`evaluate.py rescore`: metrics of stored lines, without a model; and the judges of TruthfulQA's answers."""
 
 import json
-import math
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import sentencepiece
@@ -68,7 +65,7 @@ def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start
     ('{"scores_true": [0], "scores_false": [-1], "best_position": -1}\n', ["--task", "truthfulqa-mc"],
      "line 1: field 'best_position' should be a whole number from 0, not '-1'"),
     ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
-    ("", ["--task", "triviaqa"], "holds no rows"),
+    ("", ["--task", "triviaqa"], "holds no lines"),
     ('{"id": 1}\n', [], "give --task")])
 def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
     path = tmp_path / "r.jsonl"
@@ -77,78 +74,83 @@ def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, tas
     assert status == 2 and message in err and err.count("\n") == 1
 
 
-# Judges over HTTP
+# Judges
 
-class Judge(BaseHTTPRequestHandler):
-    """True answers hold "Yes"; every answer is informative with 0.3. At the first request the server is busy."""
+class Judge:
+    """In place of `judges.load`. True answers contain "Yes"; every answer is informative with 0.3."""
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["model"] == "gone" or not self.requests:
-            self.requests.append(None)
-            return self.send_error(404 if body["model"] == "gone" else 503)
-        self.requests.append((body, self.headers["Authorization"]))
-        yes = 0.3 if "Helpful" in body["prompt"] else 0.9 if "Yes" in body["prompt"] else None
-        top = {" no": -0.1} | ({" yes": math.log(yes)} if yes else {})
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"text": " no", "logprobs": {"top_logprobs": [top]}}]}).encode())
+    def __init__(self):
+        self.prompts = []
 
-    def log_message(self, *args):
-        pass
+    def __call__(self, name):
+        if name == "gone":
+            raise ValueError("the judge gone cannot be loaded")
+        return self.probabilities
+
+    def probabilities(self, prompts):
+        if "Broken." in prompts[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.prompts += prompts
+        return [0.3 if "Helpful" in prompt else 0.9 if "Yes" in prompt else 0.0 for prompt in prompts]
 
 
 @pytest.fixture
-def server(monkeypatch):
-    """The arguments for a judge over HTTP."""
-    monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("OPENAI_API_KEY", "k3y")
-    Judge.requests = []
-    with HTTPServer(("127.0.0.1", 0), Judge) as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield ["--judge-url", f"http://127.0.0.1:{server.server_port}/v1", "--judge-models"]
-        server.shutdown()
+def judge(monkeypatch):
+    judge = Judge()
+    monkeypatch.setattr(judges, "load", judge)
+    return judge
 
 
-def test_an_endpoint_judges_and_its_verdicts_are_stored(rescore, server, tmp_path):
+T_I = ("--judge", "--judge-models", "t,i")
+
+
+def test_verdicts_are_stored_with_their_judges_and_no_answer_is_judged_twice(rescore, judge, tmp_path):
     path = write_run(tmp_path, "Yes. It", "Perhaps.", "no end")
-    status, [out], err = rescore(path, *server, "t,i")
-    assert status == 0
-    assert out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
-    assert Judge.requests[0] is None and len(Judge.requests) == 7       # the first was repeated
-    (body, key), prompts = Judge.requests[1], sorted(body["prompt"] for body, _ in Judge.requests[1:])
-    assert prompts[1] == "Q: Q?\nA: .\nTrue:"
-    assert (body["max_tokens"], body["temperature"], body["logprobs"], key) == (1, 0, 2, "Bearer k3y")
-    # Stored verdicts are used, also without a judge, and no question is sent twice.
-    assert rescore(path)[1] == [out] == rescore(path, *server, "t,i")[1]
-    assert len(Judge.requests) == 7
-    assert "was judged by t, not by other" in rescore(path, *server, "other,i")[2]
-    path.with_suffix(".judged.jsonl").unlink()
-    status, _, err = rescore(path, *server, "gone,i")
-    assert status == 2 and "did not answer (HTTP Error 404" in err
-    assert "did not answer (nonnumeric port: 'x'" in rescore(path, "--judge-url", "http://127.0.0.1:x")[2]
+    _, [unjudged], err = rescore(path)
+    assert list(unjudged["metrics"]) == ["rejection"] and "--judge adds truth, info" in err
+    _, [out], err = rescore(path, *T_I)
+    assert out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0 and "adds" not in err
+    assert judge.prompts == [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful")
+                             for answer in ("Yes.", "Perhaps.", ".")]
+    assert rescore(path)[1] == [out] == rescore(path, *T_I)[1] and len(judge.prompts) == 6
+    assert "was judged by t, not by other" in rescore(path, "--judge", "--judge-models", "other,i")[2]
+    assert "--judge-models has no effect without --judge" in rescore(path, *T_I[1:])[2]
+    assert "give two names" in rescore(path, "--judge", "--judge-models", "t")[2]
 
 
-def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore, server, tmp_path):
+def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore, judge, tmp_path):
     path, store = write_run(tmp_path, "Yes.", "Yes."), tmp_path / "r.judged.jsonl"
     write_lines(store, [{"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4} for kind in ("truth", "info")])
     stored = store.read_text()
     for line in ("{}", '{"judge": "truth", "model": "t", "key": "1: Yes", "yes": 4}',
                  '{"judge": "truth", "model": [], "key": "1: Yes", "yes": 0.4}'):
         store.write_text(stored + line + "\n")
-        for judge in ((), (*server, "t,i")):
-            status, _, err = rescore(path, *judge)
+        for arguments in ((), T_I):
+            status, _, err = rescore(path, *arguments)
             assert status == 2 and f"{store}, line 3: " in err and "(not a verdict of a judge" in err
     store.write_text(stored + '{"judge": "tru')
     with locked(store):
-        status, _, err = rescore(path, *server, "t,i")
-    assert status == 2 and f"{store} is being written by another process" in err and Judge.requests == []
-    status, [out], _ = rescore(path, *server, "t,i")
-    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(Judge.requests) == 3
-    assert store.read_text().startswith(stored) and len(list(map(json.loads, store.read_text().splitlines()))) == 4
+        status, _, err = rescore(path, *T_I)
+    assert status == 2 and f"{store} is being written by another process" in err and judge.prompts == []
+    status, [out], _ = rescore(path, *T_I)
+    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(judge.prompts) == 2
+    assert store.read_text().startswith(stored) and len(store.read_text().splitlines()) == 4
 
 
-# Judges as local models
+def test_a_judge_is_loaded_before_the_first_run_and_one_that_fails_later_does_not_end_the_sweep(
+        start, judge, chat_model, data, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    shutil.copy(data["truthfulqa-gen"][3], tmp_path / "data" / "TruthfulQA.csv")
+    shutil.copy(data["memotrap"][3], tmp_path / "data")
+    sweep = ["--model", chat_model, "--data", tmp_path / "data", "--task", "truthfulqa-gen,memotrap", "--method",
+             "greedy", "--demos", data["truthfulqa-gen"][5], "--max-new-tokens", 2, "--out", tmp_path / "out"]
+    status, out, err = start(*sweep, "--judge", "--judge-models", "t,gone")
+    assert status == 2 and out == [] and "the judge gone" in err and not (tmp_path / "out").exists()
+    monkeypatch.setattr("evaluation.judges.clean", lambda prediction: "Broken.")
+    status, out, err = start(*sweep, *T_I)
+    assert status == 2 and [list(one["metrics"])[0] for one in out] == ["rejection", "micro"]
+    assert "not judged: " in err.splitlines()[-1] and "out of memory" in err and "rescore --judge" in err
+
 
 @pytest.fixture(scope="module")
 def pickled(tmp_path_factory):
@@ -190,3 +192,4 @@ def test_a_pickle_that_would_run_code_is_not_read(pickled, rescore, tmp_path):
     torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "evil" / "pytorch_model.bin")
     status, out, err = rescore(write_run(tmp_path, "A."), "--judge", "--judge-models", f"{tmp_path / 'evil'},i")
     assert status == 2 and out == [] and "code was run" not in err and "evil cannot be loaded" in err
+    assert len(err.splitlines()[-1]) < 400

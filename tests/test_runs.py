@@ -23,7 +23,7 @@ from runtime.files import append, locked
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 
-SETTINGS = {"task": "nq-swap", "n": 3, "limit": None, "alpha": 0.5, "batch_size": "auto", "device": "cpu (x86_64)",
+HEADER = {"task": "nq-swap", "n": 3, "limit": None, "alpha": 0.5, "batch_size": "auto", "device": "cpu (x86_64)",
             "tp": 1, "versions": {"torch": "2"}, "fingerprint": {"weights": "aa", "config.json": "bb"},
             "commit": "c0ffee", "date": "2026-01-01"}
 ITEMS = {i: {"index": i, "prompt_sha256": f"p{i}"} for i in range(3)}
@@ -39,7 +39,7 @@ def path(tmp_path):
 
 
 def write(path, *rows, **changes):
-    return write_lines(path, [{"settings": SETTINGS | changes}, *rows])
+    return write_lines(path, [{"header": HEADER | changes}, *rows])
 
 
 @pytest.mark.parametrize("text, message", [
@@ -63,24 +63,24 @@ def test_a_row_that_cannot_be_read_is_named_by_its_line(path, text, message):
 
 
 def test_a_run_continues_with_the_rows_of_its_file_and_ends_in_the_datas_order(path):
-    assert open_run(path, SETTINGS, ITEMS) == {}
+    assert open_run(path, HEADER, ITEMS) == {}
     append(path, [row(2)])
-    assert open_run(path, SETTINGS | {"date": "2027-01-01", "commit": None}, ITEMS) == {2: row(2)}
+    assert open_run(path, HEADER | {"date": "2027-01-01", "commit": None}, ITEMS) == {2: row(2)}
     append(path, [row(0), row(1)])
     assert finish(path) == [row(0), row(1), row(2)]
     before = path.read_bytes()
-    assert open_run(path, SETTINGS | {"device": "cuda (H100)"}, ITEMS).keys() == {0, 1, 2}
+    assert open_run(path, HEADER | {"device": "cuda (H100)"}, ITEMS).keys() == {0, 1, 2}
     assert path.read_bytes() == before                      # complete, so no row comes from the other device
 
 
 def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
     write(path, row(0), n=1, limit=1)
     changes = {"device": "cuda (H100)", "batch_size": 8}
-    assert open_run(path, SETTINGS | changes, ITEMS) == {0: row(0)}
+    assert open_run(path, HEADER | changes, ITEMS) == {0: row(0)}
     settings = read_run(path)[0]
-    assert settings == SETTINGS | {"continued": [changes]}
-    open_run(path, SETTINGS | {"batch_size": 2}, ITEMS)
-    assert read_run(path)[0] == SETTINGS | {"continued": [changes, {"batch_size": 2}]}
+    assert settings == HEADER | {"continued": [changes]}
+    open_run(path, HEADER | {"batch_size": 2}, ITEMS)
+    assert read_run(path)[0] == HEADER | {"continued": [changes, {"batch_size": 2}]}
     assert remarks(settings) == ['continued with another device ("cuda (H100)"), batch_size (8)']
 
 
@@ -93,36 +93,19 @@ def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
     ({"mask_prompt": False}, {"mask_prompt": True}, ITEMS, r"other settings \(mask_prompt: false there, true now"),
     ({}, {}, ITEMS | {1: {"prompt_sha256": "other"}}, "line 3: item 1 is not that of the data"),
     ({}, {}, {0: ITEMS[0], 2: ITEMS[2]}, "line 3: item 1 is not that of the data"),
-    # The settings of runs of multiple choice said false, and now say null.
-    ({"mask_prompt": False}, {"mask_prompt": None}, ITEMS, None),
 ])
 def test_other_settings_and_items_are_refused_by_name_and_the_file_does_not_change(path, old, new, items, message):
     before = write(path, row(0), row(1), **old).read_bytes()
-    if message is None:
-        assert open_run(path, SETTINGS | new, items).keys() == {0, 1}
-        assert read_run(path)[0] == SETTINGS | new
-        return
     with pytest.raises(ValueError, match=message):
-        open_run(path, SETTINGS | new, items)
+        open_run(path, HEADER | new, items)
     assert path.read_bytes() == before
-
-
-def test_a_run_of_an_earlier_version_is_read_and_not_continued(path):
-    old = {name: value for name, value in SETTINGS.items() if name != "fingerprint"}
-    history = {"continued": [{"rows": 1, "batch_size": 8}]}
-    write_lines(path, [{"settings": old | history}, row(0, continued=1, undated_sha256="q")])
-    settings, rows = read_run(path)
-    assert len(rows) == 1
-    assert remarks(settings) == ["does not say which weights made it", "continued with another batch_size (8)"]
-    with pytest.raises(ValueError, match="fingerprint.weights: null there"):
-        open_run(path, SETTINGS, ITEMS)
 
 
 @pytest.mark.parametrize("text", ["my notes", '{"id": 1}\n', "{}"])
 def test_a_file_that_is_not_a_run_is_never_overwritten(path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="not a run of evaluate.py"):
-        open_run(path, SETTINGS, ITEMS)
+        open_run(path, HEADER, ITEMS)
     assert path.read_text() == text
 
 

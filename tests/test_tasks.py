@@ -280,7 +280,7 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 
 @pytest.mark.parametrize("name, rows, message", [
     ("nq-closed", [ORACLE, {"question": "q", "answer": ["a"]}],
-     r"line 2: field 'answers' is missing \(the row has question, answer\).*oracle"),
+     r"line 2: field 'answers' is missing \(found: question, answer\).*oracle"),
     ("nq-closed", [ORACLE | {"answers": "Ada"}], "line 1: field 'answers' should be a list of texts, not 'Ada'"),
     ("nq-open", [ORACLE | {"ctxs": ORACLE["ctxs"] * 2}], "field 'ctxs' should hold the one gold .*, not 2"),
     ("musique-cot-open", [MUSIQUE | {"answerable": False}], "full MuSiQue"),

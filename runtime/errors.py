@@ -1,0 +1,31 @@
+"""Limits of the machine and of the network: what an error means, and libraries that do not wait for a missing hub."""
+
+import os
+
+from runtime.files import one_line
+
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")        # in the messages of torch's RuntimeErrors
+
+
+def out_of_memory(error):
+    """Whether a device, or the host, is out of memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY))
+
+
+def offline_if_unreachable():
+    """Set HF_HUB_OFFLINE for this process if the Hugging Face hub cannot be reached.
+
+    Libraries then read their cache, or fail at once. Otherwise each of them tries again for half a minute."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+    try:
+        constants.HF_HUB_OFFLINE or get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:                       # those of requests or of httpx, by the library's version
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+
+
+def hub_reason(error):
+    """Why a download failed, in a few words."""
+    from huggingface_hub import constants
+    return f"no connection to {constants.ENDPOINT}" if constants.HF_HUB_OFFLINE else one_line(error, 80)
