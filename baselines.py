@@ -20,87 +20,82 @@ import sys
 import torch
 
 import decore
-from decore import Session, Step, entropy
-from model import Decode
+from decore import Session, Step, entropy, pad
 from runtime.checks import check_answers, check_prompts, is_batch
-from tokenizer import special_ids
 
 EXITS_AT_ONCE = 16              # positions whose early exits go through the head together
 RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}        # of the published runs
 
 
-def open_cd(model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top="published"):
+class CD:
     """Contrastive Decoding: log p − α log p_amateur. amateur: a smaller model of the same vocabulary."""
-    if amateur is None:
-        raise ValueError("cd needs an amateur: a smaller model of the same vocabulary (--amateur)")
-    sessions, top = [Session(m, prompts, capacity) for m in (model, amateur)], threshold(method, relative_top)
 
-    def step(tokens=None):
-        base, other = (session.logits(tokens)[0].log_softmax(-1).to(model.device) for session in sessions)
-        return make_step(base - alpha * other, base, other, alpha, top)
+    def __init__(self, model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top="published"):
+        if amateur is None:
+            raise ValueError("cd needs an amateur: a smaller model of the same vocabulary (--amateur)")
+        self.sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
+        self.alpha, self.top = alpha, threshold(method, relative_top)
 
-    return step, sessions
+    def step(self, tokens):
+        z, z_amateur = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
+        base, other = z.log_softmax(-1), z_amateur.log_softmax(-1)
+        return make_step(base - self.alpha * other, base, other, self.alpha, self.top)
 
 
-def open_cad(model, prompts, capacity, method="cad", ids_without_context=None, alpha=0.5, relative_top="published"):
+class CAD:
     """Context-Aware Decoding: (1 + α) z − α z_without. The prompts without context are the batch's second half."""
-    if ids_without_context is None:
-        raise ValueError("cad needs each prompt without its context too (ids_without_context, --without-context)")
-    without = check_prompts(model, ids_without_context, "context-free prompt")
-    if len(without) != len(prompts):
-        raise ValueError(f"cad needs one context-free prompt for each prompt; it got {len(without)} for {len(prompts)}")
-    longer = [len(w) for w, prompt in zip(without, prompts, strict=True) if len(w) > len(prompt)]
-    if longer and max(longer) + capacity - 1 > model.config.max_positions:          # the last new token is not read
-        raise ValueError(f"a context-free prompt of {max(longer)} tokens, longer than its prompt, leaves no room for "
-                         f"{capacity} new ones: {model.name} reads {model.config.max_positions}; shorten it")
-    session, top = Session(model, [*prompts, *without], capacity), threshold(method, relative_top)
 
-    def step(tokens=None):
-        z, z_without = session.logits(None if tokens is None else tokens.repeat(2, 1))[0].chunk(2)
+    def __init__(self, model, prompts, capacity, method="cad", ids_without_context=None, alpha=0.5,
+                 relative_top="published"):
+        if ids_without_context is None:
+            raise ValueError("cad needs each prompt without its context too (ids_without_context, --without-context)")
+        without = check_prompts(model, ids_without_context, "context-free prompt")
+        if len(without) != len(prompts):
+            raise ValueError(f"cad needs one context-free prompt for each prompt; "
+                             f"it got {len(without)} for {len(prompts)}")
+        pairs = list(zip(without, prompts, strict=True))
+        if any(w[-1] != prompt[-1] for w, prompt in pairs):
+            raise ValueError("a prompt and its context-free prompt end in different tokens; end both in the same word")
+        longer = max((len(w) for w, prompt in pairs if len(w) > len(prompt)), default=0)
+        if longer and longer + capacity - 1 > model.config.max_positions:               # the last new token is not read
+            raise ValueError(f"a context-free prompt of {longer} tokens, longer than its prompt, leaves no room for "
+                             f"{capacity} new ones: {model.name} reads {model.config.max_positions}; shorten it")
+        self.sessions = [Session(model, [*prompts, *without], capacity)]
+        self.alpha, self.top = alpha, threshold(method, relative_top)
+
+    def step(self, tokens):
+        z, z_without = self.sessions[0].logits(tokens.repeat(2, 1))[0].chunk(2)
         base, other = z.log_softmax(-1), z_without.log_softmax(-1)
-        return make_step((1 + alpha) * z - alpha * z_without, base, other, alpha, top)
-
-    return step, [session]
+        return make_step((1 + self.alpha) * z - self.alpha * z_without, base, other, self.alpha, self.top)
 
 
-def open_dola(model, prompts, capacity, method="dola-low", dola_layers="transformers", relative_top="published",
-              repetition_penalty=1.0):
+class DoLa:
     """DoLa: log p − log p_early, at each position the early exit of `exit_layers` whose distribution differs most.
 
     The exits go through the head without the final norm, as published. repetition_penalty: as in transformers, a
     positive score of a token that the text already contains is divided by it, a negative one multiplied."""
-    exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
-    session, top = Session(model, prompts, capacity), threshold(method, relative_top)
-    penalised = repetition_penalty not in (None, 1)
-    if penalised:
-        if not 0 < repetition_penalty < math.inf:
+
+    def __init__(self, model, prompts, capacity, method="dola-low", dola_layers="transformers",
+                 relative_top="published", repetition_penalty=None):
+        self.model, self.top = model, threshold(method, relative_top)
+        self.penalty = 1 if repetition_penalty is None else repetition_penalty
+        if not 0 < self.penalty < math.inf:
             raise ValueError(f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes nothing")
-        in_text = torch.zeros(len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device)
+        self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
+        self.sessions = [Session(model, prompts, capacity)]
+        self.in_text = torch.zeros(len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device)
         for b, prompt in enumerate(prompts):
-            in_text[b, 0, prompt] = True
-        session.extra = [in_text]
+            self.in_text[b, 0, prompt] = True
 
-    def step(tokens=None):
-        ids, last, early = read_layers(session, tokens, exits)
-        base, other = most_divergent(model, torch.stack([last, *early], 1))
+    def step(self, tokens):
+        last, early = self.model.read_layers(tokens, self.sessions[0].cache, self.exits)
+        base, other = most_divergent(self.model, torch.cat([last, *early]))
         scores = base - other
-        if penalised:
-            in_text.scatter_(-1, ids[..., None], True)
-            smaller = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
-            scores = torch.where(in_text, smaller, scores)
-        return make_step(scores, base, other, 1, top)
-
-    return step, [session]
-
-
-def read_layers(session, tokens, layers):
-    """Append tokens → the ids that were read [B, T], the output of the final norm [B, T, D], and a list of the hidden
-    states of `layers`, [B, T, D] each. Layer 0: the embeddings."""
-    ids, model, outputs = session.ids_to_read(tokens), session.model, []
-    for layer, x in enumerate(model.hidden_states(ids, Decode(model, session.cache, ids.shape[1]))):
-        if layer in layers:
-            outputs.append(x[:, 0])
-    return ids, model.norm(x)[:, 0], outputs
+        if self.penalty != 1:
+            self.in_text.scatter_(-1, tokens[..., None], True)
+            smaller = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
+            scores = torch.where(self.in_text, smaller, scores)
+        return make_step(scores, base, other, 1, self.top)
 
 
 def exit_layers(model, half, dola_layers="transformers"):
@@ -129,48 +124,44 @@ def exit_layers(model, half, dola_layers="transformers"):
 def most_divergent(model, states):
     """Log p of the last layer and, at each position, of the early exit whose distribution differs most.
 
-    states [B, 1 + E, T, D], the last layer first → two of [B, T, V]. The difference is that of transformers: with
+    states [1 + E, B, T, D], the last layer first → two of [B, T, V]. The difference is that of transformers: with
     M = (p + q) / 2, half the sum of Σ M log(M / p) and Σ M log(M / q), divided by V."""
     out = []
-    for x in states.transpose(0, 1).flatten(1, 2).split(EXITS_AT_ONCE, 1):                  # [1 + E, 16, D]
-        log_p = model.logits(x[None])[:, 0].log_softmax(-1)                                 # [1 + E, 16, V]
+    for x in states.flatten(1, 2).split(EXITS_AT_ONCE, 1):                                  # [1 + E, 16, D]
+        log_p = model.logits(x[:, None])[:, 0].log_softmax(-1)                              # [1 + E, 16, V]
         last, early = log_p[0], log_p[1:]
         mean = (last.exp() + early.exp()) / 2
         distance = (mean * (mean.clamp(min=1e-38).log() - (last + early) / 2)).mean(-1)     # [E, 16]
         out.append(torch.stack([last, early[distance.argmax(0), torch.arange(len(last), device=last.device)]]))
-    return torch.cat(out, 1).unflatten(1, (states.shape[0], states.shape[2]))
+    return torch.cat(out, 1).unflatten(1, states.shape[1:3])
 
 
-def open_ad(model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top="published"):
+class AD:
     """Activation Decoding: log p − α S, with `activation_entropy` S of the layer info_layer over the prompt."""
-    session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
-    S = torch.zeros(len(prompts), 1, model.config.vocab_size, device=model.device)
-    session.extra, top = [S], threshold(method, relative_top)
 
-    def step(tokens=None):
-        first = session.unread is not None
-        _, last, [x] = read_layers(session, tokens, [info_layer])
-        if first:                               # the last prompt tokens have been read: the prompts are complete
-            prompt = torch.cat([states, x[:, :1]], 1)
-            S.copy_(activation_entropy(model, info_layer, prompt, in_prompt))
-        base = model.logits(last[:, None])[0].log_softmax(-1)
-        return make_step(base - alpha * S, base, base, alpha, top)
+    def __init__(self, model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top="published"):
+        session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
+        last = pad([p[-1:] for p in prompts], model.device)
+        _, [x] = model.read_layers(last, session.cache.repeat(1), [info_layer])
+        self.S = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
+        self.model, self.sessions = model, [session]
+        self.alpha, self.top = alpha, threshold(method, relative_top)
 
-    return step, [session]
+    def step(self, tokens):
+        base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
+        return make_step(base - self.alpha * self.S, base, base, self.alpha, self.top)
 
 
 def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None):
     """Score as published: S includes the positions of the answer. relative_top and renormalise have no effect."""
-    bos = special_ids(model.folder)[0]
-    prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, bos, dict(alpha=alpha))
+    prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
     session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
-    unread, cache, out = session.unread, session.cache, []
+    out = []
     for answer in answers:
-        session.unread, cache.used = unread, 0                  # continue the prompt again
-        cache.slots.zero_()
-        _, last, [x] = read_layers(session, torch.tensor([answer]), [info_layer])
-        S = activation_entropy(model, info_layer, torch.cat([states, x], 1))
-        scores = (model.logits(last[:, None])[0].log_softmax(-1) - alpha * S)[0]                # [T, V]
+        tokens, cache = pad([prompt[-1:] + answer], model.device), session.cache.repeat(1)
+        last, [x] = model.read_layers(tokens, cache, [info_layer])
+        S = activation_entropy(model, torch.cat([states, x[0]], 1))
+        scores = (model.logits(last)[0].log_softmax(-1) - alpha * S)[0]                 # [1 + T, V]
         out.append(math.fsum(scores[i, token].item() for i, token in enumerate(answer)))
     return out if is_batch(answer_ids) else out[0]
 
@@ -181,25 +172,23 @@ def prefill_layer(model, prompts, capacity, layer):
     if not 1 <= layer <= model.config.n_layers:
         raise ValueError(f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
                          "choose another (--info-layer)")
-    states, lengths = [model.embed.weight.new_zeros(len(prompts), 0, model.config.d_model)], [len(p) for p in prompts]
-    session = Session(model, prompts, capacity,
-                      on_layer=lambda i, start, x: states.append(x[:, 0]) if i == layer else None)
+    lengths = [len(p) for p in prompts]
+    states = [torch.zeros(len(prompts), 0, model.config.d_model, dtype=model.dtype, device=model.device)]
+    session = Session(model, prompts, capacity, on_layer=lambda i, x: states.append(x[0]) if i == layer else None)
     in_prompt = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] - 1
     in_prompt[:, -1] = True
     return session, torch.cat(states, 1), in_prompt.to(model.device)
 
 
-def activation_entropy(model, layer, x, in_prompt=None):
+def activation_entropy(model, x, in_prompt=None):
     """S(v): entropy, over positions, of the softmax over positions of token v's logit z after a layer: [B, 1, V].
 
-    It is small for tokens that few positions activate. x [B, P, D]: the outputs of the layer. in_prompt [B, P]: the
+    It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt [B, P]: the
     positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m) need only a few
     positions at a time, so [P, V] is never in memory."""
-    if layer == model.config.n_layers:                          # as in the hidden states of transformers
-        x = model.norm(x)
     m, s, t, size = torch.tensor(-1e30, device=x.device), 0, 0, max(1, 64 // len(x))
     for start in range(0, x.shape[1], size):
-        z = model.logits(x[:, None, start:start + size])[0]
+        z = model.logits(x[None, :, start:start + size])[0]
         if in_prompt is not None:
             z = z.masked_fill(~in_prompt[:, start:start + size, None], -math.inf)
         top = torch.maximum(m, z.amax(1))
@@ -229,8 +218,8 @@ def make_step(scores, base, other, alpha, top):
     return Step(scores, base, other, torch.full_like(h, alpha), h)
 
 
-OPENERS = {"cd": open_cd, "cad": open_cad, "dola-low": open_dola, "dola-high": open_dola, "ad": open_ad}
-METHODS = (*decore.METHODS, *OPENERS)
+DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}
+METHODS = (*decore.METHODS, *DECODERS)
 
 
 def generate(model, ids, method="cd", **settings):
@@ -244,9 +233,7 @@ def generate(model, ids, method="cd", **settings):
     check_name(method)
     if settings.get("ids_without_context") is not None and not is_batch(ids):
         settings["ids_without_context"] = [settings["ids_without_context"]]
-    if settings.get("lookup") and settings.get("repetition_penalty") not in (None, 1):
-        raise ValueError("lookup and repetition_penalty exclude each other: a penalty needs one token at a time")
-    return decore.generate(model, ids, method, opener=OPENERS.get(method, decore.open_decore), **settings)
+    return decore.generate(model, ids, method, decoder=DECODERS.get(method, decore.DeCoRe), **settings)
 
 
 @torch.inference_mode()
@@ -269,7 +256,7 @@ def score(model, prompt_ids, answer_ids, method="cd", prompt_ids_without_context
         settings["allowed"] = lambda step: plausible(step.base, top)
     if method.startswith("dola"):
         settings = {"dola_layers": "halves"} | settings
-    return decore.score(model, prompt_ids, answer_ids, method, opener=OPENERS[method], **settings)
+    return decore.score(model, prompt_ids, answer_ids, method, decoder=DECODERS[method], **settings)
 
 
 def check_name(method):
@@ -282,7 +269,7 @@ def main():
     from heads import choose_heads
     from heads.sources import find_sources
     main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
-         METHODS, choose_heads, find_sources, decore.open_decore)
+         METHODS, choose_heads, find_sources, decore.DeCoRe)
 
 
 if __name__ == "__main__":

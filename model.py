@@ -11,7 +11,6 @@ In constructors, c is the model's Config, and kw the device and dtype.
 
 import copy
 import math
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -21,12 +20,13 @@ from torch import nn
 from runtime.attention import attention, causal_attention
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.pack import pack
-from runtime.parallel import Shard, check_split, first_on_node, rank_device
+from runtime.parallel import Shard, check_split, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
+from tokenizer import special_ids
 
 MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: the published runs
 CHUNK = 2048                    # tokens per prefill pass, summed over the batch; at least 16 of each prompt
-BLOCK = 64                      # cache sizes are multiples of this
+BLOCK = 64                      # P and S are multiples of this
 
 
 class Attention(nn.Module):
@@ -36,22 +36,23 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = c.n_heads // shard.size, max(1, c.n_kv_heads // shard.size)
         self.qkv = Linear(c.d_model, (self.heads + 2 * self.kv_heads) * c.head_dim, c.qkv_bias, **kw)
         self.o = Linear(self.heads * c.head_dim, c.d_model, **kw)
+        # The bias is not in `o`, because it is added once, after the sum over ranks.
         self.o_bias = nn.Parameter(torch.zeros(c.d_model, **kw)) if c.o_bias else None
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
 
-    def forward(self, x, layer, context, head_mask, mask):
-        """x [B, R, T, D] → the same shape. head_mask: [R, 1, H, 1] or None. mask: one of MASKS.
+    def forward(self, x, layer, view, head_mask, mask):
+        """x [R, B, T, D] → the same shape. head_mask: [R, 1, 1, H, 1] or None. mask: one of MASKS.
 
-        context: `Prefill` or `Decode`. It stores keys and values in the cache, and attends to those that x may see."""
+        view: `Prefill` or `Decode`. It stores keys and values in the cache, and attends to those that x may see."""
         H, G = self.heads, self.kv_heads
         qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
-        q, k = rotate(qk, *context.rope).split((H, G), -2)      # [B, R, T, H, K], [B, R, T, G, K]
+        q, k = rotate(qk, *view.rope).split((H, G), -2)         # [R, B, T, H, K], [R, B, T, G, K]
         if head_mask is not None and mask == "query":           # a query of zeros averages the values of all its keys
             q = q * head_mask
-        y = context.attend(layer, q, k, v)
+        y = view.attend(layer, q, k, v)
         if head_mask is not None and mask == "output":          # Eq. 4 and 5: a masked head adds exactly zero
             y = y * head_mask
         y = self.shard.all_reduce(self.o(y.flatten(-2)))
@@ -76,8 +77,8 @@ class Layer(nn.Module):
         self.attn_norm, self.attn = nn.RMSNorm(c.d_model, c.norm_eps, **kw), Attention(c, shard, **kw)
         self.mlp_norm, self.mlp = nn.RMSNorm(c.d_model, c.norm_eps, **kw), MLP(c, shard, **kw)
 
-    def forward(self, x, layer, context, head_mask, mask):
-        x = x + self.attn(self.attn_norm(x), layer, context, head_mask, mask)
+    def forward(self, x, layer, view, head_mask, mask):
+        x = x + self.attn(self.attn_norm(x), layer, view, head_mask, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -89,8 +90,9 @@ class Transformer(nn.Module):
         shard, kw = shard or Shard(), dict(device=device, dtype=dtype)
         check_split(config, shard.size)
         self.config, self.shard, self.name, self.folder = config, shard, config.model_type, None
+        self.bos_id, self.eos_ids = None, ()
         vocab = -(-config.vocab_size // shard.size)             # of one rank, rounded up
-        self.embed = Linear(config.d_model, vocab, **kw)
+        self.embed = Linear(config.d_model, vocab, **kw)        # one kind of layer, since it may also be the head
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps, **kw)
         self.lm_head = self.embed if config.tied_embeddings else Linear(config.d_model, vocab, **kw)
@@ -99,6 +101,7 @@ class Transformer(nn.Module):
 
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)
+    can_record = property(lambda self: self.device.type == "cuda")      # whether a step can be a CUDA graph
 
     def __repr__(self):
         c = self.config
@@ -111,33 +114,45 @@ class Transformer(nn.Module):
         self.frequencies = rope_frequencies(self.config)[0].to(self.device)
         return self
 
-    def forward(self, ids, cache=None, head_mask=None, mask="output", weights=None):
+    def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
         """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask → [R, B, T, V].
 
         cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1. mask: one of MASKS.
-        weights: with a cache, a list to which each layer's attention weights [B, R, T, H, C] are appended, float32."""
-        context = Prefill(self, 0, ids.shape[1]) if cache is None else Decode(self, cache, ids.shape[1], weights)
-        [x] = deque(self.hidden_states(ids, context, head_mask, mask), maxlen=1)            # of the last layer
-        logits = self.logits(self.norm(x))
+        probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is appended, float32."""
+        view = Decode(self, cache, ids.shape[1], probabilities) if cache else Prefill(self, 0, ids.shape[1])
+        for x in self.hidden_states(ids, view, head_mask, mask):
+            last = x
+        logits = self.logits(self.norm(last))
         return logits[0] if cache is None and head_mask is None else logits
 
     @torch.no_grad()
     def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
         """Store the keys and values of prompts [B, T], padded on the right, in the cache.
 
-        on_layer(layer, start, x) is called for each part of the prompts, from position start on, and each of its hidden
-        states x [B, R, T, D]. Layer 0: the embeddings."""
+        on_layer(layer, x) is called for each hidden state x [R, B, T, D] of each part of the prompts, in order; layers
+        are numbered as in `read_layers`."""
         size = max(16, CHUNK // len(ids))
         for start in range(0, ids.shape[1], size):
             chunk = ids[:, start:start + size]
-            context = Prefill(self, start, chunk.shape[1], cache)
-            for layer, x in enumerate(self.hidden_states(chunk, context, head_mask, mask)):
+            view = Prefill(self, start, chunk.shape[1], cache)
+            for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
                 if on_layer:
-                    on_layer(layer, start, x)
+                    on_layer(layer, self.norm(x) if layer == self.config.n_layers else x)
 
-    def hidden_states(self, ids, context, head_mask=None, mask="output"):
-        """Yield hidden states [B, R, T, D]: the embeddings of ids [B, T], then the output of each layer."""
-        c, rows, layer_masks = self.config, context.rows, [None] * self.config.n_layers
+    def read_layers(self, ids, cache, layers):
+        """Append ids [B, T] to a cache of one row → the final norm's output [1, B, T, D], and a list of the hidden
+        states of `layers`, of the same shape. Layer 0: the embeddings; the last layer's are after the final norm."""
+        states = list(self.hidden_states(ids, Decode(self, cache, ids.shape[1])))
+        states[-1] = self.norm(states[-1])
+        return states[-1], [states[layer] for layer in layers]
+
+    def new_cache(self, lengths, capacity, rows=1):
+        """A `Cache` for prompts of these lengths, and `capacity` new tokens of each text in each row."""
+        return Cache(self, lengths, capacity, rows)
+
+    def hidden_states(self, ids, view, head_mask=None, mask="output"):
+        """Yield hidden states [R, B, T, D]: the embeddings of ids [B, T], then the output of each layer."""
+        c, rows, layer_masks = self.config, view.rows, [None] * self.config.n_layers
         if mask not in MASKS:
             raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
         if head_mask is not None:
@@ -146,11 +161,11 @@ class Transformer(nn.Module):
                                  f"{self.name} has {c.n_layers} of {c.n_heads}")
             rows = len(head_mask)
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
-            layer_masks = head_mask[:, :, None, :, None].unbind(1)              # L of [R, 1, H, 1]
-        x = self.embedding(ids)[:, None].expand(-1, rows, -1, -1)
+            layer_masks = head_mask[:, :, None, None, :, None].unbind(1)        # L of [R, 1, 1, H, 1]
+        x = self.embedding(ids).expand(rows, -1, -1, -1)
         yield x
         for i, layer in enumerate(self.layers):
-            x = layer(x, i, context, layer_masks[i], mask)
+            x = layer(x, i, view, layer_masks[i], mask)
             yield x
 
     def embedding(self, ids):
@@ -162,8 +177,8 @@ class Transformer(nn.Module):
         return self.shard.all_reduce(F.embedding(local.where(inside, 0), self.embed.weight) * inside[..., None])
 
     def logits(self, x):
-        """The language-model head: x [B, R, T, D], after the final norm → [R, B, T, V] float32."""
-        return self.shard.all_gather(self.lm_head(x)).float()[..., :self.config.vocab_size].transpose(0, 1)
+        """The language-model head: x [R, B, T, D], after the final norm → [R, B, T, V] float32."""
+        return self.shard.all_gather(self.lm_head(x)).float()[..., :self.config.vocab_size]
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, shard=None):
@@ -173,13 +188,11 @@ class Transformer(nn.Module):
         joins the ranks that torchrun started. ValueError if config.json and the weights disagree."""
         device, dtype = rank_device(device), dtype and find_dtype(dtype)
         shard = shard or Shard.from_environment(device.type)
-        folder = first_on_node(lambda: checkpoint_folder(name))
+        folder = checkpoint_folder(name)
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
-        sizes = {path.name: path.stat().st_size for path in Path(folder).glob("*.safetensors")}
-        shard.check_same((str(config), sizes), f"{folder}, config.json or size of the weights")
         model = cls(config, shard, "meta", dtype or config.dtype)
         model.name = Path(folder).resolve().name if Path(name).exists() else str(name)
-        model.folder = folder
+        model.folder, (model.bos_id, model.eos_ids) = folder, special_ids(folder)
         load_weights(model, folder, device)
         model.frequencies = rope_frequencies(config)[0].to(device)
         if device.type == "cpu":
@@ -200,8 +213,8 @@ class Linear(nn.Module):
 
 
 def rope(model, positions):
-    """cos and sin of the angles at positions [1|B, T], two of [1|B, 1, T, 1, K]; the first half of sin is negated."""
-    angles = positions[:, None, :, None, None] * model.frequencies
+    """cos and sin of the angles at positions [1|B, T], two of [1|B, T, 1, K]; the first half of sin is negated."""
+    angles = positions[..., None, None] * model.frequencies
     return [(f(torch.cat([-angles, angles], -1)) * model.rope_scale).to(model.dtype) for f in (torch.cos, torch.sin)]
 
 
@@ -218,34 +231,27 @@ class Cache:
 
         kv[layer] [2, B, G, P + S·R, K]:    prompt 0 … P−1 | slot 0: row 0, row 1 | slot 1: row 0, row 1 | …
 
-    The token in slot s of a text has position length + s, and `slots` [B] counts the slots in use. P and S are rounded
-    up, so that prompts of similar length have caches of one shape."""
+    The token in slot s of a text has position length + s; `slots` counts the slots in use. Rows alternate, so that
+    the keys in use are one slice. P and S are rounded up to multiples of BLOCK."""
 
     def __init__(self, model, lengths, capacity, rows=1):
         attn, kw = model.layers[0].attn, dict(dtype=model.dtype, device=model.device)
-        self.rows, self.P, self.S = rows, round_up(max(lengths)), -(-capacity // BLOCK) * BLOCK
-        self.kv = [torch.zeros(2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width, **kw)
-                   for _ in model.layers]
+        self.rows, self.P, self.S = rows, round_up(max(lengths)), round_up(capacity)
+        shape = 2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width
+        self.kv = [torch.zeros(shape, **kw) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
-        self.slots, self.used = torch.zeros_like(self.lengths), 0       # used: an upper bound of `slots`, on the host
+        self.slots = torch.tensor(0, device=model.device)       # on the device, for CUDA graphs
 
     def repeat(self, n):
         """A cache with each text n times."""
         new = copy.copy(self)
         new.kv = [kv.repeat_interleave(n, 1) for kv in self.kv]
-        new.lengths, new.slots = (x.repeat_interleave(n) for x in (self.lengths, self.slots))
+        new.lengths, new.slots = self.lengths.repeat_interleave(n), self.slots.clone()
         return new
-
-    def take_back(self, counts):
-        """Remove the last tokens of each text: `counts`, a list of B numbers."""
-        self.slots -= torch.tensor(counts, device=self.slots.device)
-        self.used -= min(counts)
 
 
 def round_up(n):
-    """Round n up to a multiple of BLOCK, or of a larger power of two that adds at most a sixteenth."""
-    step = max(BLOCK, 2 ** (n.bit_length() - 5))
-    return -(-n // step) * step
+    return -(-n // BLOCK) * BLOCK
 
 
 class Prefill:
@@ -258,9 +264,9 @@ class Prefill:
         self.rope = rope(model, torch.arange(start, start + T, device=model.device)[None])
 
     def attend(self, layer, q, k, v):
-        """q [B, R, T, H, K], k and v [B, R, T, G, K] → [B, R, T, H, K], in memory linear in the prompt."""
+        """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K], in memory linear in the prompt."""
         shape = q.shape
-        q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))          # [B·R, H|G, T, K]
+        q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))          # [R·B, H|G, T, K]
         if self.cache:
             kv = self.cache.kv[layer][..., :self.end, :]
             kv[..., self.start:, :] = torch.stack([k, v])
@@ -271,48 +277,50 @@ class Prefill:
 class Decode:
     """The next T tokens of every text, in every row: each sees the prompt and its row's new tokens up to itself."""
 
-    def __init__(self, model, cache, T, weights=None):
+    def __init__(self, model, cache, T, probabilities=None):
         R, device = cache.rows, model.device
-        self.rows, self.cache, self.windows, self.weights = R, cache, model.config.windows, weights
-        self.biases = {}                                                        # window → [B, 1, R·T·H/G, C]
-        slots = cache.slots[:, None] + torch.arange(T, device=device)           # [B, T]
-        self.positions = cache.lengths[:, None] + slots
+        self.rows, self.cache, self.windows = R, cache, model.config.windows
+        self.probabilities, self.biases = probabilities, {}                     # window → [B, 1, R·T·H/G, C]
+        slots = cache.slots + torch.arange(T, device=device)                    # [T]
+        self.positions = cache.lengths[:, None] + slots                         # [B, T]
         self.rope = rope(model, self.positions)
-        keys = cache.P + slots[:, None] * R + torch.arange(R, device=device)[:, None]
-        self.keys, self.batch = keys.flatten(1), torch.arange(len(slots), device=device)[:, None]    # [B, R·T], [B, 1]
+        self.keys = (cache.P + slots[:, None] * R + torch.arange(R, device=device)).flatten()           # [T·R]
         cache.slots += T
-        cache.used += T
         # A GPU attends to the whole buffer, so that every step has the same shapes; a CPU only to the part in use.
-        seen = cache.S if device.type == "cuda" else min(cache.S, -(-cache.used // BLOCK) * BLOCK)      # slots
-        self.C = cache.P + seen * R
+        used = cache.S if device.type == "cuda" else min(cache.S, round_up(int(cache.slots)))
+        self.C = cache.P + used * R
 
     def attend(self, layer, q, k, v):
-        """q [B, R, T, H, K], k and v [B, R, T, G, K] → [B, R, T, H, K].
+        """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K].
 
         The queries of all rows that share a key head are side by side, so that each key is read once."""
         G, window, buffer = k.shape[3], self.windows[layer], self.cache.kv[layer]
-        buffer[:, self.batch, :, self.keys] = torch.stack([k, v], 3).flatten(1, 2)          # [B, R·T, 2, G, K]
+        new = torch.stack([k, v]).permute(0, 2, 4, 3, 1, 5).flatten(3, 4)       # [2, B, G, T·R, K]
+        buffer.index_copy_(3, self.keys, new)
         k, v = buffer[..., :self.C, :]                                          # [B, G, C, K]
-        q = q.unflatten(3, (G, -1)).permute(0, 3, 1, 2, 4, 5)                   # [B, G, R, T, H/G, K]
+        q = q.unflatten(3, (G, -1)).permute(1, 3, 0, 2, 4, 5)                   # [B, G, R, T, H/G, K]
         sizes = q.shape[2:5]
         if window not in self.biases:
-            visible = self.visible(window)[:, None, :, :, None].expand(-1, -1, -1, -1, sizes[2], -1).flatten(2, 4)
+            visible = self.visible(window).flatten(1, 2).repeat_interleave(sizes[2], 1)[:, None]
             self.biases[window] = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf)
-        y, weights = attention(q.flatten(2, 4), k, v, self.biases[window], self.weights is not None)
-        if weights is not None:
-            self.weights.append(by_row(weights, sizes))
+        wanted = self.probabilities is not None
+        y, probabilities = attention(q.flatten(2, 4), k, v, self.biases[window], wanted)
+        if wanted:
+            self.probabilities.append(by_row(probabilities, sizes))
         return by_row(y, sizes)
 
     def visible(self, window):
         """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none past the window."""
-        key, P, R = torch.arange(self.C, device=self.keys.device), self.cache.P, self.cache.rows
-        prompt, slot, row = key < P, (key - P) // R, (key - P) % R
-        age = self.positions[..., None] - torch.where(prompt, key, self.cache.lengths[:, None] + slot)[:, None]
-        visible = (age >= 0) & (age < (window or 2**30))                        # [B, T, C]
-        visible &= (~prompt | (key < self.cache.lengths[:, None]))[:, None]     # padding
-        return visible[:, None] & (prompt | (row == torch.arange(R, device=key.device)[:, None]))[:, None]
+        P, R, lengths = self.cache.P, self.cache.rows, self.cache.lengths[:, None]
+        key = torch.arange(self.C, device=lengths.device)
+        in_prompt, slot, row = key < P, (key - P) // R, (key - P) % R
+        position = torch.where(in_prompt, key, lengths + slot)                              # [B, C]
+        age = self.positions[..., None] - position[:, None]                                 # [B, T, C]
+        seen = (age >= 0) & (age < (window or 2**30)) & ~(in_prompt & (key >= lengths))[:, None]
+        own_row = in_prompt | (row == torch.arange(R, device=key.device)[:, None])          # [R, C]
+        return seen[:, None] & own_row[:, None]
 
 
 def by_row(x, sizes):
-    """[B, G, R·T·H/G, X] → [B, R, T, H, X]; sizes: (R, T, H/G)."""
-    return x.unflatten(2, sizes).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    """[B, G, R·T·H/G, X] → [R, B, T, H, X]; sizes: (R, T, H/G)."""
+    return x.unflatten(2, sizes).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
     python -m benchmarks.decode --methods greedy decore-entropy cad dola-low dola-high ad cd
-    python -m benchmarks.decode --methods greedy decore-entropy --batch 16 --lookup 7
+    python -m benchmarks.decode --methods greedy decore-entropy --batch 16
     python -m benchmarks.decode --methods greedy decore-entropy llama.cpp --llama FOLDER
 
     transformers    its generate()
@@ -91,29 +91,6 @@ def packed(model):
     return model
 
 
-def quoting(model, prompt, new, k, settings):
-    """Lookup of k tokens in a text that quotes its prompt, except for every 25th token.
-
-    Every pass is computed. Then its scores are overwritten, so that random weights decode this text."""
-    other = model.config.vocab_size - 1
-    prompt = torch.randperm(other)[:len(prompt)].tolist()
-    text = [other if i % 25 == 24 else prompt[i % len(prompt)] for i in range(new + k + 2)]
-    text = torch.tensor(text, device=model.device)
-
-    def opener(*args, **more):
-        step, sessions = decore.open_decore(*args, **more)
-
-        def overwritten(tokens=None):
-            result = step(tokens)
-            at = sessions[0].cache.slots[:, None] + torch.arange(-result.scores.shape[1], 0, device=model.device)
-            result.scores.scatter_(-1, text[at][..., None], 1e9)
-            return result
-
-        return overwritten, sessions
-
-    return this_project(model, [prompt], new, settings | dict(opener=opener, lookup=k), decore.generate)
-
-
 def transformers_greedy(model, prompt, new):
     twin, ids = transformers_model(model), torch.tensor([prompt], device=model.device)
 
@@ -153,11 +130,11 @@ def two_pass(model, prompt, new):
     return clocked(decode)
 
 
-def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, gguf=None):
+def contestants(model, prompt, new, names, batch=1, no_graph=False, gguf=None):
     """{name: (contestant, number of texts, bytes read for a token)}. Packs a model on a CPU, as loading does.
 
-    batch, lookup, no_graph: each method of this project also runs on that many prompts, with lookup of that many
-    tokens, and without CUDA graphs. gguf: path of llama.cpp's file of the model."""
+    batch, no_graph: each method of this project also runs on that many prompts, and without CUDA graphs. gguf: path
+    of llama.cpp's file of the model."""
     c, weights = model.config, weight_bytes_read(model)
     cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * (len(prompt) + new) * model.dtype.itemsize
     peers = dict(zip(PEERS, (transformers_greedy, two_pass, partial(llama_bench, gguf)), strict=True))
@@ -172,8 +149,6 @@ def contestants(model, prompt, new, names, batch=1, lookup=0, no_graph=False, gg
             out[f"{name}, no graph"] = ungraphed, 1, weights + cache
         if batch > 1:
             out[f"{name}, batch {batch}"] = this_project(model, prompts, new, settings), batch, weights / batch + cache
-        if lookup and name in decore.METHODS:
-            out[f"{name}, lookup {lookup}"] = quoting(model, prompt, new, lookup, settings), 1, None
     return out
 
 
@@ -254,8 +229,6 @@ def parse(arguments=None):
     p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
                    choices=[*baselines.METHODS, *PEERS], help="contestants")
     p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
-    p.add_argument("--lookup", type=cli.positive, default=0, metavar="K",
-                   help="this project also with lookup of K tokens, in a text that quotes its prompt")
     p.add_argument("--no-graph", action="store_true", help="this project also without CUDA graphs")
     p.add_argument("--llama", type=Path, metavar="FOLDER", help="of llama.cpp, which is built there once")
     p.add_argument("--json", action="store_true", help="print one JSON line")
@@ -272,7 +245,7 @@ def compare(args):
     model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype])
     prompt = torch.randint(model.config.vocab_size, [args.prompt]).tolist()
     gguf = args.llama and args.llama / f"{args.shape}-{args.dtype}.gguf"
-    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.lookup, args.no_graph, gguf)
+    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.no_graph, gguf)
     results = measure(runs, args.rounds, bandwidth_meter(args.device))
     row |= dict(product=type(model.lm_head).__name__)      # Linear, Packed or Native: see runtime/pack.py
     return row | summary(*results, runs, args.prompt, args.new) | facts

@@ -25,7 +25,6 @@ SECTIONS = {
     "medium": "--prompt 8192 --no-graph --methods greedy decore-entropy transformers two-pass",
     "long": "--prompt 32768",
     "batch": "--prompt 512 --batch 32",
-    "lookup": "--prompt 512 --lookup 7",
 }
 GPU = "--device cuda --shape 8b --dtype bfloat16 --new 64 --rounds 3 --methods greedy decore-entropy"
 TINY = "--device cpu --shape tiny --dtype float32 --new 6 --prompt 40"

@@ -16,12 +16,12 @@ EXAMPLE = cli.MINIATURE / "example.txt"                 # a passage that contrad
 TITLE = 60                                              # characters of a prompt that are printed above its answer
 
 
-def main(description, generate, methods, default, compared, choose_heads, find_sources, open_decore):
+def main(description, generate, methods, default, compared, choose_heads, find_sources, decoder):
     """Decode the prompts of the command line by one method, or by several for comparison.
 
     generate, methods: those of decore.py or baselines.py. default: the default method. compared: the methods that
     --compare adds; those that raise ValueError are left out. The requested method's is raised after all others are
-    printed. choose_heads, find_sources: those of `heads`. open_decore: that of decore.py."""
+    printed. choose_heads, find_sources: those of `heads`. decoder: DeCoRe."""
     args = make_parser(description, methods, default, compared).parse_args()
     requested, chosen = choose_methods(args, default, compared)
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -52,7 +52,7 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
                 settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in without]
             start = time.perf_counter()
             out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
-                           on_token=screen.token, lookup=args.lookup, graph=args.graph, **settings)
+                           on_token=screen.token, graph=args.graph, **settings)
         except ValueError as error:
             if method == requested:
                 failure = error
@@ -75,7 +75,7 @@ def main(description, generate, methods, default, compared, choose_heads, find_s
         answers.append((lines, settings))
         print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
     if args.html and answers:
-        write_page(args.html, model, tokenizer, answers, open_decore)
+        write_page(args.html, model, tokenizer, answers, decoder)
     if failure:
         raise failure
 
@@ -102,8 +102,6 @@ def make_parser(description, methods, default, compared):
     p.add_argument("--html", metavar="FILE", help="also write a page: entropy as shade, numbers on hover")
     p.add_argument("--sources", action="store_true", help="with --json or --html: the places in the prompt that "
                    "the retrieval heads attend to at each new token")
-    p.add_argument("--lookup", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="K",
-                   help="check K copied tokens per pass; affects speed, not tokens (default: 0, off)")
     p.add_argument("--no-graph", action="store_false", default=None, dest="graph",
                    help="on a GPU: do not record the decoding step as a CUDA graph")
     return p

@@ -15,7 +15,6 @@ from evaluation import runs
 from runtime import files
 from runtime.errors import out_of_memory
 from runtime.files import short_hash
-from runtime.graph import GRAPHS
 from tasks import Task, metrics, prompts
 
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
@@ -57,7 +56,6 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
                 if not out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
                     raise
             size //= 2
-            GRAPHS.clear()
             gc.collect()                                    # after `except`: the error held the tensors
             if model.device.type != "cpu":
                 getattr(torch, model.device.type).empty_cache()

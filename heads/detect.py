@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 import cli
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
-from model import Cache
 from runtime import files
 from runtime.weights import fingerprint
 
@@ -55,16 +54,16 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     positions [S, L, H]: that of each head's largest attention weight at the step that generates ids[s]. An answer stops
     after an id of `eos_ids` or max_new_tokens tokens; unless published, also once it contains every token of the needle
     as often as the needle does."""
-    cache = Cache(model, [len(ids) - 1 for ids in prompts], max_new_tokens)
+    cache = model.new_cache([len(ids) - 1 for ids in prompts], max_new_tokens)
     tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
     model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
     token, keys = torch.stack([ids[-1:] for ids in tokens]), []     # [B, 1]
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
     answers, ended = [[] for _ in prompts], [False] * len(prompts)
     while not all(ended):
-        weights = []                                                # L × [B, 1, 1, H, C]
-        token = model(token, cache, weights=weights)[0].argmax(-1)
-        keys.append(torch.stack([w[:, 0, 0].argmax(-1) for w in weights]))  # [L, B, H]
+        layers = []                                                 # L × [1, B, 1, H, C]
+        token = model(token, cache, probabilities=layers)[0].argmax(-1)
+        keys.append(torch.stack([p[0, :, 0].argmax(-1) for p in layers]))   # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(new)

@@ -4,8 +4,6 @@ from collections import Counter
 
 import torch
 
-from model import Cache
-
 TOKENS = 8              # per pass, whose attention weights are in memory together
 
 
@@ -23,13 +21,13 @@ def find_sources(model, prompt, ids, heads):
 @torch.inference_mode()
 def attended(model, prompt, ids):
     """The prompt position that each head attends to most when it generates each of the ids, [T, L, H]."""
-    cache = Cache(model, [len(prompt) - 1], len(ids))
+    cache = model.new_cache([len(prompt) - 1], len(ids))
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long, device=model.device), cache)
     tokens, positions = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device), []
     for part in tokens.split(TOKENS, 1):
-        weights = []
-        model(part, cache, weights=weights)
+        layers = []                                                 # L × [1, 1, T, H, C]
+        model(part, cache, probabilities=layers)
         # The prompt's last token is in the first slot: its key is number P, after those of the padded prompt.
-        top = torch.stack([layer[0, 0, :, :, :cache.P + 1].argmax(-1) for layer in weights])            # [L, T, H]
+        top = torch.stack([layer[0, 0, :, :, :cache.P + 1].argmax(-1) for layer in layers])             # [L, T, H]
         positions.append(model.shard.all_gather(top.clamp(max=len(prompt) - 1)).transpose(0, 1))
     return torch.cat(positions).cpu()

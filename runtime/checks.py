@@ -8,7 +8,7 @@ from runtime.files import one_line
 HUGE = 10**9                        # far above any α, and still safe to multiply with
 
 
-def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
+def check_generation(model, ids, max_new_tokens, eos_ids, settings):
     """Check the arguments of `generate` → the prompts as lists of ints, the end ids as a set, the maximum number of new
     tokens of each text, and the settings with heads as pairs."""
     prompts, settings = check_prompts(model, ids), check_settings(model, settings)
@@ -16,19 +16,19 @@ def check_generation(model, ids, max_new_tokens, eos_ids, lookup, settings):
     check_prompts(amateur, prompts)
     context = min(m.config.max_positions for m in (model, amateur))
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
-    check_number(lookup, "lookup", 0, context, numbers.Integral)
+    eos_ids = model.eos_ids if eos_ids is None else eos_ids
     single = isinstance(eos_ids, int) or getattr(eos_ids, "ndim", 1) == 0
     eos_ids = [eos_ids] if single else list(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
     limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
     return prompts, set(as_ints(eos_ids, "eos_ids")), limits, settings
 
 
-def check_answers(model, prompt_ids, answer_ids, bos, settings):
+def check_answers(model, prompt_ids, answer_ids, settings):
     """Check the arguments of `score` → the prompt, a list of answers, and the settings with heads as pairs."""
     [prompt] = check_prompts(model, [as_ints(prompt_ids, "the prompt")])
     answers, settings = check_prompts(model, answer_ids, "answer"), check_settings(model, settings)
-    if prompt != [bos] and bos in [answer[0] for answer in answers]:
-        raise ValueError(f"an answer begins with {bos}, the id that begins a text: encode answers without it "
+    if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
+        raise ValueError(f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
                          "(tokenizer.encode(text, bos=False))")
     longest = prompt + max(answers, key=len)[:-1]           # the last token of an answer is not read
     for m in (model, settings.get("amateur") or model):
@@ -116,3 +116,11 @@ def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
         raise ValueError(f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at least "
                          f"{low} and at most {high}")
+
+
+def check_finite(value, model, n=None, text=None):
+    """ValueError if logits have given a number that is not finite; n, text: new tokens of which text before it."""
+    if not math.isfinite(value):
+        place = "" if text is None else f" at new token {n + 1} of text {text + 1}"
+        raise ValueError(f"{model.name} gives logits that are not finite{place}; try float32 or bfloat16, or look for "
+                         "damaged weights")

@@ -1,4 +1,4 @@
-"""The product that reads a CPU's weights fastest: torch's plain one, oneDNN's on packed matrices, or native.cpp's.
+"""The product that reads a CPU's weights fastest: torch's plain one, or oneDNN's on packed matrices.
 
 Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So the products are
 timed when a model is loaded, with two vectors and a part of the model's largest matrix."""
@@ -11,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime import native
-
 SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
 SAMPLE = 2**27                  # bytes of the largest matrix to time: more than a processor's cache
 SIX = 6                         # vectors of a `Filled` product
-# Factors of the measured times: a plain product is slower for more vectors, native.cpp starts faster on small matrices.
-FACTORS = {None: 1.1, native.Native: 0.9}
+PLAIN = 1.1                     # factor of a plain product's measured time: it is slower for more vectors
 
 
 class Packed(nn.Module):
@@ -59,15 +56,13 @@ def pack(model):
     kind = fastest(max((getattr(*layer).weight for layer in layers), key=lambda weight: weight.nbytes))
     for parent, name in layers if kind else ():
         layer = getattr(parent, name)                           # `layers` has only names, so that weights can be freed
-        if kind is not native.Native or native.fits(layer.weight):
-            setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
+        setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
 
 
 def fastest(weight):
     """The class of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
     weight = weight.detach()[:max(1, SAMPLE // weight[0].nbytes)]
-    kinds = [None, Packed, Filled] + [native.Native] * (native.fits(weight) and native.ready())
-    return min(kinds, key=lambda kind: FACTORS.get(kind, 1) * seconds(kind, weight))
+    return min((None, Packed, Filled), key=lambda kind: seconds(kind, weight) * (1 if kind else PLAIN))
 
 
 def seconds(kind, weight):

@@ -1,6 +1,5 @@
 """The processes that torchrun started: they share a model (`Shard`), or the examples of a benchmark (`Ranks`)."""
 
-import gc
 import os
 from datetime import timedelta
 
@@ -12,7 +11,6 @@ from runtime.files import one_line
 COLLECTIVE = timedelta(minutes=10)      # the longest wait for the other ranks inside a pass
 PATIENT = timedelta(days=30)            # the longest wait for a download or for the batches of other replicas
 
-before_leaving = []                     # functions that drop CUDA graphs; NCCL waits for graphs with its collectives
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)        # its name before torch 2.13
 
 
@@ -61,11 +59,6 @@ class Shard:
             self.call(dist.broadcast_object_list, values, group_src=0, group=self.group)
         return values[0]
 
-    def check_same(self, value, name):
-        """ValueError if a rank's value differs from the first one's."""
-        if dist.is_initialized() and self.broadcast(value) != value:
-            raise ValueError(f"{name}: rank {self.rank} has another one than rank 0; give every machine the same")
-
     def call(self, collective, *args, **kw):
         try:
             collective(*args, **kw)
@@ -103,16 +96,6 @@ class Ranks(Shard):
         return [row for rows in lists[::self.tp] for row in rows]
 
 
-def first_on_node(work):
-    """work() on the first rank of each machine, and after all of these on the other ranks, which read its files."""
-    if not dist.is_initialized():
-        return work()
-    group, first = dist.new_group(backend="gloo", timeout=PATIENT), int(os.environ.get("LOCAL_RANK", 0)) == 0
-    result = work() if first else None
-    Shard.from_environment().call(dist.barrier, group)
-    return result if first else work()
-
-
 def rank_device(device):
     """The torch.device of this rank, made the current one. With torchrun "cuda" is a GPU for each rank."""
     device = torch.device(device)
@@ -139,9 +122,6 @@ def check_split(config, size):
 
 
 def leave():
-    """Drops all CUDA graphs, then leaves the other ranks."""
+    """Leaves the other ranks."""
     if dist.is_initialized():
-        for drop in before_leaving:
-            drop()
-        gc.collect()
         dist.destroy_process_group()

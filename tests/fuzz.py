@@ -40,7 +40,7 @@ from tokenizer import Tokenizer
 
 TEXTS = ("", "Hi", " ", "é \u200d 😀", "<|end|>", "\n\n", "x" * 300, "{{ 1 }}", "\x00")
 CHAT = "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}"
-SETTINGS = dict(max_new_tokens=3, eos_ids=(), lookup=0)
+SETTINGS = dict(max_new_tokens=3, eos_ids=())
 
 
 class World:

@@ -17,7 +17,7 @@ from tests.checkpoints import CLASSES, random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
-WITHOUT = [random_ids(n, seed=40 + n) for n in (2, 5, 1, 9)]
+WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS, strict=True)]
 ANSWERS = [random_ids(n, seed=80 + n) for n in (4, 1, 7)]
 NEW = 6
 ATOL = 3e-5                                     # float32 against float64; scores are of the order of 10
@@ -219,8 +219,8 @@ def test_repetition_penalty_is_that_of_transformers(deep):
     for prompt, g in zip(PROMPTS, penalised, strict=True):
         text = list(prompt)
         for _ in range(6):
-            step, _ = baselines.open_dola(model, [text], 1)
-            text.append(int(penalty(torch.tensor([text]), step().scores[:, -1]).argmax()))
+            [step] = baselines.DoLa(model, [text], 1).step(torch.tensor([text[-1:]])).scores
+            text.append(int(penalty(torch.tensor([text]), step).argmax()))
         assert g.ids == text[len(prompt):]
     assert [g.ids for g in penalised] != [g.ids for g in generate(model, PROMPTS, **how)]
 
@@ -234,7 +234,9 @@ def test_repetition_penalty_is_that_of_transformers(deep):
     ("cad", dict(ids_without_context=[[5], []]), "context-free prompt 2 of 2 is empty"),
     ("cad", dict(ids_without_context=[[5]]), "it got 1 for 2"),
     ("cad", dict(ids_without_context=[[5], [96]]), "contains the id 96"),
-    ("cad", dict(ids_without_context=[[5], [5] * 450]), "450 tokens, longer than its prompt, leaves no room for 64"),
+    ("cad", dict(ids_without_context=[[5], [5]]), "end in different tokens; end both in the same word"),
+    ("cad", dict(ids_without_context=[p[-1:] * 450 for p in PROMPTS[:2]]),
+     "450 tokens, longer than its prompt, leaves no room for 64"),
     ("ad", {}, "info_layer 24 is outside .*layers 1 to 3"),
     ("ad", dict(info_layer=0), "info_layer 0 is outside"),
     ("dola-low", dict(dola_layers="thirds"), "dola_layers 'thirds' is unknown"),

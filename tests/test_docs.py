@@ -4,6 +4,7 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,6 @@ RUN_HERE = {
     "python -m heads.detect --model Qwen": DETECT,
     "python -m heads.detect --model miniature": DETECT,
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
-    "python -m benchmarks.plan": "-m benchmarks.plan",
 }
 # Commands that other tests run, or that need a network or too much time → which.
 ELSEWHERE = {
@@ -40,7 +40,7 @@ ELSEWHERE = {
     "python evaluate.py --task truthfulqa-gen": "test_rescore", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",
     "python -m miniature.train": "25 minutes",
-    "python -m cli.native": "test_native", "python -m nltk.downloader": "the network",
+    "python -m nltk.downloader": "the network",
 }
 
 
@@ -73,6 +73,11 @@ def test_a_command_of_the_pages_runs(command, folder, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
     assert end.value.code == 0, capsys.readouterr().err
+
+
+def test_the_loop_of_the_readme_is_that_of_decore():
+    [loop] = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert textwrap.indent(loop, "    ") in (ROOT / "decore.py").read_text(encoding="utf-8")
 
 
 BLOCKS = [pytest.param(block, id=page.name) for page in PAGES

@@ -1,25 +1,25 @@
 """Behaviour on a GPU, checked on a CPU: the kernels that are called, and steps recorded as CUDA graphs."""
 
 import gc
-import re
-import weakref
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+from weakref import WeakSet
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import baselines
-import decore
-from decore import METHODS, generate, open_decore
+from decore import METHODS, DeCoRe, generate
 from model import MASKS, Cache, Transformer
-from runtime import attention, graph, parallel
+from runtime import attention
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
-LATER = [random_ids(n, seed=40 + n) for n in (12, 3, 5)]
 
 # ----------------------------------------------------------------------------------------------------------- attention
 
@@ -79,30 +79,42 @@ def test_plain_products_equal_fused_attention(dtype, close):
 # -------------------------------------------------------------------------------------------------------------- graphs
 
 
-class Recorder:
-    """Replaces Graph: a replay computes the same step again, into the tensors of the first result."""
+class RecordedOnCPU(TorchDispatchMode):
+    """Replaces torch.cuda's graph and its recording. A replay runs the same operations on the same memory."""
 
-    made = 0
+    def __init__(self):
+        super().__init__()
+        self.operations = []
 
-    def __init__(self, step, tokens, restore):
-        Recorder.made += 1
-        self.step, self.tokens = step, tokens.clone()
-        self.result = type(step(self.tokens))(*(x.clone() for x in step(self.tokens)))
-        restore()
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        self.operations.append((function, args, kwargs or {}, result))
+        return result
 
-    def __call__(self, tokens):
-        self.tokens.copy_(tokens)
-        for old, new in zip(self.result, self.step(self.tokens), strict=True):
-            old.copy_(new)
-        return self.result
+    @torch.inference_mode()
+    def replay(self):
+        for function, args, kwargs, result in self.operations:
+            old, new = (x if isinstance(x, tuple | list) else [x] for x in (result, function(*args, **kwargs)))
+            for x, y in zip(old, new, strict=True):
+                if isinstance(x, torch.Tensor) and x.data_ptr() != y.data_ptr():        # neither in place nor a view
+                    x.copy_(y)
+                elif isinstance(x, torch.ScriptObject):                                 # of a collective
+                    dist.Work.unbox(y).wait()
 
 
-@pytest.fixture(autouse=True)
-def recorder(monkeypatch):
-    """Replaces Graph by the recorder, and drops the graphs of other tests."""
-    graph.GRAPHS.clear()
-    Recorder.made = 0
-    monkeypatch.setattr(graph, "Graph", Recorder)
+@contextmanager
+def graphs_on_cpu(kind=RecordedOnCPU):
+    with (patch("torch.cuda.CUDAGraph", kind), patch("torch.cuda.graph", lambda graph: graph),
+          patch("torch.cuda.device", lambda device: nullcontext())):
+        yield
+
+
+CASES = {"greedy": {}, "masked": dict(heads=HEADS), "decore-static": dict(heads=HEADS),
+         "decore-entropy": dict(heads=HEADS), "decore-entropy, query": dict(heads=HEADS, mask="query"),
+         "decore-entropy, masked prompt": dict(heads=HEADS, mask_prompt=True),
+         "decore-entropy, amateur": dict(amateur_heads=[(0, 1)]), "cd, amateur": {},
+         "cad": dict(ids_without_context=[[5, *p[-1:]] for p in PROMPTS]), "dola-low": {},
+         "dola-high": dict(repetition_penalty=1.3), "ad": dict(info_layer=2)}
 
 
 @pytest.fixture
@@ -110,65 +122,42 @@ def model(tmp_path):
     return Transformer.load(write_checkpoint(tmp_path, "mistral-window"))
 
 
-CASES = {"greedy": {}, "masked": dict(heads=HEADS), "decore-static": dict(heads=HEADS),
-         "decore-entropy": dict(heads=HEADS), "decore-entropy, query": dict(heads=HEADS, mask="query"),
-         "decore-entropy, masked prompt": dict(heads=HEADS, mask_prompt=True),
-         "decore-entropy, lookup": dict(heads=HEADS, lookup=4, max_new_tokens=30),
-         "decore-entropy, amateur": dict(amateur_heads=[(0, 1)]), "cd, amateur": {}, "cad": {}, "dola-low": {},
-         "dola-high": dict(repetition_penalty=1.3), "ad": dict(info_layer=2)}
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_later_prompts_of_the_same_shape_reuse_a_graph(model, amateur, case):
+def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
     how = dict(max_new_tokens=9, method=case.split(",")[0]) | CASES[case]
     how |= dict(amateur=amateur) if "amateur" in case else {}
-    for prompts in (PROMPTS, LATER, PROMPTS):
-        how |= dict(ids_without_context=[p[-2:] for p in prompts]) if case == "cad" else {}
-        assert baselines.generate(model, prompts, graph=True, **how) == baselines.generate(model, prompts, **how)
-    assert Recorder.made == 1 or "lookup" in how                # lookup has several numbers of tokens
-    [(tensors, *_)] = graph.GRAPHS[model].values()              # memory of another prompt's head mask may be freed
-    assert "heads" not in how or any(x.shape[1:] == (3, 4) for x in tensors)
+    expected = baselines.generate(model, PROMPTS, **how)
+    with graphs_on_cpu():
+        assert baselines.generate(model, PROMPTS, graph=True, **how) == expected
 
 
-def test_other_settings_shapes_or_weights_need_another_graph(model):
-    def graphs(method="decore-static", n=4, prompts=LATER, heads=HEADS, **how):
-        plain = generate(model, prompts, method, n, heads=heads, **how)
-        assert generate(model, prompts, method, n, graph=True, heads=iter(heads), **how) == plain       # by value
-        return Recorder.made
-    assert [graphs() for _ in range(2)] == [1, 1]
-    assert graphs(heads=[f"{layer}-{head}" for layer, head in HEADS]) == 1          # the same heads
-    assert graphs(alpha=0.6) == 2
-    assert graphs(heads=HEADS[:2]) == 3
-    assert graphs("decore-entropy") == 4
-    assert graphs(prompts=[random_ids(80)] * 3) == 5
-    # Buffers of one size but other parts: 128 + 64 keys of the prompt and of new tokens, and 64 + 128.
-    assert [graphs("greedy", n, [random_ids(length)], eos_ids=()) for length, n in ((101, 64), (51, 128))] == [6, 7]
-    assert graphs("decore-entropy") == 7
-    weight = model.norm.weight
-    weight.data = weight.data.clone() * 2               # the old memory has the old numbers
-    assert graphs("decore-entropy") == 8
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(model):
+    class Full(RecordedOnCPU):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            raise RuntimeError("no memory for a graph\nlong trace")
+    with graphs_on_cpu(Full), pytest.warns(UserWarning, match="goes on without CUDA graphs: no memory for a graph$"):
+        assert generate(model, PROMPTS, heads=HEADS, graph=True) == generate(model, PROMPTS, heads=HEADS)
 
 
-def test_a_model_has_at_most_four_states_and_drops_the_least_recently_used(model):
-    def alphas(alpha):
-        generate(model, LATER, "decore-static", 4, heads=HEADS, alpha=alpha, graph=True)
-        return [float(re.search(r"'alpha', ([\d.]+)", str(key))[1]) for key in graph.GRAPHS[model]]
-    assert [alphas(a) for a in (1.0, 2.0, 3.0, 4.0)][-1] == [1.0, 2.0, 3.0, 4.0]
-    assert alphas(1.0) == [2.0, 3.0, 4.0, 1.0]
-    assert alphas(5.0) == [3.0, 4.0, 1.0, 5.0]
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_graph_outlives_the_call_that_recorded_it(model, stopped):
+    """NCCL waits for every graph with its collectives before a rank can leave."""
+    graphs = WeakSet()
 
+    class Watched(RecordedOnCPU):
+        def __init__(self):
+            super().__init__()
+            graphs.add(self)
 
-def test_graphs_are_freed_with_their_model_and_when_a_rank_leaves(tmp_path):
-    """NCCL waits for every graph with its collectives, so `leave` drops them before it leaves the group."""
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3"))
-    for drop in (*parallel.before_leaving, lambda: None):
-        generate(model, PROMPTS, heads=HEADS, max_new_tokens=1, graph=True)        # no replay: a recorder has the model
-        assert len(graph.GRAPHS) == 1
-        drop()
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None and len(graph.GRAPHS) == 0
+    def on_token(b, token, entropy):
+        assert len(graphs) == 1
+        if stopped:
+            raise KeyboardInterrupt
+    with graphs_on_cpu(Watched), pytest.raises(KeyboardInterrupt) if stopped else nullcontext():
+        generate(model, PROMPTS[0], heads=HEADS, max_new_tokens=3, graph=True, on_token=on_token)
+    gc.collect()                                                # the error's traceback is a cycle
+    assert not graphs
 
 
 class NothingFromTheHost(TorchFunctionMode):
@@ -181,35 +170,17 @@ class NothingFromTheHost(TorchFunctionMode):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_reads_nothing_back_to_the_host(model, method, mask):
+def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch):
     """On "meta" a tensor has no values: reading one is an error, and so is an operation with a tensor on the CPU."""
-    step, [session] = open_decore(model, PROMPTS, 5, method, HEADS, alpha_cap=2.0, mask=mask)
-    step()
+    decoder = DeCoRe(model, PROMPTS, 5, method, HEADS, alpha_cap=2.0, mask=mask)
+    [session] = decoder.sessions
     model.to("meta")
-    for cache, name in ((session.cache, "lengths"), (session.cache, "slots"), (session, "head_mask")):
-        setattr(cache, name, None if getattr(cache, name) is None else getattr(cache, name).to("meta"))
+    for part, name in ((session.cache, "lengths"), (session.cache, "slots"), (session, "head_mask")):
+        setattr(part, name, None if getattr(part, name) is None else getattr(part, name).to("meta"))
     session.cache.kv = [kv.to("meta") for kv in session.cache.kv]
     token = torch.zeros(len(PROMPTS), 1, dtype=torch.long, device="meta")
+    monkeypatch.setattr("model.int", lambda slots: 64, raising=False)       # on a CPU alone the slots are counted
     with NothingFromTheHost(), torch.inference_mode():
         for _ in range(2):
-            out = step(token)
+            out = decoder.step(token)
     assert out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size) and out.scores.device.type == "meta"
-
-
-def test_the_host_is_one_step_behind(monkeypatch):
-    order = []
-    event = SimpleNamespace(synchronize=lambda: order.append("sync"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(record_event=lambda: event))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    empty = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x))
-
-    def steps():
-        for n in range(3):
-            order.append(f"step {n}")
-            scores = torch.eye(4)[n][None, None]
-            yield scores.argmax(-1), decore.Step(scores, scores, scores, torch.zeros(1, 1), torch.zeros(1, 1))
-
-    for row in graph.on_host(steps()):
-        order.append(f"read {int(row[0][0][0])}")
-    assert order == ["step 0", "step 1", "sync", "read 0", "step 2", "sync", "read 1", "sync", "read 2"]

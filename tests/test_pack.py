@@ -8,16 +8,11 @@ import torch.nn.functional as F
 
 from decore import generate
 from model import Linear, Transformer
-from runtime import native, pack
+from runtime import pack
 from runtime.pack import Filled, Packed, fastest
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-
-
-@pytest.fixture(autouse=True)
-def without_native(monkeypatch):
-    monkeypatch.setattr(native, "ready", lambda: False)
 
 
 @needs_onednn

@@ -38,9 +38,9 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
     ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
     with torch.inference_mode():
-        step, _ = decore.open_decore(model, [line["prompt_ids"]], 8, "decore-static", alpha=0.25,
-                                     heads=choose_heads(model, chat_model / "heads.json", 2))
-        steps = [step(None if i == 0 else torch.tensor([ids[i - 1:i]])) for i in range(len(ids))]
+        decoder = decore.DeCoRe(model, [line["prompt_ids"]], 8, "decore-static", alpha=0.25,
+                                heads=choose_heads(model, chat_model / "heads.json", 2))
+        steps = [decoder.step(torch.tensor([[token]])) for token in [line["prompt_ids"][-1], *ids[:-1]]]
     favourites = [result.other.argmax().item() for result in steps]
     tokens = spans(text)
     expected = [note for h, favourite in zip(line["entropies"], favourites, strict=False) for note in

@@ -5,11 +5,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,11 +21,10 @@ from benchmarks.shapes import weight_bytes
 from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
 from runtime.config import Config
-from runtime.graph import GRAPHS
-from runtime.parallel import Ranks, Shard, check_split, first_on_node, rank_device
+from runtime.parallel import Ranks, Shard, check_split, rank_device
 from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
-from tests.test_gpu_on_cpu import HEADS, Recorder
+from tests.test_gpu_on_cpu import HEADS, RecordedOnCPU, graphs_on_cpu
 
 MODELS = {family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"}
 MODELS |= {"vocabulary-of-97": ("llama3", dict(vocab_size=97)),         # the last rank has fewer rows than the others
@@ -37,9 +34,9 @@ ATOL = 1e-5                                                     # sums in anothe
 ENTROPY = dict(method="decore-entropy", heads=HEADS)
 RUNS = {f"{method}, {mask}": dict(method=method, heads=HEADS, mask=mask)
         for method in METHODS for mask in MASKS if mask == "output" or method.startswith("decore")}
-RUNS |= {"masked prompt": dict(ENTROPY, mask_prompt=True), "lookup": dict(ENTROPY, lookup=5),
+RUNS |= {"masked prompt": dict(ENTROPY, mask_prompt=True),
          "amateur": dict(method="decore-entropy", amateur_heads=HEADS[:2]), "cd, amateur": dict(method="cd"),
-         "cad": dict(method="cad", ids_without_context=[p[-2:] for p in PROMPTS]),
+         "cad": dict(method="cad", ids_without_context=[[5, *p[-1:]] for p in PROMPTS]),
          "dola-high": dict(method="dola-high"), "ad": dict(method="ad", info_layer=2)}
 
 
@@ -51,58 +48,34 @@ def results(folder, name, shard=None):
            "score": score(model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS)}
     for run, settings in RUNS.items() if name == "llama3" else [("decore-entropy", ENTROPY)]:
         more = dict(amateur=amateur) if "amateur" in run else {}
-        prompts = [2 * p for p in PROMPTS] if run == "lookup" else PROMPTS          # repeated text is proposed again
-        texts = generate(model, prompts, max_new_tokens=4, **settings, **more)
+        texts = generate(model, PROMPTS, max_new_tokens=4, **settings, **more)
         out[run] = [text.ids for text in texts], [text.alphas for text in texts]
     return out
 
 
-class Failing(Recorder):
-    def __init__(self, *args):
-        super().__init__(*args)
-        raise RuntimeError("out of graphs")
-
-
-class Wrong(Recorder):
-    def __call__(self, tokens):
-        result = super().__call__(tokens)
-        result.scores.add_(1)
-        return result
-
-
-GRAPH_KINDS = {None: Recorder, "out of graphs": Failing, "a replay differs": Wrong}
+class Full(RecordedOnCPU):
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        raise RuntimeError("no memory for a graph")
 
 
 def graphs(folder):
-    """(warnings, ids) of a rank if the last rank's graph is right, cannot be recorded, or is wrong."""
-    model, out = Transformer.load(folder / "llama3"), []
-    for kind in GRAPH_KINDS.values():
-        with (patch("runtime.graph.Graph", kind if dist.get_rank() == dist.get_world_size() - 1 else Recorder),
-              warnings.catch_warnings(record=True) as messages):
+    """(warnings, ids) of a rank if all ranks can record a graph, and if the last one cannot."""
+    model, out, is_last = Transformer.load(folder / "llama3"), [], dist.get_rank() == dist.get_world_size() - 1
+    for kind in (RecordedOnCPU, Full if is_last else RecordedOnCPU):
+        with graphs_on_cpu(kind), warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             texts = generate(model, PROMPTS, max_new_tokens=4, graph=True, **ENTROPY)
         out.append([[str(w.message) for w in messages if "graph" in str(w.message)], [text.ids for text in texts]])
-        GRAPHS.clear()
     return out
 
 
 def together(folder, ranks):
     """One rank's results of everything that ranks do together."""
-    rank, disagreement = ranks.rank, ""
-    try:
-        Transformer.load(folder / ("llama2" if rank else "llama3"))
-    except ValueError as error:
-        disagreement = str(error)
-
-    def download():
-        time.sleep(0.5 * (rank == 0))
-        with (folder / "downloads").open("a") as file:
-            file.write(f"{rank}\n")
-        return rank
-
+    rank = ranks.rank
     gathered = Shard.from_environment().all_gather(torch.full((2, 1), rank, dtype=torch.bfloat16))
-    return dict(disagreement=disagreement, gathered=gathered.tolist(), dtype=str(gathered.dtype),
-                downloaded=first_on_node(download), first=ranks.shard().broadcast(rank), graphs=graphs(folder),
+    return dict(gathered=gathered.tolist(), dtype=str(gathered.dtype),
+                first=ranks.shard().broadcast(rank), graphs=graphs(folder),
                 shared=ranks.share(lambda: f"of rank {rank}"), lists=ranks.gather(lambda: [rank]))
 
 
@@ -167,19 +140,15 @@ def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_ra
         np.testing.assert_allclose(alphas, one[run][1], atol=ATOL, rtol=0, err_msg=run)
 
 
-def test_ranks_gather_share_and_download_in_order(torchrun, folder):
+def test_ranks_gather_and_share_in_order(torchrun):
     for number, rank in enumerate(torchrun[0]["ranks"]):
         assert rank["dtype"] == "torch.bfloat16" and rank["gathered"] == 2 * [[0, 1, 2, 3]]
         assert rank["first"] == number // 2 * 2                 # of two ranks that share a model, the first
         assert rank["shared"] == "of rank 0" and rank["lists"] == [0, 2]
-        assert rank["downloaded"] == number
-        assert ("has another one than rank 0" in rank["disagreement"]) == (number > 0)
-    order = (folder / "downloads").read_text().split()          # the first rank of each machine before the others
-    assert set(order[:2]) == {"0", "2"} and set(order[2:]) == {"1", "3"}
 
 
 def test_all_ranks_replay_graphs_or_none_does(torchrun, one_rank):
-    for number, reason in enumerate(GRAPH_KINDS):
+    for number, reason in enumerate([None, "no memory for a graph"]):
         messages, ids = zip(*(rank["graphs"][number] for rank in torchrun[0]["ranks"]), strict=True)
         assert all(one == one_rank["llama3"]["decore-entropy, output"][0] for one in ids)
         assert [len(lines) for lines in messages] == 4 * [reason is not None]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import baselines
 import cli
 import decore
 import evaluate
@@ -68,7 +67,6 @@ MISTAKES = [
     (decore, BASE + " --stop ''", "--stop: an empty text"),
     (decore, BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
     (decore, BASE + " --html {folder}/no/page.html", "page.html"),
-    (baselines, "{model} --prompt Hi --lookup 2 --repetition-penalty 1.1", "lookup and repetition_penalty exclude"),
     (evaluate, "--task memotrap --method greedy,beam", "method 'beam' is unknown"),
 ]
 
