@@ -1,11 +1,11 @@
 """Retrieval-head scores: which heads copy tokens out of the context, and the choice of heads to mask.
 
-A head file holds one score per head of one model: {"model", "n_layers", "n_heads", "samples", "measure", "source",
-"scores": {"layer-head": mean}}, counted from 0. The files of the paper's authors are read too:
-{"layer-head": [one score per sample]}. README.md lists the files of this folder."""
+README.md describes head files and lists those of this folder. The files of the paper's authors are read too:
+{"layer-head": [one score per sample]}."""
 
 import random
 import re
+import shlex
 import warnings
 from itertools import product
 from pathlib import Path
@@ -16,26 +16,40 @@ from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
+WORD = re.compile(r"v?\d+(?:\.\d+)*[a-z]*|[a-z]+")         # "honest_llama3_8b" → honest, llama, 3, 8b
+
+
+def load_heads(model, n=None, name=None, option="--heads"):
+    """The heads of a model as (layer, head), best first: all of them, or the n best.
+
+    model: a Transformer, or any object with its `name`, `folder` and `config`. name: a head file, or the name of
+    another model with a file in this folder; None: the file of this model's name. option: the command-line option that
+    sets `name`. Equal scores keep the order of the file. ValueError if there is no file, or if it does not fit the
+    model. Warns if it was made for a model of another name: fine-tuned models often use the heads of their base."""
+    c, path = model.config, find_file(name) if name else find_heads(model.name)
+    if path is None:
+        raise ValueError(no_file(model, option))
+    scores, made_for = load_scores(path), read_json(path).get("model")
+    if other := scores.keys() ^ set(product(range(c.n_layers), range(c.n_heads))):
+        layer, head = min(other)
+        raise ValueError(f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; only "
+                         f"one has head {layer}-{head}: use a file made for this model (heads.detect makes one)")
+    if n is not None and not 0 <= n <= len(scores):
+        raise ValueError(f"--num-heads {n}: {model.name} has {len(scores)} heads")
+    if made_for and plain_name(made_for) != plain_name(model.name):
+        warnings.warn(f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2)
+    return sorted(scores, key=scores.get, reverse=True)[:n]     # stable, also in reverse
 
 
 def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
-    """Returns n heads to mask, as (layer, head): the best by the file `name`, or by the file of the model's name.
+    """n heads to mask, as (layer, head): the best as in `load_heads`, or random ones.
 
-    draw: "uniform" draws heads at random that are not retrieval heads, "published" as the paper's runs did. option:
-    the command-line option that sets `name`."""
-    shape = model.config.n_layers, model.config.n_heads
+    draw: "uniform" draws heads that are not retrieval heads, "published" draws as the paper's runs did."""
     if draw == "published":
-        return published_random_heads(n, *shape, seed)
-    name = name or find_heads(model.name)
-    if name is None:
-        relatives = ", ".join(f"{option} {stem}" for stem in related(model.name, shape))
-        hint = f"try those of a related model ({relatives}), or " if relatives else ""
-        raise ValueError(f"no head scores are known for {model.name}: {hint}give {option} FILE "
-                         f"(python -m heads.detect --model {model.name} --out FILE makes one)")
-    ranked = load_heads(name, *shape, model.name)
-    if not 0 <= n <= len(ranked):
-        raise ValueError(f"--num-heads {n}: {model.name} has {len(ranked)} heads")
-    return random_heads(ranked, n, seed) if draw else ranked[:n]
+        return published_random_heads(n, model.config.n_layers, model.config.n_heads, seed)
+    if draw == "uniform":
+        return random_heads(load_heads(model, None, name, option), n, seed)
+    return load_heads(model, n, name, option)
 
 
 def random_heads(ranked, n, seed=1234, most=100):
@@ -43,10 +57,9 @@ def random_heads(ranked, n, seed=1234, most=100):
 
     The best `most` (half of the heads, if there are fewer than twice as many) are left out for every n. So the sets of
     one seed are nested, and for n up to `most` none of them contains one of the n best."""
-    best = max(n, min(most, len(ranked) // 2))
-    if n > len(ranked) - best:
-        raise ValueError(f"{n} random heads are too many: without the {best} best, {len(ranked) - best} are left")
-    heads = sorted(ranked[best:])
+    if n > len(ranked) // 2:
+        raise ValueError(f"{n} random heads are too many: at most {len(ranked) // 2} are not among the n best")
+    heads = sorted(ranked[max(n, min(most, len(ranked) // 2)):])
     random.Random(seed).shuffle(heads)
     return heads[:n]
 
@@ -68,22 +81,6 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
         if head not in heads:
             heads.append(head)
     return heads
-
-
-def load_heads(name, n_layers, n_heads, model_name=None):
-    """Every head of a model as (layer, head), best first; equal scores keep the order of the file.
-
-    name: a file, or the name of a model with a file in this folder. ValueError if the file does not fit the model's
-    shape. Warns if it was made for a model of another name: fine-tuned models often use the heads of their base."""
-    path, heads = find_file(name), set(product(range(n_layers), range(n_heads)))
-    scores, made_for = load_scores(path), read_json(path).get("model")
-    if model_name and made_for and plain_name(made_for) != plain_name(model_name):
-        warnings.warn(f"{path} holds the heads of {made_for}, but the model is {model_name}", stacklevel=2)
-    if scores.keys() != heads:
-        layer, head = min(scores.keys() ^ heads)
-        raise ValueError(f"{path} has {len(scores)} heads, the model {n_layers} layers of {n_heads} heads; only one "
-                         f"has head {layer}-{head}: use a file made for this model (heads.detect makes one)")
-    return sorted(scores, key=scores.get, reverse=True)     # stable, also in reverse
 
 
 def load_scores(name):
@@ -117,11 +114,30 @@ def find_heads(model_name):
     return known().get(plain_name(model_name))
 
 
-def related(model_name, shape):
-    """Names of files for models of the same shape whose name continues this one, or the reverse: base and chat."""
-    name = plain_name(model_name)
-    files = [path for other, path in known().items() if name.startswith(other) or other.startswith(name)]
-    return [path.stem for path in files if (read_json(path).get("n_layers"), read_json(path).get("n_heads")) == shape]
+def no_file(model, option):
+    """Message for a model without a file: related models that have one, and the command that measures the heads."""
+    folder = getattr(model, "folder", None)
+    local = folder and Path(folder).resolve().name == model.name        # the folder of a hub id is in a cache
+    path, hints = folder if local else model.name, [f"{option} {name}" for name in related(model)]
+    return (f"no head scores are known for {model.name}: "
+            + f"try those of a related model ({', '.join(hints)}), " * bool(hints)
+            + f"give {option} FILE, or measure them: python -m heads.detect --model {shlex.quote(str(path))} "
+            f"--out heads/{shlex.quote(Path(model.name).name)}.json")
+
+
+def related(model):
+    """Names of files for up to three models of the same shape, the most similar name first.
+
+    Two names are related if they share more than half of their words, or if one has all words of the other."""
+    words, similar = set(WORD.findall(plain_name(model.name))), {}
+    shape = model.config.n_layers, model.config.n_heads
+    for name, path in known().items():
+        others, content = set(WORD.findall(name)), read_json(path)
+        shared = words & others
+        if (content.get("n_layers"), content.get("n_heads")) == shape and shared and (
+                shared in (words, others) or 2 * len(shared) > len(words | others)):
+            similar[path.stem] = len(shared) / len(words | others)
+    return sorted(similar, key=similar.get, reverse=True)[:3]
 
 
 def known():

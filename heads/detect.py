@@ -11,7 +11,9 @@ the needle and contains the token that the step generates. Its retrieval score i
 
 needles.py makes the prompts."""
 
+import argparse
 import json
+import re
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -32,6 +34,12 @@ TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\
 SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
 NEWLINE, STOP_ID = "<0x0A>", 144            # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
+EARLY = 20                                  # runs after which the number of right answers is printed
+
+DETECTION = cli.MINIATURE / "detection"
+BUNDLED = dict(                             # the bundled models read nothing but the language of their training
+    needles=DETECTION / "needles.jsonl", haystack=DETECTION / "haystack.jsonl", lengths=spread(60, 240, 5), runs=300,
+    template="Context: {context}\n{question}", max_new_tokens=12)
 
 
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
@@ -90,37 +98,40 @@ def head_scores(positions, generated, prompt_ids, needle, published=False):
     return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
 
 
-def run_all(model, tokenizer, prompts, needles, settings, part):
-    """One record per run. Appends each batch to the file `part`, and skips the batches that the file already has."""
-    rank, size = model.shard.rank, settings["batch_size"]
-    records = model.shard.broadcast(None if rank else read_part(part, settings))
+def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
+    """One record per run. Appends each batch to the file `path`, and skips the runs that the file already has."""
+    rank, size = model.shard.rank, facts["batch_size"]
+    records = model.shard.broadcast(None if rank else stored_runs(path, facts))
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
-        batch = run_batch(model, tokenizer, prompts[i:i + size], needles, settings)
+        batch = run_batch(model, tokenizer, prompts[i:i + size], needles, facts, rouge)
         if rank == 0:
-            files.append(part, [{"runs": batch}])
+            files.append(path, batch)
         records += batch
+        if i < EARLY <= len(records):
+            tqdm.write(f"so far, {summary(records)}", file=sys.stderr)
     return records
 
 
-def read_part(part, settings):
-    """The records of an interrupted detection. Starts a missing file, and removes a line that was cut off."""
-    part.touch()
-    stored, *batches = [line for _, line in files.json_lines(part)] or [settings]
-    other = sorted(name for name in stored | settings if stored.get(name) != settings.get(name))
-    if other:
-        raise ValueError(f"{part} is an unfinished detection with another {', '.join(other)}; continue with its "
-                         "settings, delete it, or choose another --out")
-    files.write(part, [settings, *batches])
-    return [record for batch in batches for record in batch["runs"]]
+def stored_runs(path, facts):
+    """The records of complete batches in the file of a detection: a line of facts, then a line per run.
+
+    Starts a missing file, and removes the rest of the last batch. ValueError for a detection with other facts."""
+    path.touch()
+    header, *records = [line for _, line in files.json_lines(path)] or [{"facts": facts}]
+    stored = header.get("facts", {})
+    if other := sorted(name for name in stored | facts if stored.get(name) != facts.get(name)):
+        raise ValueError(f"{path} is a detection with another {', '.join(other)}; delete it, or choose another --out")
+    records = records[:len(records) // facts["batch_size"] * facts["batch_size"]]
+    files.write(path, [header, *records])
+    return records
 
 
-def run_batch(model, tokenizer, prompts, needles, settings):
+def run_batch(model, tokenizer, prompts, needles, facts, rouge):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores above zero."""
-    from rouge_score.rouge_scorer import RougeScorer  # an optional dependency
-    rouge, published, records = RougeScorer(["rouge1"], use_stemmer=True), settings["published"], []
+    published, records = facts["published"], []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
     ids, places = zip(*prompts, strict=True)
-    spans, limit = [place["span"] for place in places], settings["max_new_tokens"]
+    spans, limit = [place["span"] for place in places], facts["max_new_tokens"]
     answers = answer_batch(model, ids, spans, limit, stops, published)
     for (prompt, place), (answer, attended) in zip(prompts, answers, strict=True):
         scores = head_scores(attended, answer, prompt, place["span"], published)
@@ -132,26 +143,28 @@ def run_batch(model, tokenizer, prompts, needles, settings):
     return records
 
 
-def write(path, model, records, settings, min_success):
-    """Write the head file in one step: mean scores over the runs with a right answer, settings, and all runs.
+def summary(records):
+    """How many answers are right; if none is, the first one and what to try."""
+    right = sum(record["right"] for record in records)
+    advice = f"; the first one is {records[0]['answer'][:60]!r}: try --raw, --template, --needles or other --lengths"
+    return f"{right} of {len(records)} answers are right" + advice * (not right)
 
-    JSON with a line per entry and per run. Returns its content. ValueError if fewer than `min_success` answers are
-    right, or no head has a score."""
+
+def mean_scores(model, records, facts, min_success):
+    """The content of the head file: mean scores over the runs with a right answer, and the facts.
+
+    ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c, right = model.config, [record["scores"] for record in records if record["right"]]
     if len(right) < min_success or not any(right):
-        raise ValueError(f"{len(right)} of {len(records)} runs gave a right answer (--min-success {min_success}), and "
-                         f"{len(set().union(*right))} heads copied in them; the first answer: "
-                         f"{records[0]['answer'][:60]!r}; try other --lengths, --raw, --template or --needles")
+        raise ValueError(f"{summary(records)} (--min-success {min_success}); "
+                         f"{len(set().union(*right))} heads copied in right ones")
     heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
     means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
-    result = {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
-              "success_rate": round(len(right) / len(records), 4), "settings": settings, "scores": means}
-    rest = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in result.items())
-    runs = ",\n  ".join(json.dumps(record, ensure_ascii=False) for record in records)
-    new = Path(f"{path}.new")
-    new.write_text(f'{{\n {rest},\n "runs": [\n  {runs}\n ]\n}}\n', encoding="utf-8")
-    new.replace(path)
-    return result
+    return {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
+            "success_rate": round(len(right) / len(records), 4), "facts": facts, "scores": means}
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def lengths(text):
@@ -162,33 +175,44 @@ def lengths(text):
     return spread(first, last, n)
 
 
+def template(text):
+    """argparse type: a text with {context}, once, and {question}."""
+    if text.count("{context}") != 1 or "{question}" not in text or re.search("[\ud800-\udfff]", text):
+        raise argparse.ArgumentTypeError("must be UTF-8 text that contains {context}, once, and {question}")
+    return text.replace("\\n", "\n")
+
+
 def parse_args():
     p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
     add = p.add_argument
     cli.add_model_arguments(p)
-    add("--out", required=True, metavar="FILE", type=Path, help="head scores, JSON; FILE.part until it is finished")
-    add("--lengths", type=lengths, metavar="A:B:N", help="N prompt lengths, A to B tokens (default: 5 up to 5000, or "
-        "up to the model's context; with --published 1000 and 3579)")
-    add("--depths", type=cli.positive, default=10, metavar="N", help="N needle depths, 0 to 100 %% (default 10)")
-    add("--needles", default=HAYSTACK / "needles.jsonl", metavar="FILE",
+    add("--out", required=True, metavar="FILE", type=Path, help="head scores; FILE.runs.jsonl holds the runs")
+    add("--lengths", type=lengths, metavar="A:B:N", help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
+        "the model's context; with --published 1000 and 3579)")
+    add("--depths", type=cli.positive, default=10, metavar="N", help="needle depths, 0 to 100 %% (default 10)")
+    add("--needles", type=Path, default=HAYSTACK / "needles.jsonl", metavar="FILE",
         help="JSON Lines: needle, question, real_needle, the part that answers (default: heads/haystack/needles.jsonl)")
-    add("--haystack", default=HAYSTACK, metavar="DIR|FILE",
+    add("--haystack", type=Path, default=HAYSTACK, metavar="DIR|FILE",
         help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn (default: heads/haystack)")
     add("--runs", type=cli.positive, metavar="N", help="draw N runs, needles in turn (default: every combination)")
     add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
     add("--raw", action="store_true", default=None, help="plain text, no chat template")
-    add("--template", metavar="TEXT", help="contains {context} and {question}; \\n is a new line (default: the text, "
-        "then the question)")
+    add("--template", type=template, metavar="TEXT",
+        help="contains {context} and {question}; \\n is a new line (default: the text, then the question)")
     add("--max-new-tokens", type=cli.positive, default=50, metavar="N", help="of an answer (default 50)")
     add("--batch-size", type=cli.positive, default=4, metavar="N", help="runs decoded together (default 4)")
-    add("--min-success", type=cli.positive, default=10, metavar="N",
-        help="right answers needed for a result (default 10)")
+    add("--min-success", type=cli.positive, default=10, metavar="N", help="right answers needed (default 10)")
     add("--published", action="store_true", help="as the published runs: needle inserted and located by token ids, "
         "their prompt, repeated tokens counted, answers end only at a new line's token or id 144")
-    return p.parse_args()
+    args = p.parse_args()
+    bundled = Path(args.model).resolve() in (cli.MINIATURE, cli.MINIATURE / "amateur")
+    if bundled and not args.published and args.haystack == HAYSTACK == args.needles.parent:
+        p.set_defaults(**BUNDLED)
+        args = p.parse_args()
+    return args
 
 
-def make_settings(args, model, tokenizer, needles, texts):
+def make_facts(args, model, tokenizer, needles, texts):
     """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
     published, chat = args.published, tokenizer.has_chat_template and not args.raw and not args.published
     unused = {
@@ -196,19 +220,18 @@ def make_settings(args, model, tokenizer, needles, texts):
     for name in unused:
         if unused[name] and getattr(args, name) is not None:
             raise ValueError(f"{cli.flag(name)} has no effect {'with --published' if published else 'on plain text'}")
-    template = PUBLISHED if published else (args.template or TEMPLATE).replace("\\n", "\n")
-    if template.count("{context}") != 1 or "{question}" not in template:
-        raise ValueError("--template must contain {context}, once, and {question}")
     longest = model.config.max_positions - args.max_new_tokens
-    default = PUBLISHED_LENGTHS if published else spread(min(5000, longest) // 5, min(5000, longest), 5)
-    prompt_lengths = args.lengths or default
+    last = min(5000, longest)
+    first = max(last // 5, min(400, 3 * last // 4))         # in a short context the needle takes most of a prompt
+    prompt_lengths = args.lengths or (PUBLISHED_LENGTHS if published else spread(first, last, 5))
     if prompt_lengths[-1] > longest:
         raise ValueError(f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
                          f"{args.max_new_tokens} new ones; use lengths up to {longest}")
     return {
         "model": model.name, "fingerprint": fingerprint(args.model), "lengths": prompt_lengths, "depths": args.depths,
         "runs": args.runs, "seed": args.seed or 0, "needles": files.short_hash(json.dumps(needles).encode()),
-        "haystack": files.short_hash(json.dumps(texts).encode()), "template": template, "chat": chat,
+        "haystack": files.short_hash(json.dumps(texts).encode()),
+        "template": PUBLISHED if published else args.template or TEMPLATE, "chat": chat,
         "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {}) if chat else None,
         "published": published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
         "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "ranks": model.shard.size,
@@ -219,21 +242,32 @@ def main():
     args = parse_args()
     if args.out.is_dir():
         raise ValueError(f"--out {args.out} is a folder; give the name of a file")
+    runs = args.out.with_name(args.out.name + ".runs.jsonl")
+    if args.out.exists() and not runs.exists():
+        raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; delete it, or choose another --out")
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ImportError("heads.detect compares answers with rouge-score: pip install rouge-score") from None
+    rouge = RougeScorer(["rouge1"], use_stemmer=True)
     needles, texts = read_needles(args.needles), read_haystack(args.haystack)
     model, tokenizer = cli.load_model(args.model, args)
     cli.limit_threads(model)
-    settings = make_settings(args, model, tokenizer, needles, texts)
-    prompts = make_prompts(settings, needles, texts, tokenizer)
-    part = Path(f"{args.out}.part")
-    with files.locked(part) if model.shard.rank == 0 else nullcontext():
-        records = run_all(model, tokenizer, prompts, needles, settings, part)
+    facts = make_facts(args, model, tokenizer, needles, texts)
+    prompts = make_prompts(facts, needles, texts, tokenizer)
+    with files.locked(runs) if model.shard.rank == 0 else nullcontext():
+        try:
+            records = run_all(model, tokenizer, prompts, needles, facts, rouge, runs)
+        except KeyboardInterrupt:
+            print("\nstopped; the same command continues", file=sys.stderr)
+            raise
         if model.shard.rank:
             return
-        result = write(args.out, model, records, settings, args.min_success)
-        part.unlink()
+        result = mean_scores(model, records, facts, args.min_success)
+        files.write(args.out, [result])
     best = sorted(result["scores"].items(), key=lambda item: -item[1])[:5]
-    print(f"{result['samples']} of {len(records)} runs gave a right answer; best heads "
-          + ", ".join(f"{head} {score:.3f}" for head, score in best) + f"; wrote {args.out}")
+    print(f"{summary(records)}; best heads " + ", ".join(f"{head} {score:.3f}" for head, score in best)
+          + f"; wrote {args.out}")
 
 
 if __name__ == "__main__":

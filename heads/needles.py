@@ -7,6 +7,7 @@ token ids (`make_published_prompt`)."""
 import math
 import random
 import re
+import warnings
 from bisect import bisect_left, bisect_right
 from functools import lru_cache, partial
 from itertools import product
@@ -68,21 +69,24 @@ def read_haystack(path):
     return texts
 
 
-def make_prompts(settings, needles, texts, tokenizer):
+def make_prompts(facts, needles, texts, tokenizer):
     """The prompts of all runs, in order: [(ids, record), …].
 
     record: the number of the needle, the planned length and depth, the actual depth "at", the number of "tokens", and
-    the "span" of the needle, [first token, last + 1]."""
-    lengths, published, prompts = settings["lengths"], settings["published"], {}
-    samples = plan(len(needles), len(texts), lengths, settings["depths"], settings["runs"], settings["seed"])
+    the "span" of the needle, [first token, last + 1]. By default no prompt occurs twice."""
+    lengths, published, prompts = facts["lengths"], facts["published"], {}
+    samples = plan(len(needles), len(texts), lengths, facts["depths"], facts["runs"], facts["seed"])
     if not published:
         texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in range(min(len(texts), len(needles)))]
     for sample in samples:
         arguments = sample, needles[sample.needle], texts[sample.book], tokenizer
-        ids, span, at = make_published_prompt(*arguments) if published else make_prompt(*arguments, settings)
+        ids, span, at = make_published_prompt(*arguments) if published else make_prompt(*arguments, facts)
         record = {"needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": at,
                   "tokens": len(ids), "span": list(span)}
-        prompts[sample if published else tuple(ids)] = ids, record      # by default, no prompt occurs twice
+        prompts[sample if published else tuple(ids)] = ids, record
+    if len(prompts) < len(samples):
+        warnings.warn(f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a prompt: in "
+                      "short --lengths a needle has few places", stacklevel=2)
     return list(prompts.values())
 
 
@@ -113,25 +117,26 @@ def make_book(tokenizer, texts, first, length):
     return text, bounds, [bisect_left(starts, bound) for bound in bounds]
 
 
-def make_prompt(sample, needle, book, tokenizer, settings):
+def make_prompt(sample, needle, book, tokenizer, facts):
     """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack with a sentence.
 
-    settings: "template" contains {context} and {question}; "template_args" are the arguments of the chat template, None
+    facts: "template" contains {context} and {question}; "template_args" are the arguments of the chat template, None
     without one; "seed". Returns the ids, the needle's tokens (first, last + 1), and its depth in %."""
     text, bounds, counts = book
-    head, tail = (part.replace("{question}", needle.question) for part in settings["template"].split("{context}"))
-    encode_chat = partial(encode_message, tokenizer, template_args=settings["template_args"])
+    head, tail = (part.replace("{question}", needle.question) for part in facts["template"].split("{context}"))
+    encode_chat = partial(encode_message, tokenizer, template_args=facts["template_args"])
     room = sample.length - len(encode_chat(f"{head}{needle.needle} {tail}")[0])
     # The joined text may have more tokens than its parts, so that the first attempt may be too long.
-    for last in range(bisect_right(counts, room) - 1, -1, -1):
-        end, rng = bounds[last], random.Random(f"{settings['seed']} {sample}")
+    for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
+        end, rng = bounds[last], random.Random(f"{facts['seed']} {sample}")
         at = choose_boundary(bounds[:last + 1], sample.depth, rng)
         context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
         ids, offsets, shift = encode_chat(head + context + tail)
         if len(ids) <= sample.length:
             break
     else:
-        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”")
+        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which takes "
+                         f"{len(ids)} with its question")
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
     inside = [i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first]
     return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)

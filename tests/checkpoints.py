@@ -7,6 +7,7 @@ import json
 import math
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -105,6 +106,11 @@ def write_heads(path, n_layers=3, n_heads=4, seed=0, **more):
     table = {f"{i // n_heads}-{i % n_heads}": float(score) for i, score in enumerate(scores)}
     Path(path).write_text(json.dumps(dict(n_layers=n_layers, n_heads=n_heads, scores=table, **more)))
     return path
+
+
+def stand_in(n_layers=3, n_heads=4, name="tiny", folder=None):
+    """What `load_heads` reads of a model."""
+    return SimpleNamespace(name=name, folder=folder, config=SimpleNamespace(n_layers=n_layers, n_heads=n_heads))
 
 
 def write_lines(path, rows):

@@ -176,7 +176,7 @@ def head_file(dice, world):
     if dice.random() < 0.3:                                 # the format of the paper's authors
         scores = json.loads(path.read_text())["scores"]
         path.write_text(json.dumps({name: [score, score / 2] for name, score in scores.items()}))
-    heads = attempt(lambda: load_heads(spoil(dice, path), 3, 4))
+    heads = attempt(lambda: load_heads(checkpoints.stand_in(), name=spoil(dice, path)))
     if heads:
         scores = json.loads(path.read_bytes())
         scores = {name: np.mean(value) for name, value in scores.get("scores", scores).items()}

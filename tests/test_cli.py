@@ -12,7 +12,7 @@ from cli.screen import Screen
 from heads import load_heads, published_random_heads, random_heads
 from heads.sources import find_sources
 from model import Transformer
-from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
+from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
@@ -49,7 +49,7 @@ def labels(heads):
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
     [line] = objects(*base, *FLAGS, "--prompt", "Hi", "--sources")
     model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])
-    heads, prompt = load_heads(base[3], 3, 4)[:2], tokenizer.encode("Hi")
+    heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode("Hi")
     g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     assert line == dict(prompt_ids=prompt, ids=g.ids, text=tokenizer.decode(g.ids), alphas=g.alphas,
                         entropies=g.entropies, stop=g.stop, method="decore-entropy", model=model.name,
@@ -84,7 +84,7 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(call
     assert lines["decore-entropy-lite"]["amateur"] == tmp_path.name and "amateur" not in lines["decore-entropy"]
     assert lines["decore-entropy"] == objects(*base, *prompt)[0]
     assert lines["decore-entropy-lite"] == objects(*base[:2], *amateur, *prompt)[0]
-    assert lines["decore-entropy-lite"]["heads"] == labels(load_heads(heads, 3, 4)[:2])
+    assert lines["decore-entropy-lite"]["heads"] == labels(load_heads(stand_in(), 2, heads))
     _, text, _ = call(decore.main, *base, *prompt, "--compare")
     assert text == "".join(f"{name:>14}  {line['text']}\n" for name, line in lines.items() if "amateur" not in line)
     status, out, err = call(decore.main, *base[:2], *amateur, *prompt, "--compare")     # no heads of the model itself
@@ -134,7 +134,7 @@ def test_options_reach_the_method(objects, base):
                       for flags in ([], ["--mask=query"], ["--mask-prompt"]))
     assert first not in others
     random = line("--random-heads", "--seed", 2, "--num-heads", 2)
-    assert random["heads"] == labels(random_heads(load_heads(base[3], 3, 4), 2, 2))
+    assert random["heads"] == labels(random_heads(load_heads(stand_in(), name=base[3]), 2, 2))
     [published] = objects(*base[:2], *FLAGS, "--prompt=Hi", "--method=masked", "--random-heads=published")
     assert published["heads"] == labels(published_random_heads(2, 3, 4))
 

@@ -4,17 +4,19 @@ import json
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import cli
-from heads import detect, load_heads, needles
+from heads import FOLDER, detect, load_heads, needles
 from model import Transformer
 from runtime.parallel import Shard
-from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
+from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
 
@@ -109,8 +111,8 @@ def test_batches_change_nothing(llama):
 
 def prompt_of(tokenizer, length, depth, book=None, template_args=None):
     book = book or needles.make_book(tokenizer, BOOKS, 0, length)
-    settings = dict(template=detect.TEMPLATE, template_args=template_args, seed=0)
-    return needles.make_prompt(needles.Sample(0, length, depth, 0), NEEDLE, book, tokenizer, settings)
+    facts = dict(template=detect.TEMPLATE, template_args=template_args, seed=0)
+    return needles.make_prompt(needles.Sample(0, length, depth, 0), NEEDLE, book, tokenizer, facts)
 
 
 @pytest.mark.parametrize("template_args", [None, {}])
@@ -187,41 +189,48 @@ def test_texts_and_needles_are_read_from_files(tmp_path):
             needles.read_needles(lines)
 
 
-# Settings and prompts from the command line
+# Facts and prompts from the command line
 
 
 @pytest.fixture
 def prepare(chat_model, monkeypatch):
-    """The settings and the prompts of a command on the tiny model."""
+    """The facts and the prompts of a command on the tiny model."""
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["detect", "--model", str(chat_model), "--out", "x", *map(str, arguments)])
         args = detect.parse_args()
         rows = needles.read_needles(args.needles)
-        settings = detect.make_settings(args, *cli.load_model(args.model, args), rows, BOOKS)
-        return settings, needles.make_prompts(settings, rows, BOOKS, Tokenizer.load(args.model))
+        facts = detect.make_facts(args, *cli.load_model(args.model, args), rows, BOOKS)
+        return facts, needles.make_prompts(facts, rows, BOOKS, Tokenizer.load(args.model))
     return run
 
 
 def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(prepare, tokenizer):
-    assert prepare("--depths", 1)[0]["lengths"] == [399, 799, 1198, 1598, 1998]
-    assert 10 < len({tuple(ids) for ids, _ in prepare("--lengths", 500)[1]}) == len(prepare("--lengths", 500)[1]) < 30
-    settings, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
-    assert settings["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
+    assert prepare("--depths", 1)[0]["lengths"] == [400, 800, 1199, 1598, 1998]
+    facts, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
+    assert facts["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
     for ids, record in prompts:
         text = tokenizer.decode(ids)
         assert record["length"] < 400 or BOOKS[record["needle"]][:20] in text
         assert text.count("Based on the content of the book, Question: ") == 1
 
 
-def test_thinking_is_off_and_the_settings_say_so(prepare, chat_model, tmp_path):
+def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, recwarn):
+    prepare("--lengths", 1500, "--depths", 2)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="runs instead of 30, since the others would repeat a prompt"):
+        prompts = prepare("--lengths", 500, "--runs", 30)[1]
+    assert 10 < len({tuple(ids) for ids, _ in prompts}) == len(prompts) < 30
+
+
+def test_thinking_is_off_and_the_facts_say_so(prepare, chat_model, tmp_path):
     template = TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
     model = shutil.copytree(chat_model, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, template)).core
     for end, thinks, *more in (("<think></think>", False),
                                ("assistant:", True, "--template-args", '{"enable_thinking": true}')):
-        settings, [(ids, _), *_] = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
+        facts, [(ids, _), *_] = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
         assert core.decode(ids, skip_special_tokens=False).endswith(end)
-        assert settings["template_args"] == {"enable_thinking": thinks}
+        assert facts["template_args"] == {"enable_thinking": thinks}
 
 
 def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_only(prepare, tokenizer, monkeypatch):
@@ -230,53 +239,69 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         return [(tokenizer.encode(text), torch.zeros(len(text), 1, 1, dtype=int)) for text in texts]
 
     monkeypatch.setattr(detect, "answer_batch", answer_batch)
+    rouge = RougeScorer(["rouge1"], use_stemmer=True)
     for more in ([], ["--published"]):
-        settings, prompts = prepare("--lengths", 500, "--depths", 1, *more)
+        facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
         texts = ["The stones under", "under the", "I do not know"]              # recall 0.75, 0.5, 0
-        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, settings)
+        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts, rouge)
         assert [record["right"] for record in records] == [True, False, False]
 
 
 # The program, on the miniature
 
-DETECTION = cli.MINIATURE / "detection"
-MINIATURE = ["--model", cli.MINIATURE, "--needles", DETECTION / "needles.jsonl",
-             "--haystack", DETECTION / "haystack.jsonl", "--template", "Context: {context}\\n{question}",
-             "--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
+SHORT = ["--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
 
 
-def test_an_interrupted_detection_continues_and_its_file_is_read_by_load_heads(call, tmp_path):
-    path, part = tmp_path / "heads.json", tmp_path / "heads.json.part"
-    part.touch()                                            # stopped before the settings
-    status, _, err = call(detect.main, *MINIATURE, "--min-success", 9, "--out", path)      # leaves all runs in `part`
-    assert status == 2 and "of 8 runs gave a right answer" in err and not path.exists()
-    settings, first, second, third = part.read_bytes().splitlines(keepends=True)
-    first = first.replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false', 1)
-    part.write_bytes(settings.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "'))
-    _, _, err = call(detect.main, *MINIATURE, "--out", path, "--seed", 1)
-    assert "unfinished detection with another fingerprint, seed; " in err
-    part.write_bytes(settings + first + second[:-9])
-    status, out, err = call(detect.main, *MINIATURE, "--min-success", 4, "--out", path)
-    assert status == 0 and f"wrote {path}" in out and not part.exists(), err
-    content = json.loads(path.read_text())
-    assert content["runs"] == [run for line in (first, second, third) for run in json.loads(line)["runs"]]
-    assert {*load_heads(path, 4, 8)[:3]} == {(2, 0), (2, 1), (3, 1)}
-    right = [run for run in content["runs"] if run["recall"] > 0.5]
-    assert content["samples"] == len(right) >= 4 and content["success_rate"] == round(len(right) / 8, 4)
-    assert content["scores"]["2-0"] == round(sum(run["scores"].get("2-0", 0) for run in right) / len(right), 6)
-    assert content["settings"] == json.loads(settings) and content["settings"]["fingerprint"]["weights"]
+def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
+    path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
+    runs.touch()                                                            # killed before the facts were written
+    status, _, err = call(detect.main, *SHORT, "--min-success", 9, "--out", path)
+    assert status == 2 and "of 8 answers are right (--min-success 9)" in err and not path.exists()
+    header, *lines = runs.read_bytes().splitlines(keepends=True)
+    lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
+    runs.write_bytes(header.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "') + lines[0])
+    _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1)
+    assert "is a detection with another fingerprint, seed; " in err
+    for kept in lines[:4], [*lines[:4], lines[4][:-9]], lines[:3], lines:         # a batch is decoded again, or none
+        runs.write_bytes(header + b"".join(kept))
+        status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
+        assert status == 0 and out.endswith(f"wrote {path}\n") and runs.read_bytes() == header + b"".join(lines), err
+    content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
+    assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
+    right = [record for record in records if record["recall"] > 0.5]
+    assert content["samples"] == len(right) == 7 and content["success_rate"] == round(7 / 8, 4)
+    assert content["scores"]["2-0"] == round(sum(run["scores"].get("2-0", 0) for run in right) / 7, 6)
+    assert content["facts"] == json.loads(header)["facts"] and content["facts"]["fingerprint"]["weights"]
+    runs.unlink()
+    status, _, err = call(detect.main, *SHORT, "--out", path)
+    assert status == 2 and f"--out {path} exists, and its runs" in err and json.loads(path.read_text()) == content
+    monkeypatch.setattr(detect, "run_batch", Mock(side_effect=KeyboardInterrupt))
+    status, _, err = call(detect.main, *SHORT, "--out", tmp_path / "other.json")
+    assert status == 130 and "stopped; the same command continues" in err
 
 
-def test_scores_that_are_all_zero_are_refused(llama, tmp_path):
-    with pytest.raises(ValueError, match="3 of 3 runs gave a right answer .*, and 0 heads copied"):
-        detect.write(tmp_path / "h.json", llama, [{"right": True, "scores": {}, "answer": ""}] * 3, {}, 1)
+def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_counted(call, tmp_path, monkeypatch):
+    status, out, err = call(detect.main, "--runs", 24, "--out", tmp_path / "h.json")
+    assert status == 0 and re.search(r"so far, (1\d|20) of 20 answers are right\n", err), err
+    facts = json.loads((tmp_path / "h.json").read_text())["facts"]
+    shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
+    assert facts == shipped | {"runs": 24, "versions": facts["versions"]}
+    monkeypatch.setattr(detect, "SUCCESS", 1)
+    status, _, err = call(detect.main, "--runs", 20, "--out", tmp_path / "other.json")
+    assert status == 2 and re.search("so far, 0 of 20 answers are right; the first one is '.*': try --raw, ", err)
+
+
+def test_scores_that_are_all_zero_are_refused(llama):
+    with pytest.raises(ValueError, match="3 of 3 answers are right .* 0 heads copied"):
+        detect.mean_scores(llama, [{"right": True, "scores": {}, "answer": ""}] * 3, {}, 1)
 
 
 @pytest.mark.parametrize("more, message", [
     (["--lengths", "1000:3000:2"], "3000 tokens do not fit the context of"),
     (["--lengths", "0:600:2"], "0 tokens cannot hold the needle"),
     (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
-    (["--template", "{context} and that is all"], "must contain {context}, once, and {question}"),
+    (["--template", "{context} and that is all"], "must be UTF-8 text that contains {context}, once, and {question}"),
+    (["--template", "\udcff {context} {question}"], "argument --template: must be UTF-8 text"),
     (["--haystack", "/proc/self/fdinfo"], "holds no text"),
     (["--out", "."], "--out . is a folder"),
     (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
@@ -287,3 +312,9 @@ def test_scores_that_are_all_zero_are_refused(llama, tmp_path):
 def test_bad_options_are_refused_before_the_first_run(call, chat_model, tmp_path, more, message):
     status, _, err = call(detect.main, "--model", chat_model, "--out", tmp_path / "h.json", *more)
     assert status == 2 and message in err.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_a_missing_rouge_score_is_reported_before_the_model_is_loaded(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    status, _, err = call(detect.main, "--model", "no-such-folder", "--out", tmp_path / "h.json")
+    assert status == 2 and err.endswith("pip install rouge-score\n") and err.count("\n") == 1

@@ -3,12 +3,12 @@
 import json
 import random
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from heads import FOLDER, choose_heads, find_heads, load_heads, load_scores, published_random_heads, random_heads
+from tests.checkpoints import stand_in
 
 # The files of the authors: layers, heads and samples. The table of the paper: heads with a mean above 0.1 and above 0,
 # mean score at each rank.
@@ -34,7 +34,7 @@ TOP_20 = {
 @pytest.mark.parametrize("name", PAPER)
 def test_scores_equal_the_papers_table_and_the_best_heads_are_in_the_authors_order(name):
     L, H, samples, above_tenth, above_zero, row = PAPER[name]
-    scores, heads = load_scores(name), load_heads(name, L, H)
+    scores, heads = load_scores(name), load_heads(stand_in(L, H, f"meta-llama/{name}"))
     assert json.loads((FOLDER / f"{name}.json").read_text())["samples"] == samples
     assert " ".join(f"{layer}-{head}" for layer, head in heads).startswith(TOP_20.get(name, ""))
     ranked = [scores[head] for head in heads]
@@ -51,7 +51,7 @@ def test_every_file_fits_its_row_of_the_readme():
     assert names == {"miniature", "miniature-amateur", *(row[1] for row in rows)}
     for model, name, L, H, measure, samples, letter in rows:
         content = json.loads((FOLDER / f"{name}.json").read_text())
-        assert len(load_heads(name, int(L), int(H), model)) == int(L) * int(H) == len(content["scores"])
+        assert len(load_heads(stand_in(int(L), int(H), model))) == int(L) * int(H) == len(content["scores"])
         assert [content[field] for field in ("model", "n_layers", "n_heads", "samples")] == [
             model, int(L), int(H), int(samples)]
         assert content["measure"].startswith({"needle": "needle in a", "copy": "teacher-forced copy"}[measure])
@@ -70,15 +70,26 @@ def test_every_hub_name_of_a_model_finds_its_file(name, stem):
 
 
 @pytest.mark.parametrize("name, shape, hint", [
-    ("meta-llama/Llama-3.2-3B-Instruct", (28, 24), "try those of a related model (--heads Llama-3.2-3B), or give"),
-    ("Qwen/Qwen2-7B", (28, 28), "(--heads Qwen2-7B-Instruct), or give"),
-    ("someone/Llama-3-70B-it", (80, 64), "(--heads Meta-Llama-3-70B), or give"),
-    ("someone/Llama-3.2-3B-Instruct", (30, 24), "are known for someone/Llama-3.2-3B-Instruct: give --heads FILE"),
+    ("meta-llama/Llama-3.2-3B-Instruct", (28, 24), "try those of a related model (--heads Llama-3.2-3B), give"),
+    ("Qwen/Qwen2-7B", (28, 28), "(--heads Qwen2-7B-Instruct), give"),
+    ("someone/Llama-3-70B-it", (80, 64), "(--heads Meta-Llama-3-70B, --heads Meta-Llama-3-70B-Instruct), give"),
+    ("aws/MegaBeam-Mistral-7B-512k", (32, 32), "(--heads MegaBeam-Mistral-7B-300k), give"),
+    ("someone/honest_llama3_8B_instruct", (32, 32), "(--heads Meta-Llama-3-8B-Instruct, --heads Meta-Llama-3-8B, "),
+    ("meta-llama/Llama-3.1-70B-Instruct", (80, 64), "(--heads Meta-Llama-3-70B-Instruct), give"),
+    ("someone/Llama-3.2-3B-Instruct", (30, 24), "are known for someone/Llama-3.2-3B-Instruct: give --heads FILE, or"),
 ])
-def test_a_model_without_a_file_gets_the_names_of_related_ones(name, shape, hint):
-    model = SimpleNamespace(name=name, config=SimpleNamespace(n_layers=shape[0], n_heads=shape[1]))
-    with pytest.raises(ValueError, match=re.escape(hint)):
-        choose_heads(model, None, 10)
+def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_that_measures(name, shape, hint):
+    command = f"python -m heads.detect --model {name} --out heads/{name.rpartition('/')[2]}.json"
+    with pytest.raises(ValueError, match=f"{re.escape(hint)}.*{re.escape(command)}$"):
+        choose_heads(stand_in(*shape, name), None, 10)
+
+
+def test_the_command_that_measures_has_the_folder_as_given(tmp_path, monkeypatch):
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder, given in (("my model", "'my model'"), (tmp_path / "my model", f"'{tmp_path}/my model'")):
+        with pytest.raises(ValueError, match=f"measure them: .* --model {given} --out heads/'my model'.json"):
+            load_heads(stand_in(name="my model", folder=folder))
 
 
 def write(path, scores, **more):
@@ -89,11 +100,15 @@ def write(path, scores, **more):
 def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file(tmp_path):
     path = write(tmp_path / "m.json", {"1-1": [0.2, 0.4], "0-1": [1, 0], "1-0": [0, 0], "0-0": [0.5, 0.5],
                                        "0-2": [0.1, 0.1], "1-2": [0.1, 0.1]})
-    assert load_heads(path, 2, 3) == [(0, 1), (0, 0), (1, 1), (0, 2), (1, 2), (1, 0)]
+    ranked = [(0, 1), (0, 0), (1, 1), (0, 2), (1, 2), (1, 0)]
+    assert [load_heads(stand_in(2, 3), n, path) for n in (None, 0, 3)] == [ranked, [], ranked[:3]]
     assert load_scores(path)[1, 1] == float(np.mean([0.2, 0.4])) and load_scores(path)[0, 1] == 0.5
     for shape, head in (((1, 3), "1-0"), ((2, 2), "0-2"), ((3, 3), "2-0"), ((2, 4), "0-3")):
         with pytest.raises(ValueError, match=f"{path} has 6 heads, .* {shape[0]} layers of {shape[1]} .* head {head}"):
-            load_heads(path, *shape)
+            load_heads(stand_in(*shape), name=path)
+    for n in (-1, 7):
+        with pytest.raises(ValueError, match=f"--num-heads {n}: tiny has 6 heads"):
+            load_heads(stand_in(2, 3), n, path)
 
 
 @pytest.mark.parametrize("key, score", [
@@ -102,21 +117,23 @@ def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file
 def test_an_entry_that_is_not_a_head_and_its_scores_is_refused(tmp_path, key, score):
     path = write(tmp_path / "wrong.json", {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1} | {key: score}, model="m")
     with pytest.raises(ValueError, match=f"{path}: '{key}' must be a head.* finite number"):
-        load_heads(path, 2, 2)
+        load_scores(path)
 
 
 def test_a_file_without_scores_and_an_unknown_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match='"scores" must be an object'):
-        load_heads(write(tmp_path / "empty.json", {}, model="m"), 2, 2)
+        load_scores(write(tmp_path / "empty.json", {}, model="m"))
     with pytest.raises(FileNotFoundError, match="no-such-model is neither a head file nor a model.*heads.detect"):
-        load_heads("no-such-model", 32, 32)
+        load_heads(stand_in(32, 32), name="no-such-model")
 
 
-def test_only_a_file_of_another_model_is_a_warning(recwarn):
-    load_heads("Mistral-7B-v0.3", 32, 32, model_name="/models/mistral-7b-V0.3")
+def test_a_file_of_another_model_is_a_warning_if_it_fits_and_an_error_alone_if_not(recwarn):
+    load_heads(stand_in(32, 32, "/models/mistral-7b-V0.3"))
+    with pytest.raises(ValueError, match="has 1024 heads, the model 3 layers of 4 heads"):
+        load_heads(stand_in(), name="Mistral-7B-v0.3")
     assert not recwarn
     with pytest.warns(UserWarning, match="holds the heads of mistralai/Mistral-7B-v0.3, but the model is .*Llama-3-8B"):
-        load_heads("Mistral-7B-v0.3", 32, 32, model_name="meta-llama/Meta-Llama-3-8B")
+        load_heads(stand_in(32, 32, "meta-llama/Meta-Llama-3-8B"), name="Mistral-7B-v0.3")
 
 
 # Random heads
@@ -138,7 +155,7 @@ def test_random_heads_are_nested_and_hold_no_retrieval_head():
 
 
 def test_published_random_heads_among_the_hundred_best_are_as_the_page_says():
-    best = set(load_heads("Meta-Llama-3-8B-Instruct", 32, 32)[:100])
+    best = set(load_heads(stand_in(32, 32, "Meta-Llama-3-8B-Instruct"), 100))
     counts = [len(best & set(published_random_heads(100, 32, 32, seed))) for seed in range(1000)]
     assert (min(counts), max(counts), round(np.mean(counts), 1)) == (2, 18, 9.7)
     assert len(best & set(published_random_heads(100, 32, 32, 1234))) == 8
