@@ -113,12 +113,12 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
 
 
 def stored_runs(path, facts):
-    """The records of complete batches in the file of a detection: a line of facts, then a line per run.
+    """The records of complete batches in the file of a detection: its facts as the header, then a line per run.
 
     Starts a missing file, and removes the rest of the last batch. ValueError for a detection with other facts."""
     path.touch()
-    header, *records = [line for _, line in files.json_lines(path)] or [{"facts": facts}]
-    stored = header.get("facts", {})
+    header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
+    stored = header.get("header", {})
     if other := sorted(name for name in stored | facts if stored.get(name) != facts.get(name)):
         raise ValueError(f"{path} is a detection with another {', '.join(other)}; delete it, or choose another --out")
     records = records[:len(records) // facts["batch_size"] * facts["batch_size"]]

@@ -271,7 +271,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     right = [record for record in records if record["recall"] > 0.5]
     assert content["samples"] == len(right) == 7 and content["success_rate"] == round(7 / 8, 4)
     assert content["scores"]["2-0"] == round(sum(run["scores"].get("2-0", 0) for run in right) / 7, 6)
-    assert content["facts"] == json.loads(header)["facts"] and content["facts"]["fingerprint"]["weights"]
+    assert content["facts"] == json.loads(header)["header"] and content["facts"]["fingerprint"]["weights"]
     runs.unlink()
     status, _, err = call(detect.main, *SHORT, "--out", path)
     assert status == 2 and f"--out {path} exists, and its runs" in err and json.loads(path.read_text()) == content
