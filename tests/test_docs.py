@@ -35,7 +35,7 @@ RUN_HERE = {
 }
 # Commands that other tests run, or that need a network or too much time → which.
 ELSEWHERE = {
-    "python -m benchmarks.gpu": "test_benchmarks", "python -m benchmarks.decode": "test_benchmarks",
+    "python -m speed.gpu": "test_speed", "python -m speed.decode": "test_speed",
     "python -m evaluation.harness": "test_harness",
     "python evaluate.py --task truthfulqa-gen": "test_rescore", "python -m miniature.claims": "test_miniature",
     "python -m miniature.make": "test_miniature", "python -m heads.detect --model meta-llama": "test_detect",

@@ -17,12 +17,12 @@ import torch.distributed as dist
 import cli
 import decore
 from baselines import generate
-from benchmarks.shapes import weight_bytes
 from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
 from runtime.config import Config
 from runtime.parallel import Ranks, Shard, check_split, rank_device
 from runtime.weights import named_tensors
+from speed.shapes import weight_bytes
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
 from tests.test_gpu_on_cpu import HEADS, RecordedOnCPU, graphs_on_cpu
 

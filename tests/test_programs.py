@@ -18,7 +18,7 @@ from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("benchmarks", "cli", "heads", "miniature", "report", "tasks")
+ROOMS = ("cli", "heads", "miniature", "report", "speed", "tasks")
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in FILES
                   if path.name != "harness.py"          # it passes unknown options to lm-evaluation-harness

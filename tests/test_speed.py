@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from baselines import METHODS
-from benchmarks import decode, gpu
-from benchmarks.llama import write_gguf
-from benchmarks.shapes import SHAPES, random_model
+from speed import decode, gpu
+from speed.llama import write_gguf
+from speed.shapes import SHAPES, random_model
 
 pytest.importorskip("transformers")
 

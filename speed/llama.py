@@ -1,4 +1,4 @@
-"""llama.cpp as a contestant of `benchmarks.decode`: its llama-bench decodes a model's weights, stored as GGUF.
+"""llama.cpp as a contestant of `speed.decode`: its llama-bench decodes a model's weights, stored as GGUF.
 
 The source comes from the package llama-cpp-python (77 MB). Needs pip, cmake, a C++ compiler and `pip install gguf`. The
 build takes a quarter of an hour on one core. llama.cpp's cache is in float16 for all dtypes; this project's cache has

@@ -1,9 +1,9 @@
 """Tests and speed of one GPU in less than ten minutes. Weights are random, so nothing is downloaded.
 
-    python -m benchmarks.gpu --out benchmarks/results/gpu.json
-    python -m benchmarks.gpu --dry-run          # a tiny shape on a CPU
+    python -m speed.gpu --out speed/results/gpu.json
+    python -m speed.gpu --dry-run          # a tiny shape on a CPU
 
-Runs `pytest -m gpu tests/test_gpu.py`, at most 400 seconds, and benchmarks.decode with the options of each section.
+Runs `pytest -m gpu tests/test_gpu.py`, at most 400 seconds, and speed.decode with the options of each section.
 The results are printed and written after each section. `failed` lists the sections that failed, with the reason. One
 GPU shows nothing about NCCL, which returns at once for one rank: `torchrun --nproc-per-node 2` needs two."""
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import cli
-from benchmarks import decode
+from speed import decode
 
 SECTIONS = {
     "short": "--prompt 512 --no-graph --methods greedy decore-entropy transformers two-pass",

@@ -1,9 +1,9 @@
 """Speed of decoding: this project, transformers and llama.cpp in turns, compared with the memory's bandwidth.
 
-    python -m benchmarks.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
-    python -m benchmarks.decode --methods greedy decore-entropy cad dola-low dola-high ad cd
-    python -m benchmarks.decode --methods greedy decore-entropy --batch 16
-    python -m benchmarks.decode --methods greedy decore-entropy llama.cpp --llama FOLDER
+    python -m speed.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
+    python -m speed.decode --methods greedy decore-entropy cad dola-low dola-high ad cd
+    python -m speed.decode --methods greedy decore-entropy --batch 16
+    python -m speed.decode --methods greedy decore-entropy llama.cpp --llama FOLDER
 
     transformers    its generate()
     two-pass        DeCoRe written with transformers: two caches, two passes per token
@@ -34,11 +34,11 @@ import torch
 import baselines
 import cli
 import decore
-from benchmarks.llama import llama_bench
-from benchmarks.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes_read
 from runtime.config import DTYPES
 from runtime.files import commit
 from runtime.pack import pack
+from speed.llama import llama_bench
+from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes_read
 
 PEERS = ("transformers", "two-pass", "llama.cpp")
 RATIOS = {
@@ -211,7 +211,7 @@ def origin(device):
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     cpu = f"{[*names, platform.processor()][0]} ({torch.backends.cpu.get_cpu_capability()})"
     versions = {d.name: d.version for d in distributions() if d.name in ("torch", "transformers")}
-    return dict(command="python " + shlex.join(["-m", "benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+    return dict(command="python " + shlex.join(["-m", "speed." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
                 commit=commit(), date=time.strftime("%Y-%m-%d", time.gmtime()),
                 versions=dict(python=platform.python_version(), **versions),
                 device=torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu,
