@@ -5,7 +5,7 @@
     cad          (1 + α) z − α z_without_context             Context-Aware Decoding, Shi et al. 2024
     dola-low     log p − log p_early, a lower layer's exit   DoLa, Chuang et al. 2024
     dola-high    likewise, an upper layer's exit
-    ad           log p − α S; S: entropy of a token's        Activation Decoding, Chen et al. 2024
+    ad           log p − α spread, the entropy of a token's  Activation Decoding, Chen et al. 2024
                  activation over the prompt's positions
 
     z: logits; log p: their log-softmax. `generate` and `score` take DeCoRe's own methods too. Random heads in place of
@@ -137,31 +137,31 @@ def most_divergent(model, states):
 
 
 class AD:
-    """Activation Decoding: log p − α S, with `activation_entropy` S of the layer info_layer over the prompt."""
+    """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over the prompt."""
 
     def __init__(self, model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top="published"):
         session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
         last = pad([p[-1:] for p in prompts], model.device)
         _, [x] = model.read_layers(last, session.cache.repeat(1), [info_layer])
-        self.S = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
+        self.spread = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
         self.model, self.sessions = model, [session]
         self.alpha, self.top = alpha, threshold(method, relative_top)
 
     def step(self, tokens):
         base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
-        return make_step(base - self.alpha * self.S, base, base, self.alpha, self.top)
+        return make_step(base - self.alpha * self.spread, base, base, self.alpha, self.top)
 
 
 def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None):
-    """Score as published: S includes the positions of the answer. relative_top and renormalise have no effect."""
+    """Score as published: over the answer's positions too. relative_top and renormalise have no effect."""
     prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
     session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
     out = []
     for answer in answers:
         tokens, cache = pad([prompt[-1:] + answer], model.device), session.cache.repeat(1)
         last, [x] = model.read_layers(tokens, cache, [info_layer])
-        S = activation_entropy(model, torch.cat([states, x[0]], 1))
-        scores = (model.logits(last)[0].log_softmax(-1) - alpha * S)[0]                 # [1 + T, V]
+        spread = activation_entropy(model, torch.cat([states, x[0]], 1))
+        scores = (model.logits(last)[0].log_softmax(-1) - alpha * spread)[0]            # [1 + T, V]
         out.append(math.fsum(scores[i, token].item() for i, token in enumerate(answer)))
     return out if is_batch(answer_ids) else out[0]
 
@@ -181,7 +181,7 @@ def prefill_layer(model, prompts, capacity, layer):
 
 
 def activation_entropy(model, x, in_prompt=None):
-    """S(v): entropy, over positions, of the softmax over positions of token v's logit z after a layer: [B, 1, V].
+    """Entropy, over positions, of the softmax over positions of each token's logit z after a layer, [B, 1, V].
 
     It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt [B, P]: the
     positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m) need only a few

@@ -303,9 +303,8 @@ class Decode:
         if window not in self.biases:
             visible = self.visible(window).flatten(1, 2).repeat_interleave(sizes[2], 1)[:, None]
             self.biases[window] = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf)
-        wanted = self.probabilities is not None
-        y, probabilities = attention(q.flatten(2, 4), k, v, self.biases[window], wanted)
-        if wanted:
+        y, probabilities = attention(q.flatten(2, 4), k, v, self.biases[window], self.probabilities is not None)
+        if probabilities is not None:
             self.probabilities.append(by_row(probabilities, sizes))
         return by_row(y, sizes)
 

@@ -70,7 +70,7 @@ def test_plain_products_equal_fused_attention(dtype, close):
     q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, 70, 70))
     bias = torch.zeros(2, 1, 4, 70, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 70) < 0.3, -torch.inf)
     fused, none = attention.attention(q, k, v, bias)
-    plain, weights = attention.attention(q, k, v, bias, return_weights=True)
+    plain, weights = attention.attention(q, k, v, bias, return_probabilities=True)
     torch.testing.assert_close(plain, fused, atol=close, rtol=0)
     assert none is None and weights.dtype == torch.float32                         # float32 from the scores on
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4))
