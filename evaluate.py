@@ -179,8 +179,10 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
     for bench in benchmarks:
         layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config)
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
+        encoded = encode(bench, tokenizer)
         # The last token of an answer is not read.
-        lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encode(bench, tokenizer)]
+        lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded]
+        other_ends = sum(e.without_context is not None and e.without_context[-1:] != e.prompt[-1:] for e in encoded)
         for settings, fields in setups:
             context, name = min((m.config.max_positions, m.name) for m in (model, settings.get("amateur") or model))
             problem = None
@@ -189,6 +191,8 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
                            f"the {context} positions of {name} (the longest: {max(lengths)} tokens)")
             elif fields["method"] == "cad" and not bench.task.without_context:
                 problem = "its prompts have no context to leave out"
+            elif fields["method"] == "cad" and other_ends:
+                problem = f"without context {other_ends} of its prompts end in another token (--layout {layout})"
             if problem:
                 problems.append(f"{bench.task.name} with {fields['method']} is left out: {problem}")
             else:

@@ -294,6 +294,15 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, he
     assert row["best_position"] == 0 and row["merged"] == 0
 
 
+def test_cad_is_left_out_if_a_prompt_without_context_ends_in_another_token(start, model, tmp_path):
+    """Some of MemoTrap's are empty. A chat template ends every prompt in the same way."""
+    (tmp_path / "2-b.csv").write_text("prompt,classes,answer_index\nSay it twice:,\"[' two', ' three']\",1\n")
+    arguments = (*model, "--task", "memotrap", "--data", tmp_path / "2-b.csv", "--method", "cad", "--out", tmp_path)
+    status, _, err = start(*arguments, "--layout", "plain")
+    assert status == 2 and "without context 1 of its prompts end in another token (--layout plain)" in err
+    assert start(*arguments)[0] == 0
+
+
 def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_path):
     _, [out], _ = start(*model, *data["nq-swap"], "--max-new-tokens", 3, "--method", "cad", "--out", tmp_path)
     tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
