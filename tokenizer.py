@@ -102,7 +102,7 @@ class Stream:
             return ""
         self.ids.append(token)
         # A run of byte tokens is decoded as a whole, and one bad byte changes all of it: decode after the run.
-        return "" if BYTE.fullmatch(spelling) else self.grow(self.tokenizer.decode(self.ids).removesuffix(UNFINISHED))
+        return "" if BYTE.fullmatch(spelling) else self.grow(self.tokenizer.core.decode(self.ids).removesuffix(UNFINISHED))
 
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""

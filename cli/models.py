@@ -55,10 +55,10 @@ def default_num_heads(model):
     return min(10, max(1, model.config.n_layers * model.config.n_heads // 8))
 
 
-def method_settings(method, args, model, amateur, choose_heads):
-    """The arguments of `baselines.generate` and `score` for a method, from the command line.
+def method_settings(method, args, model, amateur):
+    """The arguments of `baselines.generate` and `score` for a method, from the command line."""
+    from heads import choose_heads  # imports torch, which is slow
 
-    choose_heads: the function of `heads`."""
     settings = dict(method=method.removesuffix("-lite"))
     for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
         value = getattr(args, name, None)

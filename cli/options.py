@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -10,23 +11,20 @@ MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        for text in sys.argv[1:] if args is None else args:
+            if re.fullmatch("--[a-z-]+=--", text):              # Python 3.11 makes it an empty list
+                self.error(f"{text}: '--' is not a value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):
         raise ValueError(f"{message}; see --help")
-
-
-class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows every default, unless the option is a flag or its help names the default."""
-
-    def _get_help_string(self, action):
-        plain = "(default" in action.help or action.default in (None, False, True, [])
-        return action.help if plain else super()._get_help_string(action)
 
 
 def parser(description, **more):
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"-m {module.name}" if module and Path(sys.argv[0]).suffix == ".py" else sys.argv[0]
-    return Parser(description=description, allow_abbrev=False, formatter_class=Formatter, prog=f"python {program}",
-                  **more)
+    return Parser(description=description, allow_abbrev=False, prog=f"python {program}", **more)
 
 
 # ------------------------------------------------------------------------------------------------------ argparse types
@@ -68,7 +66,10 @@ def json_object(text):
 
 
 def token_ids(text):
-    return [int(i) for i in text.split(",")]
+    try:
+        return [int(i) for i in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of token ids like 1,2,3") from None
 
 
 # --------------------------------------------------------------------------------------------------- options of methods
@@ -151,13 +152,20 @@ def full_names(methods, amateur):
     return [f"{method}-lite" if amateur and method in MASKING[1:] else method for method in methods]
 
 
+def refuse_unused(args, reasons):
+    """ValueError for an option that is given and has no effect. reasons: {option without effect: why, to be read
+    after "--option has no effect"}."""
+    for name, reason in reasons.items():
+        value = getattr(args, name, None)
+        if value is not None and value is not False and value != []:
+            raise ValueError(f"{flag(name)} has no effect {reason}")
+
+
 def check_options(args, methods, seeded=False):
     """ValueError for an option that none of the methods uses. seeded: --seed has another effect too."""
-    for name, (users, _) in OPTIONS.items():
-        if getattr(args, name, None) is not None and not set(users) & set(methods):
-            raise ValueError(f"{flag(name)} has no effect on {', '.join(methods)}; "
-                             f"it is an option of {', '.join(users)}")
-    if args.seed is not None and not args.random_heads and not seeded:
-        raise ValueError("--seed has no effect without --random-heads")
-    if args.heads and args.random_heads == "published":
-        raise ValueError("--heads has no effect with --random-heads published, which draws from all heads")
+    refuse_unused(args, {name: f"on {', '.join(methods)}; it is an option of {', '.join(users)}"
+                         for name, (users, _) in OPTIONS.items() if not set(users) & set(methods)})
+    if not args.random_heads and not seeded:
+        refuse_unused(args, {"seed": "without --random-heads"})
+    if args.random_heads == "published":
+        refuse_unused(args, {"heads": "with --random-heads published, which draws from all heads"})

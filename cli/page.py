@@ -1,41 +1,44 @@
 """Decoded texts as an HTML page, page.html.
 
-Tokens are shaded by base entropy. Pointing at a token shows its numbers and highlights its sources in the passage, if
-they are known; pointing at a passage token highlights what was copied from it. `page.html#g1h` opens the page as if
-you pointed at the title of the second answer, #g1t0 at its first token."""
+Tokens are shaded by base entropy. If the sources of answers are known, they are marked in the prompt. Pointing at a
+token shows its numbers and marks its own sources, and pointing at a token of the prompt marks what was copied from it.
+`page.html#g1h` opens the page as if you pointed at the title of the second answer, #g1t0 at its first token."""
 
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from jinja2 import Environment, FileSystemLoader
 
+from decore import DeCoRe
+
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 render = TEMPLATES.get_template("page.html").render             # (title=…, parts=[…]) → the page as a text
+SHOWN = 3                                                       # sources of a word that the terminal shows
 
 
-def write_page(path, model, tokenizer, answers, decoder):
-    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its settings).
-
-    decoder: DeCoRe, for the masked model's favourites."""
+def write_page(path, model, tokenizer, answers):
+    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its settings)."""
     parts = []
     for b, lines in enumerate(zip(*(lines for lines, _ in answers), strict=True)):
-        prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
+        prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]), shares=Counter())
+        prompt["number"] = b + 1 if len(answers[0][0]) > 1 else None
         parts.append(prompt)
         for i, (line, (batch, settings)) in enumerate(zip(lines, answers, strict=True)):
             is_decore = line["method"].startswith("decore")
-            favourites = masked_favourites(model, line, settings, decoder) if is_decore else None
+            favourites = masked_favourites(model, line, settings) if is_decore else None
             parts.append(answer_part(tokenizer, line["method"], f"g{i * len(batch) + b}", line, prompt, favourites))
     if model.shard.rank == 0:
         Path(path).write_text(render(title=model.name, parts=parts), encoding="utf-8")
 
 
 @torch.inference_mode()
-def masked_favourites(model, line, settings, decoder):
+def masked_favourites(model, line, settings):
     """The most likely token of the masked model, or of the amateur, at each position: [(token, probability)]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    log_p, token = decoder(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
+    log_p, token = DeCoRe(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 
@@ -79,14 +82,17 @@ def notes_on(tokenizer, line, p, favourites):
 
 
 def find_links(name, written, prompt, sources):
-    """{(id pointed at, id highlighted): largest share of the heads}, ids of elements.
+    """{(id pointed at, id marked): largest share of the heads}, ids of elements.
 
-    A generated piece points at the pieces that it was copied from, and the reverse; the title points at all of them."""
-    piece_of = {p: f"{prompt['name']}s{i}" for i, (_, positions) in enumerate(prompt["pieces"]) for p in positions}
-    shares = {}
+    A generated piece points at the pieces that it was copied from, and the reverse; the title points at all of them.
+    prompt["shares"] becomes the largest share of each piece, over all answers."""
+    piece_of = {p: i for i, (_, positions) in enumerate(prompt["pieces"]) for p in positions}
+    links = {}
     for t, (_, positions) in enumerate(written):
         for position, share in (source for p in positions for source in sources[p] if source[0] in piece_of):
-            source, token = piece_of[position], f"{name}t{t}"
+            i, token = piece_of[position], f"{name}t{t}"
+            source = f"{prompt['name']}s{i}"
             for pair in ((token, source), (source, token), (f"{name}h", source)):
-                shares[pair] = max(share, shares.get(pair, 0))
-    return shares
+                links[pair] = max(share, links.get(pair, 0))
+            prompt["shares"][i] = max(share, prompt["shares"][i])
+    return links
