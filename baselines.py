@@ -266,10 +266,7 @@ def check_name(method):
 
 def main():
     from cli.program import main
-    from heads import choose_heads
-    from heads.sources import find_sources
-    main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, METHODS, "dola-low",
-         METHODS, choose_heads, find_sources, decore.DeCoRe)
+    main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", METHODS, "dola-low", METHODS)
 
 
 if __name__ == "__main__":

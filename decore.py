@@ -217,10 +217,8 @@ def pad(sequences, device="cpu"):
 
 def main():
     from cli.program import main
-    from heads import choose_heads
-    from heads.sources import find_sources
-    main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, METHODS,
-         "decore-entropy", ("greedy", "masked"), choose_heads, find_sources, DeCoRe)
+    main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", METHODS, "decore-entropy",
+         ("greedy", "masked"))
 
 
 if __name__ == "__main__":

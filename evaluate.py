@@ -28,7 +28,6 @@ import cli
 import report
 from evaluation import judges, runs
 from evaluation.decoding import Benchmark, encode, run
-from heads import choose_heads
 from report import stored
 from runtime.config import Config
 from runtime.files import commit
@@ -157,7 +156,7 @@ def make_setups(args, methods, model, amateur):
         for combination in itertools.product(*used):
             values = dict(zip(swept, combination, strict=True))
             options = argparse.Namespace(**vars(args) | values)
-            settings = cli.method_settings(method, options, model, amateur, choose_heads)
+            settings = cli.method_settings(method, options, model, amateur)
             without = {"ids_without_context": [0]} if method == "cad" else {}
             baselines.generate(model, [0], max_new_tokens=1, **settings, **without)
             heads = settings.get("heads", settings.get("amateur_heads"))

@@ -93,7 +93,8 @@ class Stream:
     stop: strings that end the text. `text` ends before the first of them, and `ended` says whether there was one."""
 
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop, self.ids, self.text, self.ended = tokenizer, stop, [], "", False
+        self.tokenizer, self.stop, self.held_back = tokenizer, stop, max(map(len, stop), default=1) - 1
+        self.ids, self.text, self.ended = [], "", False
 
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
@@ -102,16 +103,19 @@ class Stream:
             return ""
         self.ids.append(token)
         # A run of byte tokens is decoded as a whole, and one bad byte changes all of it: decode after the run.
-        return "" if BYTE.fullmatch(spelling) else self.grow(self.tokenizer.core.decode(self.ids).removesuffix(UNFINISHED))
+        if BYTE.fullmatch(spelling):
+            return ""
+        return self.grow(self.tokenizer.core.decode(self.ids).removesuffix(UNFINISHED), self.held_back)
 
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""
         return "" if self.ended else self.grow(self.tokenizer.decode(self.ids))
 
-    def grow(self, text):
-        places = [text.index(string) for string in self.stop if string in text]
-        self.ended, before = bool(places), len(self.text)
-        self.text = text[:min(places, default=None)]
+    def grow(self, text, held_back=0):
+        """held_back: characters at the end that may become a stop string."""
+        places, before = [text.index(string) for string in self.stop if string in text], len(self.text)
+        self.ended = bool(places)
+        self.text = text[:min(places, default=max(before, len(text) - held_back))]
         return self.text[before:]
 
 

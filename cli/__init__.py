@@ -6,4 +6,4 @@ from cli.models import (benchmark_template_args, default_num_heads, limit_thread
                         method_settings)
 from cli.options import (DEFAULTS, MASKING, MINIATURE, OPTIONS, SEED, add_method_arguments, add_model_arguments,
                          check_options, comma_list, flag, full_names, json_object, method_name, number, parser,
-                         positive)
+                         positive, refuse_unused)

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from runtime.errors import out_of_memory
@@ -15,18 +16,19 @@ def run(main):
 
     Under torchrun rank 0 alone prints. Another rank prints its error after ten seconds: if rank 0 has failed too,
     torchrun has ended that rank by then."""
-    stdout, stderr, program = sys.stdout, sys.stderr, Path(sys.argv[0]).name
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    program, rank, nowhere = Path(sys.argv[0]).name, os.environ.get("RANK", "0"), open(os.devnull, "r+")
+    # A stream that the shell has closed is None.
+    sys.stdin, sys.stdout, stderr = sys.stdin or nowhere, sys.stdout or nowhere, sys.stderr or nowhere
     warnings.showwarning = lambda message, *_: print(f"{program}: warning: {message}", file=sys.stderr)
     try:
-        main()
-        if "runtime.parallel" in sys.modules:           # else torch has not been loaded
-            sys.modules["runtime.parallel"].leave()
-        sys.stdout.flush()
+        with redirect_stdout(sys.stdout if rank == "0" else nowhere), redirect_stderr(stderr if rank == "0" else nowhere):
+            main()
+            if "runtime.parallel" in sys.modules:       # else torch has not been loaded
+                sys.modules["runtime.parallel"].leave()
+            sys.stdout.flush()
         return 0
     except BrokenPipeError:                             # the reader, such as `head`, has ended
+        sys.stdout = nowhere
         return 0
     except KeyboardInterrupt:
         print(file=stderr)
@@ -35,12 +37,8 @@ def run(main):
         message = explain(error)
         if message is None:
             raise
-    finally:
-        sys.stdout, sys.stderr = stdout, stderr
-        try:
-            stdout.flush()
-        except OSError:                                 # Python's exit would fail in the same way
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        if isinstance(error, OSError) and not error.filename:
+            sys.stdout = nowhere                        # a full disk: Python's exit would fail in the same way
     if rank != "0":
         time.sleep(10)
         program += f": rank {rank}"

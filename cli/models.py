@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
+from heads import choose_heads
 
 SMALL = 1_000_000_000           # parameters up to which a CPU computes in float32 by default
 TINY = 20_000_000               # parameters up to which a CPU computes with one thread by default
@@ -57,8 +58,6 @@ def default_num_heads(model):
 
 def method_settings(method, args, model, amateur):
     """The arguments of `baselines.generate` and `score` for a method, from the command line."""
-    from heads import choose_heads  # imports torch, which is slow
-
     settings = dict(method=method.removesuffix("-lite"))
     for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
         value = getattr(args, name, None)

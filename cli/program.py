@@ -28,7 +28,6 @@ def main(description, methods, default, compared):
     those that raise ValueError are left out. The requested method's error is raised after all others are printed."""
     args = make_parser(description, methods, default, compared).parse_args()
     requested, chosen = choose_methods(args, default, compared)
-    check_page(args.html)
     prompts = read_prompts(args) if os.environ.get("RANK", "0") == "0" else None        # rank 0 has standard input
     model, tokenizer, amateur = cli.load_models(args)
     if not model.can_record:
@@ -42,8 +41,8 @@ def main(description, methods, default, compared):
             print(prompts[0], end="\n\n", flush=True)
     ids = [encode(prompt, tokenizer, args) for prompt in prompts]
     check_prompts(model, ids)
-    titles = [p if isinstance(p, str) else tokenizer.decode(p_ids) for p, p_ids in zip(prompts, ids, strict=True)]
-    screen, answers, failure = Screen(args, tokenizer, titles, chosen), {}, None
+    width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
+    answers, failure = [], None                         # answers: per method, (a line of --json per prompt, settings)
     try:
         for method in chosen:
             try:
@@ -51,113 +50,92 @@ def main(description, methods, default, compared):
                 if method == "cad" and (args.without_context or args.without_context_ids):
                     settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in (
                         args.without_context or []) + (args.without_context_ids or [])]
-                lines = decode(method, model, ids, settings, args, screen)
-                answers[method] = lines, settings
+                answers.append((decode(method, model, tokenizer, ids, settings, args, width), settings))
             except ValueError as error:
                 if method == requested:
                     failure = error
                 else:
                     print(f"{method} is left out: {error}", file=sys.stderr)
     finally:
-        if len(ids) > 1:
-            screen.print_batch([lines for lines, _ in answers.values()])
+        if len(ids) > 1 and not args.json:
+            print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
     if args.html and answers:
-        write_page(args.html, model, tokenizer, list(answers.values()))
+        write_page(args.html, model, tokenizer, answers)
         print(f"wrote {args.html}", file=sys.stderr)
     if failure:
         raise failure
 
 
-def decode(method, model, ids, settings, args, screen):
-    """Decode by one method → a line of --json per prompt. Prints a single answer while it is decoded."""
-    screen.start(method)
+def decode(method, model, tokenizer, ids, settings, args, width):
+    """Decode by one method → a line of --json per prompt. Prints the lines, or a single answer while it is decoded."""
+    streams, live = [tokenizer.stream(args.stop) for _ in ids], len(ids) == 1 and not args.json
+
+    def on_token(b, token, entropy):
+        new = "" if token in tokenizer.eos_ids else streams[b].push(token)
+        if live:
+            print(new, end="", flush=True)
+        return streams[b].ended
+
+    if live:
+        print(label(method, width), end="", flush=True)
     start = time.perf_counter()
-    out = baselines.generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=screen.tokenizer.eos_ids,
-                             on_token=screen.token, graph=False if args.no_graph else None, **settings)
+    out = baselines.generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
+                             on_token=on_token, graph=False if args.no_graph else None, **settings)
     seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
     heads, lines = settings.get("amateur_heads", settings.get("heads", ())), []
-    for prompt, g, stream in zip(ids, out, screen.streams, strict=True):
-        stream.end()
+    for prompt, g, stream in zip(ids, out, streams, strict=True):
+        rest = stream.end()
         line = dict(prompt_ids=prompt, ids=g.ids, text=stream.text, alphas=g.alphas, entropies=g.entropies, stop=g.stop,
                     method=method, heads=[f"{layer}-{head}" for layer, head in heads], model=model.name)
         if args.sources and heads:
             line["sources"] = find_sources(settings.get("amateur") or model, prompt, g.ids, heads)
         if "amateur" in settings:
             line["amateur"] = settings["amateur"].name
+        if args.json:
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        elif live:
+            print(rest + sources_below(line, tokenizer, width), flush=True)
         lines.append(line)
-    if len(lines) == 1:
-        screen.print_answer(lines[0])
     print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
     if any(g.stop == "length" and len(g.ids) < args.max_new_tokens for g in out):
         print(f"{method}: an answer ended because the context is full", file=sys.stderr)
     return lines
 
 
-class Screen:
-    """Prints one answer while it is decoded, but the answers of several prompts at the end, prompt by prompt."""
+def label(method, width):
+    return f"{method:>{width}}  " if width else ""
 
-    def __init__(self, args, tokenizer, titles, methods):
-        self.args, self.tokenizer, self.titles, self.printed = args, tokenizer, titles, 0
-        self.width = max(14, *map(len, methods)) if len(methods) > 1 else 0
-        self.held_back = max(map(len, args.stop), default=1) - 1        # characters that may become a stop string
 
-    def start(self, method):
-        self.method, self.printed = method, 0
-        self.streams = [self.tokenizer.stream(self.args.stop) for _ in self.titles]
+def print_batch(prompts, answers, tokenizer, width):
+    """Print the answers by prompt and then by method. answers: per method, a line for each prompt."""
+    for i, lines in enumerate(zip(*answers, strict=True)):
+        prompt = prompts[i] if isinstance(prompts[i], str) else tokenizer.decode(lines[0]["prompt_ids"])
+        print(f"[{i + 1}] {one_line(prompt, TITLE)}")
+        for line in lines:
+            print(label(line["method"], width) + line["text"] + sources_below(line, tokenizer, width))
+        print(flush=True)
 
-    def token(self, b, token, entropy):
-        """Add a token to the b-th text. Returns whether a stop string ends the text (`on_token` of generate)."""
-        stream = self.streams[b]
-        if token not in self.tokenizer.eos_ids:
-            stream.push(token)
-        if len(self.titles) == 1 and not self.args.json:
-            text = self.labelled(self.method, stream.text)
-            until = max(self.printed, len(text) - self.held_back)
-            print(text[self.printed:until], end="", flush=True)
-            self.printed = until
-        return stream.ended
 
-    def labelled(self, method, text):
-        return f"{method:>{self.width}}  {text}" if self.width else text
-
-    def print_answer(self, line):
-        """Print an answer, or the part of it that `token` has not printed, and its sources."""
-        if self.args.json:
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        else:
-            print(self.labelled(line["method"], line["text"])[self.printed:])
-            for text in sources_of_words(self.tokenizer, line) if "sources" in line else ():
-                print(" " * self.width + f"  {text}", flush=True)
-
-    def print_batch(self, answers):
-        """answers: per method, a line for each prompt."""
-        self.printed = 0
-        for i, lines in enumerate(zip(*answers, strict=True)):
-            title = f"[{i + 1}] {one_line(self.titles[i], TITLE)}\n"
-            print("" if self.args.json else title, end="")
-            for line in lines:
-                self.print_answer(line)
-            print("" if self.args.json else "\n", end="", flush=True)
+def sources_below(line, tokenizer, width):
+    """Text below an answer: for each of its words the words of the prompt that the heads attended to most."""
+    text, ids = "", line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
+    word_of = {p: word for word, positions in words(tokenizer, line["prompt_ids"]) for p in positions}
+    for word, positions in words(tokenizer, ids) if "sources" in line else ():
+        shares = Counter()
+        for place, share in (source for p in positions for source in line["sources"][p] if source[0] in word_of):
+            shares[word_of[place]] += share / len(positions)
+        text += f"\n{'':{width}}  {word} ← " + ", ".join(f"{w} {share:.0%}" for w, share in shares.most_common(SHOWN))
+    return text
 
 
 def words(tokenizer, ids):
-    """[(word, positions of its ids)] of a text, without white space."""
+    """[(word, positions of its ids)] of a text."""
     out = []
     for text, positions in pieces(tokenizer, ids):
         if not out or text[0].isspace() or out[-1][0][-1].isspace():
             out.append(("", []))
         out[-1] = out[-1][0] + text, [*out[-1][1], *positions]
     return [(word.strip(), positions) for word, positions in out if word.strip()]
-
-
-def sources_of_words(tokenizer, line):
-    """Yields for each word of an answer the words of the prompt that the heads attended to most."""
-    word_of = {p: word for word, positions in words(tokenizer, line["prompt_ids"]) for p in positions}
-    for word, positions in words(tokenizer, line["ids"][:-1] if line["stop"] == "eos" else line["ids"]):
-        shares = Counter()
-        for place, share in (source for p in positions for source in line["sources"][p] if source[0] in word_of):
-            shares[word_of[place]] += share / len(positions)
-        yield f"{word} ← " + ", ".join(f"{source} {share:.0%}" for source, share in shares.most_common(SHOWN))
 
 
 def make_parser(description, methods, default, compared):
@@ -191,6 +169,8 @@ def choose_methods(args, default, compared):
     """(the requested method, all methods to decode by). ValueError for an option that none of them uses."""
     if "" in args.stop:
         raise ValueError("--stop: an empty text would end every answer before it begins")
+    if args.html is not None and (Path(args.html).is_dir() or not os.access(Path(args.html).parent, os.W_OK)):
+        raise ValueError(f"--html {args.html} cannot be written: give a file in a folder that you may write to")
     names = [*(compared if args.compare else ()), args.method or default]
     full = cli.full_names(names, args.amateur)
     both = [name for pair in zip(names, full, strict=True) for name in pair]        # without and with the amateur
@@ -199,12 +179,6 @@ def choose_methods(args, default, compared):
     if not set(chosen) & {*cli.OPTIONS["num_heads"][0]}:
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
     return full[-1], chosen
-
-
-def check_page(path):
-    """Raise ValueError if the page cannot be written: before decoding, not after."""
-    if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
-        raise ValueError(f"--html {path} cannot be written: give a file in a folder that you may write to")
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -217,7 +191,7 @@ def read_prompts(args):
     prompts = texts + chats + args.prompt_ids
     if not prompts and not sys.stdin.isatty():
         prompts = texts = [text for text in [read_prompt("-")] if text.strip()]
-    elif "-" not in args.prompt_file and is_piped():
+    elif is_piped():
         raise ValueError("standard input has a text too: add --prompt-file - to decode it, or < /dev/null to leave it")
     if any("\\n" in text for text in args.prompt):
         print(r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use --prompt-file",

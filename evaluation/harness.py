@@ -9,7 +9,6 @@ from pathlib import Path
 
 import baselines
 import cli
-from heads import choose_heads
 from runtime.files import short_hash
 from runtime.weights import fingerprint
 
@@ -45,7 +44,7 @@ def main():
     model, tokenizer, amateur = cli.load_models(args)
     run.model = HarnessModel(model, tokenizer, batch_size=args.batch_size, renormalise=args.renormalise,
                              template_args=cli.benchmark_template_args(tokenizer, args.template_args),
-                             **cli.method_settings(method, args, model, amateur, choose_heads))
+                             **cli.method_settings(method, args, model, amateur))
     run.model_args, run.batch_size = run.model.get_model_info() | dict(pretrained=args.model), args.batch_size
     if run.use_cache:                       # its keys are the texts alone, so each setting gets a file
         key = run.model_args, fingerprint(args.model), args.amateur and fingerprint(args.amateur)
