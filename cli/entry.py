@@ -18,10 +18,11 @@ def run(main):
     torchrun has ended that rank by then."""
     program, rank, nowhere = Path(sys.argv[0]).name, os.environ.get("RANK", "0"), open(os.devnull, "r+")
     # A stream that the shell has closed is None.
-    sys.stdin, sys.stdout, stderr = sys.stdin or nowhere, sys.stdout or nowhere, sys.stderr or nowhere
+    sys.stdin, stdout, stderr = (stream or nowhere for stream in (sys.stdin, sys.stdout, sys.stderr))
+    out, err = (stdout, stderr) if rank == "0" else (nowhere, nowhere)
     warnings.showwarning = lambda message, *_: print(f"{program}: warning: {message}", file=sys.stderr)
     try:
-        with redirect_stdout(sys.stdout if rank == "0" else nowhere), redirect_stderr(stderr if rank == "0" else nowhere):
+        with redirect_stdout(out), redirect_stderr(err):
             main()
             if "runtime.parallel" in sys.modules:       # else torch has not been loaded
                 sys.modules["runtime.parallel"].leave()

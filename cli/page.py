@@ -4,7 +4,6 @@ Tokens are shaded by base entropy. If the sources of answers are known, they are
 token shows its numbers and marks its own sources, and pointing at a token of the prompt marks what was copied from it.
 `page.html#g1h` opens the page as if you pointed at the title of the second answer, #g1t0 at its first token."""
 
-from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
@@ -15,15 +14,13 @@ from decore import DeCoRe
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 render = TEMPLATES.get_template("page.html").render             # (title=…, parts=[…]) → the page as a text
-SHOWN = 3                                                       # sources of a word that the terminal shows
 
 
 def write_page(path, model, tokenizer, answers):
     """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its settings)."""
     parts = []
     for b, lines in enumerate(zip(*(lines for lines, _ in answers), strict=True)):
-        prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]), shares=Counter())
-        prompt["number"] = b + 1 if len(answers[0][0]) > 1 else None
+        prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
         parts.append(prompt)
         for i, (line, (batch, settings)) in enumerate(zip(lines, answers, strict=True)):
             is_decore = line["method"].startswith("decore")
@@ -84,15 +81,12 @@ def notes_on(tokenizer, line, p, favourites):
 def find_links(name, written, prompt, sources):
     """{(id pointed at, id marked): largest share of the heads}, ids of elements.
 
-    A generated piece points at the pieces that it was copied from, and the reverse; the title points at all of them.
-    prompt["shares"] becomes the largest share of each piece, over all answers."""
-    piece_of = {p: i for i, (_, positions) in enumerate(prompt["pieces"]) for p in positions}
+    A generated piece points at the pieces that it was copied from, and the reverse; the title points at all of them."""
+    piece_of = {p: f"{prompt['name']}s{i}" for i, (_, positions) in enumerate(prompt["pieces"]) for p in positions}
     links = {}
     for t, (_, positions) in enumerate(written):
         for position, share in (source for p in positions for source in sources[p] if source[0] in piece_of):
-            i, token = piece_of[position], f"{name}t{t}"
-            source = f"{prompt['name']}s{i}"
+            source, token = piece_of[position], f"{name}t{t}"
             for pair in ((token, source), (source, token), (f"{name}h", source)):
                 links[pair] = max(share, links.get(pair, 0))
-            prompt["shares"][i] = max(share, prompt["shares"][i])
     return links

@@ -69,22 +69,23 @@ def main(description, methods, default, compared):
 def decode(method, model, tokenizer, ids, settings, args, width):
     """Decode by one method → a line of --json per prompt. Prints the lines, or a single answer while it is decoded."""
     streams, live = [tokenizer.stream(args.stop) for _ in ids], len(ids) == 1 and not args.json
+    text = label(method, width)                         # to be printed
 
     def on_token(b, token, entropy):
-        new = "" if token in tokenizer.eos_ids else streams[b].push(token)
+        nonlocal text
+        text += "" if token in tokenizer.eos_ids else streams[b].push(token)
         if live:
-            print(new, end="", flush=True)
+            print(text, end="", flush=True)
+            text = ""
         return streams[b].ended
 
-    if live:
-        print(label(method, width), end="", flush=True)
     start = time.perf_counter()
     out = baselines.generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
                              on_token=on_token, graph=False if args.no_graph else None, **settings)
     seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
     heads, lines = settings.get("amateur_heads", settings.get("heads", ())), []
     for prompt, g, stream in zip(ids, out, streams, strict=True):
-        rest = stream.end()
+        text += stream.end()
         line = dict(prompt_ids=prompt, ids=g.ids, text=stream.text, alphas=g.alphas, entropies=g.entropies, stop=g.stop,
                     method=method, heads=[f"{layer}-{head}" for layer, head in heads], model=model.name)
         if args.sources and heads:
@@ -94,7 +95,7 @@ def decode(method, model, tokenizer, ids, settings, args, width):
         if args.json:
             print(json.dumps(line, ensure_ascii=False), flush=True)
         elif live:
-            print(rest + sources_below(line, tokenizer, width), flush=True)
+            print(text + sources_below(line, tokenizer, width), flush=True)
         lines.append(line)
     print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
     if any(g.stop == "length" and len(g.ids) < args.max_new_tokens for g in out):

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 import baselines
 import cli
-from cli.screen import Screen
 from runtime.files import short_hash
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
@@ -112,12 +111,19 @@ class HarnessModel(TemplateLM):
         groups = Collator(prompts, lambda prompt: -len(prompt[0]), itemgetter(1), "gen_kwargs")
         for batch in tqdm(list(groups.get_batched(n=self.batch_size)), desc="batches", disable=disable_tqdm):
             ids, [(stop, limit), *_], arguments = zip(*batch, strict=True)
-            screen = Screen(self.tokenizer, [""] * len(ids), stop, quiet=True)
-            baselines.generate(self.model, ids, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids,
-                               on_token=screen.token, **self.settings)
-            screen.end()
-            out += screen.texts
-            for args, text in zip(arguments, screen.texts, strict=True):
+            streams = [self.tokenizer.stream(stop) for _ in ids]
+
+            def on_token(b, token, entropy, streams=streams):
+                streams[b].push(token)
+                return streams[b].ended
+
+            baselines.generate(self.model, ids, max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids, on_token=on_token,
+                               **self.settings)
+            for stream in streams:
+                stream.end()
+            texts = [stream.text for stream in streams]
+            out += texts
+            for args, text in zip(arguments, texts, strict=True):
                 self.cache_hook.add_partial("generate_until", args, text)
         return groups.get_original(out)
 

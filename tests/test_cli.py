@@ -8,7 +8,6 @@ import torch
 import baselines
 import cli
 import decore
-from cli.screen import Screen
 from heads import load_heads, published_random_heads, random_heads
 from heads.sources import find_sources
 from model import Transformer
@@ -165,18 +164,6 @@ def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arg
     g = baselines.generate(model, line["prompt_ids"], line["method"], max_new_tokens=6, eos_ids=[257], **settings)
     assert (line["ids"], line["alphas"], line["stop"]) == (g.ids, g.alphas, g.stop)
     assert line["heads"] == [] and line.get("amateur") == (model.name if "amateur" in settings else None)
-
-
-def test_characters_that_may_become_a_stop_text_are_printed_later(capsys, base):
-    screen, printed = Screen(Tokenizer.load(base[1]), ["> "], stop=("\n\nQ:", "END")), ""
-    for sign in "a\n\nb ENE\n\nQ: c":
-        stopped = screen.token(0, *Tokenizer.load(base[1]).core.encode(sign).ids, 0.0)
-        printed += capsys.readouterr().out
-        assert "> a\n\nb ENE".startswith(printed) and (stopped or len(printed) >= len(screen.texts[0]) - 1)
-        if stopped:
-            break
-    screen.end()
-    assert printed + capsys.readouterr().out == "> a\n\nb ENE\n" and screen.texts == ["a\n\nb ENE"]
 
 
 def test_an_answer_ends_before_a_stop_text(objects, base):

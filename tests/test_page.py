@@ -81,7 +81,9 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse(sources):
     if sources:
         notes[0] += ["from 'z' at 2 (100% of the heads)", "from '<' at 0 (75% of the heads)"]
         notes[2] += ["from '\"' at 1 (50% of the heads)", "from 'z' at 2 (25% of the heads)"]
-    assert spans(text) == [*zip([False] * 3, (0.05, 0.5, 1), notes, "<bc", strict=True)]
+    assert spans(text) == [*zip([False] * 3, (0.11, 0.35, 1), notes, "<bc", strict=True)]       # sqrt(H / 8), at most 1
+    on_opening = {f"p0s{i}": share for i, share in zip((0, 1, 2), ("0.75", "0.50", "1.00"), strict=True)}
+    assert dict(re.findall(r"#(\w+) { --share: ([\d.]+) }", text)) == (on_opening if sources else {})
 
 
 # Items of stored runs

@@ -48,7 +48,7 @@ MISTAKES = [
     # prompts
     (decore, "{model} {heads} --prompt ''", "the prompt is empty"),
     (decore, "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
-    (decore, "{model} {heads} --prompt-ids 1,x", "--prompt-ids: invalid token_ids value: '1,x'"),
+    (decore, "{model} {heads} --prompt-ids 1,x", "--prompt-ids: '1,x' is not a list of token ids like 1,2,3"),
     (decore, "{model} {heads} --messages {folder}/turns.json", "turns.json must contain a list of"),
     (decore, "{model} {heads}", "nothing to answer"),
     (decore, "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
@@ -61,12 +61,13 @@ MISTAKES = [
     (decore, BASE + " --amateur {base}", "--heads has no effect on decore-entropy-lite; it is an option of masked"),
     (decore, BASE + " --seed 3", "--seed has no effect without --random-heads"),
     (decore, BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
-    (decore, BASE + " --sources", "--sources has no effect without --json or --html"),
+    (decore, "{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which masks no"),
+    (decore, BASE + " --no-graph", "--no-graph has no effect on cpu"),
     (decore, BASE + " --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
     (decore, BASE + " --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
     (decore, BASE + " --stop ''", "--stop: an empty text"),
     (decore, BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
-    (decore, BASE + " --html {folder}/no/page.html", "page.html"),
+    (decore, BASE + " --html {folder}/no/page.html", "no/page.html cannot be written"),
     (evaluate, "--task memotrap --method greedy,beam", "method 'beam' is unknown"),
 ]
 
@@ -125,8 +126,9 @@ def test_rank_0_alone_prints(call, monkeypatch):
 @pytest.mark.parametrize("shell, status, err", [
     ("closed --n 320 | head -1", 0, ""),
     ("open --n 1 > /dev/full", 2, "data.py: error: writing: no space left on device\n"),
+    ("open --n 1 <&- >&-", 0, ""),
 ])
-def test_standard_output_may_close_or_be_full(shell, status, err):
+def test_standard_streams_may_be_closed_or_full(shell, status, err):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{sys.executable} -m miniature.data --split {shell}"],
                           cwd=ROOT, capture_output=True, text=True, env=environment)

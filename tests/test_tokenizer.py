@@ -203,6 +203,20 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_pat
         assert "".join(map(stream.push, ids)) + stream.end() == tokenizer.decode(ids)
 
 
+def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_one(core, tmp_path):
+    tokenizer, pieces = save(tmp_path, core), []
+    stream = tokenizer.stream(stop=("\n\nQ:", "END"))
+    for token in tokenizer.encode("a\n\nb ENE\n\nQ: c END"):
+        pieces.append(stream.push(token))
+        assert "a\n\nb ENE".startswith("".join(pieces)) and stream.text == "".join(pieces)
+        if stream.ended:
+            break
+    assert stream.ended and "".join(pieces) + stream.end() == stream.text == "a\n\nb ENE" and any(pieces[:-1])
+    unfinished = tokenizer.stream(stop=("END",))
+    assert [*map(unfinished.push, tokenizer.encode("an E", bos=False))][-1] == "" or unfinished.text != "an E"
+    assert unfinished.end() and unfinished.text == "an E" and not unfinished.ended
+
+
 @pytest.mark.parametrize("generation, token, config, eos", [
     ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": 5}, (7, 9)),
     ({"eos_token_id": 7}, "</s>", None, (7,)),
