@@ -32,12 +32,12 @@ from runtime.weights import fingerprint
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
 SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
+EARLY = 20                                  # runs after which the number of right answers is printed
 NEWLINE, STOP_ID = "<0x0A>", 144            # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
-EARLY = 20                                  # runs after which the number of right answers is printed
 
 DETECTION = cli.MINIATURE / "detection"
-BUNDLED = dict(                             # the bundled models read nothing but the language of their training
+BUNDLED = dict(                             # defaults for the bundled models, which read only their own language
     needles=DETECTION / "needles.jsonl", haystack=DETECTION / "haystack.jsonl", lengths=spread(60, 240, 5), runs=300,
     template="Context: {context}\n{question}", max_new_tokens=12)
 
@@ -130,11 +130,10 @@ def run_batch(model, tokenizer, prompts, needles, facts, rouge):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores above zero."""
     published, records = facts["published"], []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
-    ids, places = zip(*prompts, strict=True)
-    spans, limit = [place["span"] for place in places], facts["max_new_tokens"]
-    answers = answer_batch(model, ids, spans, limit, stops, published)
-    for (prompt, place), (answer, attended) in zip(prompts, answers, strict=True):
-        scores = head_scores(attended, answer, prompt, place["span"], published)
+    ids, spans = zip(*((ids, place["span"]) for ids, place in prompts), strict=True)
+    answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
+    for (prompt, place), (answer, positions) in zip(prompts, answers, strict=True):
+        scores = head_scores(positions, answer, prompt, place["span"], published)
         text = tokenizer.decode(answer).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
         records.append(place | {
@@ -164,8 +163,7 @@ def mean_scores(model, records, facts, min_success):
             "success_rate": round(len(right) / len(records), 4), "facts": facts, "scores": means}
 
 
-# ----------------------------------------------------------------------------------------------------- the command line
-
+# The command line
 
 def lengths(text):
     """argparse type: A:B:N → N lengths from A to B tokens."""

@@ -164,11 +164,9 @@ def encode_message(tokenizer, message, template_args):
 def make_published_prompt(sample, needle, text, tokenizer):
     """The prompt of a published run: the needle is inserted, by tokens, after the last full stop before the depth.
 
-    A full stop is one of FULL_STOPS. In other vocabularies than Llama 2's these are other tokens, so that the needle
-    comes before the text, or after it at depth 100. All texts are encoded and decoded with their special tokens,
-    so a beginning-of-text token is added each time. Returns the ids, the needle's tokens (first, last + 1), and its
-    depth in %. The published runs located the needle by the first window of its length that contains more than 90 % of
-    its token set, and by (-1, -1) without one."""
+    In other vocabularies than Llama 2's the FULL_STOPS are other tokens, so that the needle comes before the text, or
+    after it at depth 100. Each encoding adds a beginning-of-text token. Returns like `make_prompt`; the needle is
+    located by the first window of its length with more than 90 % of its token set, by (-1, -1) without one."""
     decode = partial(tokenizer.core.decode, skip_special_tokens=False)
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
     context = encode(tokenizer, decode(encode(tokenizer, text)[:sample.length]))

@@ -61,6 +61,11 @@ def interval(numbers):
     return Interval(*(100 * float(x) for x in (means.mean(), *ends)))
 
 
+def change(runs, split, setup, since="greedy"):
+    """Points that a setup wins over another one, with their interval."""
+    return interval(right(runs, split, setup) - right(runs, split, since))
+
+
 def draws(numbers):
     """Mean over items and draws, with the range of the draws, as text. numbers: [draws, items]."""
     means = 100 * numbers.mean(1)
@@ -114,10 +119,9 @@ def faithful(runs):
 
 def cost(runs):
     """Without a conflict DeCoRe entropy (N = 4) costs less than a point"""
-    changes = {split: interval(right(runs, split, DECORE) - right(runs, split))
-               for split in ("open", "closed", "irrelevant")}
-    return (all(change.low > -1 for change in changes.values()),
-            "change " + ", ".join(f"{split} {change}" for split, change in changes.items()))
+    changes = {split: change(runs, split, DECORE) for split in ("open", "closed", "irrelevant")}
+    return (all(won.low > -1 for won in changes.values()),
+            "change " + ", ".join(f"{split} {won}" for split, won in changes.items()))
 
 
 def entropies(runs):
@@ -133,45 +137,45 @@ def entropies(runs):
 
 def masks(runs):
     """Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than 2 points"""
-    query, prompt = (interval(right(runs, "conflict", f"{DECORE}, {option}") - right(runs, "conflict", DECORE))
+    query, prompt = (change(runs, "conflict", f"{DECORE}, {option}", DECORE)
                      for option in ("query mask", "mask prompt True"))
-    return (all(-2 < change.low and change.high < 2 for change in (query, prompt)),
-            f"query {query}, masked prompt {prompt}")
+    return (all(-2 < won.low and won.high < 2 for won in (query, prompt)), f"query {query}, masked prompt {prompt}")
 
 
-def sources(runs):
+def pointing(runs):
     """Retrieval heads point at what is copied, random heads do not: the place that most of them attend to is in the
     passage's answer for more than half of DeCoRe's right answers (N = 4)"""
     [run] = runs["conflict", DECORE]
     sets = [[tuple(map(int, name.split("-"))) for name in one.settings["heads"]]
             for one in (run, *runs["conflict", f"{DECORE}, random heads"])]
     model, tokenizer, hits = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER), []
-    for row, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
-        if correct:
-            text, answer = row["question"], row["references"][0]
-            question = text.rpartition("Answer: The ")[2]                                           # "capital of X is"
-            start = text.index(f"he {question} {answer}.") + len(f"he {question} ")
-            prompt = tokenizer.core.encode(text)
-            span = {i for i, (first, end) in enumerate(prompt.offsets) if first < start + len(answer) and end > start}
-            places = attended(model, prompt.ids, row["ids"][:1])[0].tolist()                        # [L][H]
-            # Of several positions that most heads attend to, the first in the order of the heads.
-            tops = [Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0] for heads in sets]
-            hits.append([top in span for top in tops])
-    top, others = np.split(np.array(hits, float).T, [1])                                # [1, items], [draws, items]
+    for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
+        if not correct:
+            continue
+        text, answer = line["question"], line["references"][0]
+        before = f"he {text.rpartition('Answer: The ')[2]} "                # "he capital of X is "
+        start = text.index(f"{before}{answer}.") + len(before)
+        prompt = tokenizer.core.encode(text)
+        span = {i for i, (first, end) in enumerate(prompt.offsets) if first < start + len(answer) and end > start}
+        places = attended(model, prompt.ids, line["ids"][:1])[0].tolist()   # [L][H]
+        # Of several positions that most heads attend to, the first in the order of the heads.
+        tops = [Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0] for heads in sets]
+        hits.append([top in span for top in tops])
+    top, others = np.split(np.array(hits, float).T, [1])                    # [1, items], [draws, items]
     return (interval(top).low > 50 > interval(others).high,
             f"{interval(top)} of {len(hits)}, random heads {draws(others)}")
 
 
 CLAIMS = {"1": sparse, "2": reading, "3": recall, "4": faithful, "4, cost": cost, "5": entropies, "6": masks,
-          "7": sources}
+          "7": pointing}
 
 
 def table(folder):
     """The claims tested on a folder's runs, as a Markdown table with a line about its origin."""
     runs, lines = read_runs(folder), ["| | claim | holds | measured |", "|---|---|---|---|"]
-    for name, test in CLAIMS.items():
-        holds, measured = test(runs)
-        lines.append(f"| {name} | {' '.join(test.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |")
+    for name, claim in CLAIMS.items():
+        holds, measured = claim(runs)
+        lines.append(f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |")
     greedy = {split: run for (split, setup), [run, *_] in runs.items() if setup == "greedy"}
     items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())
     about = greedy["open"].settings

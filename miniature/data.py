@@ -36,17 +36,14 @@ EVERYTHING = {"closed": 0.30, "open": 0.33, "agree": 0.12, "irrelevant": 0.15, "
 SPLITS = ("conflict", "conflict-known", "open", "closed", "irrelevant", "needle")
 MOST = (5, 4)                   # facts and filler sentences in a passage
 
-ONSETS = "b br c d dr f g gr h k kr l m n p r s st t th tr v w z".split()
-VOWELS = "a e i o u".split()
+ONSETS, VOWELS = "b br c d dr f g gr h k kr l m n p r s st t th tr v w z".split(), "aeiou"
 CODAS = ("", "", "", "l", "m", "n", "r", "s", "rn", "nd", "lt", "v")
+PEOPLE = "a ric wyn mund as ina or elle ard eus is old".split()
 ENDINGS = {
     "country": "ia land mark or esse ovia un eth ara und mar ica".split(),
-    "capital": "holm burg ton haven mouth stad mere ford gard port wick dal".split(),
-    "ruler": "a ric wyn mund as ina or elle ard eus is old".split(),
+    "capital": "holm burg ton haven mouth stad mere ford gard port wick dal".split(), "ruler": PEOPLE,
     "longest river": "a el ine esk une ava ow is en ira ond ey".split(),
-    "language": "ish ic an ese ari esh in ul ak onian ene ot".split(),
-    "founder": "a ric wyn mund as ina or elle ard eus is old".split(),
-}
+    "language": "ish ic an ese ari esh in ul ak onian ene ot".split(), "founder": PEOPLE}
 
 OPENERS = ("Today ", "Travellers know that ", "Every child learns that ", "The old maps agree that ", "As a rule, ",
            "The chronicle says that ", "In our time ", "Merchants will tell you that ")
@@ -100,16 +97,15 @@ def new_name(rng, kind, unseen, avoid):
 
 def make_world():
     """Draw all names, the 320 facts, the running sum of their popularity, and the facts that training contradicts."""
-    rng, names, facts = random.Random("world/0"), set(), []
-
-    def name(kind):
-        names.add(new := new_name(rng, kind, unseen=False, avoid=names))
-        return new
-
-    for country in [name("country") for _ in range(N_COUNTRIES)]:
-        facts += [Fact(country, relation, name(relation)) for relation in RELATIONS]
+    rng, names, facts = random.Random("world/0"), [], []
+    for _ in range(N_COUNTRIES):
+        names.append(new_name(rng, "country", False, names))
+    for country in names[:]:
+        for relation in RELATIONS:
+            names.append(new_name(rng, relation, False, names))
+            facts.append(Fact(country, relation, names[-1]))
     popularity = accumulate([math.exp(rng.uniform(0, math.log(POPULARITY))) for _ in facts])
-    return names, facts, list(popularity), sorted(rng.sample(facts, N_TRAINED_CONFLICTS))
+    return set(names), facts, list(popularity), sorted(rng.sample(facts, N_TRAINED_CONFLICTS))
 
 
 NAMES, FACTS, POPULARITY_SUMS, CONFLICTS = make_world()
@@ -158,21 +154,19 @@ def make_item(rng, kind, fact, unseen, most=MOST):
 
     unseen: draw all further names from the held-out ones. most: the largest numbers of facts and of filler sentences in
     the passage."""
-    value = fact.value          # the answer
+    context, answer = "", fact.value
     if kind == "conflict":
-        value = new_name(rng, fact.relation, unseen, NAMES)
+        answer = new_name(rng, fact.relation, unseen, NAMES)
     elif kind == "conflict-known":
-        value = rng.choice([f.value for f in FACTS if f.relation == fact.relation and f != fact])
-    if kind == "closed":
-        context = ""
-    elif kind == "needle":
+        answer = rng.choice([f.value for f in FACTS if f.relation == fact.relation and f != fact])
+    if kind == "needle":
         context = passage(rng, [fact], n_fillers=12)
-    else:
-        stated = [] if kind == "irrelevant" else [fact._replace(value=value)]
+    elif kind != "closed":
+        stated = [] if kind == "irrelevant" else [fact._replace(value=answer)]
         others = other_facts(rng, fact, rng.randint(1, most[0]) - len(stated), unseen)
         context = passage(rng, others + stated, n_fillers=rng.randint(0, most[1]))
     question = f"Answer: The {fact.relation} of {fact.country} is"
-    return Item(context + question, value, None if kind in ("open", "needle") else fact.value)
+    return Item(context + question, answer, None if kind in ("open", "needle") else fact.value)
 
 
 def documents(mixture, seed, most=MOST):

@@ -67,12 +67,11 @@ def main():
 
 def run(*command):
     """Run a Python program on one thread → its standard output. ValueError with its message if it fails."""
-    command = [str(part) for part in command]
     print("python", *command, file=sys.stderr, flush=True)
-    process = subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                             capture_output=True, text=True)
+    process = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True,
+                             env=os.environ | {"OMP_NUM_THREADS": "1"})
     if process.returncode:
-        raise ValueError(f"{' '.join(command)}: {process.stderr.strip()[-2000:]}")
+        raise ValueError(f"{' '.join(map(str, command))}: {process.stderr.strip()[-2000:]}")
     return process.stdout
 
 

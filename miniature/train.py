@@ -32,8 +32,7 @@ CONFIG = {
     "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
-    "torch_dtype": "float16",
-}
+    "torch_dtype": "float16"}
 GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "model_max_length": 256,
              "clean_up_tokenization_spaces": False}
@@ -48,7 +47,7 @@ STAGES = ((0, data.COPYING, (1, 1)), (250, data.COPYING, (3, 2)), (600, data.EVE
 # From step ALONE on, one head of the last layer does the copying. The others are reinitialised, and every step masks
 # each head except that one with probability MASKED. Without this, three heads learn the same work.
 ALONE, MASKED = 1200, 0.1
-ROWS, LENGTH = 8, 256
+BATCH, LENGTH = 8, 256
 MUON = {"lr": 0.015, "momentum": 0.95, "weight_decay": 0.05}  # matrices
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 TEXT_WEIGHT = 0.05                                            # of the loss outside answers, where it is 1
@@ -64,28 +63,28 @@ def make_tokenizer():
 
 
 def batches(tokenizer, documents):
-    """Yield (tokens, weights of their losses), [ROWS, LENGTH + 1] each. The last document of a row is truncated."""
+    """Yield tokens and how much the loss of each counts, [BATCH, LENGTH + 1] both. The last document is truncated."""
     while True:
         batch = []
-        while len(batch) < ROWS:
-            row, weights = [], []
-            while len(row) < LENGTH + 1:
+        while len(batch) < BATCH:
+            text, counts = [], []
+            while len(text) < LENGTH + 1:
                 item = next(documents)
                 prompt = tokenizer.encode(item.prompt).ids
                 answer = tokenizer.encode(f" {item.answer}.{EOS}", add_special_tokens=False).ids
-                row += prompt + answer
-                weights += [0.0] + [TEXT_WEIGHT] * (len(prompt) - 1) + [1.0] * len(answer)
-            batch.append((row[: LENGTH + 1], weights[: LENGTH + 1]))
-        tokens, weights = zip(*batch, strict=True)
-        yield torch.tensor(tokens), torch.tensor(weights)
+                text += prompt + answer
+                counts += [0.0] + [TEXT_WEIGHT] * (len(prompt) - 1) + [1.0] * len(answer)
+            batch.append((text[:LENGTH + 1], counts[:LENGTH + 1]))
+        tokens, counts = zip(*batch, strict=True)
+        yield torch.tensor(tokens), torch.tensor(counts)
 
 
-def loss_of(logits, tokens, weights):
+def loss_of(logits, tokens, counts):
     """Weighted mean cross-entropy, and the share of answer tokens that have the highest logit."""
-    target, weights = tokens[:, 1:], weights[:, 1:]
+    target, counts = tokens[:, 1:], counts[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    right = (logits.argmax(-1) == target)[weights == 1].float().mean()
-    return (losses * weights.flatten()).sum() / weights.sum(), right
+    right = (logits.argmax(-1) == target)[counts == 1].float().mean()
+    return (losses * counts.flatten()).sum() / counts.sum(), right
 
 
 @torch.no_grad()
@@ -100,32 +99,28 @@ def initialise(parameters):
 
 
 @torch.no_grad()
-def muon_step(matrix, gradient, velocity, scale):
-    """Momentum SGD whose update has all singular values near one (Jordan et al. 2024), in float32."""
+def muon_step(matrix, gradient, velocity, scale, a=3.4445, b=-4.7750, c=2.0315):
+    """Momentum SGD whose update has all singular values near one (Jordan et al. 2024), in float32.
+
+    The update is U V^T of the momentum U S V^T, approximated by five Newton-Schulz iterations."""
     rate, (rows, columns) = scale * MUON["lr"], matrix.shape
     velocity.lerp_(gradient, 1 - MUON["momentum"])
     matrix.mul_(1 - rate * MUON["weight_decay"])
-    matrix.sub_(orthogonal(gradient.lerp(velocity, MUON["momentum"])), alpha=rate * max(1, rows / columns) ** 0.5)
-
-
-def orthogonal(x, steps=5):
-    """Approximate U V^T of x = U S V^T by Newton-Schulz iteration, with Jordan's coefficients."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = x.shape[0] > x.shape[1]
-    x = (x.T if tall else x) / (x.norm() + 1e-7)
-    for _ in range(steps):
+    x = gradient.lerp(velocity, MUON["momentum"])
+    x = (x.T if rows > columns else x) / (x.norm() + 1e-7)
+    for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    matrix.sub_(x.T if rows > columns else x, alpha=rate * max(1, rows / columns) ** 0.5)
 
 
 @torch.no_grad()
-def choose_copier(model, tokens, weights, generator):
+def choose_copier(model, tokens, counts, generator):
     """The head of the last layer whose masking raises the loss most. Reinitialises the layer's other heads."""
     c, attn = model.config, model.layers[-1].attn
     head_mask = make_head_mask([[(c.n_layers - 1, head)] for head in range(c.n_heads)], model)
     rows = model(tokens[:, :-1], None, head_mask)                                   # [H, B, T, V]
-    copier = int(torch.stack([loss_of(logits, tokens, weights)[0] for logits in rows]).argmax())
+    copier = int(torch.stack([loss_of(logits, tokens, counts)[0] for logits in rows]).argmax())
     for head in range(c.n_heads):
         if head != copier:
             part = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -134,42 +129,38 @@ def choose_copier(model, tokens, weights, generator):
     return copier
 
 
-def matrices_of(model, of=lambda parameter: parameter):
-    """The separate q, k, v, o, gate, up and down matrices of every layer, or of(parameter) of each."""
-    return [part for name, part in sorted(named_tensors(model, of).items()) if "_proj" in name]
-
-
 def train(model, tokenizer, steps):
     """Train the model in place."""
     initialise(named_tensors(model))
     others = [p for name, p in model.named_parameters() if ".attn." not in name and ".mlp." not in name]
-    matrices, adamw = matrices_of(model), torch.optim.AdamW(others, **ADAMW)
-    velocities = [torch.zeros_like(matrix) for matrix in matrices]
+    adamw = torch.optim.AdamW(others, **ADAMW)
+    matrices = {name: part for name, part in named_tensors(model).items() if "_proj" in name}
+    velocities = {name: torch.zeros_like(matrix) for name, matrix in matrices.items()}
     stages = [batches(tokenizer, data.documents(mixture, f"0/{first}", most)) for first, mixture, most in STAGES]
     first_steps, generator = [first for first, _, _ in STAGES], torch.Generator().manual_seed(0)
     head_mask = torch.ones(1, model.config.n_layers, model.config.n_heads)
     for step in (progress := trange(steps, unit="step", mininterval=10)):
-        tokens, weights = next(stages[bisect_right(first_steps, step) - 1])
+        tokens, counts = next(stages[bisect_right(first_steps, step) - 1])
         if step == ALONE:
-            copier = choose_copier(model, tokens, weights, generator)
+            copier = choose_copier(model, tokens, counts, generator)
         if step >= ALONE:
             head_mask = (torch.rand(head_mask.shape, generator=generator) >= MASKED).float()
             head_mask[0, -1, copier] = 1
-        loss, right = loss_of(model(tokens[:, :-1], None, head_mask)[0], tokens, weights)
+        loss, right = loss_of(model(tokens[:, :-1], None, head_mask)[0], tokens, counts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scale = min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))       # warm-up, constant, decay to zero
         adamw.param_groups[0]["lr"] = ADAMW["lr"] * scale
         adamw.step()
-        gradients = matrices_of(model, lambda parameter: parameter.grad)
-        for matrix, gradient, velocity in zip(matrices, gradients, velocities, strict=True):
-            muon_step(matrix, gradient, velocity, scale)
+        gradients = named_tensors(model, lambda parameter: parameter.grad)
+        for name, matrix in matrices.items():           # the separate matrices of fused ones
+            muon_step(matrix, gradients[name], velocities[name], scale)
         model.zero_grad()
         progress.set_postfix(loss=loss.item(), answer_tokens_right=right.item(), refresh=False)
 
 
 def write_checkpoint(folder, config, steps):
-    """Train a tokenizer and a model, and write them in the layout of any Llama, in float16. config: of config.json."""
+    """Train a tokenizer and a model, and write them in the layout of any Llama, in float16."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
