@@ -9,8 +9,8 @@ from pathlib import Path
 
 import baselines
 import cli
-from runtime.files import short_hash
-from runtime.weights import fingerprint
+from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.files import one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation Decoding scores an answer
@@ -19,6 +19,35 @@ METHODS = tuple(method for method in baselines.METHODS if method not in ("cad", 
 
 
 def main():
+    args, rest = make_parser().parse_known_args()
+    [method] = cli.full_names([args.method], args.amateur)
+    cli.check_options(args, [method], seeded=True)
+    offline_if_unreachable()
+    HarnessModel, HarnessCLI = import_harness()
+    sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
+    run = rest and HarnessCLI().parse_args()            # without options it prints its help and ends
+    if not run or not (run.tasks or run.config):
+        raise ValueError("--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa")
+    for name in ("model_args", "use_cache", "cache_requests"):
+        if getattr(run, name, None):
+            raise ValueError(f"--{name} has no effect: the model is --model's, and nothing is cached")
+    if args.template_args and not getattr(run, "apply_chat_template", False):
+        raise ValueError("--template-args has no effect without --apply_chat_template")
+    model, tokenizer, amateur = cli.load_models(args)
+    template_args = cli.benchmark_template_args(tokenizer, args.template_args)
+    settings = cli.method_settings(method, args, model, amateur)
+    run.model = HarnessModel(model, tokenizer, args.batch_size, args.renormalise, template_args, **settings)
+    run.batch_size, run.model_args = args.batch_size, settings | {
+        "method": method, "pretrained": args.model, "amateur": args.amateur, "dtype": str(model.dtype),
+        "renormalise": args.renormalise, "template_args": template_args}
+    try:
+        run.func(run)
+    except ConnectionError as error:
+        raise OSError(f"{hub_reason(error)}: {one_line(error, 80)}; fetch the task's data with a connection first, or "
+                      "set HF_ENDPOINT to a mirror") from None
+
+
+def make_parser():
     p = cli.parser("Run tasks of lm-evaluation-harness with DeCoRe or a baseline. All options but these go to "
                    "`lm_eval run`: --tasks, --num_fewshot, --apply_chat_template, --limit, --output_path …")
     cli.add_model_arguments(p)
@@ -29,27 +58,7 @@ def main():
                    help="answers of a task: sum the contrasted scores without normalising them")
     p.add_argument("--batch-size", "--batch_size", type=cli.positive, default=1, metavar="B",
                    help="prompts that are continued at once")
-    args, rest = p.parse_known_args()
-    [method] = cli.full_names([args.method], args.amateur)
-    cli.check_options(args, [method], seeded=True)
-    HarnessModel, HarnessCLI = import_harness()
-    sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
-    run = rest and HarnessCLI().parse_args()            # without options it prints its help and ends
-    if not run or not (run.tasks or run.config):
-        raise ValueError("--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa")
-    if run.model_args:
-        raise ValueError("--model_args has no effect: the model is --model's, and its options are those of --help")
-    if args.template_args and not getattr(run, "apply_chat_template", False):
-        raise ValueError("--template-args has no effect without --apply_chat_template")
-    model, tokenizer, amateur = cli.load_models(args)
-    run.model = HarnessModel(model, tokenizer, batch_size=args.batch_size, renormalise=args.renormalise,
-                             template_args=cli.benchmark_template_args(tokenizer, args.template_args),
-                             **cli.method_settings(method, args, model, amateur))
-    run.model_args, run.batch_size = run.model.get_model_info() | dict(pretrained=args.model), args.batch_size
-    if run.use_cache:                       # its keys are the texts alone, so each setting gets a file
-        key = run.model_args, fingerprint(args.model), args.amateur and fingerprint(args.amateur)
-        run.use_cache += "-" + short_hash(repr(key).encode())
-    run.func(run)
+    return p
 
 
 def import_harness():

@@ -1,7 +1,5 @@
 """Limits of the machine and of the network: what an error means, and libraries that do not wait for a missing hub."""
 
-import os
-
 from runtime.files import one_line
 
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")        # in the messages of torch's RuntimeErrors
@@ -14,7 +12,7 @@ def out_of_memory(error):
 
 
 def offline_if_unreachable():
-    """Set HF_HUB_OFFLINE for this process if the Hugging Face hub cannot be reached.
+    """Work offline in this process if the Hugging Face hub cannot be reached, as with HF_HUB_OFFLINE.
 
     Libraries then read their cache, or fail at once. Otherwise each of them tries again for half a minute."""
     from huggingface_hub import constants
@@ -22,7 +20,7 @@ def offline_if_unreachable():
     try:
         constants.HF_HUB_OFFLINE or get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:                       # those of requests or of httpx, by the library's version
-        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+        constants.HF_HUB_OFFLINE = True
 
 
 def hub_reason(error):

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,14 +31,11 @@ FAMILIES = ("llama3", "mistral-window", "qwen2")
 BEGIN, END = "<|begin|>", "<|end|>"
 TEMPLATE = ("{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
-SPACED = TEMPLATE.replace(" | trim", "")
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
 HEADS = [(0, 1), (2, 3)]
 CHOICES = [("Who wrote it? ", [" Ann", " Bo and Cy", " D"]), ("Ünïcode, 中文:", [" ja", " nein"]),
            ("Where is the old mill?", [" on the hill that we saw", " here"]),
            ("A long one. " * 45, [" x", " yy", " zzz"]), ("", ["begins", "with nothing"])]
 PROMPTS = ["Copy: abc.", "Say something about rivers.", "1 + 1 =", "Long: " + "words " * 90, "你好?"]
-TEXTS = ["A short text.", "Longer than the context. " * 60, "x"]
 LIMITS = dict(until=["k", "\n", "Qz", "w"], max_gen_toks=24, do_sample=False)     # none within a special token
 
 
@@ -67,7 +63,7 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
     special = {} if family == "qwen2" else dict(bos_token=BEGIN)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END,
                                                      pad_token=END, chat_template=TEMPLATE, **special)
-    models = (HarnessModel(Transformer.load(folder), Tokenizer.load(folder), "greedy", batch_size=4),
+    models = (HarnessModel(Transformer.load(folder), Tokenizer.load(folder), batch_size=4, method="greedy"),
               HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4))
     shot = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "yes"}]
     chats = [[lm.apply_chat_template([*shot, {"role": "user", "content": text}]) for text in PROMPTS] for lm in models]
@@ -80,8 +76,6 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
     assert [greedy for _, greedy in values] == [greedy for _, greedy in their_values]
     texts, their_texts = (run(lm, "generate_until", [(text, LIMITS) for text in PROMPTS + chats[0]]) for lm in models)
     assert texts == their_texts
-    rolling, their_rolling = (run(lm, "loglikelihood_rolling", [(text,) for text in TEXTS]) for lm in models)
-    assert rolling == pytest.approx(their_rolling, rel=1e-6)
 
 
 # The other decoders
@@ -90,7 +84,7 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A model with its tokenizer, and an amateur with the same."""
-    folders = [write(tmp_path_factory.mktemp("m") / name, "llama3", NO_SYSTEM) for name in ("large", "amateur")]
+    folders = [write(tmp_path_factory.mktemp("m") / name, "llama3") for name in ("large", "amateur")]
     model, amateur = (Transformer.load(folder) for folder in folders)
     return model, Tokenizer.load(folders[0]), amateur
 
@@ -119,7 +113,7 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
 
 def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(small):
     model, tokenizer, _ = small
-    lm, flags = HarnessModel(model, tokenizer, "dola-high"), []
+    lm, flags = HarnessModel(model, tokenizer, method="dola-high"), []
     for prompt in ("abc", "Where?", "A longer prompt", "mill"):
         ids = tokenizer.encode(prompt)
         cut, uncut = (baselines.generate(model, ids, method="dola-high", max_new_tokens=12, eos_ids=(), **more).ids
@@ -135,51 +129,18 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
     (dict(num_beams=4), "num_beams 4"), (dict(repetition_penalty=1.2), "repetition_penalty 1.2"),
     (dict(max_gen_toks=512), "512 new tokens")])
 def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(small, options, message):
-    lm = HarnessModel(*small[:2], "greedy")
-    assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k", END), 5)
+    lm = HarnessModel(*small[:2], method="greedy")
+    assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k",), 5)
     with pytest.raises(ValueError, match=f"a task needs {message}"):
         run(lm, "generate_until", [("abc", options)])
 
 
-# Chat templates
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, SPACED])
-def test_a_prefilled_answer_is_left_open_as_transformers_does(tmp_path, template):
-    tokenizer = Tokenizer.load(write(tmp_path / "m", "llama3", template))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "m" / "tokenizer.json"))
-    for last in ("It was ", "It was", "  "):
-        chat = [{"role": "user", "content": " Who? "}, {"role": "assistant", "content": last}]
-        expected = theirs.apply_chat_template(chat, chat_template=template, tokenize=False, continue_final_message=True)
-        lm = HarnessModel(None, tokenizer, "greedy")
-        assert lm.apply_chat_template(chat, add_generation_prompt=False) == expected
-        assert END not in expected.rpartition("assistant")[2]
-
-
-def test_a_template_without_system_message_gets_the_chat_without_it(small):
-    lm = HarnessModel(*small[:2], "greedy")
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    with pytest.warns(UserWarning, match="without their system message.*no system role"):
-        assert lm.apply_chat_template(chat) == lm.apply_chat_template(chat[1:])
-
-
-def test_the_names_of_request_caches_depend_on_the_chat_template(tmp_path):
-    names = {HarnessModel(None, Tokenizer.load(write(tmp_path / "m", "llama3", template)), "greedy").tokenizer_name
-             for template in (TEMPLATE, SPACED, TEMPLATE)}
-    assert len(names) == 2 and not any("/" in name for name in names)
-
-
-def test_each_setting_and_each_checkpoint_has_its_own_cache_of_answers(tmp_path, monkeypatch):
-    run = SimpleNamespace(tasks="x", config=None, func=lambda run: names.append(run.use_cache))
-    names, command_line = [], SimpleNamespace(parse_args=lambda: run)
-    monkeypatch.setattr(harness, "import_harness", lambda: (HarnessModel, lambda: command_line))
-    for method, changes in (("greedy", {}), ("greedy", {}), ("dola-high", {}), ("greedy", dict(seed=1))):
-        write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, **changes))
-        run.use_cache, run.model_args = "cache", None
-        argv = ["evaluation.harness", "--model", str(tmp_path), "--method", method, "--tasks=x"]
-        monkeypatch.setattr(sys, "argv", argv)
-        harness.main()
-    assert names[0] == names[1] and len(set(names)) == 3
+def test_perplexities_and_answers_that_the_task_begins_are_refused(small):
+    lm = HarnessModel(*small[:2], method="greedy")
+    with pytest.raises(ValueError, match="choose tasks with answers"):
+        run(lm, "loglikelihood_rolling", [("A text.",)])
+    with pytest.raises(ValueError, match="leave out --apply_chat_template"):
+        lm.apply_chat_template([{"role": "user", "content": "Who?"}], add_generation_prompt=False)
 
 
 # The command
@@ -195,7 +156,7 @@ UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc[
 
 
 def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkeypatch, capsys):
-    """From the root and from elsewhere, with the same --use_cache: each method has its own file."""
+    """From the root and from elsewhere."""
     import evaluate
     from miniature.data import make_split
 
@@ -206,28 +167,30 @@ def test_the_miniature_s_conflicts_give_the_numbers_of_evaluate(tmp_path, monkey
     files = dict(dataset_kwargs=dict(data_files=dict(test=str(tmp_path / "test.json"))))
     text = json.dumps(CONFLICT | files).replace('"!function utils.ask"', "!function utils.ask")
     (tmp_path / "conflict.yaml").write_text(text)
-    shared = ["--tasks", "conflict", "--include_path", str(tmp_path), "--use_cache", str(tmp_path / "cache"),
-              "--batch_size", "12", "--output_path", str(tmp_path / "out")]
+    shared = ["--tasks", "conflict", "--include_path", str(tmp_path), "--batch_size", "12",
+              "--output_path", str(tmp_path / "out")]
     for method, place in (("greedy", ROOT), ("decore-entropy", tmp_path)):
         done = subprocess.run([sys.executable, "-m", "evaluation.harness", "--method", method, *shared], cwd=place,
                               env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         stored = max((tmp_path / "out").rglob("results_*.json"), key=os.path.getmtime)
         results = json.loads(stored.read_text())
-        assert results["config"]["model"] == "miniature" and results["config"]["method"] == method
+        assert results["config"]["model_args"]["method"] == method
         monkeypatch.setattr(sys, "argv", ["evaluate.py", "--task", "miniature-conflict", "--method", method,
                                           "--limit", str(n), "--out", str(tmp_path / "runs")])
         evaluate.main()
         expected = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]["exact_match"]
         assert results["results"]["conflict"]["exact_match,sentence"] == expected
         numbers.append(expected)
-    assert numbers[0] < numbers[1] and len(list(tmp_path.glob("cache-*"))) == 2
+    assert numbers[0] < numbers[1]
 
 
 @pytest.mark.parametrize("argv, message", [
     (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
     (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
     (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
+    (["--tasks", "x", "--use_cache", "f"], "--use_cache has no effect"),
+    (["--tasks", "x", "--cache_requests", "true"], "--cache_requests has no effect"),
     ([], "--tasks is missing"), (["--limit", "5"], "--tasks is missing"),
     (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
 ])
