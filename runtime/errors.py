@@ -1,5 +1,7 @@
 """Limits of the machine and of the network: what an error means, and libraries that do not wait for a missing hub."""
 
+import re
+
 from runtime.files import one_line
 
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")        # in the messages of torch's RuntimeErrors
@@ -26,4 +28,6 @@ def offline_if_unreachable():
 def hub_reason(error):
     """Why a download failed, in a few words."""
     from huggingface_hub import constants
-    return f"no connection to {constants.ENDPOINT}" if constants.HF_HUB_OFFLINE else one_line(error, 80)
+    if constants.HF_HUB_OFFLINE:
+        return f"no connection to {constants.ENDPOINT.split('//')[-1]}, or HF_HUB_OFFLINE is set"
+    return one_line(re.split(r"\n| \(Request", str(error))[0].removeprefix("Got: "), 60)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from runtime.files import one_line, read_json, short_hash
+from runtime.errors import hub_reason
+from runtime.files import read_json, short_hash
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FILE = re.compile(r"[^/\\]+\.safetensors")
@@ -36,9 +37,8 @@ def checkpoint_folder(name, weights=True):
         # Llama and Mistral repositories hold the weights twice: again in original/, or as consolidated*.safetensors.
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:              # the network library raises many kinds
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else re.split(r"\n| \(Request", str(error))[0]
-        raise OSError(f"{one_line(reason.removeprefix('Got: '), 60)}: cannot download {name}; check the name and the "
-                      "connection, or give a folder; a gated one needs its terms accepted and HF_TOKEN") from None
+        raise OSError(f"{hub_reason(error)}: cannot download {name}; check the name and the connection, or give a "
+                      "folder; a gated one needs its terms accepted and HF_TOKEN") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

@@ -1,60 +1,39 @@
-"""Loads the items and the demonstrations of a task from a file, a folder or the data set's public home."""
+"""Loads the items and the demonstrations of a task from a file, a folder or the data set's repository on the hub."""
 
 import csv
-import functools
 import hashlib
 import json
-import logging
 import pkgutil
 import random
 import re
 import sys
 from pathlib import Path
 
-from runtime.files import json_lines, one_line, short_hash
-from tasks.items import field, located
+from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.files import json_lines, short_hash
+from tasks.items import field, located, require
 
 
-def read_rows(path):
-    """Yields (line or row number, row as a dict) of a data file. ValueError or OSError with its path."""
-    path = Path(path)
-    kind = next((suffix for suffix in READERS if path.name.lower().endswith(suffix)), None)
-    if kind is None:
-        raise ValueError(f"{path}: unknown kind of file; known: {', '.join(READERS)}")
-    try:
-        yield from READERS[kind](path)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: not a table in UTF-8 ({error}); fetch it again") from error
-
-
-def read_table(path):
-    csv.field_size_limit(2**31 - 1)
-    # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
-    with open(path, encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter="\t" if path.name.endswith(".tsv") else ",")
-        for row in reader:
-            if None in row:
-                raise ValueError(f"{path}, line {reader.line_num}: more fields than the header")
-            yield reader.line_num, row
-
-
-def read_columns(path):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(f"{path}: parquet and arrow files need pyarrow: pip install pyarrow") from None
-    try:
-        rows = (pyarrow.parquet.read_table(path) if path.name.endswith(".parquet")
-                else pyarrow.ipc.open_stream(path.read_bytes()).read_all())
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable {path.suffix[1:]} file ({one_line(error, 100)})") from error
-    yield from enumerate(rows.to_pylist(), 1)
-
-
-read_jsonl = functools.partial(json_lines, complete=True)
-READERS = {".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".csv": read_table, ".tsv": read_table,
-           ".parquet": read_columns, ".arrow": read_columns}
+def read_entries(path):
+    """Yields (line or row number, entry as a dict) of a data file. ValueError or OSError with its path."""
+    name = path.name.lower()
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        yield from json_lines(path, complete=True)
+    elif name.endswith((".csv", ".tsv")):
+        csv.field_size_limit(2**31 - 1)
+        # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
+        with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, delimiter="\t" if name.endswith(".tsv") else ",")
+            yield from ((reader.line_num, row) for row in reader)
+    elif name.endswith(".parquet"):
+        try:
+            from pyarrow.parquet import read_table
+        except ImportError:
+            raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from None
+        with located(path):
+            yield from enumerate(read_table(path).to_pylist(), 1)
+    else:
+        raise ValueError(f"{path}: unknown kind of file; known: .jsonl, .jsonl.gz, .csv, .tsv, .parquet")
 
 
 def find_files(option, task, places, patterns):
@@ -71,32 +50,34 @@ def find_files(option, task, places, patterns):
 
 
 def file_record(path):
-    """A file's name and the hash of its content, for a run's settings."""
+    """A file's name and the hash of its content, for a run's header."""
     return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
-def from_hub(home, option="--data"):
-    """(path, record) of a file at its public home; from the cache if it is there.
+def from_hub(origin, option="--data"):
+    """(path, record) of a file of a data set on the hub; from the cache if it is there.
 
     option: the option for a local file, named in errors."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)       # it warns at every retry
+    from huggingface_hub import hf_hub_download
+    offline_if_unreachable()
     try:
-        from huggingface_hub import hf_hub_download
-        path = Path(hf_hub_download(home.repo, home.file, repo_type="dataset", revision=home.revision))
+        path = Path(hf_hub_download(origin.repo, origin.file, repo_type="dataset", revision=origin.revision))
     except Exception as error:                      # the library raises many kinds; the remedy is the same
-        raise OSError(f"cannot fetch {home} ({type(error).__name__}); give yours with {option} FILE") from error
+        raise OSError(f"{hub_reason(error)}: cannot fetch {origin}; give yours with {option} FILE") from error
     record = file_record(path)
-    if home.sha256 not in (None, record["sha256"]):
-        raise ValueError(f"{home} has changed and is not the file that the paper scores; give yours with {option} FILE")
-    commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else home.revision
-    return path, {"hub": home.repo, "revision": commit} | record
+    if origin.sha256 not in (None, record["sha256"]):
+        raise ValueError(f"{origin} has changed and is not the file that the paper scores; give yours with {option} "
+                         "FILE")
+    commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else origin.revision
+    return path, {"hub": origin.repo, "revision": commit} | record
 
 
-def read_with(read, numbered_rows, path, home):
-    """Yields `read` of each row. ValueError names the file, the line, and the data that the task reads."""
-    for number, row in numbered_rows:
-        with located(f"{path}, line {number}", f"; this task reads {home}"):
-            yield read(row)
+def read_with(read, entries, path, expected, fields=()):
+    """Yields `read` of each numbered entry. ValueError names the file, the line, and the data that are expected."""
+    for number, entry in entries:
+        with located(f"{path}, line {number}", f"; this task reads {expected}"):
+            require(entry, fields)
+            yield read(entry)
 
 
 def load(task, data=None, demos=None, limit=None, seed=1234):
@@ -138,24 +119,24 @@ def load_items(task, data=None):
     Prints whether there are as many items as the paper scores."""
     if data is None and task.made_by:
         function, split = task.made_by
-        rows = pkgutil.resolve_name(function)(split, task.n)
+        made = pkgutil.resolve_name(function)(split, task.n)
         record = {"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}
-        return [task.read(row._asdict()) | {"id": index} for index, row in enumerate(rows)], [record]
-    if data is None and isinstance(task.home, str):
-        raise ValueError(f"{task.name} needs --data; its data are {task.home}")
-    files, items = find_files("--data", task, [data], task.files) or dict([from_hub(task.home)]), []
+        return [task.read(item._asdict()) | {"id": index} for index, item in enumerate(made)], [record]
+    if data is None and isinstance(task.origin, str):
+        raise ValueError(f"{task.name} needs --data; its data are {task.origin}")
+    files, items = find_files("--data", task, [data], task.files) or dict([from_hub(task.origin)]), []
     names = ", ".join(path.name for path in files)
     if len(files) > 1 and not task.splits:
         raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
     for path in files:
         split = {"split": re.sub(r"^\d+-", "", path.name.split(".")[0])} if task.splits else {}
-        rows = ((number, split | row) for number, row in read_rows(path))
-        for count, item in enumerate(read_with(task.read, rows, path, task.home)):
+        entries = ((number, split | entry) for number, entry in read_entries(path))
+        for count, item in enumerate(read_with(task.read, entries, path, task.origin, task.fields)):
             if item.get("id") is None:
                 item["id"] = f"{item['split']}-{count}" if split else count
             items.append(item)
     if not items:
-        raise ValueError(f"{names}: holds no rows; {task.name} reads {task.home}")
+        raise ValueError(f"{names}: holds no items; {task.name} reads {task.origin}")
     verdict = "as in the paper" if len(items) == task.n else f"the paper scores {task.n:,}"
     print(f"{task.name}: {len(items):,} items of {names}, {verdict}", file=sys.stderr)
     return items, list(files.values())
@@ -163,12 +144,15 @@ def load_items(task, data=None):
 
 def find_demos(task, demos, data, seed):
     """(demonstrations, record); ([], None) if there are none, or if they must be items of the data."""
+    def read(entry):
+        return demonstration(task, entry)
+
     if not task.shots:
         return [], None
-    read, places = functools.partial(demonstration, task), [demos, data if data and Path(data).is_dir() else None]
+    places = [demos, data if data and Path(data).is_dir() else None]
     for path, record in find_files("--demos", task, places, [task.demo_file]).items():
-        rows = ((number, row) for number, row in read_rows(path) if row.get("used_in_paper") is not False)
-        if demonstrations := list(read_with(read, rows, path, "demonstrations")):
+        entries = (pair for pair in read_entries(path) if pair[1].get("used_in_paper") is not False)
+        if demonstrations := list(read_with(read, entries, path, "demonstrations")):
             return demonstrations, {"source": "file"} | record
         raise ValueError(f"{path}: holds no demonstrations")
     if task.fixed_demos:
@@ -176,18 +160,20 @@ def find_demos(task, demos, data, seed):
     if not task.training:
         return [], None
     path, record = from_hub(task.training, "--demos")
-    rows, drawn = list(read_rows(path)), not task.first_of_training
-    rows = random.Random(seed).sample(rows, task.shots) if drawn else rows[:task.shots]
-    demonstrations = map(read, read_with(task.read_training, rows, path, task.training))
+    entries, drawn = list(read_entries(path)), not task.first_of_training
+    entries = random.Random(seed).sample(entries, task.shots) if drawn else entries[:task.shots]
+    demonstrations = map(read, read_with(task.read_training, entries, path, task.training))
     return list(demonstrations), {"source": "train", "seed": seed if drawn else None} | record
 
 
-def demonstration(task, row):
-    """{"question", "user", "answer"} of a row with the task's fields."""
+def demonstration(task, entry):
+    """{"question", "user", "answer"} of an entry with the task's fields."""
     template = task.demo or task.context + task.question
-    fields = {name: field(row, name) for name in re.findall(r"{(\w+)}", template)}
-    answer = field(row, task.demo_answer if task.demo_answer in row else "answer")
-    return {"question": fields["question"], "user": template.format_map(fields), "answer": answer}
+    answer = task.demo_answer if task.demo_answer in entry else "answer"
+    names = re.findall(r"{(\w+)}", template)
+    require(entry, [*names, answer])
+    fields = {name: field(entry, name) for name in names}
+    return {"question": fields["question"], "user": template.format_map(fields), "answer": field(entry, answer)}
 
 
 def demos_hash(demos):

@@ -9,6 +9,7 @@ Other fields are stored with the prediction, for the metrics. ValueError names a
 kind; `located` adds file and line."""
 
 import ast
+import csv
 import json
 import re
 from contextlib import contextmanager
@@ -29,13 +30,18 @@ def located(place, note=""):
     """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's place."""
     try:
         yield
-    except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         raise ValueError(f"{place}: {error}{note}") from error
 
 
+def require(entry, names):
+    """ValueError that names all fields that the entry lacks."""
+    if missing := [repr(name) for name in names if entry.get(name) is None]:
+        raise ValueError(f"missing field: {', '.join(missing)} (found: {', '.join(map(str, entry)) or 'nothing'})")
+
+
 def field(entry, name, kind="a text"):
-    if entry.get(name) is None:
-        raise ValueError(f"field {name!r} is missing (found: {', '.join(map(str, entry)) or 'nothing'})")
+    require(entry, [name])
     if not KINDS[kind](entry[name]):
         raise ValueError(f"field {name!r} should be {kind}, not {str(entry[name])[:60]!r}")
     return entry[name]

@@ -237,7 +237,7 @@ def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(s
 
 
 @pytest.mark.parametrize("context, task, options, message", [
-    (64, "nq-closed", ["--task", "nq-closed,xsum", "--method", "greedy"], "field 'document' is missing"),
+    (64, "nq-closed", ["--task", "nq-closed,xsum", "--method", "greedy"], "missing field: 'document', 'summary'"),
     (64, "nq-closed", ["--method", "greedy,ad"], "info_layer 24 is outside"),
     (64, "nq-closed", ["--method", "greedy"], "7 of 7 prompts are longer than the 64 positions of small"),
     (64, "nq-closed", ["--method", "cd", "--model", "large", "--amateur", "small"], "than the 64 positions of small"),

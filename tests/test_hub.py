@@ -23,7 +23,7 @@ OTHERS = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidate
           "onnx/model.safetensors", "README.md", "tokenizer.model"]
 FILES = [*TEXT, *WEIGHTS, *OTHERS]
 HASH = hashlib.sha256(b"d.jsonl").hexdigest()
-CASES = {                           # arguments of checkpoint_folder and a token, or of Home
+CASES = {                           # arguments of checkpoint_folder and a token, or of HubFile
     "text": ("open/model", False, ""), "all": ("open/model", True, ""), "misspelled": ("open/modle", False, ""),
     "no token": ("gated/model", False, ""), "token": ("gated/model", False, "good"), "error": ("down/model", False, ""),
     "commit": ("open/data", "data/dev.parquet", COMMIT), "hash": ("open/data", "d.jsonl", "main", HASH),
@@ -32,14 +32,14 @@ CASES = {                           # arguments of checkpoint_folder and a token
 CLIENT = """
 import json, os, sys, urllib.request
 from runtime.weights import checkpoint_folder
-from tasks import Home, data
+from tasks import HubFile, data
 lines = {}
 for name, case in json.loads(sys.argv[1]).items():
     try:
         if name == "stop":
             urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
         elif "data" in case[0]:
-            path, record = data.from_hub(Home(*case))
+            path, record = data.from_hub(HubFile(*case))
             lines[name] = f"{path.read_text()} {record['revision']}"
         else:
             model, weights, os.environ["HF_TOKEN"] = case

@@ -49,7 +49,7 @@ def write(path, *rows, **changes):
     (b'{"index": 1, "a": ' + b"[" * 100_000, "line 2: not JSON"),
     (b'[1]', "line 2: not JSON .*a list instead of an object"),
     (b'{"index": true}', "line 2: field 'index' should be a whole number from 0, not 'True'"),
-    (b'{"prediction": "x"}', "line 2: field 'index' is missing"),
+    (b'{"prediction": "x"}', "line 2: missing field: 'index'"),
     (b'{"index": 0}', "line 3: the same item as .*line 2"),
 ])
 def test_a_row_that_cannot_be_read_is_named_by_its_line(path, text, message):

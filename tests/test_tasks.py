@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tasks import PAPER, TASKS, Home, data, find, prompts
+from tasks import PAPER, TASKS, HubFile, data, find, prompts
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -26,12 +26,8 @@ def write(path, rows):
     elif path.suffix in (".csv", ".tsv"):
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
             csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(rows)
-    elif path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        content = pyarrow.Table.from_pylist(rows)
-        with pyarrow.ipc.new_stream(path, content.schema) as file:
-            file.write_table(content)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -53,7 +49,7 @@ FILES = {
     "truthfulqa": ("t.csv", [TRUTHFUL, ["A", "C", "Why?", "Because", "Because; So.; ;Because.", "No;Never.", "u"]]),
     "nq-open": ("nq.jsonl.gz", [ORACLE]), "nq-closed": ("nq.jsonl.gz", [ORACLE]), "nq-swap": ("dev.parquet", [SWAP]),
     "xsum": ("x.jsonl", [{"document": "Doc.", "summary": "Sum.", "id": "7"}]),
-    "ifeval": ("i.arrow", [INSTRUCTIONS]), "triviaqa": ("t.parquet", [TRIVIA]),
+    "ifeval": ("i.jsonl", [INSTRUCTIONS]), "triviaqa": ("t.parquet", [TRIVIA]),
     "popqa": ("p.tsv", [["id", "question", "possible_answers"], ["4", "Job of 4?", '["politician", "pol"]'],
                         ["90", "Job of 90?", '["cook"]']])}
 
@@ -216,7 +212,7 @@ def test_demonstrations_come_from_the_training_split(training):
     assert first == again and first[0] != other[0] and len(first[0]) == 8
     assert all(demo["answer"] == f"a{demo['question'][1:]}" for demo in first[0])
     assert first[1] == {"source": "train", "revision": "c0ffee", "seed": 1, "paper": False}
-    with pytest.raises(ValueError, match="train.jsonl, line 1: field 'answer' is missing .*google-research-datasets"):
+    with pytest.raises(ValueError, match="train.jsonl, line 1: missing field: 'answer' .*google-research-datasets"):
         training("nq-closed", [{"question": "q"}] + rows[:7])
     # TriviaQA's are the first rows, in lower case.
     rows = [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)]
@@ -279,8 +275,8 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 # Data files
 
 @pytest.mark.parametrize("name, rows, message", [
-    ("nq-closed", [ORACLE, {"question": "q", "answer": ["a"]}],
-     r"line 2: field 'answers' is missing \(found: question, answer\).*oracle"),
+    ("nq-closed", [ORACLE, {"query": "q", "answer": ["a"]}],
+     r"line 2: missing field: 'question', 'answers' \(found: query, answer\).*oracle"),
     ("nq-closed", [ORACLE | {"answers": "Ada"}], "line 1: field 'answers' should be a list of texts, not 'Ada'"),
     ("nq-open", [ORACLE | {"ctxs": ORACLE["ctxs"] * 2}], "field 'ctxs' should hold the one gold .*, not 2"),
     ("musique-cot-open", [MUSIQUE | {"answerable": False}], "full MuSiQue"),
@@ -298,10 +294,10 @@ def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, messag
 
 
 @pytest.mark.parametrize("suffix, content, message", [
-    ("jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"), ("jsonl", b"", "holds no rows"),
-    ("jsonl", b'{"question": "a', "line 1: not JSON"), ("csv", b"a\n\xe9\n", "not a table in UTF-8"),
-    ("csv", b"a,b\n1,2,3\n", "line 2: more fields than the header"),
-    ("parquet", b"PAR", "not a readable parquet file"), ("xlsx", b"x", "unknown kind of file; known: .jsonl"),
+    ("jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"), ("jsonl", b"", "holds no items"),
+    ("jsonl", b'{"question": "a', "line 1: not JSON"), ("csv", b"a\n\xe9\n", "x.csv: 'utf-8' codec"),
+    ("csv", b"a,b\n1,2,3\n", "line 2: missing field"), ("parquet", b"PAR", "Parquet file size is 3 bytes"),
+    ("xlsx", b"x", "unknown kind of file; known: .jsonl"),
 ])
 def test_a_broken_file_is_refused_in_one_line(tmp_path, suffix, content, message):
     path = tmp_path / f"x.{suffix}"
@@ -323,7 +319,7 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
     refuse("several files fit triviaqa, name one", "triviaqa", tmp_path)
     refuse("memotrap needs --data; its data are the four csv files of github.com", "memotrap")
     refuse("unknown task 'nqswap'; known tasks: xsum, memotrap", "nqswap")
-    refuse("demos.jsonl, line 1: field 'context' is missing", "nq-swap", write_data("nq-swap", tmp_path), tmp_path)
+    refuse("demos.jsonl, line 1: missing field: 'context'", "nq-swap", write_data("nq-swap", tmp_path), tmp_path)
 
 
 def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
@@ -333,7 +329,7 @@ def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
         "xsum": (1000, 128, 0), "ifeval": (541, 1280, 0), "nq-open": (2655, 12, 1), "nq-closed": (2655, 12, 8),
         "nq-swap": (4746, 12, 4), "truthfulqa-gen": (817, 64, 6), "triviaqa": (11313, 12, 8), "popqa": (14267, 12, 8),
         "memotrap": (2539, None, 0), "truthfulqa-mc": (817, None, 6)}
-    for home in (home for task in PAPER for home in (task.home, task.training) if isinstance(home, Home)):
+    for home in (home for task in PAPER for home in (task.origin, task.training) if isinstance(home, HubFile)):
         assert re.fullmatch("[0-9a-f]{40}", home.revision) or re.fullmatch("[0-9a-f]{64}", home.sha256), home
 
 
