@@ -38,7 +38,7 @@ def run(main):
         message = explain(error)
         if message is None:
             raise
-        if isinstance(error, OSError) and not error.filename:
+        if isinstance(error, OSError) and error.strerror and not error.filename:
             sys.stdout = nowhere                        # a full disk: Python's exit would fail in the same way
     if rank != "0":
         time.sleep(10)

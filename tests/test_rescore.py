@@ -132,8 +132,10 @@ def test_an_interrupted_judging_continues_unless_a_line_is_not_a_verdict(rescore
     with locked(store):
         status, _, err = rescore(path, *T_I)
     assert status == 2 and f"{store} is being written by another process" in err and judge.prompts == []
-    status, [out], _ = rescore(path, *T_I)
-    assert status == 0 and out["metrics"]["truth"] == 0.5 and len(judge.prompts) == 2
+    status, out, err = rescore(path, *T_I)
+    assert status == 0, err
+    [out] = out
+    assert out["metrics"]["truth"] == 0.5 and len(judge.prompts) == 2
     assert store.read_text().startswith(stored) and len(store.read_text().splitlines()) == 4
 
 
