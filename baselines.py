@@ -21,7 +21,7 @@ import torch
 
 import decore
 from decore import Session, Step, entropy, pad
-from runtime.checks import check_answers, check_prompts, is_batch
+from runtime.checks import check_answers, check_prompts, is_batch, unpadded
 
 EXITS_AT_ONCE = 16              # positions whose early exits go through the head together
 RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}        # of the published runs
@@ -222,7 +222,7 @@ DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}
 METHODS = (*decore.METHODS, *DECODERS)
 
 
-def generate(model, ids, method="cd", **settings):
+def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, **settings):
     """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's methods work too.
 
     settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context (cad, in the form of
@@ -231,19 +231,22 @@ def generate(model, ids, method="cd", **settings):
     the highest probability score −∞. None or 0: none do. "published": 0.1 for dola and ad, 0 for cd and cad.
     `alphas` are the weight of the subtracted term: α, and 1 for dola."""
     check_name(method)
+    ids = unpadded(ids, attention_mask, input_ids)
     if settings.get("ids_without_context") is not None and not is_batch(ids):
         settings["ids_without_context"] = [settings["ids_without_context"]]
     return decore.generate(model, ids, method, decoder=DECODERS.get(method, decore.DeCoRe), **settings)
 
 
 @torch.inference_mode()
-def score(model, prompt_ids, answer_ids, method="cd", prompt_ids_without_context=None, **settings):
+def score(model, prompt_ids, answer_ids, method="cd", prompt_ids_without_context=None, attention_mask=None,
+          **settings):
     """Score of an answer after a prompt, summed over its tokens, as decore.score; of several answers, a list.
 
     settings: as in `generate`. But relative_top affects only return_greedy, repetition_penalty has no effect, and
     dola_layers is "halves" by default. renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw
     scores, which are not log-probabilities. The scores of ad are never normalised again."""
     check_name(method)
+    prompt_ids = unpadded(prompt_ids, attention_mask)
     if method in decore.METHODS:
         return decore.score(model, prompt_ids, answer_ids, method, **settings)
     settings.pop("repetition_penalty", None)

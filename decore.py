@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.checks import check_answers, check_finite, check_generation, check_heads, check_method, is_batch
+from runtime.checks import check_answers, check_finite, check_generation, check_heads, check_method, is_batch, unpadded
 from runtime.graph import recorded
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
@@ -137,13 +137,15 @@ class Generation:
 
 
 @torch.inference_mode()
-def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=None, on_token=None, graph=None,
-             decoder=DeCoRe, **settings):
+def generate(model, ids=None, method="decore-entropy", max_new_tokens=64, eos_ids=None, on_token=None, graph=None,
+             decoder=DeCoRe, attention_mask=None, input_ids=None, **settings):
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a list), as one batch.
 
     eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy) is called for each
     token and ends text b by returning True. graph: record a step as a CUDA graph; None: if the model can. decoder:
-    `DeCoRe` or one of baselines.py. settings: its arguments, such as heads and alpha."""
+    `DeCoRe` or one of baselines.py. attention_mask: 0 at padding. input_ids: ids, as tokenizers of transformers call
+    them. settings: the decoder's arguments, such as heads and alpha."""
+    ids = unpadded(ids, attention_mask, input_ids)
     prompts, eos_ids, limits, settings = check_generation(model, ids, max_new_tokens, eos_ids, settings)
     decoder = decoder(model, prompts, max(limits), method, **settings)
     last, out = pad([p[-1:] for p in prompts], model.device), [Generation() for _ in prompts]
@@ -170,13 +172,14 @@ def generate(model, ids, method="decore-entropy", max_new_tokens=64, eos_ids=Non
 
 @torch.inference_mode()
 def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=True, return_greedy=False,
-          decoder=DeCoRe, allowed=None, **settings):
+          decoder=DeCoRe, allowed=None, attention_mask=None, **settings):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several answers, a list.
 
     The answers are a batch that shares one prefill. Heads are masked at every position, as in the published
     multiple-choice runs. renormalise: apply log-softmax to the contrasted scores, so that they are log-probabilities.
     return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed: Step → bool [A, T, V],
-    the tokens that greedy decoding may choose. settings: as in `generate`."""
+    the tokens that greedy decoding may choose. attention_mask: of the prompt. settings: as in `generate`."""
+    prompt_ids = unpadded(prompt_ids, attention_mask)
     prompt, answers, settings = check_answers(model, prompt_ids, answer_ids, settings)
     if decoder is DeCoRe:
         settings = settings | dict(mask_prompt=True)

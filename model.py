@@ -90,7 +90,7 @@ class Transformer(nn.Module):
         shard, kw = shard or Shard(), dict(device=device, dtype=dtype)
         check_split(config, shard.size)
         self.config, self.shard, self.name, self.folder = config, shard, config.model_type, None
-        self.bos_id, self.eos_ids = None, ()
+        self.bos_id, self.eos_ids, self.pad_ids = None, (), ()
         vocab = -(-config.vocab_size // shard.size)             # of one rank, rounded up
         self.embed = Linear(config.d_model, vocab, **kw)        # one kind of layer, since it may also be the head
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
@@ -192,7 +192,7 @@ class Transformer(nn.Module):
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
         model = cls(config, shard, "meta", dtype or config.dtype)
         model.name = Path(folder).resolve().name if Path(name).exists() else str(name)
-        model.folder, (model.bos_id, model.eos_ids) = folder, special_ids(folder)
+        model.folder, (model.bos_id, model.eos_ids, model.pad_ids) = folder, special_ids(folder)
         load_weights(model, folder, device)
         model.frequencies = rope_frequencies(config)[0].to(device)
         if device.type == "cpu":

@@ -119,13 +119,13 @@ class Stream:
         return self.text[before:]
 
 
-@cache
 def special_ids(folder):
-    """(BOS id or None, end ids) of a checkpoint folder; (None, ()) without a folder."""
-    if folder is None or not (folder / "tokenizer.json").exists():
-        return None, read_eos_ids(folder) if folder else ()
+    """(BOS id or None, end ids, ids of padding: the end ids if there is no padding token) of a checkpoint folder."""
+    if not (folder / "tokenizer.json").exists():
+        return None, read_eos_ids(folder), ()
     tokenizer = Tokenizer.load(folder)
-    return tokenizer.bos_id, tokenizer.eos_ids
+    pad_id = tokenizer.core.token_to_id(tokenizer.special.get("pad_token", ""))
+    return tokenizer.bos_id, tokenizer.eos_ids, tokenizer.eos_ids if pad_id is None else (pad_id,)
 
 
 # ------------------------------------------------------------------------------------------------------- chat templates

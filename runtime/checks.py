@@ -3,9 +3,13 @@
 import math
 import numbers
 
+import torch
+
 from runtime.files import one_line
 
 HUGE = 10**9                        # far above any α, and still safe to multiply with
+SHORT = 4096                        # a context of fewer tokens gets a hint to a model that anybody can load
+LONGER = ", or use a model that reads more, such as Qwen/Qwen2.5-3B-Instruct (6.2 GB; head scores are included)"
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
@@ -25,7 +29,9 @@ def check_generation(model, ids, max_new_tokens, eos_ids, settings):
 
 def check_answers(model, prompt_ids, answer_ids, settings):
     """Check the arguments of `score` → the prompt, a list of answers, and the settings with heads as pairs."""
-    [prompt] = check_prompts(model, [as_ints(prompt_ids, "the prompt")])
+    prompt, *others = check_prompts(model, prompt_ids)
+    if others:
+        raise ValueError(f"score takes one prompt, not {1 + len(others)}; call it for each prompt")
     answers, settings = check_prompts(model, answer_ids, "answer"), check_settings(model, settings)
     if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
         raise ValueError(f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
@@ -38,36 +44,51 @@ def check_answers(model, prompt_ids, answer_ids, settings):
 
 def check_prompts(model, ids, what="prompt"):
     """One sequence or several → a list of lists of ints in the model's vocabulary and within its context."""
-    rows, prompts, c = ids if is_batch(ids) else [ids], [], model.config
-    for i, row in enumerate(rows, 1):
-        name = f"{what} {i} of {len(rows)}" if len(rows) > 1 else f"the {what}"
-        prompts.append(p := as_ints(row, name))
+    sequences, prompts, c = ids if is_batch(ids) and len(ids) else [ids], [], model.config
+    for i, sequence in enumerate(sequences, 1):
+        name = f"{what} {i} of {len(sequences)}" if len(sequences) > 1 else f"the {what}"
+        prompts.append(p := as_ints(sequence, name))
+        if getattr(ids, "ndim", 1) > 1 and p and {p[0], p[-1]} & set(model.pad_ids):
+            raise ValueError(f"{name} begins or ends in padding; pass the attention_mask too, or lists without padding")
         if not p:
             raise ValueError(f"{name} is empty; give at least one token")
         if bad := [t for t in p if not 0 <= t < c.vocab_size]:
             raise ValueError(f"{name} contains the id {bad[0]}; {model.name} knows 0 to {c.vocab_size - 1}")
         if len(p) > c.max_positions:
-            raise ValueError(f"{name} has {len(p)} tokens; {model.name} reads {c.max_positions}: shorten it")
+            raise ValueError(f"{name} has {len(p)} tokens; {model.name} reads {c.max_positions}: shorten it"
+                             + LONGER * (c.max_positions < SHORT))
     return prompts
+
+
+def unpadded(ids, attention_mask=None, input_ids=None):
+    """ids, or input_ids in their place; with an attention_mask lists of the tokens for which it is not 0."""
+    ids = input_ids if ids is None else ids
+    if attention_mask is None:
+        return ids
+    try:
+        ids, kept = torch.as_tensor(ids), torch.as_tensor(attention_mask).bool()
+        return [x[k].tolist() for x, k in zip(ids, kept, strict=True)] if ids.ndim > 1 else ids[kept].tolist()
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        raise ValueError("attention_mask must have the shape of the ids, with 1 for tokens and 0 for padding") from None
 
 
 def is_batch(ids):
     """Whether ids are several sequences, not one."""
-    if hasattr(ids, "ndim"):
-        return ids.ndim > 1
-    first = ids[0] if isinstance(ids, list | tuple) and ids else 0
-    return first.ndim > 0 if hasattr(first, "ndim") else hasattr(first, "__len__")
+    if isinstance(ids, list | tuple):
+        return len(ids) > 0 and getattr(ids[0], "ndim", hasattr(ids[0], "__len__")) > 0
+    return getattr(ids, "ndim", 1) > 1
 
 
 def as_ints(ids, what):
     """A list, tuple, numpy array or tensor of whole numbers → a list of ints."""
-    ints = ids.tolist() if hasattr(ids, "tolist") else ids
-    if isinstance(ints, list | tuple):
-        ints = [t.tolist() if hasattr(t, "tolist") else t for t in ints]
-    if not isinstance(ints, list) or any(isinstance(t, bool) or not isinstance(t, int) for t in ints):
-        raise ValueError(f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, a "
-                         "numpy array or a tensor")
-    return ints
+    try:
+        x = torch.as_tensor(ids)
+        if x.ndim == 1 and (len(x) == 0 or not x.is_floating_point() and x.dtype != torch.bool):
+            return x.tolist()
+    except (RuntimeError, TypeError, ValueError):       # of numbers above 64 bits, texts, lists of several lengths
+        pass
+    raise ValueError(f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, a numpy "
+                     "array or a tensor")
 
 
 def check_method(method, known, heads=None, amateur=None, amateur_heads=None):

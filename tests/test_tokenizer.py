@@ -10,10 +10,15 @@ import random
 import re
 
 import pytest
+import torch
 import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Core
 
+import baselines
+import decore
+from model import Transformer
+from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer, special_ids
 
 WORDS = "the capital of France is Paris and the river runs through it . Größe naïve 中文 Ελλάδα 🙂 don't 1234 <b>&amp;"
@@ -228,12 +233,35 @@ def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_an
         generation, token, config, eos, tmp_path):
     files = {"generation_config": generation, "config": config}
     tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
-    assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos)
+    assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos, eos)
 
 
 def test_special_ids_without_a_tokenizer_are_those_of_the_configuration(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert special_ids(tmp_path) == (None, (3, 4)) and special_ids(None) == (None, ())
+    assert special_ids(tmp_path) == (None, (3, 4), ())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_of_transformers_decode_and_score_as_their_prompts_one_by_one(side, tmp_path):
+    write_tokenizer(write_checkpoint(tmp_path, vocab_size=259))
+    model = Transformer.load(tmp_path)
+    theirs = oracle(tmp_path, None, "<|begin|>", "<|end|>")
+    theirs.pad_token, theirs.padding_side = "<|end|>", side
+    texts = ["Who?", "Where is the river?"]
+    inputs = theirs(texts, return_tensors="pt", padding=True)
+    settings = dict(method="decore-entropy", heads=[(0, 1), (2, 3)], max_new_tokens=8, eos_ids=())
+    ids, other = map(Tokenizer.load(tmp_path).encode, texts)
+    expected = [decore.generate(model, prompt, **settings).ids for prompt in (ids, other)]
+    for module in (decore, baselines):
+        assert [g.ids for g in module.generate(model, **inputs, **settings)] == expected
+        scores = [module.score(model, inputs.input_ids[:1], [5, 6], method="greedy", attention_mask=mask)
+                  for mask in (inputs.attention_mask[:1], torch.ones_like(inputs.input_ids[:1]))]
+        assert scores[0] == module.score(model, ids, [5, 6], method="greedy") != scores[1]
+    for refused in (dict(ids=inputs.input_ids), dict(ids=inputs.input_ids.numpy())):
+        with pytest.raises(ValueError, match="prompt 1 of 2 begins or ends in padding; pass the attention_mask too"):
+            decore.generate(model, **refused, **settings)
+    with pytest.raises(ValueError, match="attention_mask must have the shape of the ids"):
+        decore.generate(model, inputs.input_ids, attention_mask=[[1, 1], [1, 1]], **settings)
 
 
 def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(tmp_path):
