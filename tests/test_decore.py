@@ -215,7 +215,7 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
 
 @pytest.mark.parametrize("ids, words", [
     ([], "the prompt is empty"), ([[5], []], "prompt 2 of 2 is empty"), ([[5], 6], "prompt 2 of 2 is 6; give"),
-    ([96], "contains the id 96; .* knows 0 to 95"), ([-1], "contains the id -1"), ([True, 5], "is .True, 5.; give"),
+    ([96], "contains the id 96; .* knows 0 to 95"), ([-1], "contains the id -1"), ([True], "is .True.; give"),
     ([1.0, 2], "is .1.0, 2.; give"), (np.array([1.5]), "whole numbers"), ([[[5]]], "whole numbers"),
     ("text", "is 'text'; give token ids"), (["a", "b"], "prompt 1 of 2 is 'a'"),
     (5, "is 5; give"), ({5: 6}, "is {5: 6}; give"), (None, "is None; give"),
