@@ -146,7 +146,7 @@ def pointing(runs):
     """Retrieval heads point at what is copied, random heads do not: the place that most of them attend to is in the
     passage's answer for more than half of DeCoRe's right answers (N = 4)"""
     [run] = runs["conflict", DECORE]
-    sets = [[tuple(map(int, name.split("-"))) for name in one.settings["heads"]]
+    sets = [[tuple(map(int, name.split("-"))) for name in one.header["heads"]]
             for one in (run, *runs["conflict", f"{DECORE}, random heads"])]
     model, tokenizer, hits = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER), []
     for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
@@ -178,7 +178,7 @@ def table(folder):
         lines.append(f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |")
     greedy = {split: run for (split, setup), [run, *_] in runs.items() if setup == "greedy"}
     items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())
-    about = greedy["open"].settings
+    about = greedy["open"].header
     return "\n".join([*lines, "", f"Items: {items}. {about['dtype']}, {about['device']}, torch "
                       f"{about['versions']['torch']}, commit {about['commit'][:8]}, {about['date']}."])
 

@@ -1,20 +1,25 @@
-"""The paper's figures from stored runs: evaluate.py report DIR --plots OUT.
+"""The paper's figures of stored runs (evaluate.py report DIR --plots OUT) and of head files (report heads --plots OUT).
 
 The colours are Okabe and Ito's, which colour-blind readers can distinguish; markers and dashes repeat the information.
 The foot of each figure says which runs it shows."""
 
 import itertools
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pandas as pd
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from report import published, significance, tables
-from report.stored import METHODS, NOT_FRACTIONS, base_entropies, group, typical
+from report.frame import by_task, typical
+from report.published import TASKS
+from report.stored import METHODS, base_entropies
 
 WIDTH, PANEL = 7.6, 2.1                         # inches across the page and per row of panels
 matplotlib.rcParams.update({
@@ -25,18 +30,18 @@ COLOURS = ["#000000", "#0072B2", "#009E73", "#D55E00", "#66A182", "#F0E442", "#8
            "#E69F00", "#7F7F7F"]                # of METHODS
 COLOUR = dict(zip(METHODS, COLOURS, strict=True))
 CYCLE, MARKERS = ["#0072B2", "#009E73", *COLOURS[7:]], "ovDs^P<>X*"     # of the lines of a figure
-DASHES = {None: "-", "uniform": "--", "published": "-."}        # retrieval heads, samplers of random heads
 LEVELS = {None: ":", "output": "-.", "query": "--"}            # greedy, ways of masking
 
 
-def draw_all(runs, folder):
+def draw_all(frame, folder):
     """Writes every figure that the runs have data for. Returns [(path, caption)]."""
     folder, pictures = Path(folder), []
     folder.mkdir(parents=True, exist_ok=True)
-    for title, same in group(runs)[0].items():
+    for title, same in frame.groupby("title"):
         for name, kind in itertools.product(published.GROUPS, FIGURES):
             draw, caption = FIGURES[kind]
-            if figure := draw(same, published.GROUPS[name]):
+            shown = same[same["task"].isin(published.GROUPS[name])]
+            if len(shown) and (figure := draw(shown)):
                 parts = dict.fromkeys([kind, title, name.lower()])
                 path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
                 figure.savefig(path)
@@ -61,15 +66,16 @@ def finish(figure, runs, *notes):
     """Adds the legend of all labelled lines, and a foot that says which runs the figure shows."""
     handles = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:
-        figure.legend(handles.values(), handles, loc="outside upper center",
-                      ncols=2 if max(map(len, handles)) > 36 else 3)
-    facts = {"model": [Path(run.settings["model"]).name for run in runs],
-             "n": [f"{task} {tables.low_to_high([len(run.lines) for run in same])}"
-                   for task, same in published.by_task(runs).items()],
-             "seeds of random heads": [run.settings.get("seed") for run in runs if run.setup.random_heads],
+        columns = 2 if max(map(len, handles)) > 36 else 3
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
+        figure.set_figheight(figure.get_figheight() + 0.17 * -(-len(handles) // columns))
+    lengths = {task: [len(run.lines) for run in runs if run.task == task] for task in TASKS}
+    facts = {"model": [Path(run.header["model"]).name for run in runs],
+             "n": [f"{task} {tables.low_to_high(numbers)}" for task, numbers in lengths.items() if numbers],
+             "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
              "mask": [run.setup.mask for run in runs if run.setup.mask],
-             "dtype": [run.settings.get("dtype") for run in runs],
-             "commit": [str(run.settings.get("commit"))[:8] for run in runs]}
+             "dtype": [run.header.get("dtype") for run in runs],
+             "commit": [str(run.header.get("commit"))[:8] for run in runs]}
     add_foot(figure, *(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}" for name, values in facts.items()
                        if values), *notes)
 
@@ -81,80 +87,79 @@ def add_foot(figure, *notes):
 
 # Scores against N and against α
 
-def sweep_figure(field, runs, tasks):
+def sweep_figure(field, frame):
     """Score against "num_heads" or "alpha": a panel per task, a line per setup.
 
     Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static, a line per
     N."""
-    usual, by_alpha = typical(runs), field == "alpha"
-    free = {"num_heads": None, "alpha": None} if by_alpha else {"num_heads": None, "random_heads": None}
-    kinds = {run.setup._replace(**free) for run in usual
+    by_alpha, usual = field == "alpha", typical(frame)
+    free = dict.fromkeys(["num_heads", "alpha" if by_alpha else "random_heads"])
+    kinds = {replace(run.setup, **free) for run in usual["run"]
              if run.setup.num_heads is not None and (run.setup.method == "decore-static" or not by_alpha)}
-    swept = [run for run in runs if run.setup._replace(**free) in kinds]
-    panels = {task: lines for task in tasks if (lines := tables.curves(swept, task, field))}
+    swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
+    panels = {task: curves for task in TASKS if (curves := tables.curves(swept, task, field))}
     if not panels:
         return None
-    levels = [run for run in usual                                  # drawn as horizontal lines
-              if run.setup.method == "greedy" or run.setup.method == "decore-entropy" and by_alpha]
-    lines = itertools.chain(*panels.values())
-    styles = [*dict.fromkeys(line._replace(random_heads=None) for line in lines)]
-    figure, axes = grid(len(panels))
-    for ax, (task, lines) in zip(axes, panels.items(), strict=True):
-        title, metric, labels = published.TASKS[task]
-        greedy = tables.greedy_mean(runs, task)
-        label = "α" if by_alpha else "heads masked, N"
-        for line, points in lines.items():
-            i = styles.index(line._replace(random_heads=None))
-            colour, marker = CYCLE[i % len(CYCLE)], MARKERS[i % len(MARKERS)]
-            if by_alpha:
-                points |= {0.0: [greedy]} if greedy is not None else {}     # at α = 0 nothing is contrasted
-            elif (r := tables.correlation(line.method, points, greedy)) is not None:
-                label += f"\nr {line}: {r:+.2f}".replace("random heads as published", "published draws")
-            draw_line(ax, line, points, colour, marker)
-            paper = published.points(field, runs[0].model, task, published.method_of(line))
-            if paper:
-                ax.plot(*zip(*paper, strict=True), DASHES[line.random_heads], color="#999999", marker=marker,
-                        markersize=3, linewidth=0.8, markerfacecolor="white", label="the paper's values")
-        for run in levels:
-            if run.task == task and metric in run.means:
-                ax.axhline(run.means[metric], linestyle=LEVELS[run.setup.mask], linewidth=1,
-                           color=COLOUR[run.setup.method], label=str(run.setup))
-        ax.set(title=title, xlabel=label, ylabel=labels[metric] or "%")
-        if metric not in NOT_FRACTIONS:
-            ax.set_ylim(-4, 104)                # the whole range, so that a small change looks small
+    names = [*dict.fromkeys(name for curves in panels.values() for name, _ in curves)]
+    figure, axes = grid(len(panels), height=PANEL + 0.12 * len(names) * (not by_alpha))
+    drawn = []
+    for ax, (task, curves) in zip(axes, panels.items(), strict=True):
+        label, papers = "α" if by_alpha else "heads masked, N", set()
+        for name, curve in curves:
+            run, i = curve["run"].iloc[0], names.index(name)
+            greedy = tables.greedy_mean(frame, task, run.setup.variant)
+            if by_alpha and greedy is not None:                     # at α = 0 nothing is contrasted
+                curve = pd.concat([curve[curve["alpha"] != 0], pd.DataFrame([{"alpha": 0.0, "value": greedy}])])
+            scores = curve.groupby(field)["value"]
+            if not by_alpha and (r := tables.correlation(run.setup.method, scores.mean(), greedy)) is not None:
+                label += f"\nr {name}: {r:+.2f}".replace("random heads as published", "published draws")
+            style = {"color": CYCLE[i % len(CYCLE)], "marker": MARKERS[i % len(MARKERS)]}
+            draw_curve(ax, name, scores, bool(run.setup.random_heads), style)
+            method = METHODS[run.setup.method] + ", random heads" * bool(run.setup.random_heads)
+            paper = published.points(field, run.model, task, published.method_of(run.setup))
+            if paper and method not in papers:                      # two samplers have one line of the paper's
+                papers.add(method)
+                ax.plot(*zip(*paper, strict=True), ":", markersize=3, linewidth=0.8, alpha=0.6,
+                        markerfacecolor="white", label=f"the paper: {method}", **style)
+        same = usual[(usual["task"] == task) & (usual["metric"] == published.headline(task)[0])]
+        levels = same[same["method"].isin(["greedy", "decore-entropy"] if by_alpha else ["greedy"])]
+        for run, value in zip(levels["run"], levels["value"], strict=True):
+            ax.axhline(value, linestyle=LEVELS[run.setup.mask], linewidth=1, color=COLOUR[run.setup.method],
+                       label=str(run.setup))
+        drawn += itertools.chain(levels["run"], *(curve["run"] for _, curve in curves))
+        ax.set(title=TASKS[task][0], xlabel=label, ylabel=published.headline(task)[1])
     notes = () if by_alpha else ("band and dots: range and single draws of random heads",
                                  "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
-    drawn = [run for run in swept if run.setup._replace(**{field: None}) in panels.get(run.task, ())]
-    finish(figure, [run for run in levels if run.task in panels] + drawn, *notes)
+    finish(figure, drawn, *notes)
     return figure
 
 
-def draw_line(ax, line, points, colour, marker):
-    """points: {N or α: [score of each draw]}"""
-    numbers = sorted(points)
-    draws = [points[n] for n in numbers]
-    ax.plot(numbers, [*map(np.mean, draws)], DASHES[line.random_heads], color=colour, marker=marker, markersize=4,
-            linewidth=1.3, markerfacecolor="white" if line.random_heads else colour, label=str(line))
-    if line.random_heads:
-        ax.fill_between(numbers, [*map(min, draws)], [*map(max, draws)], color=colour, alpha=0.13, linewidth=0)
-        for n, values in points.items():
-            ax.plot([n] * len(values), values, ".", color=colour, markersize=2, alpha=0.6)
+def draw_curve(ax, name, scores, random, style):
+    """scores: grouped by N or α, one of each draw."""
+    means = scores.mean()
+    ax.plot(means.index, means, "--" if random else "-", markersize=4, linewidth=1.3, label=name,
+            markerfacecolor="white" if random else style["color"], **style)
+    if random:
+        ax.fill_between(means.index, scores.min(), scores.max(), color=style["color"], alpha=0.13, linewidth=0)
+        for x, values in scores:
+            ax.plot([x] * len(values), values, ".", color=style["color"], markersize=2, alpha=0.6)
 
 
 # Entropies
 
-def entropy_figure(runs, tasks):
+def entropy_figure(frame):
     """Base entropy per token of each method. Tests: DeCoRe's below greedy's, ITI's and DoLa's."""
-    runs = [run for run in typical(runs) if run.task in tasks and len(base_entropies(run))]
-    panels, setups = published.by_task(runs), [*dict.fromkeys(run.setup for run in runs)]
+    shown = typical(frame[frame["metric"] == "entropy"])
+    panels, setups = by_task(shown), [*shown["setup"].unique()]
     if not panels:
         return None
     figure, axes = grid(len(panels), height=0.65 + 0.24 * len(setups), sharey=True)
-    for ax, (task, same) in zip(axes, panels.items(), strict=True):
-        entropies = {run.setup: base_entropies(run) for run in same}
+    for ax, (task, same) in zip(axes, panels, strict=True):
+        entropies = {run.setup: base_entropies(run) for run in same["run"]}
         for setup, values in entropies.items():
-            violin = ax.violinplot([values], [-setups.index(setup)], orientation="horizontal", side="high", widths=1.5,
-                                   bw_method=0.25, showmeans=True, showextrema=False, quantiles=[0.25, 0.75])
+            violin = ax.violinplot([values], [-setups.index(str(setup))], orientation="horizontal", side="high",
+                                   widths=1.5, bw_method=0.25, showmeans=True, showextrema=False,
+                                   quantiles=[0.25, 0.75])
             for part in (*violin["bodies"], violin["cmeans"], violin["cquantiles"]):
                 part.set_color(COLOUR[setup.method])
             violin["cquantiles"].set_linewidth(0.6)
@@ -164,24 +169,26 @@ def entropy_figure(runs, tasks):
             if rival.method in tables.RIVALS and (test := significance.t_test(decore, values, "less")):
                 label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
         highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
-        ax.set_yticks(range(0, -len(setups), -1), map(str, setups))
-        ax.set(title=published.TASKS[task][0], xlabel=label, xlim=(0, highest * 1.02))
-    finish(figure, runs, "density, mean (thick line) and quartiles (thin), up to the 99.5th percentile; p: Welch's "
-           "t-test, one-sided, DeCoRe entropy's below the others'")
+        ax.set_yticks(range(0, -len(setups), -1), setups)
+        ax.set(title=TASKS[task][0], xlabel=label, xlim=(0, highest * 1.02))
+    finish(figure, shown["run"], "density, mean (thick line) and quartiles (thin), up to the 99.5th percentile; p: "
+           "Welch's t-test, one-sided, DeCoRe entropy's below the others'")
     return figure
 
 
-def correctness_figure(runs, tasks):
+def correctness_figure(frame):
     """Entropies of correct and incorrect answers: densities, and the chance of a correct answer as entropy grows."""
-    dola = "dola-low" if any(run.setup.method == "dola-low" for run in runs) else "dola-high"   # the paper names none
-    runs = [run for run in typical(runs) if run.setup.method in ("greedy", dola, "decore-entropy")]
-    panels = [(run, *pairs) for same in published.by_task(runs, tasks).values() for run in same
-              if (pairs := tables.entropies_and_verdicts(run))]
+    dola = "dola-low" if "dola-low" in {*frame["method"]} else "dola-high"                  # the paper names none
+    shown = typical(frame[(frame["metric"] == "entropy")])
+    shown = shown[shown["method"].isin(["greedy", dola, "decore-entropy"])]
+    panels = [(run, *answers) for _, same in by_task(shown) for run in same["run"]
+              if (answers := tables.judged_answers(run))]
     if not panels:
         return None
     figure, axes = grid(len(panels))
-    for ax, (run, entropies, right) in zip(axes, panels, strict=True):
-        fit, end, density = significance.logistic(entropies, right), max(entropies.max(), 1e-6), ax.twinx()
+    for ax, (run, predictors, right) in zip(axes, panels, strict=True):
+        entropies = predictors[:, 0]
+        fit, end, density = significance.logistic(predictors[:, :1], right), max(entropies.max(), 1e-6), ax.twinx()
         x, bins = np.linspace(0, end, 200), np.linspace(0, end, 25)
         for values, name, colour, dash in ((entropies[right], "correct", "#0072B2", "-"),
                                            (entropies[~right], "incorrect", "#D55E00", "--")):
@@ -193,9 +200,9 @@ def correctness_figure(runs, tasks):
                 ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
                         label="share correct, tenths of the examples")
         if fit:
-            intercept, slope, r2 = fit
+            (intercept, slope), r2 = fit
             ax.plot(x, 1 / (1 + np.exp(-(intercept + slope * x))), color="black", label="logistic regression")
-        ax.set(title=f"{published.TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}", ylabel="correct",
+        ax.set(title=f"{TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}", ylabel="correct",
                xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""), xlim=(0, end),
                ylim=(-0.1, 1.1))
     finish(figure, [run for run, *_ in panels], "right axis: density; vertical lines: means; R²: McFadden's pseudo-R², "
@@ -209,3 +216,37 @@ FIGURES = {
     "alpha": (partial(sweep_figure, "alpha"), "score against α of DeCoRe static"),
     "entropy": (entropy_figure, "base entropy per token of each method"),
     "correctness": (correctness_figure, "base entropy of correct and incorrect answers, with a logistic regression")}
+
+
+# Head files
+
+def head_curves(files):
+    """Figure of the sorted retrieval scores of several models. files: {path: scores}"""
+    figure, [ax] = grid(1, height=3.0)
+    for i, (path, scores) in enumerate(files.items()):
+        ax.semilogx(range(1, len(scores) + 1), sorted(scores.values(), reverse=True), ("-", "--")[i % 2],
+                    color=CYCLE[i % len(CYCLE)], linewidth=1.4, marker=MARKERS[i % len(MARKERS)], markevery=0.2,
+                    markersize=4, label=path.stem)
+    ax.axhline(published.RETRIEVAL, color="#999999", linestyle=":", linewidth=1)
+    ax.set(xlabel="rank of the head", ylabel="retrieval score")
+    ax.legend()
+    add_foot(figure, "retrieval scores of all heads, sorted")
+    return figure
+
+
+def head_maps(files):
+    """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
+    figure, axes = grid(len(files), height=2.3)
+    highest = max(1, *(max(scores.values()) for scores in files.values()))  # by the published rule a score may exceed 1
+    for ax, (path, scores) in zip(axes, files.items(), strict=True):
+        table = np.zeros(np.add(max(scores), 1))                            # [L, H]
+        table[tuple(np.transpose([*scores]))] = [*scores.values()]
+        image = ax.imshow(table, norm=PowerNorm(0.5, 0, highest), aspect="auto", origin="lower",
+                          interpolation="nearest")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.set(title=path.stem, xlabel="head", ylabel="layer")
+    figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30,
+                    label="retrieval score (colour by its square root)")
+    add_foot(figure, "retrieval score of every head, layer 0 at the bottom")
+    return figure

@@ -1,13 +1,13 @@
 """The paper's tables: their columns, values and N, and its statistical tests.
 
-tasks/paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and `note` the reason.
-tasks/paper_n.csv: how each N of a main table was inferred. tasks/paper_heads.csv: retrieval scores by rank."""
+paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and `note` the reason.
+paper_n.csv: how each N of a main table was inferred. paper_heads.csv: retrieval scores by rank."""
 
 import csv
 from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).parent.parent / "tasks"
+FOLDER = Path(__file__).parent
 EM = {"substring_match": "EM"}
 
 # Group → task → (the paper's name, the metric of its figures, {metric: heading in the main tables})
@@ -39,6 +39,7 @@ GROUPS = {
         "miniature-irrelevant": ("irrelevant passage", "exact_match", {"exact_match": ""})},
 }
 TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
+RETRIEVAL = 0.1                         # the paper counts heads above this score as retrieval heads
 RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
 
@@ -55,15 +56,9 @@ def columns(group):
 
 
 def headline(task):
-    """(metric, heading) of a task in the paper's figures, correlations and tests."""
-    name, metric, labels = TASKS[task]
-    return metric, f"{name} {labels[metric]}".strip()
-
-
-def by_task(runs, tasks=TASKS):
-    """{task: its runs} in the order of the tables."""
-    groups = {task: [run for run in runs if run.task == task] for task in tasks}
-    return {task: same for task, same in groups.items() if same}
+    """(metric, its label) of a task in the paper's figures and correlations."""
+    _, metric, labels = TASKS[task]
+    return metric, labels[metric] or "%"
 
 
 def method_of(setup):
@@ -74,6 +69,11 @@ def method_of(setup):
 def rows(name, task, model, method):
     key = task, model.lower(), method
     return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
+
+
+def inferred(task, model, method):
+    """The values of N that the paper's main table may have been measured at, as texts."""
+    return [n for row in rows("paper_n", task, model, method) for n in row["num_heads"].split()]
 
 
 def cell(run, metric):
@@ -88,9 +88,16 @@ def cell(run, metric):
     row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
     if row is None or row["num_heads"] or setup.num_heads is None:
         return row and row | {"at": ""}
-    inferred = [n for row in rows("paper_n", run.task, run.model, setup.method) if metric != "entropy"
-                for n in row["num_heads"].split()]
-    return row | {"at": "" if str(setup.num_heads) in inferred else f" at N = {' or '.join(inferred) or '?'}"}
+    main = inferred(run.task, run.model, setup.method) if metric != "entropy" else []
+    return row | {"at": "" if str(setup.num_heads) in main else f"at N = {' or '.join(main) or '?'}"}
+
+
+def text(row):
+    """The paper's value with its ±, a mark if it is misprinted, and its N if that is not the run's."""
+    if row is None:
+        return "–"
+    std = f" ± {float(row['std']):g}" if row["std"] else ""
+    return f"{float(row['value']):g}{std}{'†' if row['printed'] or row['note'] else ''} {row['at']}".rstrip()
 
 
 def points(column, model, task, method):
@@ -101,7 +108,7 @@ def points(column, model, task, method):
 
 def tests(model, tasks):
     """[a note with the paper's own tests for the model and tasks, and doubts about implausible ones]; [] if none."""
-    texts = [f"{row['task']}, {row['method']}, {row['what']} {row['value']}"
+    texts = [f"{TASKS[row['task']][0]}, {row['method']}, {row['what']} {row['value']}"
              + f" ({row['note']})" * ("implausible" in row["note"])
              for row in table("paper_tests") if row["model"].lower() == model.lower() and row["task"] in tasks]
     return [f"Paper: {'; '.join(texts)}."] if texts else []

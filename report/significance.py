@@ -1,5 +1,7 @@
 """Statistical tests, by scipy and statsmodels. None if there are too few numbers or they do not vary."""
 
+import warnings
+
 import numpy as np
 from scipy import stats
 from statsmodels.discrete.discrete_model import Logit
@@ -21,18 +23,17 @@ def t_test(a, b, alternative="two-sided", equal_variance=False):
     return stats.ttest_ind(a, b, equal_var=equal_variance, alternative=alternative)
 
 
-def mcnemar(won, lost):
-    """Exact two-sided p that `won` and `lost` are tosses of a fair coin."""
-    return float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
-
-
 def logistic(x, correct):
-    """(intercept, slope, McFadden's pseudo-R²) of a logistic regression without penalty of correct answers on x.
+    """(intercept and slopes, McFadden's pseudo-R²) of a logistic regression without penalty of correct answers on x.
 
-    x: floats, [n]. correct: bools, [n]. None also if one value of x separates the two classes."""
-    right, wrong = x[correct], x[~correct]
-    if min(len(right), len(wrong)) < FEWEST or right.max() <= wrong.min() or wrong.max() <= right.min():
+    x: floats, [n, predictors]. correct: bools, [n]. None also if the predictors separate the two classes."""
+    scale = np.std(x, axis=0)                           # x may be tiny, and the fit converges best for x near 1
+    if min(sum(correct), sum(~correct)) < FEWEST or not scale.all():
         return None
-    scale = np.std(x)                                   # x may be tiny, and the fit converges best for x near 1
-    fit = Logit(correct.astype(float), add_constant(x / scale)).fit(disp=False, maxiter=200)
-    return float(fit.params[0]), float(fit.params[1] / scale), float(fit.prsquared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                  # of classes that are separated
+        try:
+            fit = Logit(correct.astype(float), add_constant(x / scale)).fit(disp=False, maxiter=200)
+        except (UserWarning, RuntimeWarning, np.linalg.LinAlgError):
+            return None
+    return fit.params / [1, *scale], float(fit.prsquared)

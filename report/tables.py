@@ -1,20 +1,19 @@
-"""Tables of stored runs in Markdown: scores in the paper's layout, each run against greedy, and tests on entropies.
+"""Tables of stored runs in Markdown: scores in the paper's layout, correlations with N, and tests on entropies."""
 
-`write_csv` prints every metric as data."""
-
-import csv
-import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 from scipy.stats import mannwhitneyu
 
 from evaluation.runs import remarks
 from report import published, significance
-from report.published import by_task, headline
-from report.stored import base_entropies, greedy_run, group, typical
+from report.frame import PAPER_DTYPE, by_task, headline_values, typical
+from report.published import TASKS, headline
+from report.stored import base_entropies
 from runtime.files import json_lines
-from tasks import TASKS
+from tasks import find
 
 NO_BEST = ("rejection", "memory_match", "entropy")      # neither many nor few of these are better
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")     # whose entropies the paper compares DeCoRe's with
@@ -24,94 +23,68 @@ SCORE_NOTES = {                                         # part of a table's text
     "query mask": "query mask: the query of masked heads is zero, as in the published runs. In the other rows with N "
                   "their output is zero, as in the paper's equation.",
     " draws)": "Random heads: mean, sample standard deviation and range over the draws. The paper's ± is over three "
-               "draws (inferred: its values are multiples of 1/(3n)).",
-    ", p ": "won/lost: examples that greedy has wrong and this setup right, and the reverse; exact McNemar p, "
-            "two-sided, not corrected for the number of comparisons.",
+               "draws (inferred: 58 of 60 values are multiples of 1/(3n)).",
     "; paper": "paper: its value, and our value minus it, by the metric as published. The published runs mask "
-               "queries. At N: measured at another N than the run; N = ?: not stated (tasks/paper_n.csv). †: "
-               "misprinted or unclear (tasks/paper.csv)."}
+               "queries. At N: measured at another N than the run; N = ?: not stated (report/paper_n.csv). †: "
+               "misprinted or unclear (report/paper.csv)."}
 
 
 def print_tables(tables):
-    """tables: [(title, rows, notes)]. A row is {column: text}; all rows have the columns of the first."""
-    for title, rows, notes in tables:
-        widths = [max(len(text) for text in (name, *(row[name] for row in rows))) for name in rows[0]]
+    """tables: [(title, table of texts, notes)]."""
+    for title, table, notes in tables:
+        lines = [[*table.columns], *table.to_numpy().tolist()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
         print(f"### {title}\n")
-        for texts in [rows[0], ["-" * width for width in widths], *(row.values() for row in rows)]:
+        for texts in lines:
             print(f"| {' | '.join(map(str.ljust, texts, widths))} |")
         print("\n" + "".join(f"{note}  \n" for note in notes))
 
 
-def all_tables(runs):
-    for title, same in group(runs)[0].items():
-        tables = [score_table(name, same) for name in published.GROUPS]
-        tables += [correlation_table(same), entropy_table(same), correctness_table(same)]
-        yield from ((f"{name}: {title}", rows, notes) for name, rows, notes in tables if rows)
+def all_tables(frame):
+    for title, same in frame.groupby("title"):
+        tables = [(name, *score_table(name, same)) for name in published.GROUPS]
+        tables += [("Score against the number of masked heads", *correlation_table(same)),
+                   ("Base entropy, nats per token", *entropy_table(same)),
+                   ("Base entropy of correct and incorrect answers", *correctness_table(same))]
+        yield from ((f"{name}: {title}", table, notes) for name, table, notes in tables if len(table))
 
 
 # Scores, as in the paper's tables
 
-def score_table(name, runs):
-    """One of published.GROUPS. The best value of a column is bold, the second is italic."""
-    runs = [run for run in runs if run.task in published.GROUPS[name]]
-    rows = {run.setup: {"method": str(run.setup)} for run in runs}
-    for task, metric, heading in published.columns(name):
-        cells = {}
-        for run in runs:
-            if run.task == task and metric in run.means:
-                cells.setdefault(run.setup, []).append(run)
-        if not cells:
-            continue
-        means = {setup: np.mean([run.means[metric] for run in draws]) for setup, draws in cells.items()}
-        best = sorted({*means.values()}, reverse=True)[:2] if len(means) > 1 and metric not in NO_BEST else []
-        marks = dict(zip(best, ("**", "_"), strict=False))
-        # A metric of whole runs, such as `macro`, has no values of single examples.
-        sizes = {sum(values.get(metric) is not None for values in run.values) or len(run.lines)
-                 for draws in cells.values() for run in draws}
-        for setup, row in rows.items():
-            mark, draws = marks.get(means.get(setup), ""), cells.get(setup)
-            row[f"{heading} (n = {low_to_high(sizes)})"] = (
-                f"{mark}{means[setup]:.1f}{mark}{details(draws, metric, greedy_run(runs, task))}" if draws else "–")
-    rows = [row for row in rows.values() if {*row.values()} - {row["method"], "–"}]
-    return name, rows, score_notes(" ".join(text for row in rows for text in row.values()), runs)
+def score_table(group, frame):
+    """(table, notes) of one of published.GROUPS. The best value of a column is bold, the second is italic."""
+    frame, columns = frame[frame["task"].isin(published.GROUPS[group])], {}
+    for task, metric, heading in published.columns(group):
+        ours, twin = (frame[(frame["task"] == task) & (frame["metric"] == name)]
+                      for name in (metric, f"{metric}_published"))
+        if len(ours):
+            texts = cell_texts(ours, twin if len(twin) else ours, metric not in NO_BEST)
+            columns[f"{heading} (n = {low_to_high(ours['scored'])})"] = texts
+    table = pd.DataFrame(columns, dtype=str).reindex(frame["setup"].unique()).dropna(how="all").fillna("–")
+    table = table.rename_axis("method").reset_index()
+    return table, score_notes(" ".join(table.to_numpy().flat), frame) if len(table) else []
 
 
-def details(draws, metric, greedy):
-    """Interval or range of one cell, its comparison with greedy, and the paper's value."""
-    run, values = draws[0], [run.means[metric] for run in draws]
-    if len(draws) > 1:
-        text = f" ± {np.std(values, ddof=1):.1f} ({min(values):.1f} to {max(values):.1f}, {len(values)} draws)"
-    else:
-        text = " [{:.1f}, {:.1f}]".format(*run.intervals[metric])
-        if comparison := won_and_lost(run, greedy, metric):
-            text += "; {}/{}, ".format(*comparison) + p_text(comparison[2])
-    name = f"{metric}_published" if f"{metric}_published" in run.means else metric
-    if paper := published.cell(run, name):
-        difference = np.mean([run.means[name] for run in draws]) - float(paper["value"])
-        text += f"; paper {paper_text(paper)} ({difference:+.1f})"
-    return text
+def cell_texts(ours, published_metric, has_best):
+    """Texts by setup: the mean, its interval or the range of the draws, and the paper's value.
 
-
-def won_and_lost(run, greedy, metric):
-    """How often the run is better and worse than greedy on the same prompt, and McNemar's exact p.
-
-    None for a metric that single examples do not have, without common examples, and for greedy itself."""
-    if metric in NO_BEST or greedy is None or greedy is run:
-        return None
-    a, b = ({(line["index"], line.get("prompt_sha256")): values[metric]
-             for line, values in zip(each.lines, each.values, strict=True) if values.get(metric) is not None}
-            for each in (run, greedy))
-    pairs = [(a[key], b[key]) for key in a.keys() & b.keys()]
-    won, lost = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
-    return (won, lost, significance.mcnemar(won, lost)) if pairs else None
-
-
-def paper_text(row):
-    """The paper's value with its ±, a mark if it is misprinted, and its N if that is not the run's."""
-    if row is None:
-        return "–"
-    std = f" ± {float(row['std']):g}" if row["std"] else ""
-    return f"{float(row['value']):g}{std}{'†' if row['printed'] or row['note'] else ''}{row['at']}"
+    published_metric: the lines of the metric as published, which the paper's value is compared with."""
+    means, texts = ours.groupby("setup", sort=False)["value"].mean(), {}
+    ranks = means.rank(method="dense", ascending=False)
+    for setup, draws in ours.groupby("setup", sort=False):
+        mark = {1: "**", 2: "_"}.get(ranks[setup], "") if has_best and len(means) > 1 else ""
+        texts[setup] = f"{mark}{means[setup]:.1f}{mark} "
+        if len(draws) > 1:
+            low, high = draws["value"].min(), draws["value"].max()
+            texts[setup] += f"± {draws['value'].std():.1f} ({low:.1f} to {high:.1f}, {len(draws)} draws)"
+        else:
+            texts[setup] += f"[{draws['low'].item():.1f}, {draws['high'].item():.1f}]"
+        twin = published_metric[published_metric["setup"] == setup]
+        if paper := twin["cell"].iloc[0]:
+            difference = twin["value"].mean() - float(paper["value"])
+            texts[setup] += f"; paper {published.text(paper)} ({difference:+.1f})"
+    return pd.Series(texts)
 
 
 def p_text(p):
@@ -122,24 +95,24 @@ def low_to_high(numbers):
     return " to ".join(dict.fromkeys(f"{number:,}" for number in (min(numbers), max(numbers))))
 
 
-def score_notes(text, runs):
+def score_notes(text, frame):
     """Notes for a table of scores. text: all of its cells."""
+    runs = frame["run"].unique()
     stores = [run.path.with_suffix(".judged.jsonl") for run in runs]
     facts = {
-        "The paper's runs are in bfloat16, these (also) in {}.":
-            {run.settings.get("dtype", "bfloat16") for run in runs if "; paper" in text} - {"bfloat16"},
-        "Demonstrations other than the paper's: {}.":                   # older runs name only the hub they drew from
-            {run.task for run in runs if (record := run.settings.get("demos"))
-             and not record.get("paper", "hub" not in record)},
+        f"The paper's runs are in {PAPER_DTYPE}, these (also) in {{}}.":
+            {run.header.get("dtype", PAPER_DTYPE) for run in runs if "; paper" in text} - {PAPER_DTYPE},
+        "Demonstrations other than the paper's: {}.":
+            {run.task for run in runs if not (run.header.get("demos") or {"paper": True}).get("paper")},
         "Another number of items than usual: {}.":
-            {f"{run.task} {run.settings['n']:,} of {TASKS[run.task].n:,}"
-             for run in runs if run.settings["n"] != TASKS[run.task].n},
+            {f"{run.task} {run.header['n']:,} of {find(run.task).n:,}"
+             for run in runs if run.header["n"] != find(run.task).n},
         "Judges: {}. The paper's no longer exist; compare only values of the same judges.":
             {verdict["model"] for store in stores if store.exists() for _, verdict in json_lines(store)},
         "Unfinished: {}.":
-            {f"{run.path.name} ({len(run.lines):,} of {run.settings['n']:,})"
-             for run in runs if len(run.lines) < run.settings["n"]}}
-    counts = Counter(remark for run in runs for remark in remarks(run.settings))
+            {f"{run.path.name} ({len(run.lines):,} of {run.header['n']:,})"
+             for run in runs if len(run.lines) < run.header["n"]}}
+    counts = Counter(remark for run in runs for remark in remarks(run.header))
     return ([note for part, note in SCORE_NOTES.items() if part in text]
             + [note.format(", ".join(sorted(names))) for note, names in facts.items() if names]
             + [f"{count} of {len(runs)} runs: {remark}." for remark, count in counts.items()])
@@ -147,68 +120,66 @@ def score_notes(text, runs):
 
 # Numbers of masked heads
 
-def curves(runs, task, field="num_heads"):
-    """{setup without the field, "num_heads" or "alpha": {its value: [mean of each draw]}} of a task.
+def curves(frame, task, field="num_heads"):
+    """[(setup without the field "num_heads" or "alpha", lines of the frame with its values)] of a task.
 
-    Lines of a single point are left out."""
-    lines = {}
-    for run in runs:
-        x, mean = getattr(run.setup, field), run.means.get(headline(task)[0])
-        if run.task == task and x is not None and mean is not None:
-            lines.setdefault(run.setup._replace(**{field: None}), {}).setdefault(x, []).append(mean)
-    return {line: points for line, points in lines.items() if len(points) > 1}
+    Curves of a single point are left out."""
+    lines = headline_values(frame, task).dropna(subset=field)
+    curve = [str(replace(run.setup, **{field: None})) for run in lines["run"]]
+    return [(name, same) for name, same in lines.groupby(curve, sort=False) if same[field].nunique() > 1]
 
 
-def greedy_mean(runs, task):
-    run = greedy_run(runs, task)
-    return run and run.means.get(headline(task)[0])
+def greedy_mean(frame, task, variant=""):
+    """The score of greedy decoding; None without a run."""
+    lines = headline_values(frame, task)
+    return next(iter(lines[(lines["method"] == "greedy") & (lines["variant"] == variant)]["value"]), None)
 
 
-def correlation(method, points, greedy):
-    """Pearson's r of the score with N, over the means of the draws; None if it is not defined.
+def correlation(method, means, greedy):
+    """Pearson's r of the score with N; None if it is not defined.
 
-    greedy: its score. As in the paper's figures it is the point N = 0 of a masked model, and of no other method."""
-    pairs = [(n, np.mean(values)) for n, values in points.items()]
-    pairs += [(0, greedy)] if method == "masked" and greedy is not None and 0 not in points else []
-    return significance.pearson(*zip(*pairs, strict=True))
+    means: score by N, the mean over the draws. greedy: its score. As in the paper's figures it is the point N = 0 of a
+    masked model, and of no other method."""
+    if method.startswith("masked") and greedy is not None:
+        means = means.combine_first(pd.Series({0: greedy}))
+    return significance.pearson(means.index.to_numpy(float), means.to_numpy(float))
 
 
-def correlation_table(runs):
-    rows = []
-    for task in by_task(runs):
-        for line, points in curves(runs, task).items():
-            r = correlation(line.method, points, greedy_mean(runs, task))
-            deviations = [np.std(values, ddof=1) for values in points.values() if len(values) > 1]
+def correlation_table(frame):
+    lines = []
+    for task, same in by_task(frame):
+        for name, curve in curves(same, task):
+            draws, first = curve.groupby("num_heads")["value"], curve.iloc[0]
+            r = correlation(first["method"], draws.mean(), greedy_mean(same, task, first["variant"]))
             if r is not None:
-                rows.append({"task": headline(task)[1], "method": str(line), "N": ", ".join(map(str, sorted(points))),
-                             "Pearson r": f"{r:+.2f}",
-                             "std over draws": f"{np.mean(deviations):.1f}" if deviations else "–"})
-    return ("Score against the number of masked heads", rows,
-            ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."])
+                std = draws.std().mean()
+                lines.append({"task": TASKS[task][0], "score": headline(task)[1], "method": name,
+                              "N": ", ".join(map(str, draws.groups)), "Pearson r": f"{r:+.2f}",
+                              "std over draws": "–" if np.isnan(std) else f"{std:.1f}"})
+    return pd.DataFrame(lines), ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's "
+                                 "figures."]
 
 
 # Entropies
 
-def entropy_table(runs):
+def entropy_table(frame):
     """Base entropies of each method, tested against those of greedy, ITI and DoLa: one-sided, Welch and Student."""
-    rows, runs = [], [run for run in typical(runs) if len(base_entropies(run))]
-    rivals = dict.fromkeys(run.setup for run in runs if run.setup.method in RIVALS)
-    for task, same in by_task(runs).items():
-        entropies = {run.setup: base_entropies(run) for run in same}
-        for run in same:
-            values = entropies[run.setup]
-            rows.append({"task": headline(task)[1], "method": str(run.setup), "n": f"{len(values):,}",
-                         "mean ± std": f"{values.mean():.3f} ± {values.std():.3f}",
-                         "paper": paper_text(published.cell(run, "entropy"))})
+    shown, lines = typical(frame[frame["metric"] == "entropy"]), []
+    rivals = dict.fromkeys(run.plain for run in shown[shown["method"].isin(RIVALS)]["run"])
+    for task, same in by_task(shown):
+        entropies = {(run.plain, run.setup.variant): base_entropies(run) for run in same["run"]}
+        for run, cell in zip(same["run"], same["cell"], strict=True):
+            values = entropies[run.plain, run.setup.variant]
+            lines.append({"task": TASKS[task][0], "method": str(run.setup), "n": f"{len(values):,}",
+                          "mean ± std": f"{values.mean():.3f} ± {values.std():.3f}", "paper": published.text(cell)})
             for rival in rivals:
-                others = entropies.get(rival, ()) if rival != run.setup else ()
-                rows[-1] |= t_tests(values, others, "less", f" (below {rival})")
-    return (
-        "Base entropy, nats per token", rows,
-        ["The base model's entropy along the text that the method wrote, mean over its tokens (of masked, the masked "
-         "model's). It is not the entropy of the distribution decoded from. One-sided tests: Welch's as in the paper, "
-         "and with equal variances as in its published analysis. †: misprinted or unclear (tasks/paper.csv).",
-         "Each method has one setup: α = 0.5 and the N with the most runs."])
+                others = entropies.get((rival, run.setup.variant), ()) if rival != run.plain else ()
+                lines[-1] |= t_tests(values, others, "less", f" (below {rival})")
+    return pd.DataFrame(lines), [
+        "The base model's entropy along the text that the method wrote, mean over its tokens (of masked, the masked "
+        "model's). It is not the entropy of the distribution decoded from. One-sided tests: Welch's as in the paper, "
+        "and with equal variances as in its published analysis. †: misprinted or unclear (report/paper.csv).",
+        "Each method has one setup: α = 0.5 and the N with the most runs; of several, the paper's or the default one."]
 
 
 def t_tests(a, b, alternative="two-sided", name=""):
@@ -220,8 +191,8 @@ def t_tests(a, b, alternative="two-sided", name=""):
     return cells
 
 
-def entropies_and_verdicts(run):
-    """(base entropy per token [n], whether the answer is right [n]) of the scored examples.
+def judged_answers(run):
+    """(base entropy per token, number of tokens) [n, 2], and whether the answer is right [n], of the scored examples.
 
     None if the task's answers are not right or wrong, or if fewer than three are right or wrong."""
     metric, _ = headline(run.task)
@@ -231,51 +202,36 @@ def entropies_and_verdicts(run):
     if run.task.startswith("musique"):                          # as published: a reference anywhere in the generation
         right = [any(reference.lower() in line["prediction"].lower() for reference in line["references"])
                  for line in run.lines]
-    pairs = np.array([(values["entropy"], verdict) for values, verdict in zip(run.values, right, strict=True)
-                      if None not in (values["entropy"], verdict)]).reshape(-1, 2)
-    entropies, right = pairs[:, 0], pairs[:, 1] == 1
-    return (entropies, right) if min(sum(right), sum(~right)) >= significance.FEWEST else None
+    examples = np.array([(values["entropy"], len(line["ids"]), verdict)
+                         for values, line, verdict in zip(run.values, run.lines, right, strict=True)
+                         if None not in (values["entropy"], verdict)]).reshape(-1, 3)
+    right = examples[:, 2] == 1
+    return (examples[:, :2], right) if min(sum(right), sum(~right)) >= significance.FEWEST else None
 
 
-def correctness_table(runs):
+def correctness_table(frame):
     """Base entropies of correct and incorrect answers, with tests of their difference."""
-    rows, tasks = [], by_task(runs)
-    for task, same in by_task(typical(runs)).items():
-        for run in same:
-            if (pairs := entropies_and_verdicts(run)) is None:
+    shown, lines = typical(frame[frame["metric"] == "entropy"]), []
+    for task, same in by_task(shown):
+        for run in same["run"]:
+            if (answers := judged_answers(run)) is None:
                 continue
-            entropies, right = pairs
+            predictors, right = answers
+            entropies = predictors[:, 0]
             good, bad = entropies[right], entropies[~right]
-            ranks, fit = mannwhitneyu(good, bad), significance.logistic(entropies, right)
-            rows.append({
-                "task": headline(task)[1], "method": str(run.setup),
+            ranks = mannwhitneyu(good, bad)
+            fits = (significance.logistic(x, right) for x in (predictors[:, :1], predictors))
+            lines.append({
+                "task": TASKS[task][0], "method": str(run.setup),
                 "correct / incorrect": f"{len(good):,} / {len(bad):,}",
                 "nats, mean": f"{good.mean():.3f} / {bad.mean():.3f}",
                 **t_tests(bad, good),
                 "Mann-Whitney U, p": f"{ranks.statistic:,.0f}, {p_text(ranks.pvalue)}",
-                "pseudo-R²": f"{fit[2]:.3f}" if fit else "–"})
-    return (
-        "Base entropy of correct and incorrect answers", rows,
-        ["t: incorrect against correct; U: of the correct answers, as the paper prints it; all two-sided. Pseudo-R²: "
-         "McFadden's, of a logistic regression without penalty.",
-         "Setups with fewer than three correct or incorrect answers are left out.",
-         *published.tests(runs[0].model, tasks)])
-
-
-# The same as data
-
-def write_csv(runs):
-    """Prints one line per run and metric. Rates are in per cent."""
-    groups, lines = group(runs)[0], []
-    for run in runs:
-        for metric, value in run.means.items():
-            low, high = run.intervals[metric]
-            won, lost, p = won_and_lost(run, greedy_run(groups[run.title], run.task), metric) or (None,) * 3
-            paper = published.cell(run, metric) or {}
-            lines.append({"run": run.path.name, "task": run.task, "model": run.model, "conditions": run.conditions,
-                          **run.setup._asdict(), "method": published.method_of(run.setup), "n": len(run.lines),
-                          "metric": metric, "value": value, "low": low, "high": high, "won": won, "lost": lost,
-                          "mcnemar_p": p, "paper": paper.get("value"), "paper_at": paper.get("at", "").strip()})
-    writer = csv.DictWriter(sys.stdout, lines[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+                **{name: f"{fit[1]:.3f}" if fit else "–"
+                   for name, fit in zip(("pseudo-R²", "with length"), fits, strict=True)}})
+    return pd.DataFrame(lines), [
+        "t: incorrect against correct; U: of the correct answers, as the paper prints it; all two-sided. Pseudo-R²: "
+        "McFadden's, of a logistic regression without penalty on the entropy, and on the entropy and the number of "
+        "tokens.",
+        "Setups with fewer than three correct or incorrect answers are left out.",
+        *published.tests(frame["model"].iloc[0], {*frame["task"]})]

@@ -1,0 +1,128 @@
+"""Stored runs as one table: a line per run and metric, with setup, seed, value, interval and the paper's value.
+
+Two columns hold objects: `run`, and `cell`, the paper's row."""
+
+from dataclasses import asdict, replace
+
+import pandas as pd
+
+from report import published
+from report.stored import METHODS, best_heads
+from tasks import TASKS, metrics
+
+PAPER_ALPHA = 0.5                               # of DeCoRe static
+PAPER_DTYPE = "bfloat16"
+NOT_FRACTIONS = ("rougeL", "bertscore_f1", "factkb", "entropy")     # the other metrics are reported in per cent
+
+
+def make_frame(runs):
+    """(the table of the runs, in the order of the tables; [(path, why it is skipped)]).
+
+    Of several runs of one setup, task and draw, the one with the most examples is taken. Of several variants of a
+    setup, those whose dtype, demonstrations and number of items are closest to the paper's have its value beside
+    them."""
+    chosen, skipped = {}, []
+    for run in sorted(label_variants(runs), key=lambda run: -len(run.lines)):
+        first = chosen.setdefault(order(run), run)
+        if first is not run:
+            skipped.append((run.path, f"the same setup as {first.path}, which has as many examples or more"))
+    frame = pd.DataFrame([line for key in sorted(chosen) for line in lines_of(chosen[key])])
+    if len(frame):
+        plain = [run.plain for run in frame["run"]]
+        fewest = frame.groupby(["title", "task", plain])["deviations"].transform("min")
+        frame["cell"] = frame["cell"].where(frame.pop("deviations") == fewest, None)
+        frame["paper"] = [cell and float(cell["value"]) for cell in frame["cell"]]
+        frame["paper_at"] = [cell and cell["at"] for cell in frame["cell"]]
+        frame = frame.astype({"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float})
+    return frame, skipped
+
+
+def lines_of(run):
+    """Yields a line of the table per metric that has values. Rates are in per cent."""
+    header, intervals = run.header, metrics.interval(run.values)
+    demos = header.get("demos") or {"paper": True}
+    deviations = (header.get("dtype") != PAPER_DTYPE, not demos.get("paper"), header["n"] != TASKS[run.task].n)
+    for metric, mean in metrics.summary(run.values).items():
+        if mean is not None:
+            scale = 1 if metric in NOT_FRACTIONS else 100
+            # A metric of whole runs, such as `macro`, has no values of single examples.
+            scored = sum(values.get(metric) is not None for values in run.values) or len(run.lines)
+            yield {"run": run, "setup": str(run.setup), "title": run.title, "file": run.path.name, "task": run.task,
+                   "model": run.model, "conditions": run.conditions, **asdict(run.setup),
+                   "method": published.method_of(run.setup), "seed": header.get("seed"), "n": len(run.lines),
+                   "scored": scored, "metric": metric, "value": scale * mean, "low": scale * intervals[metric][0],
+                   "high": scale * intervals[metric][1], "cell": published.cell(run, metric),
+                   "deviations": sum(deviations)}
+
+
+def label_variants(runs):
+    """The runs, labelled by dtype, demonstrations and data if runs of their model and task have different ones."""
+    about = pd.DataFrame([{"title": run.title, "task": run.task, "dtype": run.header.get("dtype", "dtype not stated"),
+                           "demos": demos_name(run.header), "data": data_name(run.header)} for run in runs])
+    if about.empty:
+        return []
+    labels = about[["dtype", "demos", "data"]]
+    several = about.groupby(["title", "task"])[[*labels]].transform("nunique") > 1
+    texts = labels.where(several).apply(lambda label: ", ".join(label.dropna()), axis=1)
+    return [replace(run, setup=replace(run.setup, variant=text)) for run, text in zip(runs, texts, strict=True)]
+
+
+def demos_name(header):
+    record = header.get("demos")
+    if not record or record.get("paper"):
+        return "the paper's demonstrations" if record else "no demonstrations"
+    seed = f"seed {record['seed']}" if record.get("seed") else None
+    parts = record.get("source"), record.get("file"), record.get("sha256", "")[:6], seed
+    return " ".join(["demonstrations:", *filter(None, parts)])
+
+
+def data_name(header):
+    return ", ".join(f"{record.get('file', record.get('made by'))} {record.get('sha256', '')[:6]}".strip()
+                     for record in header.get("data", []))
+
+
+def order(run):
+    """Sort key: the order of METHODS, retrieval heads before random ones, then N, α, task and draw."""
+    setup = run.setup
+    return (run.title, list(METHODS).index(setup.method), setup.mask or "", setup.amateur or "", setup.options,
+            setup.variant, setup.random_heads or "", setup.num_heads or 0,
+            -1e9 if setup.alpha is None else setup.alpha, run.task,
+            setup.random_heads and run.header.get("seed") or 0)
+
+
+def typical(frame):
+    """The lines of one setup per method, way of masking, amateur and variant.
+
+    Retrieval heads; if possible the paper's options and its α; then the N that most runs have. If several do, the N
+    that the paper's tables are inferred to have, then the default one."""
+    runs = frame[frame["random_heads"].isna()].drop_duplicates("run")
+    n = runs["num_heads"].fillna(0)
+    ranks = pd.DataFrame({
+        "options": runs["options"] == "",
+        "alpha": runs["alpha"] == PAPER_ALPHA,
+        "common": n.groupby(n).transform("size"),
+        "inferred": [str(run.setup.num_heads) in published.inferred(run.task, run.model, run.setup.method)
+                     for run in runs["run"]],
+        "default": [run.setup.num_heads == default_num_heads(run.header) for run in runs["run"]],
+        "few": -n,
+        "runs": runs.groupby("setup", sort=False)["run"].transform("size")})
+    ranks["inferred"] = ranks["inferred"].groupby(runs["setup"], sort=False).transform("sum")
+    best = runs.loc[ranks.sort_values([*ranks], ascending=False, kind="stable").index]
+    kinds = ["method", "mask", "amateur", "variant"]
+    return frame[frame["setup"].isin(best.drop_duplicates(kinds)["setup"])]
+
+
+def default_num_heads(header):
+    """As in evaluate.py: 10, at most an eighth of the heads, if they are known."""
+    heads = best_heads(header.get("amateur") or header["model"])
+    return min(10, max(1, len(heads) // 8)) if heads else 10
+
+
+def by_task(frame):
+    """[(task, its lines)] in the order of the tables."""
+    return [(task, lines) for task in published.TASKS if len(lines := frame[frame["task"] == task])]
+
+
+def headline_values(frame, task):
+    """The lines of a task's metric in the paper's figures."""
+    return frame[(frame["task"] == task) & (frame["metric"] == published.headline(task)[0])]
