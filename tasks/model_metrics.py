@@ -20,8 +20,8 @@ TOKENIZER = ("tokenizer.json", "vocab.json")
 def needs(name, *modules, models=(), nltk_data=False):
     """Decorate a metric with its `problem`. models: (hub id, files of which one must be in the cache)."""
     def problem():
-        if not all(map(find_spec, modules)):
-            return f"{name} needs {', '.join(modules)}: pip install -e '.[evaluate]'"
+        if missing := [module for module in modules if not find_spec(module)]:
+            return f"{name} needs {', '.join(missing)}: pip install -e '.[evaluate]'"
         for model, files in models:             # several gigabytes, so not downloaded silently
             from huggingface_hub import try_to_load_from_cache
             if not any(isinstance(try_to_load_from_cache(model, file), str) for file in files):

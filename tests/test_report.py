@@ -6,15 +6,19 @@ import io
 import itertools
 import json
 import re
+import subprocess
+import sys
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 
 import evaluate
 from heads import load_scores
-from report import figures, heads, published, significance, stored, tables
+from report import figures, published, significance, stored, tables
+from report.frame import make_frame, typical
 from tasks import TASKS
 
 TASK, LLAMA = "miniature-conflict", "meta-llama/Meta-Llama-3-8B-Instruct"
@@ -23,22 +27,22 @@ TASK, LLAMA = "miniature-conflict", "meta-llama/Meta-Llama-3-8B-Instruct"
 def write_run(folder, method="greedy", n=None, alpha=None, random=None, seed=1234, task=TASK, items=40, right=20,
               model="miniature", name=None, **more):
     """A made-up run in evaluate.py's format: the first `right` of its items are answered correctly."""
-    settings = {"task": task, "version": TASKS[task].version, "n": items, "model": model, "method": method,
-                "num_heads": n, "random_heads": random, "seed": seed, "amateur": None, "mask": "output" if n else None,
-                "dtype": "float32", "commit": "0123456789abcdef", "date": "2024-12-31"}
-    lines = [{"header": settings | ({"alpha": alpha} if alpha is not None else {}) | more}]
+    header = {"task": task, "version": TASKS[task].version, "n": items, "model": model, "method": method,
+              "num_heads": n, "random_heads": random, "seed": seed, "amateur": None, "mask": "output" if n else None,
+              "dtype": "float32", "commit": "0123456789abcdef", "data": [], "demos": None}
+    lines = [{"header": header | ({"alpha": alpha} if alpha is not None else {}) | more}]
     for i in range(items):
         h = 0.1 + 0.01 * (i % 7) + (0 if i < right else 0.05)
         lines.append({"index": i, "id": str(i), "prompt_sha256": f"p{i}", "references": ["Alaria"], "memory": ["Bodun"],
-                      "prediction": " Alaria." if i < right else " Bodun.", "ids": [1, 2], "alphas": [0.0, 0.0],
-                      "entropies": [h, h], "stop": "eos", "seconds": 0.01})
+                      "prediction": " Alaria." if i < right else " Bodun.", "ids": [1] * (1 + i % 5 + i // 20),
+                      "entropies": [h, h], "stop": "eos"})
     path = folder / f"{name or f'{task}.{method}.{n}.{alpha}.{random}.{seed}'}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
-def runs_in(folder):
-    return stored.collect(folder, stored.ITI | {"edited": "miniature"})[0]
+def frame_of(folder):
+    return make_frame(stored.collect(folder, stored.ITI | {"edited": "miniature"})[0])[0]
 
 
 @pytest.fixture(scope="module")
@@ -56,47 +60,52 @@ def sweep(tmp_path_factory):
         for seed in range(3):
             write_run(folder, "masked", n, random="uniform", seed=seed, right=18 - seed)
             write_run(folder, "masked", n, random="published", seed=seed, right=10 - n)
-    return runs_in(folder)
+    return folder
 
 
-def table(runs, title):
+def table(frame, title):
     """({(method, column): text}, notes in one text) of a table of a single task."""
-    _, rows, notes = next(table for table in tables.all_tables(runs) if table[0].startswith(title))
-    return {(row["method"], name.split(" (n")[0]): text for row in rows for name, text in row.items()}, " ".join(notes)
+    _, texts, notes = next(table for table in tables.all_tables(frame) if table[0].startswith(title))
+    return {(line["method"], name.split(" (n")[0]): text for line in texts.to_dict("records")
+            for name, text in line.items()}, " ".join(notes)
 
 
-def draw(kind, runs, tasks=(TASK,)):
-    return figures.FIGURES[kind][0](stored.group(runs)[0]["miniature"], tasks)
+def draw(kind, frame):
+    return figures.FIGURES[kind][0](frame)
 
 
 # Statistics
 
 def test_a_logistic_fit_does_not_depend_on_the_unit():
     # x = 0: 3 of 4 right, x = 1: 1 of 4. The fit meets both shares, so its slope is ln(1/3) − ln 3.
-    x, right = np.array([0, 0, 0, 0, 1, 1, 1, 1.0]), np.array([1, 1, 1, 0, 0, 0, 0, 1], bool)
+    x, right = np.array([[0, 0, 0, 0, 1, 1, 1, 1.0]]).T, np.array([1, 1, 1, 0, 0, 0, 0, 1], bool)
     r2 = 1 - (6 * np.log(0.75) + 2 * np.log(0.25)) / (8 * np.log(0.5))
-    assert significance.logistic(x, right) == pytest.approx((np.log(3), -2 * np.log(3), r2), abs=1e-5)
-    assert significance.logistic(x * 1e-5, right) == pytest.approx((np.log(3), -2e5 * np.log(3), r2))
-    assert significance.logistic(np.arange(6.0), np.array([1, 1, 1, 0, 0, 0], bool)) is None
+    for unit in (1, 1e-5):
+        params, pseudo_r2 = significance.logistic(x * unit, right)
+        assert (*params, pseudo_r2) == pytest.approx((np.log(3), -2 * np.log(3) / unit, r2), abs=1e-5)
+    assert significance.logistic(np.arange(6.0)[:, None], np.array([1, 1, 1, 0, 0, 0], bool)) is None
 
 
 @pytest.mark.parametrize("method, r", [("masked", "-0.93"), ("decore-random", "0.89")])
 def test_the_papers_correlations_are_those_of_its_values(method, r):
-    points = published.points("num_heads", "Meta-Llama-3-8B-Instruct", "xsum", method)
+    points = dict(published.points("num_heads", "Meta-Llama-3-8B-Instruct", "xsum", method))
     greedy = next(float(row["value"]) for row in published.rows("paper", "xsum", "Meta-Llama-3-8B-Instruct", "greedy")
                   if row["metric"] == "factkb")
-    assert f"{tables.correlation(method, {n: [value] for n, value in points}, greedy):.2f}" == r
+    assert f"{tables.correlation(method, pd.Series(points), greedy):.2f}" == r
 
 
-def test_only_masked_models_count_greedy():
-    points = {1: [40.0, 44.0], 2: [30.0], 4: [36.0]}
-    for method, xy in (("masked", ([1, 2, 4, 0], [42, 30, 36, 50])), ("decore-entropy", ([1, 2, 4], [42, 30, 36]))):
-        assert tables.correlation(method, points, 50.0) == pytest.approx(np.corrcoef(*xy)[0, 1])
+def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
+    sizes = {"mc1": 817, "instruction_strict_published": 834, "prompt_strict_published": 541}
+    values = [(float(row["value"]), 3 * sizes[row["metric"]]) for row in published.table("paper")
+              if row["method"] in ("masked-random", "decore-random") and row["metric"] in sizes]
+    fits = [abs(100 * round(value / 100 * n) / n - value) <= 0.005 for value, n in values]
+    assert (sum(fits), len(fits)) == (58, 60)
 
 
 def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
-    texts, _ = table(sweep, "Base entropy, nats")
-    runs, method = {str(run.setup): stored.base_entropies(run) for run in sweep}, "DeCoRe entropy, N = 1"
+    frame, method = frame_of(sweep), "DeCoRe entropy, N = 4"
+    texts, _ = table(frame, "Base entropy, nats")
+    runs = {str(run.setup): stored.base_entropies(run) for run in frame["run"]}
     for rival in ("greedy", "ITI", "DoLa low"):
         for name, equal in (("Welch t, p", False), ("equal variances", True)):
             test = significance.t_test(runs[method], runs[rival], "less", equal)
@@ -104,51 +113,43 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
             assert test.statistic < 0 and test.pvalue < 0.5
     # DoLa's run has another length, so the two tests differ.
     assert texts[method, "Welch t, p (below DoLa low)"] != texts[method, "equal variances (below DoLa low)"]
-    label = draw("entropy", sweep).axes[0].get_xlabel()
+    label = draw("entropy", frame).axes[0].get_xlabel()
     assert all(f"DeCoRe < {rival}: p" in label for rival in ("greedy", "ITI", "DoLa low"))
-    texts, _ = table(sweep, "Base entropy of correct")
+    texts, _ = table(frame, "Base entropy of correct")
     assert texts["greedy", "correct / incorrect"] == "20 / 20"
     assert texts["greedy", "nats, mean"] == "0.129 / 0.179"
     assert texts["greedy", "Welch t, p"].startswith("+7.9")
-    assert float(texts["greedy", "pseudo-R²"]) > 0.5
+    # Answers are longer among the last items, which are wrong, so their length adds to the fit.
+    assert 0.5 < float(texts["greedy", "pseudo-R²"]) < float(texts["greedy", "with length"])
+    assert texts["greedy", "task"] == "conflict"
 
 
 # Tables of scores
 
-def test_rows_are_compared_with_greedy_and_draws_share_one(sweep):
-    texts, notes = table(sweep, "Miniature")
+def test_draws_share_a_line_and_the_best_values_are_marked(sweep):
+    frame = frame_of(sweep)
+    texts, notes = table(frame, "Miniature")
     assert texts["masked, N = 4, random heads", "conflict"] == "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"
-    assert texts["greedy", "conflict"].startswith("50.0 [")
-    assert texts["masked, N = 4", "conflict"].endswith("0/16, p < .001")
-    assert texts["DeCoRe entropy, N = 1", "conflict"].endswith("3/0, p = .250")
-    assert texts["DeCoRe entropy, N = 4", "conflict"].startswith("**80.0** ")
-    assert texts["DeCoRe static, N = 4, α = 2", "conflict"].startswith("_70.0_ ")
-    # More answers from memory are not better: no best value, no comparison.
+    assert texts["greedy", "conflict"] == "50.0 [35.0, 65.0]"
+    assert texts["DeCoRe entropy, N = 4", "conflict"].startswith("**80.0** [")
+    assert texts["DeCoRe static, N = 4, α = 2", "conflict"].startswith("_70.0_ [")
+    # More answers from memory are not better: no best value.
     assert sum("**" in text for text in texts.values()) == 1
-    assert texts["masked, N = 4", "conflict from memory"].endswith("]")
-    assert "McNemar" in notes and "three draws" in notes
-    texts, _ = table(sweep, "Score against")
+    assert "miniature-conflict 12 of 1,024, miniature-conflict 40 of 1,024" in notes and "three draws" in notes
+    texts, _ = table(frame, "Score against")
     assert texts["masked, random heads", "std over draws"] == "2.5"
-    assert texts["masked", "Pearson r"] == "-1.00"
+    assert (texts["masked", "Pearson r"], texts["masked", "std over draws"]) == ("-1.00", "–")
     assert texts["masked, random heads as published", "N"] == "1, 2, 4"
-
-
-def test_examples_pair_by_prompt_and_not_by_position(tmp_path):
-    write_run(tmp_path, right=20)
-    path = write_run(tmp_path, "masked", 2, right=30)
-    first, *lines = path.read_text().splitlines()
-    for text, expected in ((lines[10:], (10, 0)), ([line.replace(': "p', ': "q') for line in lines], None)):
-        path.write_text("\n".join([first, *text]) + "\n")
-        greedy, masked = sorted(runs_in(tmp_path), key=lambda run: run.setup.method)
-        comparison = tables.won_and_lost(masked, greedy, "exact_match")
-        assert (comparison and comparison[:2]) == expected
+    # Greedy is the point N = 0 of masked models only.
+    assert texts["masked, random heads", "Pearson r"] == f"{np.corrcoef([0, 1, 2, 4], [50, *[42.5] * 3])[0, 1]:+.2f}"
+    assert texts["DeCoRe entropy", "Pearson r"] == "+1.00"
 
 
 STRICT = {"task": "ifeval", "metric": "prompt_strict_published"}
 POPQA = {"task": "popqa", "num_heads": 10}
 
 
-@pytest.mark.parametrize("settings, text", [
+@pytest.mark.parametrize("header, text", [
     (STRICT | {"method": "decore-static", "num_heads": 10, "alpha": 0.0}, "70.24† at N = ?"),
     (STRICT | {"method": "greedy", "model": "other"}, "–"),
     (STRICT | {"method": "greedy"}, "70.24"),
@@ -159,10 +160,10 @@ POPQA = {"task": "popqa", "num_heads": 10}
     (POPQA, "26.88"),
     (POPQA | {"random_heads": "uniform"}, "25.96 ± 0.18†"),
     (POPQA | {"random_heads": "published"}, "25.96 ± 0.18†")])
-def test_a_run_is_compared_with_the_papers_cell_of_its_setup(settings, text):
-    settings = {"task": "nq-swap", "model": LLAMA, "method": "decore-entropy"} | settings
-    run = stored.Run(None, settings, *stored.describe(settings), [], [], {}, {})
-    assert tables.paper_text(published.cell(run, settings.get("metric", "substring_match_published"))) == text
+def test_a_run_is_compared_with_the_papers_cell_of_its_setup(header, text):
+    header = {"task": "nq-swap", "model": LLAMA, "method": "decore-entropy"} | header
+    run = stored.Run(None, header, *stored.describe(header), [], [])
+    assert published.text(published.cell(run, header.get("metric", "substring_match_published"))) == text
 
 
 def test_the_papers_cells_have_columns_and_its_inferred_n_the_right_values():
@@ -178,7 +179,27 @@ def test_the_papers_cells_have_columns_and_its_inferred_n_the_right_values():
                 if main == {row["metric"]: row["value"] for row in cell if row["num_heads"] == n and not row["alpha"]}]
         assert inferred["num_heads"].split() == fits and inferred["how"], inferred
     [note] = published.tests("meta-llama-3-8b-instruct", ["musique-cot-open"])
-    assert "McFadden's pseudo-R² 0.98 (implausible" in note
+    assert "MuSiQue CoT open book, greedy, t-test statistic 11.75;" in note
+    assert "all three models, McFadden's pseudo-R² of correctness on answer length and entropy 0.98 (impl" in note
+
+
+def test_the_papers_value_is_beside_the_run_with_its_dtype_and_demonstrations(tmp_path):
+    sets = ({"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34", "paper": False}, {"paper": True})
+    for dtype, demos in itertools.product(("bfloat16", "float32"), sets):
+        write_run(tmp_path, task="nq-swap", model=LLAMA, dtype=dtype, demos=demos, name=f"{dtype}{demos['paper']}")
+    for size in "ab":
+        write_run(tmp_path, task="popqa", model=LLAMA, data=[{"file": "q.tsv", "sha256": size * 64}], name=size)
+    write_run(tmp_path, task="triviaqa", model=LLAMA)
+    texts, notes = table(frame_of(tmp_path), "Faithfulness")
+    setups = [f"greedy, {dtype}, {demos}" for dtype in ("bfloat16", "float32")
+              for demos in ("demonstrations: file demos.jsonl ab12cd", "the paper's demonstrations")]
+    assert [text for (_, column), text in texts.items() if column == "method"] == setups
+    assert [setup for setup in setups if "; paper 60.62 (-10.6)" in texts[setup, "NQ-Swap EM"]] == setups[1:2]
+    assert "these (also) in float32" in notes and "other than the paper's: nq-swap" in notes
+    texts, _ = table(frame_of(tmp_path), "Factuality")          # equally far from the paper's settings: in both
+    for setup, column in (("greedy, q.tsv aaaaaa", "PopQA EM"), ("greedy, q.tsv bbbbbb", "PopQA EM"),
+                          ("greedy", "TriviaQA EM")):
+        assert "; paper" in texts[setup, column]
 
 
 def test_judged_answers_have_columns_without_rejections(tmp_path):
@@ -187,7 +208,7 @@ def test_judged_answers_have_columns_without_rejections(tmp_path):
     verdicts = [{"judge": kind, "model": "allenai/judge", "yes": 1, "key": f"{i}: {text}"} for kind in ("truth", "info")
                 for i, text in enumerate(["I have no comment.", *["Alaria."] * 3])]
     path.with_suffix(".judged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts))
-    texts, notes = table(runs_in(tmp_path), "Factuality")
+    texts, notes = table(frame_of(tmp_path), "Factuality")
     text = texts["greedy", "TruthfulQA (Gen) %T∩¬Reject"]
     assert text.startswith("100.0 [") and "paper 65.5 (+34.5)" in text
     assert "Judges: allenai/judge" in notes
@@ -195,15 +216,19 @@ def test_judged_answers_have_columns_without_rejections(tmp_path):
 
 # Settings
 
-def test_the_typical_setup_has_the_papers_options_and_alpha():
-    runs = {(1, 0.5, "scale alpha True"): 3, (2, 2.0, ""): 3, (4, 0.5, ""): 1}
-    setups = [stored.Setup("decore-static", n, alpha, "output", None, None, options)
-              for (n, alpha, options), count in runs.items() for _ in range(count)]
-    runs = [stored.Run(None, {}, "", "", setup, [], [], {}, {}) for setup in setups]
-    assert [run.setup.num_heads for run in stored.typical(runs)] == [4]
+def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(tmp_path):
+    for n, alpha, right, more in ((1, 0.5, 3, {"scale_alpha": True}), (2, 2.0, 3, {}), (4, 0.5, 1, {})):
+        for task in ("miniature-conflict", "miniature-open", "miniature-closed")[:right]:
+            write_run(tmp_path, "decore-static", n, alpha, task=task, **more)
+    assert {*typical(frame_of(tmp_path))["num_heads"]} == {4}
+    for n, (method, task) in itertools.product((1, 5, 10, 90), (("decore-entropy", "xsum"), ("masked", "nq-swap"))):
+        write_run(tmp_path, method, n, task=task, model=LLAMA)
+    lines = typical(frame_of(tmp_path).query("model == 'Meta-Llama-3-8B-Instruct'"))
+    # Every N has one run: 90 is the paper's N, 10 the default.
+    assert {*zip(lines["method"], lines["num_heads"], strict=True)} == {("decore-entropy", 90), ("masked", 10)}
 
 
-@pytest.mark.parametrize("settings, conditions, options", [
+@pytest.mark.parametrize("header, conditions, options", [
     ({"max_new_tokens": 50, "layout": "plain"}, "layout plain, max new tokens 50", ""),
     ({"max_new_tokens": 12, "layout": "chat", "template_args": {"enable_thinking": False}}, "", ""),
     ({"layout": "chat", "model": "Mistral-7B-Instruct-v0.3"}, "layout chat", ""),
@@ -220,13 +245,13 @@ def test_the_typical_setup_has_the_papers_options_and_alpha():
     ({"heads": ["15-30", "0-0"]}, "", "heads of another file"),
     ({"heads": ["0-0"], "random_heads": "uniform"}, "", ""),
     ({"heads": ["0-0"], "model": "unknown"}, "", "")])
-def test_settings_that_are_not_the_papers_are_named(settings, conditions, options):
-    settings = {"task": "popqa", "model": LLAMA, "method": "decore-entropy"} | settings
-    _, described, setup = stored.describe(settings)
+def test_settings_that_are_not_the_papers_are_named(header, conditions, options):
+    header = {"task": "popqa", "model": LLAMA, "method": "decore-entropy"} | header
+    _, described, setup = stored.describe(header)
     assert (described, setup.options) == (conditions, options)
 
 
-def test_other_conditions_have_tables_of_their_own_and_other_options_rows(tmp_path, call):
+def test_other_conditions_have_tables_of_their_own_and_other_options_lines(tmp_path, call):
     write_run(tmp_path)
     write_run(tmp_path, right=10, max_new_tokens=50, name="long")
     write_run(tmp_path, "masked", 2, right=30, max_new_tokens=50)
@@ -234,7 +259,7 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_rows(tmp_pa
     for mask, n in itertools.product(("output", "query"), (1, 2, 4)):
         write_run(tmp_path, "masked", n, mask=mask, name=f"masked{n}{mask}", right=10 + n)
     for amateur in ("small", "tiny"):
-        write_run(tmp_path, "decore-entropy", 2, amateur=f"models/{amateur}", name=f"lite-{amateur}")
+        write_run(tmp_path, "decore-entropy-lite", 2, amateur=f"models/{amateur}", name=f"lite-{amateur}")
     write_run(tmp_path, model="mine/edited", name="iti")
     status, out, _ = call(evaluate.main, "report", tmp_path, "--iti", "edited=miniature")
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
@@ -244,20 +269,18 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_rows(tmp_pa
                       "DeCoRe entropy-lite, N = 2, amateur small", "DeCoRe entropy-lite, N = 2, amateur tiny"):
             assert f"| {setup} " in parts[f"{title}: miniature"], (title, setup)
     assert parts["Score against the number of masked heads: miniature"].count("| masked") == 2
-    assert "20/0, p < .001 |" in parts["Miniature: miniature, max new tokens 50"]
+    assert "| masked, N = 2 | **75.0** [60.0, 87.5]" in parts["Miniature: miniature, max new tokens 50"]
     notes = parts["Miniature: miniature"]
     assert "miniature-closed 40 of 320, miniature-conflict 40 of 1,024." in notes
     assert "Demonstrations other than the paper's: miniature-closed." in notes
-    rows = csv.DictReader(io.StringIO(call(evaluate.main, "report", tmp_path, "--csv")[1]))
-    masked = {row["metric"]: row for row in rows if row["method"] == "masked" and row["conditions"]}
-    row = masked["exact_match"]
-    assert (row["num_heads"], row["won"], row["lost"]) == ("2", "20", "0")
-    assert float(row["value"]) == 75
-    assert float(row["mcnemar_p"]) < 0.001
+    lines = csv.DictReader(io.StringIO(call(evaluate.main, "report", tmp_path, "--csv")[1]))
+    masked = {line["metric"]: line for line in lines if line["method"] == "masked" and line["conditions"]}
+    line = masked["exact_match"]
+    assert [line[name] for name in ("num_heads", "seed", "n", "value", "low")] == ["2", "1234", "40", "75.0", "60.0"]
     assert float(masked["entropy"]["value"]) < 0.2
 
 
-# Files
+# Files and programs
 
 def test_files_that_cannot_be_reported_are_named(call, tmp_path):
     path = write_run(tmp_path, "masked", 1, name="cut")
@@ -267,17 +290,30 @@ def test_files_that_cannot_be_reported_are_named(call, tmp_path):
     shorter = write_run(tmp_path).read_bytes().splitlines(keepends=True)[:-5]
     packed.write_bytes(gzip.compress(b"".join(shorter)))
     write_run(tmp_path, "masked", 2, name="old", version=-1)
-    write_run(tmp_path, "masked", 4, name="mistyped", amateur=5)
     for name, text in (("empty", ""), ("foreign", '{"question": "Who?"}\n'), ("list", "[1, 2]\n"),
                        ("begun", path.read_text().splitlines()[0] + "\n"), ("bare", '{"header": {}}\n'),
-                       ("unknown", '{"header": {"task": "chess", "model": "m", "method": "greedy", "n": 1}}\n')):
+                       ("unknown", path.read_text().replace(TASK, "chess"))):
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "damaged.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 not a gzip")
     status, out, err = call(evaluate.main, "report", tmp_path)
     assert status == 0 and "cut.jsonl (39 of 40)" in out
     skipped = [re.match(r"skipped: .*?(\w+)\.jsonl", line)[1] for line in err.splitlines()]
-    assert sorted(skipped) == ["bare", "begun", "damaged", "empty", "foreign", "list", "mistyped", "old", "packed",
-                               "unknown"]
+    assert sorted(skipped) == ["bare", "begun", "damaged", "empty", "foreign", "list", "old", "packed", "unknown"]
+    assert "empty.jsonl: its first line has no header" in err       # the path once
+
+
+def test_tables_need_no_matplotlib_and_figures_say_what_to_install(sweep):
+    code = ("import sys; sys.modules['matplotlib'] = None; import cli, evaluate\n"
+            "sys.argv = ['evaluate.py', 'report', *sys.argv[1:]]; sys.exit(cli.run(evaluate.main))")
+    for arguments, status in (([sweep], 0), (["heads"], 0), ([sweep, "--plots", "x"], 2)):
+        program = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert program.returncode == status, program.stderr
+    assert "pip install pandas scipy statsmodels, and matplotlib for --plots" in program.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "report heads", "report page"])
+def test_help_shows_the_command_as_it_is_typed(call, command):
+    assert re.match(rf"usage: \S+ .* {command} \[-h\]", call(evaluate.main, *command.split(), "--help")[1])
 
 
 # Figures
@@ -285,37 +321,51 @@ def test_files_that_cannot_be_reported_are_named(call, tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
-    folder = sweep[0].path.parent
-    status, out, err = call(evaluate.main, "report", folder, "--plots", tmp_path, "--iti", "edited=miniature")
+    status, out, err = call(evaluate.main, "report", sweep, "--plots", tmp_path, "--iti", "edited=miniature")
     assert status == 0, err
     assert {path.name for path in tmp_path.iterdir()} == {f"{kind}-miniature.png" for kind in figures.FIGURES}
+    frame = frame_of(sweep)
     for kind in figures.FIGURES:
         pixels = (imread(tmp_path / f"{kind}-miniature.png")[..., :3] * 255).round().astype(int)
         assert (pixels.min(-1) < 250).mean() > 0.02 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
         assert f"/{kind}-miniature.png)" in out
-        foot = " ".join(draw(kind, sweep).get_supxlabel().split())
+        foot = " ".join(draw(kind, frame).get_supxlabel().split())
         assert re.search("miniature-conflict (12 to )?40", foot)
         assert "commit: 01234567" in foot
         assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
 
 
-def test_a_figure_has_a_panel_per_task_and_a_line_per_sampler(sweep):
-    runs = [run._replace(settings=run.settings | {"task": task}, means={metric: 100 * run.means["exact_match"]})
-            for run in sweep for task, metric in (("xsum", "factkb"), ("nq-swap", "substring_match"))]
-    lone = next(run for run in sweep if str(run.setup) == "masked, N = 4")
-    lone = lone._replace(setup=lone.setup._replace(mask="query"))       # a single N makes no line
-    figure = draw("heads", [*runs, *sweep, lone], ["xsum", "nq-swap", TASK])
+def test_lines_of_a_figure_against_n_can_be_told_apart(tmp_path):
+    for task, n in itertools.product(("nq-swap", "popqa"), (10, 20)):
+        write_run(tmp_path, task=task, model=LLAMA)
+        write_run(tmp_path, "masked", n, task=task, model=LLAMA, right=18)
+        for sampler in ("uniform", "published"):
+            write_run(tmp_path, "masked", n, random=sampler, task=task, model=LLAMA, right=19)
+    write_run(tmp_path, "masked", 10, task="nq-swap", model=LLAMA, mask="query", name="one")    # a single N: no line
+    figure = draw("heads", frame_of(tmp_path))
     assert "mask: output ·" in " ".join(figure.get_supxlabel().split())
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["XSum", "NQ-Swap", "conflict"]
-    assert figure.axes[1].get_ylim() == (-4, 104)                       # all of a range in per cent
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["NQ-Swap", "PopQA"]
     assert "r masked, published draws: -" in figure.axes[0].get_xlabel()
-    labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert {"greedy", "masked", "masked, random heads", "masked, random heads as published"} <= labels
+    names = ["masked", "masked, random heads", "masked, random heads as published"]
+    for ax in figure.axes:
+        styles = {line.get_label(): (line.get_color(), line.get_marker(), line.get_linestyle())
+                  for line in ax.lines if not line.get_label().startswith("_")}
+        papers = ["the paper: masked", "the paper: masked, random heads"]
+        assert sorted(styles) == sorted([*names, *papers, "greedy"])
+        assert len({styles[name][:2] for name in names}) == 3 and len({*styles.values()}) == 6
+    low, high = figure.axes[0].get_ylim()               # 38.9 to 61.3 are drawn
+    assert 30 < low < 38.9 and 61.3 < high < 70
+
+
+def test_at_alpha_0_decore_static_is_greedy(sweep):
+    [ax] = draw("alpha", frame_of(sweep)).axes
+    lines = {line.get_label(): dict(line.get_xydata().tolist()) for line in ax.lines[:3]}
+    assert lines["DeCoRe static, N = 4"] == {0.0: 50, 0.5: 50, 2.0: 70}
 
 
 def test_runs_without_data_for_a_figure_have_none(tmp_path):
     write_run(tmp_path, right=40)
-    assert [kind for kind in figures.FIGURES if draw(kind, runs_in(tmp_path))] == ["entropy"]
+    assert [kind for kind in figures.FIGURES if draw(kind, frame_of(tmp_path))] == ["entropy"]
 
 
 def test_retrieval_scores_by_rank_are_the_papers(call):
@@ -329,7 +379,7 @@ def test_retrieval_scores_by_rank_are_the_papers(call):
 def test_a_map_of_heads_has_layer_0_at_the_bottom(tmp_path):
     scores = {f"{layer}-{head}": 0.5 * (layer == 0) for layer in range(2) for head in range(3)}
     (tmp_path / "mine.json").write_text(json.dumps({"samples": 7, "scores": scores}))
-    figure = heads.head_maps({tmp_path / "mine.json": load_scores(tmp_path / "mine.json")})
+    figure = figures.head_maps({tmp_path / "mine.json": load_scores(tmp_path / "mine.json")})
     image = figure.axes[0].images[0]
     assert figure.axes[0].get_title(loc="left") == "mine" and image.origin == "lower"
     assert image.get_array().tolist() == [[0.5] * 3, [0.0] * 3]
