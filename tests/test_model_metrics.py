@@ -178,12 +178,12 @@ def test_factkb_names_the_missing_model_and_the_command(files, missing, cache):
 
 def test_metrics_that_lack_something_say_what_and_are_left_out(cache, capsys, monkeypatch):
     cache({})
-    monkeypatch.setattr(model_metrics, "find_spec", lambda module: module not in ("bert_score", "lm_eval"))
+    monkeypatch.setattr(model_metrics, "find_spec", lambda module: module not in ("bert_score", "lm_eval", "nltk"))
     lacking = ["bertscore_f1 needs bert_score: pip install -e '.[evaluate]'",
                f"factkb needs the model {FACTKB} in the cache: hf download {FACTKB}"]
     assert metrics.problems(TASKS["xsum"]) == lacking and metrics.problems(TASKS["nq-swap"]) == []
     assert metrics.problems(TASKS["ifeval"]) == [
-        "IFEval needs lm_eval, langdetect, immutabledict, nltk: pip install -e '.[evaluate]'"]
+        "IFEval needs lm_eval, nltk: pip install -e '.[evaluate]'"]
     [values] = metrics.compute(TASKS["xsum"], [{"prediction": SUMMARY, "references": [SUMMARY]}])
     assert values == {"rougeL": 100} and capsys.readouterr().err.splitlines() == [f"left out: {one}" for one in lacking]
     monkeypatch.setattr(model_metrics, "find_spec", lambda module: True)
