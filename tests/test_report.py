@@ -318,7 +318,7 @@ def test_help_shows_the_command_as_it_is_typed(call, command):
 
 # Figures
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
 def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
     status, out, err = call(evaluate.main, "report", sweep, "--plots", tmp_path, "--iti", "edited=miniature")
