@@ -26,7 +26,8 @@ def load_heads(model, n=None, name=None, option="--heads"):
     another model with a file in this folder; None: the file of this model's name. option: the command-line option that
     sets `name`. Equal scores keep the order of the file. ValueError if there is no file, or if it does not fit the
     model. Warns if it was made for a model of another name: fine-tuned models often use the heads of their base."""
-    c, path = model.config, find_file(name) if name else find_heads(model.name)
+    c = model.config
+    path = find_file(name) if name else find_heads(model.name)
     if path is None:
         raise ValueError(no_file(model, option))
     scores, made_for = load_scores(path), read_json(path).get("model")
@@ -70,14 +71,13 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     Retrieval heads are not left out. ValueError if it draws a head number that the model does not have."""
     if n > n_layers ** 2:
         raise ValueError(f"--num-heads {n}: the published sampler draws at most {n_layers ** 2} heads")
-    rng, heads = random.Random(seed), []
-    numbers = list(range(n_layers))
+    rng, heads, numbers = random.Random(seed), [], list(range(n_layers))
     rng.shuffle(numbers)
     while len(heads) < n:
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
-            raise ValueError(f"the published sampler drew head {head[1]} of layer {head[0]}, but a layer has {n_heads} "
-                             "heads: it takes head numbers from the number of layers; use uniform random heads")
+            raise ValueError(f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it takes "
+                             "head numbers from the number of layers; use uniform random heads")
         if head not in heads:
             heads.append(head)
     return heads
@@ -116,12 +116,11 @@ def find_heads(model_name):
 
 def no_file(model, option):
     """Message for a model without a file: related models that have one, and the command that measures the heads."""
-    folder = getattr(model, "folder", None)
-    local = folder and Path(folder).resolve().name == model.name        # the folder of a hub id is in a cache
-    path, hints = folder if local else model.name, [f"{option} {name}" for name in related(model)]
-    return (f"no head scores are known for {model.name}: "
-            + f"try those of a related model ({', '.join(hints)}), " * bool(hints)
-            + f"give {option} FILE, or measure them: python -m heads.detect --model {shlex.quote(str(path))} "
+    local = model.folder and Path(model.folder).resolve().name == model.name    # the folder of a hub id is in a cache
+    hints = ", ".join(f"{option} {name}" for name in related(model))
+    return (f"no head scores are known for {model.name}: " + f"try those of a related model ({hints}), " * bool(hints)
+            + f"give {option} FILE, or measure them: python -m heads.detect --model "
+            f"{shlex.quote(str(model.folder if local else model.name))} "
             f"--out heads/{shlex.quote(Path(model.name).name)}.json")
 
 
@@ -129,14 +128,14 @@ def related(model):
     """Names of files for up to three models of the same shape, the most similar name first.
 
     Two names are related if they share more than half of their words, or if one has all words of the other."""
-    words, similar = set(WORD.findall(plain_name(model.name))), {}
-    shape = model.config.n_layers, model.config.n_heads
+    shape, words = (model.config.n_layers, model.config.n_heads), set(WORD.findall(plain_name(model.name)))
+    similar = {}
     for name, path in known().items():
-        others, content = set(WORD.findall(name)), read_json(path)
-        shared = words & others
-        if (content.get("n_layers"), content.get("n_heads")) == shape and shared and (
-                shared in (words, others) or 2 * len(shared) > len(words | others)):
-            similar[path.stem] = len(shared) / len(words | others)
+        content, others = read_json(path), set(WORD.findall(name))
+        shared, all_words = words & others, words | others
+        close = shared and (shared in (words, others) or 2 * len(shared) > len(all_words))
+        if close and (content.get("n_layers"), content.get("n_heads")) == shape:
+            similar[path.stem] = len(shared) / len(all_words)
     return sorted(similar, key=similar.get, reverse=True)[:3]
 
 

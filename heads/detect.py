@@ -212,12 +212,13 @@ def parse_args():
 
 def make_facts(args, model, tokenizer, needles, texts):
     """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
-    published, chat = args.published, tokenizer.has_chat_template and not args.raw and not args.published
-    unused = {
-        "template": published, "raw": published, "seed": published and not args.runs, "template_args": not chat}
-    for name in unused:
-        if unused[name] and getattr(args, name) is not None:
-            raise ValueError(f"{cli.flag(name)} has no effect {'with --published' if published else 'on plain text'}")
+    published = args.published
+    if published:
+        unused = ("template", "raw", "template_args") + ("seed",) * (not args.runs)
+        cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
+    chat = tokenizer.has_chat_template and not args.raw and not published
+    if not chat:
+        cli.refuse_unused(args, {"template_args": "on plain text"})
     longest = model.config.max_positions - args.max_new_tokens
     last = min(5000, longest)
     first = max(last // 5, min(400, 3 * last // 4))         # in a short context the needle takes most of a prompt
@@ -240,7 +241,7 @@ def main():
     args = parse_args()
     if args.out.is_dir():
         raise ValueError(f"--out {args.out} is a folder; give the name of a file")
-    runs = args.out.with_name(args.out.name + ".runs.jsonl")
+    runs = Path(f"{args.out}.runs.jsonl")
     if args.out.exists() and not runs.exists():
         raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; delete it, or choose another --out")
     try:

@@ -1,4 +1,4 @@
-"""Detection of retrieval heads: scoring rule, prompts, resuming, the command line."""
+"""Detection of retrieval heads: scores, prompts, resuming, the command line. Sources of generated tokens."""
 
 import json
 import re
@@ -13,7 +13,9 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import cli
+from decore import generate
 from heads import FOLDER, detect, load_heads, needles
+from heads.sources import find_sources
 from model import Transformer
 from runtime.parallel import Shard
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_tokenizer
@@ -30,28 +32,21 @@ def tokenizer(chat_model):
     return Tokenizer.load(chat_model)
 
 
-# The score of one run
-
-# Prompt 10 11 12 13 11 14, its needle 11 12 13 11 (three distinct tokens). One layer of three heads, five steps.
-PROMPT, SPAN, GENERATED = [10, 11, 12, 13, 11, 14], (1, 5), [11, 12, 11, 14, 11]
-PATTERN = torch.tensor([[[1, 0, 4]], [[2, 2, 1]], [[4, 1, 2]], [[5, 5, 5]], [[1, 4, 9]]])
+# Attention, compared with transformers
 
 
-def test_each_distinct_needle_token_counts_once_and_repeats_count_if_published():
-    # Head 0 copies 11, 12, 11, 11: two of three tokens. Head 1: 12, 11, 11. Head 2: 11 once; 14 is outside the needle.
-    assert detect.head_scores(PATTERN, GENERATED, PROMPT, SPAN).tolist() == [[2 / 3, 2 / 3, 1 / 3]]
-    assert detect.head_scores(PATTERN, GENERATED, PROMPT, SPAN, published=True).tolist() == [[1.0, 0.75, 0.25]]
-    assert detect.head_scores(PATTERN, GENERATED, PROMPT, (-1, -1), published=True).tolist() == [[0.0, 0.0, 0.0]]
+def load_reference(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
+@torch.no_grad()
 def reference_run(folder, prompt, needle, steps, published):
     """The definition, with transformers: complete sequences and attention matrices, token by token."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    reference, ids = load_reference(folder), list(prompt)
     L, H = reference.config.num_hidden_layers, reference.config.num_attention_heads
-    copied, ids = {(layer, head): [] for layer in range(L) for head in range(H)}, list(prompt)
+    copied = {(layer, head): [] for layer in range(L) for head in range(H)}
     for _ in range(steps):
-        with torch.no_grad():
-            out = reference(torch.tensor([ids]), output_attentions=True)
+        out = reference(torch.tensor([ids]), output_attentions=True)
         token = int(out.logits[0, -1].argmax())
         for layer, head in copied:
             at = int(out.attentions[layer][0, head, -1].argmax())
@@ -104,6 +99,19 @@ def test_batches_change_nothing(llama):
     for prompt, span, together in zip(prompts, spans, detect.answer_batch(llama, prompts, spans, 8), strict=True):
         [(ids, attended)] = detect.answer_batch(llama, [prompt], [span], 8)
         assert together[0] == ids and torch.equal(together[1], attended)
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral-window"])
+def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, family):
+    heads, model = [(0, 1), (1, 0), (2, 2), (2, 3)], Transformer.load(write_checkpoint(tmp_path, family))
+    for prompt in (random_ids(21, seed=1), random_ids(1, seed=2)):
+        ids = generate(model, prompt, heads=heads, max_new_tokens=19, eos_ids=()).ids
+        with torch.no_grad():
+            layers = load_reference(tmp_path)(torch.tensor([prompt + ids[:-1]]), output_attentions=True).attentions
+        for t, places in enumerate(find_sources(model, prompt, ids, heads), len(prompt) - 1):
+            expected = [int(layers[layer][0, head, t, :len(prompt)].argmax()) for layer, head in heads]
+            assert dict(places) == {place: expected.count(place) / len(heads) for place in expected}
+            assert [share for _, share in places] == sorted((share for _, share in places), reverse=True)
 
 
 # Needles and prompts
@@ -170,8 +178,9 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(t
     assert published(11) == (f"^^^{context[:19]}^N n.{context[19:]}{question}", "N n.")
     assert published(0) == (f"^^N n.^^{context}{question}", "N n.")
     assert published(50, length=0) == (f"^^N n.{question}", "N n.")     # the shortest of the authors' 20 lengths
-    # The needle's tokens are the first window with its token set, else none.
+    # The needle's tokens are the first window with its token set. A needle that is not located has no scores.
     assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
+    assert detect.head_scores(torch.zeros(2, 1, 1, dtype=int), [5, 6], [5, 6], (-1, -1), published=True) == 0
     assert published(100, needle=needle._replace(needle="N n.", real_needle="aA"))[1] == "Aa"
 
 
@@ -198,9 +207,9 @@ def prepare(chat_model, monkeypatch):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["detect", "--model", str(chat_model), "--out", "x", *map(str, arguments)])
         args = detect.parse_args()
-        rows = needles.read_needles(args.needles)
-        facts = detect.make_facts(args, *cli.load_model(args.model, args), rows, BOOKS)
-        return facts, needles.make_prompts(facts, rows, BOOKS, Tokenizer.load(args.model))
+        items = needles.read_needles(args.needles)
+        facts = detect.make_facts(args, *cli.load_model(args.model, args), items, BOOKS)
+        return facts, needles.make_prompts(facts, items, BOOKS, Tokenizer.load(args.model))
     return run
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 
 import numpy as np
 import pytest
@@ -71,10 +72,13 @@ def test_every_hub_name_of_a_model_finds_its_file(name, stem):
     ("aws/MegaBeam-Mistral-7B-512k", (32, 32), "(--heads MegaBeam-Mistral-7B-300k), give"),
     ("someone/honest_llama3_8B_instruct", (32, 32), "(--heads Meta-Llama-3-8B-Instruct, --heads Meta-Llama-3-8B, "),
     ("meta-llama/Llama-3.1-70B-Instruct", (80, 64), "(--heads Meta-Llama-3-70B-Instruct), give"),
+    ("unsloth/llama-3-8b-bnb-4bit-my-own-tuning", (32, 32), "(--heads Meta-Llama-3-8B), give"),
     ("someone/Llama-3.2-3B-Instruct", (30, 24), "are known for someone/Llama-3.2-3B-Instruct: give --heads FILE, or"),
+    ("someone/模型", (32, 32), "are known for someone/模型: give --heads FILE, or"),
 ])
 def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_that_measures(name, shape, hint):
-    command = f"python -m heads.detect --model {name} --out heads/{name.rpartition('/')[2]}.json"
+    model = shlex.quote(name)
+    command = f"python -m heads.detect --model {model} --out heads/{shlex.quote(name.rpartition('/')[2])}.json"
     with pytest.raises(ValueError, match=f"{re.escape(hint)}.*{re.escape(command)}$"):
         choose_heads(stand_in(*shape, name), None, 10)
 
