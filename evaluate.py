@@ -72,7 +72,7 @@ def evaluate(argv):
     for name in (judge_names or {}).values():
         judges.load(name)                                   # a missing judge must not end the sweep after hours
     ranks = Ranks(args.tp, args.device)
-    model, tokenizer, amateur = cli.load_models(args, ranks.shard())
+    model, tokenizer, amateur = cli.load_models(args, ranks.shard)
     setups = make_setups(args, methods, model, amateur)
     fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
     unjudged = []

@@ -14,6 +14,15 @@ PATIENT = timedelta(days=30)            # the longest wait for a download or for
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)        # its name before torch 2.13
 
 
+def call(collective, *args, **kw):
+    """Call a function of torch.distributed. ConnectionError, in one line, if it fails."""
+    try:
+        collective(*args, **kw)
+    except RuntimeError as error:
+        raise ConnectionError(f"{collective.__name__} failed ({one_line(error)}); another rank may have ended; start "
+                              "all of them with torchrun") from error
+
+
 class Shard:
     """One of `size` ranks that share a model. With one rank every method returns its input."""
 
@@ -25,8 +34,7 @@ class Shard:
         """All ranks that torchrun started; one rank without it."""
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size > 1 and not dist.is_initialized():
-            starting = cls(os.environ.get("RANK"), size)
-            starting.call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
+            call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
         return cls(dist.get_rank(), dist.get_world_size()) if size > 1 else cls()
 
     def part(self, n, copies=False):
@@ -41,7 +49,7 @@ class Shard:
         """The sum over all ranks, in place if x is contiguous."""
         if self.size > 1:
             x = x.contiguous()
-            self.call(dist.all_reduce, x, group=self.group)
+            call(dist.all_reduce, x, group=self.group)
         return x
 
     def all_gather(self, x):
@@ -49,51 +57,43 @@ class Shard:
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        self.call(all_gather_single, parts, x.contiguous(), group=self.group)
+        call(all_gather_single, parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def broadcast(self, value):
         """The first rank's value, on every rank: any object that pickles."""
         values = [value]
         if self.size > 1:
-            self.call(dist.broadcast_object_list, values, group_src=0, group=self.group)
+            call(dist.broadcast_object_list, values, group_src=0, group=self.group)
         return values[0]
 
-    def call(self, collective, *args, **kw):
-        try:
-            collective(*args, **kw)
-        except RuntimeError as error:
-            raise ConnectionError(f"rank {self.rank} of {self.size}: {collective.__name__} failed ({one_line(error)}); "
-                                  "another rank may have ended; start all of them with torchrun") from error
 
+class Ranks:
+    """All processes: `replicas` copies of the model, each over `tp` of them. They wait for each other's batches.
 
-class Ranks(Shard):
-    """All processes: `replicas` copies of the model, each over `tp` of them. They wait for each other's batches."""
+    world: all ranks. shard: those that share this rank's copy of the model."""
 
     def __init__(self, tp=1, device="auto"):
         world = Shard.from_environment("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         if world.size % tp:
             raise ValueError(f"--tp {tp} does not divide the {world.size} ranks; start torchrun with --nproc-per-node")
-        super().__init__(world.rank, world.size)
-        self.tp, self.replicas, self.replica, self.model_group = tp, self.size // tp, self.rank // tp, None
-        if self.size > 1:
-            groups = [dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, self.size, tp)]
-            self.model_group = groups[self.replica]
-            self.group = dist.new_group(backend="gloo", timeout=PATIENT)
-
-    def shard(self):
-        return Shard(self.rank % self.tp, self.tp, self.model_group)
+        self.rank, self.tp, self.replicas, self.replica = world.rank, tp, world.size // tp, world.rank // tp
+        self.world, self.shard = world, Shard()
+        if world.size > 1:
+            groups = [dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, world.size, tp)]
+            self.shard = Shard(world.rank % tp, tp, groups[self.replica])
+            self.world = Shard(world.rank, world.size, dist.new_group(backend="gloo", timeout=PATIENT))
 
     def share(self, work):
         """Rank 0's work(), on every rank."""
-        return self.broadcast(work() if self.rank == 0 else None)
+        return self.world.broadcast(work() if self.rank == 0 else None)
 
     def gather(self, work):
         """The lists of every replica's work(), joined, on every rank."""
-        lists = [work()] * self.size
-        if self.size > 1:
-            self.call(dist.all_gather_object, lists, lists[0], group=self.group)
-        return [row for rows in lists[::self.tp] for row in rows]
+        lists = [work()] * self.world.size
+        if self.world.size > 1:
+            call(dist.all_gather_object, lists, lists[0], group=self.world.group)
+        return [line for lines in lists[::self.tp] for line in lines]
 
 
 def rank_device(device):
@@ -101,8 +101,11 @@ def rank_device(device):
     device = torch.device(device)
     if device.type != "cuda":
         return device
+    n = torch.cuda.device_count()
+    if (device.index or 0) >= n:
+        raise ValueError(f"device {device} is not on this machine: torch finds {n} GPUs; choose another, or cpu")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", 0))
         if device.index is not None or local >= n > 1:
             raise ValueError(f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, and "
                              f"--nproc-per-node at most {n}")

@@ -20,7 +20,7 @@ from baselines import generate
 from decore import METHODS, make_head_mask, score
 from model import MASKS, Transformer
 from runtime.config import Config
-from runtime.parallel import Ranks, Shard, check_split, rank_device
+from runtime.parallel import Ranks, Shard, call, check_split, rank_device
 from runtime.weights import named_tensors
 from speed.shapes import weight_bytes
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
@@ -75,7 +75,7 @@ def together(folder, ranks):
     rank = ranks.rank
     gathered = Shard.from_environment().all_gather(torch.full((2, 1), rank, dtype=torch.bfloat16))
     return dict(gathered=gathered.tolist(), dtype=str(gathered.dtype),
-                first=ranks.shard().broadcast(rank), graphs=graphs(folder),
+                first=ranks.shard.broadcast(rank), graphs=graphs(folder),
                 shared=ranks.share(lambda: f"of rank {rank}"), lists=ranks.gather(lambda: [rank]))
 
 
@@ -89,7 +89,7 @@ def worker(folder):
     os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)     # as on two machines with two ranks each
     ranks = Ranks(tp=2)
     out = {"4": {name: results(folder, name) for name in MODELS},
-           "2": {name: results(folder, name, ranks.shard()) for name in MODELS}, "ranks": [None] * 4}
+           "2": {name: results(folder, name, ranks.shard) for name in MODELS}, "ranks": [None] * 4}
     dist.all_gather_object(out["ranks"], together(folder, ranks))
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(out))
@@ -171,8 +171,8 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
     def all_reduce(x):
         raise RuntimeError("NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\nDuplicate GPU detected")
 
-    with pytest.raises(ConnectionError, match="^rank 1 of 2: all_reduce failed .* Last error: Duplicate GPU detected"):
-        Shard(1, 2).call(all_reduce, torch.ones(1))
+    with pytest.raises(ConnectionError, match="^all_reduce failed .* Last error: Duplicate GPU detected"):
+        call(all_reduce, torch.ones(1))
 
 
 def test_the_rank_is_that_in_the_group_even_if_the_environment_has_none(monkeypatch):
@@ -185,7 +185,7 @@ def test_the_rank_is_that_in_the_group_even_if_the_environment_has_none(monkeypa
 @pytest.mark.parametrize("device, local, gpus, expected", [
     ("cuda:1", None, 2, "cuda:1"), ("cuda", 1, 2, "cuda:1"), ("cpu", 1, 2, "cpu"),
     ("cuda", 2, 1, "cuda:0"),                           # as with one visible GPU for each process
-    ("cuda:1", 1, 2, None), ("cuda", 2, 2, None),
+    ("cuda:1", 1, 2, None), ("cuda", 2, 2, None), ("cuda", None, 0, None), ("cuda:2", None, 2, None),
 ])
 def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus, expected):
     current = []
@@ -194,7 +194,8 @@ def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus
     for name, value in (("WORLD_SIZE", 4), ("LOCAL_RANK", local)) if local is not None else ():
         monkeypatch.setenv(name, str(value))
     if expected is None:
-        with pytest.raises(ValueError, match=f"{device} for local rank {local} of 2 GPUs"):
+        words = f"{device} is not on this machine: torch finds {gpus} GPUs"
+        with pytest.raises(ValueError, match=words if local is None else f"{device} for local rank {local} of 2 GPUs"):
             rank_device(device)
     else:
         assert rank_device(device) == torch.device(expected)
