@@ -1,13 +1,13 @@
-"""Speed of decoding: this project, transformers and llama.cpp in turns, compared with the memory's bandwidth.
+"""Speed of decoding: this project and transformers in turns, compared with the memory's bandwidth.
 
-    python -m speed.decode --shape 0.5b --dtype float32 --prompt 512 --new 32 --json
-    python -m speed.decode --methods greedy decore-entropy cad dola-low dola-high ad cd
-    python -m speed.decode --methods greedy decore-entropy --batch 16
-    python -m speed.decode --methods greedy decore-entropy llama.cpp --llama FOLDER
+    python -m speed.decode --shape 0.5b --dtype bfloat16 --prompt 512 --new 32 --json
+    python -m speed.decode --methods greedy masked decore-static cad dola-low dola-high ad cd
+    torchrun --nproc-per-node 2 -m speed.decode --model FOLDER --methods greedy decore-entropy
 
-    transformers    its generate()
-    two-pass        DeCoRe written with transformers: two caches, two passes per token
-    llama.cpp       llama-bench, in its own process; see llama.py
+    transformers            greedy decoding by its generate()
+    two-pass                DeCoRe written with transformers: two caches, two passes per token
+    hf-greedy, hf           this project's decoders on a model of transformers (--transformers)
+    custom-generate         DeCoRe by generate() with custom_generate/
 
 All contestants run once per round. The clock runs from the first new token to the last, without the prompt. Ratios are
 medians over the rounds, because the load of a machine changes between rounds. `share_of_bandwidth` compares the bytes
@@ -16,15 +16,15 @@ of weights, keys and values that a token needs with the memory's bandwidth in th
 import copy
 import json
 import os
-import platform
-import pprint
 import re
+import resource
 import shlex
 import sys
 import time
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,20 +34,16 @@ import torch
 import baselines
 import cli
 import decore
+from model import Transformer
 from runtime.config import DTYPES
 from runtime.files import commit
 from runtime.pack import pack
-from speed.llama import llama_bench
-from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes_read
+from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes, with_shared_weights
 
-PEERS = ("transformers", "two-pass", "llama.cpp")
-RATIOS = {
-    "decore_over_greedy": ("decore-entropy", "greedy"),
-    "greedy_over_llama": ("greedy", "llama.cpp"),
-    "greedy_over_transformers": ("greedy", "transformers"),
-    "decore_over_two_pass": ("decore-entropy", "two-pass"),
-}
-SAME_TOKENS = (("greedy", "transformers"), ("decore-entropy", "two-pass"))
+GREEDY, DECORE = ("greedy", "hf-greedy"), ("decore-entropy", "hf", "custom-generate")
+# A contestant → those whose speed is given relative to it, and those that must decode its tokens.
+RATIOS = {"greedy": baselines.METHODS[1:], "transformers": GREEDY + DECORE[1:], "two-pass": DECORE}
+SAME_TOKENS = {"transformers": GREEDY, "two-pass": DECORE}
 
 
 # ---------------------------------------------------------------------------------------------------------- contestants
@@ -55,7 +51,7 @@ SAME_TOKENS = (("greedy", "transformers"), ("decore-entropy", "two-pass"))
 
 
 def clocked(decode):
-    """decode(tick) → ids, with a tick per token, as a contestant."""
+    """A contestant of decode(tick) → ids, which calls tick for each token."""
     def run():
         times = [time.perf_counter()]
         ids = decode(lambda *_: times.append(time.perf_counter()))
@@ -64,12 +60,12 @@ def clocked(decode):
     return run
 
 
-def this_project(model, prompts, new, settings, generate=baselines.generate):
-    """cad's prompts without context are the last quarters of the prompts."""
+def this_project(model, prompts, new, settings):
+    """A method on this project's engine or another model. cad: prompts without context are their last quarters."""
     if settings["method"] == "cad":
         settings = settings | dict(ids_without_context=[prompt[-(len(prompt) // 4):] for prompt in prompts])
     settings = dict(max_new_tokens=new + 1, eos_ids=()) | settings
-    return clocked(lambda tick: generate(model, prompts, on_token=tick, **settings)[0].ids)
+    return clocked(lambda tick: baselines.generate(model, prompts, on_token=tick, **settings)[0].ids)
 
 
 def method_settings(method, model):
@@ -91,37 +87,44 @@ def packed(model):
     return model
 
 
-def transformers_greedy(model, prompt, new):
-    twin, ids = transformers_model(model), torch.tensor([prompt], device=model.device)
+def by_generate(twin, prompt, new, heads, custom):
+    """generate() of transformers: greedy, or with custom_generate/."""
+    ids = torch.tensor([prompt], device=twin.device)
+    root = str(Path(__file__).parent.parent)
+    options = dict(custom_generate=root, trust_remote_code=True, heads=heads) if custom else {}
 
     def decode(tick):
         # A streamer receives the prompt first, as a batch.
         streamer = SimpleNamespace(put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None)
         return twin.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new + 1,
-                             streamer=streamer)[0, len(prompt):].tolist()
+                             streamer=streamer, **options)[0, len(prompt):].tolist()
 
     return clocked(decode)
 
 
-def two_pass(model, prompt, new):
+def by_hf_model(twin, prompt, new, heads, method):
+    from runtime.hf import HFModel
+    return this_project(HFModel(twin, "transformers"), [prompt], new, dict(method=method, heads=heads))
+
+
+def two_pass(base, prompt, new, heads):
     """DeCoRe written with transformers: two copies of the cache, and two passes for each token."""
     from transformers import DynamicCache
 
-    twins = base, masked = transformers_model(model), transformers_model(model)
-    ids, K = torch.tensor([prompt], device=model.device), model.config.head_dim
-    for layer, head in spread_heads(model.config):
-        o = masked.model.layers[layer].self_attn.o_proj
-        mask = torch.ones(o.in_features, device=model.device, dtype=model.dtype)
-        mask[head * K:(head + 1) * K] = 0
-        o.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
+    masked, ids = with_shared_weights(base), torch.tensor([prompt], device=base.device)
+    for layer, head in heads:
+        attention = masked.model.layers[layer].self_attn
+        mask = torch.ones(attention.o_proj.in_features, device=base.device, dtype=base.dtype)
+        mask[head * attention.head_dim:(head + 1) * attention.head_dim] = 0
+        attention.o_proj.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
 
     def decode(tick):
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
         base(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
         caches = cache, copy.deepcopy(cache)
         for _ in range(new + 1):
-            log_p = [twin(token, past_key_values=cache).logits.float().log_softmax(-1)
-                     for twin, cache in zip(twins, caches, strict=True)]
+            log_p = [model(token, past_key_values=cache).logits.float().log_softmax(-1)
+                     for model, cache in zip((base, masked), caches, strict=True)]
             token = decore.contrast(*log_p, decore.entropy(log_p[0])).argmax(-1)
             out.append(int(token))
             tick()
@@ -130,25 +133,35 @@ def two_pass(model, prompt, new):
     return clocked(decode)
 
 
-def contestants(model, prompt, new, names, batch=1, no_graph=False, gguf=None):
+# Functions of (model of transformers, prompt, new, heads).
+PEERS = {
+    "transformers": partial(by_generate, custom=False),
+    "two-pass": two_pass,
+    "hf-greedy": partial(by_hf_model, method="greedy"),
+    "hf": partial(by_hf_model, method="decore-entropy"),
+    "custom-generate": partial(by_generate, custom=True),
+}
+
+
+def contestants(model, prompt, new, names, batch=1, no_graph=False):
     """{name: (contestant, number of texts, bytes read for a token)}. Packs a model on a CPU, as loading does.
 
-    batch, no_graph: each method of this project also runs on that many prompts, and without CUDA graphs. gguf: path
-    of llama.cpp's file of the model."""
-    c, weights = model.config, weight_bytes_read(model)
-    cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * (len(prompt) + new) * model.dtype.itemsize
-    peers = dict(zip(PEERS, (transformers_greedy, two_pass, partial(llama_bench, gguf)), strict=True))
-    out = {name: (peer(model, prompt, new), 1, weights + cache) for name, peer in peers.items() if name in names}
-    packed(model)                                               # after the peers, which need plain weights
+    batch, no_graph: each method of this project also runs on that many prompts, and without CUDA graphs."""
+    c, out, peers = model.config, {}, [name for name in names if name in PEERS]
+    # A pass reads one row of the embedding, but all of it if it is the head too.
+    weights = weight_bytes(model) - (0 if model.lm_head is model.embed else model.embed.weight.nbytes)
+    cache = 2 * c.n_layers * model.layers[0].attn.kv_heads * c.head_dim * (len(prompt) + new) * model.dtype.itemsize
+    twin = transformers_model(model) if peers else None         # before packing: it needs plain weights
+    for name in peers:
+        out[name] = PEERS[name](with_shared_weights(twin), prompt, new, spread_heads(c)), 1, weights + cache
+    packed(model)
     prompts = [prompt, *torch.randint(c.vocab_size, (batch - 1, len(prompt))).tolist()]
+    variants = {"": (1, {}), f", batch {batch}": (batch, {}), ", no graph": (1, dict(graph=False))}
     for name in [name for name in names if name not in PEERS]:
         settings = method_settings(name, model)
-        out[name] = this_project(model, [prompt], new, settings), 1, weights + cache
-        if no_graph:
-            ungraphed = this_project(model, [prompt], new, settings | dict(graph=False))
-            out[f"{name}, no graph"] = ungraphed, 1, weights + cache
-        if batch > 1:
-            out[f"{name}, batch {batch}"] = this_project(model, prompts, new, settings), batch, weights / batch + cache
+        for variant, (n, more) in variants.items():
+            if not variant or n > 1 or more and no_graph:
+                out[name + variant] = this_project(model, prompts[:n], new, settings | more), n, weights / n + cache
     return out
 
 
@@ -157,7 +170,7 @@ def contestants(model, prompt, new, names, batch=1, no_graph=False, gguf=None):
 
 def bandwidth_meter(device):
     """A function that reads a large tensor and returns the bytes per second."""
-    large = torch.ones(10**9 if device.startswith("cuda") else 3 * 10**8, device=device)
+    large = torch.ones(10**9 if device.type == "cuda" else 3 * 10**8, device=device)
 
     def measure():
         large[0].item()                         # waits for a GPU, which may still compute the step that nobody reads
@@ -175,7 +188,7 @@ def measure(runs, rounds, bandwidth):
         speeds.append(bandwidth())
         for name in names[i % len(names):] + names[:i % len(names)]:        # each round starts with another contestant
             results[name].append(runs[name][0]())
-    return {name: rows[1:] for name, rows in results.items()}, speeds[1:]
+    return {name: values[1:] for name, values in results.items()}, speeds[1:]
 
 
 def quartiles(values, digits=3):
@@ -184,77 +197,101 @@ def quartiles(values, digits=3):
 
 
 def summary(results, speeds, runs, prompt, new):
-    """Tokens per second, their quartiles and share of the bandwidth, ratios, and how many leading tokens agree."""
+    """Rates, shares and ratios of all contestants, and how many leading tokens agree."""
     rates, prefill, share = {}, {}, {}
     for name, (_, texts, read) in runs.items():
         _, first, rest = zip(*results[name], strict=True)
         rates[name] = new * texts / np.array(rest)
-        if first[0]:
-            prefill[name] = round(prompt * texts / np.median(first))
-        if read:
-            share[name] = quartiles(rates[name] * read / speeds)[1]
+        prefill[name] = round(prompt * texts / np.median(first))
+        share[name] = quartiles(rates[name] * read / speeds)[1]
     spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
-    ratios = {name: quartiles(rates[a] / rates[b]) for name, (a, b) in RATIOS.items() if {a, b} <= set(runs)}
-    same = {f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
-            for a, b in SAME_TOKENS if {a, b} <= set(runs)}
+    ratios = {f"{a}_over_{b}".replace("decore-entropy", "decore").replace("-", "_"): quartiles(rates[a] / rates[b])
+              for b in RATIOS if b in runs for a in RATIOS[b] if a in runs}
     return dict(
-        tokens_per_second={name: q[1] for name, q in spread.items()}, quartiles=spread,
+        tokens_per_second={name: median for name, (_, median, _) in spread.items()}, quartiles=spread,
         prompt_tokens_per_second=prefill, bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
-        share_of_bandwidth=share, **{name: q[1] for name, q in ratios.items()}, ratio_quartiles=ratios,
-        over_greedy={name: quartiles(rates[name] / rates["greedy"]) for name in runs if "greedy" in runs},
-        same_tokens=same)
+        share_of_bandwidth=share, **{name: median for name, (_, median, _) in ratios.items()}, ratio_quartiles=ratios,
+        same_tokens={f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
+                     for b in SAME_TOKENS if b in runs for a in SAME_TOKENS[b] if a in runs})
+
+
+def table(row):
+    """A result for people."""
+    lines = [f"{'':32}tokens/s  quartiles       of the bandwidth"]
+    for name, (low, median, high) in row["quartiles"].items():
+        share = row["share_of_bandwidth"][name]
+        lines.append(f"{name:32}{median:8.2f}  {f'{low:.2f} to {high:.2f}':16}{share:.2f}")
+    for name, (low, median, high) in row["ratio_quartiles"].items():
+        lines.append(f"{name.replace('_', ' '):32}{median:8.2f}  {low:.2f} to {high:.2f}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------- the program
 
 
 def origin(device):
     """Command, commit, date, versions and machine of a result. Call it first: it has the load before the run."""
     cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    cpu = f"{[*names, platform.processor()][0]} ({torch.backends.cpu.get_cpu_capability()})"
-    versions = {d.name: d.version for d in distributions() if d.name in ("torch", "transformers")}
-    return dict(command="python " + shlex.join(["-m", "speed." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
-                commit=commit(), date=time.strftime("%Y-%m-%d", time.gmtime()),
-                versions=dict(python=platform.python_version(), **versions),
-                device=torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu,
-                cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
+    cpu = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "") + ["CPU"]
+    return dict(
+        command=shlex.join(["python", "-m", "speed.decode", *sys.argv[1:]]), commit=commit(),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        versions={d.name: d.version for d in distributions() if d.name in ("torch", "transformers")},
+        device=(torch.cuda.get_device_name(device) if device.startswith("cuda") else
+                f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"),
+        cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
 
 
-def parse(arguments=None):
+def parse():
     p = cli.parser(__doc__.splitlines()[0])
-    p.add_argument("--shape", default="0.5b", choices=list(SHAPES))
-    p.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    model = p.add_mutually_exclusive_group()
+    model.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="of a published model; random weights")
+    model.add_argument("--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape")
+    p.add_argument("--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    p.add_argument("--prompt", type=cli.positive, default=512, help="tokens of the prompt")
+    p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="tokens of the prompt")
     p.add_argument("--new", type=cli.positive, default=32, help="tokens to decode after the first new one")
     p.add_argument("--rounds", type=cli.positive, default=5, help="timed rounds, after a warm-up")
     p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
                    choices=[*baselines.METHODS, *PEERS], help="contestants")
     p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
     p.add_argument("--no-graph", action="store_true", help="this project also without CUDA graphs")
-    p.add_argument("--llama", type=Path, metavar="FOLDER", help="of llama.cpp, which is built there once")
     p.add_argument("--json", action="store_true", help="print one JSON line")
-    args = p.parse_args(arguments)
-    if ("llama.cpp" in args.methods) != (args.llama is not None):
-        raise ValueError("the method llama.cpp and --llama FOLDER go together; give both")
+    args = p.parse_args()
+    peers = ", ".join(name for name in args.methods if name in PEERS)
+    if peers and find_spec("transformers") is None:
+        raise ImportError(f"{peers}: pip install transformers, or choose --methods greedy decore-entropy")
+    if peers and "RANK" in os.environ:
+        raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
+    if args.no_graph and args.device == "cpu":
+        raise ValueError("--no-graph has no effect on a CPU, which has no CUDA graphs")
     return args
 
 
 @torch.inference_mode()
 def compare(args):
     """The results of a command line, as a dict."""
-    row, facts = dict(shape=args.shape, dtype=args.dtype, prompt=args.prompt, new=args.new), origin(args.device)
-    model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype])
+    facts, start = origin(args.device), time.perf_counter()
+    if args.model:
+        model = Transformer.load(args.model, args.device, args.dtype)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024        # Linux counts in KiB
+        row = dict(model=model.name, load_seconds=round(time.perf_counter() - start, 1), peak_gb=round(peak / 1e9, 2))
+    else:
+        model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype or "float32"])
+        row = dict(shape=args.shape)
+    torch.manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, [args.prompt]).tolist()
-    gguf = args.llama and args.llama / f"{args.shape}-{args.dtype}.gguf"
-    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.no_graph, gguf)
-    results = measure(runs, args.rounds, bandwidth_meter(args.device))
-    row |= dict(product=type(model.lm_head).__name__)      # Linear, Packed or Native: see runtime/pack.py
+    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.no_graph)
+    results = measure(runs, args.rounds, bandwidth_meter(model.device))
+    row |= dict(dtype=str(model.dtype).removeprefix("torch."), prompt=args.prompt, new=args.new,
+                ranks=model.shard.size, product=type(model.lm_head).__name__)       # see runtime/pack.py
     return row | summary(*results, runs, args.prompt, args.new) | facts
 
 
 def main():
     args = parse()
     row = compare(args)
-    print(json.dumps(row) if args.json else pprint.pformat(row, width=120, sort_dicts=False))
+    print(json.dumps(row) if args.json else table(row))
 
 
 if __name__ == "__main__":
