@@ -102,6 +102,8 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
     """One record per run. Appends each batch to the file `path`, and skips the runs that the file already has."""
     rank, size = model.shard.rank, facts["batch_size"]
     records = model.shard.broadcast(None if rank else stored_runs(path, facts))
+    if records:
+        print(f"{path} has {len(records)} of {len(prompts)} runs", file=sys.stderr)
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
         batch = run_batch(model, tokenizer, prompts[i:i + size], needles, facts, rouge)
         if rank == 0:
@@ -113,15 +115,14 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
 
 
 def stored_runs(path, facts):
-    """The records of complete batches in the file of a detection: its facts as the header, then a line per run.
+    """The records in the file of a detection: its facts as the header, then a line per run.
 
-    Starts a missing file, and removes the rest of the last batch. ValueError for a detection with other facts."""
+    Starts a missing file, and removes a line that was cut off. ValueError for a detection with other facts."""
     path.touch()
     header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
     stored = header.get("header", {})
     if other := sorted(name for name in stored | facts if stored.get(name) != facts.get(name)):
         raise ValueError(f"{path} is a detection with another {', '.join(other)}; delete it, or choose another --out")
-    records = records[:len(records) // facts["batch_size"] * facts["batch_size"]]
     files.write(path, [header, *records])
     return records
 
@@ -165,6 +166,7 @@ def mean_scores(model, records, facts, min_success):
 
 # The command line
 
+
 def lengths(text):
     """argparse type: A:B:N → N lengths from A to B tokens."""
     first, last, n = map(int, text.split(":") if ":" in text else (text, text, 1))
@@ -188,8 +190,8 @@ def parse_args():
     add("--lengths", type=lengths, metavar="A:B:N", help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
         "the model's context; with --published 1000 and 3579)")
     add("--depths", type=cli.positive, default=10, metavar="N", help="needle depths, 0 to 100 %% (default 10)")
-    add("--needles", type=Path, default=HAYSTACK / "needles.jsonl", metavar="FILE",
-        help="JSON Lines: needle, question, real_needle, the part that answers (default: heads/haystack/needles.jsonl)")
+    add("--needles", type=Path, default=HAYSTACK / "needles.jsonl", metavar="FILE", help="JSON Lines: needle, "
+        "question, real_needle, the part that answers (default: heads/haystack/needles.jsonl, or the miniature's)")
     add("--haystack", type=Path, default=HAYSTACK, metavar="DIR|FILE",
         help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn (default: heads/haystack)")
     add("--runs", type=cli.positive, metavar="N", help="draw N runs, needles in turn (default: every combination)")
@@ -212,13 +214,10 @@ def parse_args():
 
 def make_facts(args, model, tokenizer, needles, texts):
     """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
-    published = args.published
-    if published:
-        unused = ("template", "raw", "template_args") + ("seed",) * (not args.runs)
-        cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
-    chat = tokenizer.has_chat_template and not args.raw and not published
-    if not chat:
-        cli.refuse_unused(args, {"template_args": "on plain text"})
+    published, chat = args.published, tokenizer.has_chat_template and not args.raw and not args.published
+    unused = ["template", "raw"] + ["seed"] * (not args.runs) if published else []
+    cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
+    cli.refuse_unused(args, {} if chat else {"template_args": "on plain text"})
     longest = model.config.max_positions - args.max_new_tokens
     last = min(5000, longest)
     first = max(last // 5, min(400, 3 * last // 4))         # in a short context the needle takes most of a prompt

@@ -271,10 +271,11 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     runs.write_bytes(header.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "') + lines[0])
     _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1)
     assert "is a detection with another fingerprint, seed; " in err
-    for kept in lines[:4], [*lines[:4], lines[4][:-9]], lines[:3], lines:         # a batch is decoded again, or none
-        runs.write_bytes(header + b"".join(kept))
+    for kept, cut_off in ((4, b""), (4, lines[4][:-9]), (3, b""), (8, b"")):
+        runs.write_bytes(header + b"".join(lines[:kept]) + cut_off)
         status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
         assert status == 0 and out.endswith(f"wrote {path}\n") and runs.read_bytes() == header + b"".join(lines), err
+        assert f"{runs} has {kept} of 8 runs" in err
     content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
     assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
     right = [record for record in records if record["recall"] > 0.5]
