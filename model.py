@@ -286,8 +286,8 @@ class Decode:
         self.rope = rope(model, self.positions)
         self.keys = (cache.P + slots[:, None] * R + torch.arange(R, device=device)).flatten()           # [T·R]
         cache.slots += T
-        # A GPU attends to the whole buffer, so that every step has the same shapes; a CPU only to the part in use.
-        used = cache.S if device.type == "cuda" else min(cache.S, round_up(int(cache.slots)))
+        # Steps that are recorded attend to the whole buffer, so that all have the same shapes; others to the used part.
+        used = cache.S if model.can_record else min(cache.S, round_up(int(cache.slots)))
         self.C = cache.P + used * R
 
     def attend(self, layer, q, k, v):
