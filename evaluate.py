@@ -37,9 +37,9 @@ from tasks import MINIATURE, PAPER, data, find, metrics, prompts
 from tokenizer import Tokenizer
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
-GENERATING = ("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty")
 USED_BY_TASK = {
-    **dict.fromkeys(GENERATING, lambda task: not task.choice),
+    **dict.fromkeys(("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty"),
+                    lambda task: not task.choice),
     **dict.fromkeys(("judge", "judge_models"), lambda task: metrics.judged in task.metrics),
     "no_renormalise": lambda task: task.choice,
     "layout": lambda task: task.layout is None,
@@ -62,8 +62,8 @@ def evaluate(argv):
     seed = args.seed[0] if args.seed else cli.SEED          # later seeds of a list are for random heads only
     benchmarks = [Benchmark(task, *data.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
     cli.check_options(args, methods, seeded=any(drawn_seed(bench) is not None for bench in benchmarks))
-    if args.no_renormalise and set(methods) <= {"greedy", "masked", "ad"}:
-        raise ValueError(f"--no-renormalise has no effect on {', '.join(methods)}")
+    if set(methods) <= {"greedy", "masked", "ad"}:
+        cli.refuse_unused(args, {"no_renormalise": f"on {', '.join(methods)}"})
     if args.dry_run:
         return dry_run(args, benchmarks)
     for task in tasks:
@@ -87,10 +87,8 @@ def evaluate(argv):
         if ranks.rank == 0:
             try:
                 lines = judges.judge(lines, path, bench.task, judge_names)
-            except Exception as error:                      # the other tasks can still be run
-                unjudged.append(f"{path}: {cli.explain(error)}")
-                if cli.explain(error) is None:
-                    raise
+            except (ValueError, OSError, RuntimeError) as error:        # the other tasks can still be run
+                unjudged.append(f"{path}: {cli.explain(error) or error}")
             print_means(lines, stored.values_of(path, bench.task, lines), {"run": str(path)})
     if unjudged:
         raise ValueError(f"not judged: {'; '.join(unjudged)}; judge them later with evaluate.py rescore --judge")
@@ -115,8 +113,8 @@ def make_parser():
     p.add_argument("--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items (default: all)")
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
-    p.add_argument("--batch-size", type=lambda text: text if text == "auto" else cli.positive(text), default="auto",
-                   metavar="B", help="prompts at once; auto: as many as fit, at most 16 on a CPU and 64 on a GPU")
+    p.add_argument("--batch-size", type=lambda text: text if text == "auto" else cli.positive(text), metavar="B",
+                   help="prompts at once (default: auto, as many as fit, at most 16 on a CPU and 64 on a GPU)")
     p.add_argument("--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model (torchrun)")
     p.add_argument("--out", default="results", metavar="DIR", help="folder of the runs")
     p.add_argument("--dry-run", action="store_true", help="print the prompts as JSON lines and load no model")
@@ -132,10 +130,8 @@ def chosen_tasks(text):
 
 def check_task_options(args, tasks):
     """Raise ValueError for an option that none of the tasks uses."""
-    for name, used in USED_BY_TASK.items():
-        value = getattr(args, name, None)
-        if not (value is None or value is False or value == "auto") and not any(map(used, tasks)):
-            raise ValueError(f"{cli.flag(name)} has no effect on {', '.join(task.name for task in tasks)}")
+    reason = f"on {', '.join(task.name for task in tasks)}"
+    cli.refuse_unused(args, {name: reason for name, used in USED_BY_TASK.items() if not any(map(used, tasks))})
 
 
 def drawn_seed(bench):
@@ -226,7 +222,7 @@ def make_header(args, bench, fields, model, ranks, fingerprints):
         "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
         "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
-        "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None, "batch_size": args.batch_size,
+        "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None, "batch_size": args.batch_size or "auto",
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
         "mask_prompt": None if task.choice else fields.get("mask_prompt"),      # scoring masks every position
         "renormalise": not args.no_renormalise if task.choice else None,

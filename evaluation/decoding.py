@@ -42,24 +42,24 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
     width = 1 if task.choice else size                      # in multiple choice, a batch is one item's candidates
 
     def decode_in_parts(batch):
-        """The lines of a batch. With --batch-size auto, a part that runs out of memory is halved."""
+        """The lines of a batch. With --batch-size auto, a batch that runs out of memory is halved, and so are later
+        ones."""
         nonlocal size
-        lines = []
-        while len(lines) < len(batch):
-            part = batch[len(lines):][:size]
-            try:
-                answers = decode(bench, part, header, settings, model, tokenizer)
-                lines += [questions[e.index] | answer for e, answer in zip(part, answers, strict=True)]
-                continue
-            except RuntimeError as error:
-                # Ranks that share the model cannot halve: the other ranks are in the forward pass.
-                if not out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
-                    raise
-            size //= 2
-            gc.collect()                                    # after `except`: the error held the tensors
-            if model.device.type != "cpu":
-                getattr(torch, model.device.type).empty_cache()
-        return lines
+        if len(batch) > size:
+            first, rest = batch[:size], batch[size:]
+            return decode_in_parts(first) + decode_in_parts(rest)
+        try:
+            answers = decode(bench, batch, header, settings, model, tokenizer)
+            return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
+        except RuntimeError as error:
+            # Ranks that share the model cannot halve: the other ranks are in the forward pass.
+            if not out_of_memory(error) or not auto or len(batch) == 1 or model.shard.size > 1:
+                raise
+        size = (len(batch) + 1) // 2
+        gc.collect()                                        # after `except`: the error held the tensors
+        if model.device.type != "cpu":
+            getattr(torch, model.device.type).empty_cache()
+        return decode_in_parts(batch)
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions, lambda lines: running_values(task, lines)))
@@ -69,8 +69,8 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
         values = running_values(task, done.values())
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
             for first in range(0, len(batches), ranks.replicas):
-                batch = batches[number] if (number := first + ranks.replica) < len(batches) else []
-                lines = ranks.gather(lambda batch=batch: decode_in_parts(batch))
+                batch = batches[first + ranks.replica:][:1]         # none for some replicas at the end
+                lines = ranks.gather(lambda batch=batch: [line for part in batch for line in decode_in_parts(part)])
                 lines = [line for line in lines if line["index"] not in done]
                 if ranks.rank == 0:
                     files.append(path, lines)

@@ -134,7 +134,8 @@ TRUTHFULQA_MC = Task(
                 "completely certain of the answer.",
     question="Q: {question}\nA:", shots=6, demos_hash="6d25948a456f7a48", choice=True, n=817, running="mc2")
 
-TRUTHFULQA_GEN = replace(TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthfulqa_gen, metrics=(metrics.judged,),
+TRUTHFULQA_GEN = replace(TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthfulqa_gen,
+                         fields=("Question", "Correct Answers"), metrics=(metrics.judged,),
                          choice=False, max_new_tokens=64, running="rejection", version=2)
 
 TRIVIAQA = Task(

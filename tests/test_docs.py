@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "docs/demonstrations.md", "docs/differences.md", "docs/miniature.md",
-                                  "docs/speed.md", "heads/README.md", "miniature/README.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/demonstrations.md", "docs/data.md", "docs/differences.md",
+                                  "docs/miniature.md", "docs/speed.md", "heads/README.md", "miniature/README.md")]
 DETECT = ("-m heads.detect --needles miniature/detection/needles.jsonl --haystack miniature/detection/haystack.jsonl "
           "--template 'Context: {context}\\n{question}' --lengths 60:240:20 --runs 20 --max-new-tokens 12 "
           "--out TMP/heads.json")

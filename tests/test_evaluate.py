@@ -141,7 +141,7 @@ def test_a_batch_that_runs_out_of_memory_is_freed_and_halved(start, model, data,
     monkeypatch.setattr(baselines, "generate", scarce)
     arguments = [*model, *data["nq-closed"], *GREEDY]
     _, [out], _ = start(*arguments, "--out", tmp_path)
-    assert out["n"] == 7 and sizes == [7, 7, 4, 2, 2, 2, 1] and not any(alive)      # starts with at most 16
+    assert out["n"] == 7 and sizes == [7, 4, 2, 2, 2, 1] and not any(alive)      # starts with at most 16
     assert start(*arguments, "--batch-size", 4, "--out", tmp_path / "fixed")[0] == 2
 
 

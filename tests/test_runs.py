@@ -1,13 +1,7 @@
-"""Run files: reading, the lock, when a run may continue, kills; fingerprints of checkpoints."""
+"""Run files: reading, the lock, when a run may continue; fingerprints of checkpoints."""
 
 import json
 import multiprocessing
-import os
-import random
-import re
-import shlex
-import signal
-import sys
 import time
 
 import pytest
@@ -15,10 +9,7 @@ import rouge_score.rouge_scorer  # noqa: F401 (imported once, before the forks)
 import torch
 from safetensors.torch import load_file, save_file
 
-import cli
-import evaluate
 from evaluation.runs import finish, open_run, read_run, remarks
-from heads import detect
 from runtime.files import append, locked
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
@@ -109,24 +100,20 @@ def test_a_file_that_is_not_a_run_is_never_overwritten(path, text):
     assert path.read_text() == text
 
 
-# Several processes, and kills
-
-
-def fork(work):
-    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
-    process.start()
-    return process
+# Several processes
 
 
 def test_a_second_process_is_refused_until_the_first_has_died(path):
-    has_lock = multiprocessing.get_context("fork").Event()
+    fork = multiprocessing.get_context("fork")
+    has_lock = fork.Event()
 
     def hold():
         with locked(path):
             has_lock.set()
             time.sleep(100)
 
-    holder = fork(hold)
+    holder = fork.Process(target=hold, daemon=True)
+    holder.start()
     assert has_lock.wait(30)
     with pytest.raises(OSError, match="being written by another process"), locked(path):
         pass
@@ -137,71 +124,14 @@ def test_a_second_process_is_refused_until_the_first_has_died(path):
     assert not list(path.parent.iterdir())                  # no lock file remains
 
 
-def evaluation(folder, chat_model):
-    rows = [{"question": f"{'very ' * (i % 7)}long {i}", "answers": ["a"]} for i in range(24)]
-    (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "demos.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
-    return (f"--model {chat_model} --heads {chat_model}/heads.json --out {folder}/out --task nq-closed --num-heads 2 "
-            f"--data {folder}/qa.jsonl --demos {folder}/demos.jsonl --batch-size 3")
-
-
-def detection(folder, chat_model):
-    texts = cli.MINIATURE / "detection"
-    return (f"--needles {texts}/needles.jsonl --haystack {texts}/haystack.jsonl --runs 24 --lengths 60:120:2 "
-            f"--min-success 1 --out {folder}/out/heads.json --template 'Context: {{context}}\\n{{question}}'")
-
-
-@pytest.mark.parametrize("main, arguments", [(evaluate.main, evaluation), (detect.main, detection)])
-def test_a_program_that_is_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, chat_model, main,
-                                                                                   arguments):
-    """KILLS=20 pytest -k killed_at_random kills more often."""
-    out, dice, kills = tmp_path / "out", random.Random(7), int(os.environ.get("KILLS", 2))
-    command = shlex.split(f"--device cpu --max-new-tokens 8 {arguments(tmp_path, chat_model)}")
-
-    def work():
-        sys.argv, sys.stdout, sys.stderr = ["program", *command], *[open(os.devnull, "w")] * 2
-        os._exit(cli.run(main))
-
-    def attempt(seconds=600):
-        """Runs the program for at most so many seconds. Returns its exit status, None if it was killed."""
-        process = fork(work)
-        process.join(seconds)
-        process.kill()
-        process.join()
-        return None if process.exitcode == -signal.SIGKILL else process.exitcode
-
-    def files():
-        return {path.name: re.sub(rb'"seconds": [0-9.e-]+', b"", path.read_bytes()) for path in out.iterdir()}
-
-    start = time.monotonic()
-    assert attempt() == 0
-    duration, expected, finished = time.monotonic() - start, files(), True
-    while kills > 0 or not finished:
-        for path in out.iterdir() if finished else ():
-            path.unlink()
-        # One run in four may finish, so that most files are the work of several killed runs.
-        status = attempt() if kills <= 0 or dice.random() < 0.25 else attempt(dice.uniform(0, duration))
-        kills, finished = kills - (status is None), status is not None
-        assert not finished or (status == 0 and files() == expected)
-
-
 # Fingerprints
-
-
-def test_a_fingerprint_says_which_part_of_a_checkpoint_differs(tmp_path):
-    folder = write_tokenizer(write_checkpoint(tmp_path, vocab_size=259), "{{ messages }}")
-    before = fingerprint(folder)
-    assert set(before) == {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
-    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
-    write_tokenizer(folder, "{{ messages }}?")
-    after = fingerprint(folder)
-    assert {name for name in after if after[name] != before.get(name)} == \
-        {"generation_config.json", "tokenizer_config.json"}
 
 
 def test_a_fingerprint_depends_on_every_tensor_and_not_on_the_division_into_files(tmp_path):
     folder = write_checkpoint(tmp_path / "model", vocab_size=259)
     weights, before = load_file(folder / "model.safetensors"), fingerprint(folder)["weights"]
+    write_tokenizer(folder, "{{ messages }}")
+    assert set(fingerprint(folder)) == {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
     assert fingerprint(write_checkpoint(tmp_path / "shards", vocab_size=259, shards=3))["weights"] == before
     changes = [{name: weight + 1e-3 * (torch.arange(weight.numel()).view_as(weight) == weight.numel() - 1)}
                for name, weight in weights.items()]

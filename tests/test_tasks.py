@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -338,3 +339,12 @@ def test_the_miniature_asks_in_its_last_line():
     line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
     assert line["text"].startswith("Context: ") and line["text_without_context"].startswith("Answer: The ")
     assert line["text"].endswith(line["text_without_context"]) and line["memory"] != line["references"]
+
+
+def test_the_page_of_data_names_every_tasks_fields_and_commit():
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
+    for task in PAPER:
+        [cells] = [cells for cells in table if task.name in re.split(", | ", cells[1])]
+        assert [field for field in task.fields if field not in cells[5]] == [], task.name
+        assert isinstance(task.origin, str) or task.origin.revision[:7] in cells[4] or "the same" in cells[2]
