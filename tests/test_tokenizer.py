@@ -25,7 +25,6 @@ WORDS = "the capital of France is Paris and the river runs through it . Größe 
 TEXTS = ["", "The capital of France is Paris.", "two  spaces\n\n\ttab ", "Größe, naïve, 中文字, Ελλάδα",
          "🙂🙃👩\u200d👧 in 🙂 it"]
 SPECIAL = ["<s>", "</s>", "<|start|>", "<|end|>", "[INST]", "[/INST]"]
-PIECES = [*TEXTS, *SPECIAL, *WORDS.split(), " ", "\n", "0", "<0x41>"]       # of random texts, for fuzz.py
 
 
 def byte_level():
