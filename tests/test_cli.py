@@ -1,6 +1,7 @@
 """The program behind decore.py and baselines.py: prompts, options, JSON, text for people."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -72,6 +73,46 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     titles = [f"[1] {'word ' * 12}…", "[2] from a file", "[3] from a file", f"[4] {tokenizer.decode([72, 105])}"]
     assert out == "".join(f"{title}\n{line['text']}\n\n" for title, line in zip(titles, lines, strict=True))
     assert "tokens/s" in err
+    _, out, _ = call(decore.main, *base, *FLAGS, *prompts[:2], *prompts[-2:], "--compare")      # by prompt, then method
+    methods = ["greedy", "masked", "decore-entropy"]
+    assert re.findall(r"^\[\d\]|^ *(?:greedy|masked|decore-entropy)(?=  )", out, re.M) == [
+        label for i in (1, 2) for label in (f"[{i}]", *(f"{method:>14}" for method in methods))]
+
+
+def test_text_that_would_be_dropped_or_misread_is_named(call, base, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("a text")
+    for options, status, words in (([], 2, "standard input has a text too: add --prompt-file -"),
+                                   (["--prompt-file", "-"], 0, "tokens/s"),
+                                   (["--prompt", r"a\nb", "--prompt-file", "-"], 0, "which is not a line break")):
+        with (tmp_path / "text").open() as stdin:
+            monkeypatch.setattr("sys.stdin", stdin)
+            result, _, err = call(decore.main, *base, *FLAGS, "--prompt", "Hi", *options)
+        assert result == status and words in err and ("line break" in err) == (r"a\nb" in options)
+
+
+def test_an_answer_that_fills_the_context_says_so(call):
+    for n, full in ((6, False), (7, True)):             # the miniature reads 256 tokens
+        _, _, err = call(decore.main, "--prompt-ids", "5" + ",5" * 249, "--method", "greedy", "--max-new-tokens", n)
+        assert "greedy: 6 tokens" in err and ("an answer ended because the context is full" in err) == full
+    status, out, err = call(decore.main, "--prompt", "word " * 150, "--compare")
+    assert (status, out, err.count("\n")) == (2, "", 1) and "use a model that reads more, such as Qwen/" in err
+
+
+def test_sources_stand_below_each_answer_word_by_word(call, objects):
+    command = ["--prompt-file", cli.MINIATURE / "example.txt", "--sources"]
+    _, out, _ = call(decore.main, *command)
+    assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"
+    [line] = objects(*command)
+    assert Tokenizer.load(cli.MINIATURE).decode(line["prompt_ids"][25:31]) == " Dasholm."
+    shares = [share for token in line["sources"][:-1] for position, share in token if position in range(25, 31)]
+    assert sum(shares) / len(line["sources"][:-1]) == pytest.approx(0.75, abs=0.005)
+
+
+def test_a_page_that_cannot_be_written_is_refused_first_and_a_failure_leaves_none(call, base, tmp_path):
+    page = tmp_path / "page.html"
+    assert "wrote" in call(decore.main, *base, *FLAGS, "--prompt", "Hi", "--html", page)[2] and page.exists()
+    page.unlink()
+    assert call(decore.main, *base, "--num-heads", 99, "--prompt", "Hi", "--html", page)[0] == 2 and not page.exists()
 
 
 def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(call, objects, base, tmp_path):

@@ -80,14 +80,16 @@ def test_a_mistake_ends_in_one_line_and_status_2(call, places, program, argument
 
 
 @pytest.mark.parametrize("path", PROGRAMS)
-def test_a_program_refuses_unknown_options_and_its_help_shows_its_defaults(call, path):
+def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_shows_its_defaults(call, path):
     assert re.search(r"sys\.exit\((cli\.)?run\(main\)\)\n\Z", (ROOT / path).read_text(encoding="utf-8"))
     main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
     status, out, err = call(main, "--help")
     assert status == 0 and out.startswith("usage: python ") and err == ""
     assert "(default: None)" not in out and "(default: [])" not in out
-    status, out, err = call(main, "--nonsense")
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"{Path(path).name}: error: ")
+    for option in ["--nonsense", *(f"{option}=--" for option in sorted(set(re.findall(r"--[a-z-]+", out))))]:
+        status, out, err = call(main, option)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"{Path(path).name}: error: "), option
+        assert option == "--nonsense" or f"{option}: '--' is not a value" in err
 
 
 @pytest.mark.parametrize("path", ["decore.py", "model.py", "tokenizer.py", "runtime/*.py"])
