@@ -116,7 +116,7 @@ def make_parser():
     p.add_argument("--batch-size", type=lambda text: text if text == "auto" else cli.positive(text), metavar="B",
                    help="prompts at once (default: auto, as many as fit, at most 16 on a CPU and 64 on a GPU)")
     p.add_argument("--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model (torchrun)")
-    p.add_argument("--out", default="results", metavar="DIR", help="folder of the runs")
+    p.add_argument("--out", default="results", metavar="DIR", help="folder of the runs (default: results)")
     p.add_argument("--dry-run", action="store_true", help="print the prompts as JSON lines and load no model")
     judges.add_arguments(p)
     return p

@@ -174,7 +174,8 @@ def write_checkpoint(folder, config, steps):
 
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint", help="folder to write")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint",
+                        help="folder (default: miniature/checkpoint)")
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
     args = parser.parse_args()
     torch.set_num_threads(1)

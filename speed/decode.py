@@ -245,13 +245,13 @@ def origin(device):
 def parse():
     p = cli.parser(__doc__.splitlines()[0])
     model = p.add_mutually_exclusive_group()
-    model.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="of a published model; random weights")
+    model.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)")
     model.add_argument("--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape")
     p.add_argument("--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="tokens of the prompt")
-    p.add_argument("--new", type=cli.positive, default=32, help="tokens to decode after the first new one")
-    p.add_argument("--rounds", type=cli.positive, default=5, help="timed rounds, after a warm-up")
+    p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)")
+    p.add_argument("--new", type=cli.positive, default=32, help="further new tokens (default: 32)")
+    p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
     p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
                    choices=[*baselines.METHODS, *PEERS], help="contestants")
     p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
