@@ -12,16 +12,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np  # transformers needs it too
+import numpy as np
 import torch
 
 METHODS = {"decore-entropy": ("alpha_cap", "scale_alpha"), "decore-static": ("alpha", "alpha_cap"), "masked": ()}
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")        # names of a layer's attention
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")                      # names of its output projection
 PER_TOKEN = ("input_ids", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids")
-ALLOWED = dict(use_cache=(True, None), cache_implementation=(None, "dynamic", "dynamic_full", "offloaded"),
-               guidance_scale=(None, 1), prefill_chunk_size=(None,), output_attentions=(False, None),
-               output_hidden_states=(False, None), inputs_embeds=(None,), synced_gpus=(False, None))
+ALLOWED = dict(use_cache=(True, None), cache_implementation=(None, "dynamic"), prefill_chunk_size=(None,),
+               guidance_scale=(None, 1), inputs_embeds=(None,), synced_gpus=(False, None),
+               output_attentions=(False, None), output_hidden_states=(False, None))
 
 
 def generate(model, *ids, heads=None, num_heads=None, method="decore-entropy", alpha=None, alpha_cap=None,
@@ -35,11 +35,19 @@ def generate(model, *ids, heads=None, num_heads=None, method="decore-entropy", a
     if method not in METHODS or mask not in ("output", "query"):
         raise ValueError(f"method {method!r}, mask {mask!r}: known are {', '.join(METHODS)}; output, query")
     for name, value in dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None).items():
-        if value is not None and name not in METHODS[method]:
-            raise ValueError(f"{name} has no effect on {method}: leave it out")
-        if value is not None and not (isinstance(value, int | float) and abs(value) < math.inf):
-            raise ValueError(f"{name} {value!r} is not a finite number")
-    check_options(model, arguments)
+        valid = isinstance(value, int | float) and abs(value) < math.inf and (name == "alpha" or value >= 0)
+        if value is not None and not (valid and name in METHODS[method]):
+            raise ValueError(f"{name}={value!r} has no effect on {method}, or is not a finite number in its range")
+    config = arguments.get("generation_config")
+    if not ids:                                         # else it has the model's defaults and the arguments in it
+        config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
+        raise ValueError("DeCoRe needs a causal language model, and greedy search or sampling without an assistant")
+    for name, allowed in ALLOWED.items():
+        value = arguments.get(name, getattr(config, name, None))
+        if isinstance(value, torch.Tensor) or value not in allowed:
+            raise ValueError(f"DeCoRe works only with {name}={allowed[0]}")
 
     def exponent(base, masked):
         """Log-probabilities of both models, [B, 1, V] each → the logits that `generate` sees."""
@@ -53,20 +61,6 @@ def generate(model, *ids, heads=None, num_heads=None, method="decore-entropy", a
         return (type(model)._sample if ids else type(model).generate)(model, *ids, **arguments)
 
 
-def check_options(model, arguments):
-    """ValueError for an option of `generate` that would lose its meaning."""
-    config = arguments.get("generation_config")
-    if not hasattr(config, "_eos_token_tensor"):        # arguments and the model's defaults are not yet in it
-        config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
-        raise ValueError("DeCoRe needs a causal language model and greedy search or sampling without an assistant")
-    for name, allowed in ALLOWED.items():
-        value = arguments.get(name, getattr(config, name, None))
-        if isinstance(value, torch.Tensor) or value not in allowed:
-            raise ValueError(f"DeCoRe works only with {name}={allowed[0]}")
-
-
 @contextmanager
 def contrasted(model, heads, mask, exponent):
     """Within this context the model's logits are `exponent` of base and masked model, for the last token of each text.
@@ -78,13 +72,12 @@ def contrasted(model, heads, mask, exponent):
     def silence(layer, H, K, module, args, *output):
         """Hook: heads side by side, [2·B, 1, H·K] → the same with zeros for those that the masked rows lose."""
         x, = output or args
-        if not masking:
-            return x
-        if x.shape[-1] != H * K or x.numel() != 2 * texts * H * K or layer in called:
-            raise ValueError(f"layer {layer} does not have {H} heads of {K} features side by side: cannot mask")
-        called.add(layer)
-        x = x.clone(memory_format=torch.contiguous_format)
-        x.view(texts, 2, H, K)[:, 1, heads[layer]] = 0
+        if masking:
+            if x.shape[-1] != H * K or x.numel() != 2 * texts * H * K or layer in called:
+                raise ValueError(f"layer {layer} does not have {H} heads of {K} features side by side: cannot mask")
+            called.add(layer)
+            x = x.clone(memory_format=torch.contiguous_format)
+            x.view(texts, 2, H, K)[:, 1, heads[layer]] = 0
         return x
 
     @functools.wraps(forward)                           # generate looks at the signature
@@ -96,8 +89,8 @@ def contrasted(model, heads, mask, exponent):
         last = {name: x[..., -1:] for name, x in inputs.items() if name in PER_TOKEN and x is not None}
         if not texts:
             cache, seen = inputs.get("past_key_values"), inputs.get("attention_mask")
-            if getattr(cache, "is_compileable", False) or "Quantized" in type(cache).__name__:
-                raise ValueError(f"DeCoRe needs a DynamicCache, not a {type(cache).__name__}")
+            if any(getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")):
+                raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
             if T > 1:
                 first = {name: inputs[name][..., :-1] for name in last}
                 first["attention_mask"] = None if seen is None else seen[:, :-1]
@@ -111,42 +104,37 @@ def contrasted(model, heads, mask, exponent):
         masking = True
         out = forward(**inputs | last | twice | dict(past_key_values=cache))
         masking, cache = False, out.past_key_values
-        if missing := heads.keys() - called:
-            raise ValueError(f"layer {min(missing)} does not call its projection: cannot mask")
+        if called != heads.keys():
+            raise ValueError(f"layer {min(heads.keys() - called)} does not call its projection: cannot mask")
         out.logits = exponent(*out.logits[:, -1:].float().log_softmax(-1).unflatten(0, (B, 2)).unbind(1))
         return out
 
-    with ExitStack() as stack:                          # hooks and forward go with it
+    with ExitStack() as stack:                          # undoes all of this on leaving
         for layer in heads:
-            module, H, K = find_projection(model, layer, mask)
+            module, *shape = find_projection(model, layer, mask)
             add = module.register_forward_pre_hook if mask == "output" else module.register_forward_hook
-            stack.enter_context(add(functools.partial(silence, layer, H, K)))
+            stack.enter_context(add(functools.partial(silence, layer, *shape)))
         stack.enter_context(patch.object(model, "forward", contrasting))
-        try:
-            yield
-        finally:
-            if texts:
-                cache.reorder_cache(torch.arange(0, 2 * texts, 2))
+        stack.callback(lambda: texts and cache.reorder_cache(torch.arange(0, 2 * texts, 2)))
+        yield
 
 
 def find_projection(model, layer, mask):
     """The module whose input ("output") or output ("query") is a layer's heads side by side → (module, H, K)."""
-    config = model.config.get_text_config()
-    H, L = config.num_attention_heads, config.num_hidden_layers
-    modules = (model.get_decoder() or model.base_model).modules()
-    layers = next(m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == L)
+    c, modules = model.config.get_text_config(), (model.get_decoder() or model.base_model).modules()
+    layers = next(m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == c.num_hidden_layers)
     found = [(m, getattr(m, output)) for name, m in layers[layer].named_modules() for output in OUTPUT
              if name.rpartition(".")[2] in ATTENTION and hasattr(m, output)]
-    attention, module = found[0] if found else (torch.nn.Module(), None)
-    sizes = (getattr(of, name, None) for name in ("v_head_dim", "head_dim") for of in (attention, config))
-    K = next(filter(None, sizes), config.hidden_size // H)
-    if mask == "query":                                 # a norm over all heads, or with a bias, mixes them again
+    attention, module = found[0] if found else (None, None)
+    sizes = (getattr(of, name, None) for name in ("v_head_dim", "head_dim") for of in (attention, c))
+    K = next(filter(None, sizes), c.hidden_size // c.num_attention_heads)
+    if found and mask == "query":                       # a norm over all heads, or with a bias, mixes them again
         norms = [(name, p) for name, p in attention.named_parameters() if name.startswith("q") and "norm" in name]
         apart = not any(p.numel() > K or name.endswith("bias") for name, p in norms)
         module = getattr(attention, "q_proj", None) if apart else None
     if module is None:
-        raise ValueError(f'mask="{mask}" does not work with layer {layer} of {config.model_type}: no such projection')
-    return module, H, K
+        raise ValueError(f'mask="{mask}" does not work with layer {layer} of {c.model_type}: no such projection')
+    return module, c.num_attention_heads, K
 
 
 def choose_heads(model, heads, num_heads):
@@ -154,22 +142,18 @@ def choose_heads(model, heads, num_heads):
     config = model.config.get_text_config()
     L, H = config.num_hidden_layers, config.num_attention_heads
     known = {f"{layer}-{head}": (layer, head) for layer in range(L) for head in range(H)}
-    if isinstance(heads, str | Path):
-        if not Path(heads).is_file():
-            raise ValueError(f"{heads} is not a head file; give its path, or pairs like [(13, 18)]")
+    if isinstance(heads, str | Path) and Path(heads).is_file():
         content = json.loads(Path(heads).read_text())
-        scores = {head: np.mean(score) for head, score in content.get("scores", content).items()}
         n = 10 if num_heads is None else num_heads
-        if scores.keys() != known.keys() or not 1 <= n <= len(known):
+        scores = {head: np.mean(score) for head, score in content.get("scores", content).items()}
+        if scores.keys() != known.keys() or not 1 <= n <= L * H:
             raise ValueError(f"{heads} has {len(scores)} heads, num_heads is {n}; the model has {L} layers of {H}")
         heads = sorted(scores, key=scores.get, reverse=True)[:n]        # equal ones in the order of the file
     elif num_heads is not None:
-        raise ValueError("num_heads has no effect on a list of heads: leave it out")
+        raise ValueError("num_heads has no effect without a head file: leave it out")
     listed = isinstance(heads, list | tuple) and not any(isinstance(head, int) for head in heads)
     names = [head if isinstance(head, str) else "-".join(map(str, head)) for head in heads] if listed else []
     if not names or not known.keys() >= set(names) or len(set(names)) < len(names):
-        raise ValueError(f"heads {str(heads)[:60]}: give pairs from (0, 0) to ({L - 1}, {H - 1}), each once")
-    chosen = {}
-    for layer, head in map(known.get, names):
-        chosen.setdefault(layer, []).append(head)
-    return chosen
+        raise ValueError(f"heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to {L - 1}-{H - 1}, each once")
+    pairs = [known[name] for name in names]
+    return {layer: [head for other, head in pairs if other == layer] for layer, _ in pairs}
