@@ -61,9 +61,9 @@ def interval(numbers):
     return Interval(*(100 * float(x) for x in (means.mean(), *ends)))
 
 
-def change(runs, split, setup, since="greedy"):
+def change(runs, split, setup, other="greedy"):
     """Points that a setup wins over another one, with their interval."""
-    return interval(right(runs, split, setup) - right(runs, split, since))
+    return interval(right(runs, split, setup) - right(runs, split, other))
 
 
 def draws(numbers):
@@ -98,8 +98,7 @@ def recall(runs):
     """Masking the top N heads costs less closed-book recall than answers from the passage"""
     holds, measured = [], []
     for n in NUMBERS:
-        closed, opened = (interval(right(runs, split) - right(runs, split, f"masked, N = {n}"))
-                          for split in ("closed", "open"))
+        closed, opened = (change(runs, split, "greedy", f"masked, N = {n}") for split in ("closed", "open"))
         holds.append(closed.high < opened.low)
         measured.append(f"N = {n}: {closed} against {opened}")
     return all(holds), "points lost at " + "; ".join(measured)
