@@ -119,9 +119,11 @@ def print_batch(prompts, answers, tokenizer, width):
 
 def sources_below(line, tokenizer, width):
     """Text below an answer: for each of its words the words of the prompt that the heads attended to most."""
+    if "sources" not in line:
+        return ""
     text, ids = "", line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
     word_of = {p: word for word, positions in words(tokenizer, line["prompt_ids"]) for p in positions}
-    for word, positions in words(tokenizer, ids) if "sources" in line else ():
+    for word, positions in words(tokenizer, ids):
         shares = Counter()
         for place, share in (source for p in positions for source in line["sources"][p] if source[0] in word_of):
             shares[word_of[place]] += share / len(positions)

@@ -41,37 +41,24 @@ class World:
     """The valid files that cases change copies of."""
 
     def __init__(self, folder):
-        self.folder = folder
         self.model = checkpoints.write_checkpoint(folder / "model", vocab_size=259, shards=3)
         checkpoints.write_tokenizer(self.model, "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
         self.heads = checkpoints.write_heads(folder / "heads.json")
         self.loaded, self.ids = Transformer.load(self.model), [5, 9, 7, 7, 30]
         self.greedy = decore.generate(self.loaded, self.ids, method="greedy", **SETTINGS).ids
 
-    def new_folder(self):
-        return Path(tempfile.mkdtemp(dir=self.folder))
 
-
-def attempt(function):
-    """The function's result; None if it raises an error that `cli.run` prints as one line. Other errors propagate."""
+def attempt(function, theirs=False):
+    """The function's result; None if it raises an error that `cli.run` prints as one line, or any of transformers."""
     try:
         return function()
     except Exception as error:
-        if "unexpected keyword argument" in str(error):         # Python's own error, which names the argument
+        if theirs or "unexpected keyword argument" in str(error):       # Python's own error, which names the argument
             return None
         message = cli.explain(error)
         if message is None:
             raise
         assert 5 < len(message) < 1500 and "\n" not in message, f"{len(message)} characters: {message}"
-        return None
-
-
-def expect(function):
-    """The result of transformers; None for any error."""
-    try:
-        return function()
-    except Exception:
-        return None
 
 
 def call(main, *arguments):
@@ -87,16 +74,15 @@ def call(main, *arguments):
     return None if status else out.getvalue()
 
 
-def configuration(dice, world):
+def configuration(dice, world, folder):
     """Logits and greedy tokens are those of transformers."""
     c = checkpoints.change(dice, checkpoints.draw_configuration(dice), dice.choice([0, 0, 1, 2]))
-    folder = world.new_folder()
     (folder / "config.json").write_text(json.dumps(c))
     config = attempt(lambda: Config.from_checkpoint(folder))
-    reference = expect(lambda: getattr(transformers, checkpoints.CLASSES[c["model_type"]])._from_config(
-        transformers.AutoConfig.from_pretrained(folder), attn_implementation="eager").eval())
+    reference = attempt(lambda: getattr(transformers, checkpoints.CLASSES[c["model_type"]])._from_config(
+        transformers.AutoConfig.from_pretrained(folder), attn_implementation="eager").eval(), theirs=True)
     # Some configurations fail only when the model runs, or only for longer texts.
-    if config is None or expect(lambda: reference(torch.ones(1, 60, dtype=torch.long))) is None:
+    if config is None or attempt(lambda: reference(torch.ones(1, 60, dtype=torch.long)), theirs=True) is None:
         return None
     for parameter in reference.parameters():
         parameter.data.normal_(std=0.15).add_(parameter.dim() == 1)
@@ -117,9 +103,9 @@ def configuration(dice, world):
     return True
 
 
-def weights(dice, world):
+def weights(dice, world, folder):
     """Weights load unchanged, or not at all."""
-    folder = shutil.copytree(world.model, world.new_folder(), dirs_exist_ok=True)
+    shutil.copytree(world.model, folder, dirs_exist_ok=True)
     index, shard = folder / "model.safetensors.index.json", dice.choice(sorted(folder.glob("*.safetensors")))
     content, names = shard.read_bytes(), checkpoints.ODD + ("config.json", "../x", "/etc/passwd", shard.name)
     end = 8 + int.from_bytes(content[:8], "little")
@@ -136,7 +122,7 @@ VALUES = ("", "x", "0", "1", "-1", "0.5", "nan", "inf", "1e3", "1,2", "999", "["
           "float32", "masked", "decore-static", "cad", "dola-low", "chat", "Hi", "é \u200d 😀", "\n\n", "\x00", "--")
 
 
-def command_line(dice, world):
+def command_line(dice, world, folder):
     """Options that --help lists, with values of all kinds."""
     program = dice.choice([decore, baselines, evaluate])
     options = sorted(set(re.findall(r"--[a-z-]+", call(program.main, "--help"))) - {"--help"})
@@ -146,14 +132,14 @@ def command_line(dice, world):
     for option in dice.sample(options, dice.randrange(3)):
         value = dice.choice(VALUES)
         argv += dice.choice([[option], [option, value], [option, value], [f"{option}={value}"]])
-    with contextlib.chdir(world.new_folder()):
+    with contextlib.chdir(folder):
         out = call(program.main, *argv)
     words = {"NaN", "nan", "Infinity", "inf"} & set(re.split("[, \n]+", out or ""))
     assert words <= set(map(str, argv)), f"not finite: {argv}\n{out}"       # a prompt may be one of these words
     return out
 
 
-def python_arguments(dice, world):
+def python_arguments(dice, world, folder):
     """The same ids in every form give the same tokens; other arguments give finite numbers or an error."""
     ids, odd, score = world.ids, checkpoints.ODD, dice.random() < 0.3
     same = dice.choice([ids, tuple(ids), np.array(ids), torch.tensor(ids), [np.int64(i) for i in ids]])
@@ -181,7 +167,7 @@ KINDS = {kind.__name__: kind for kind in (configuration, weights, command_line, 
 def fuzz(cases, seed, seconds=math.inf):
     """Runs cases, the kinds in turn, for at most so many seconds → (Counter of (kind, outcome), number of failures).
 
-    A kind returns None if the input is refused, here or by transformers."""
+    A kind takes random numbers, the valid files and an empty folder. It returns None if the input is refused."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     counts, failures, end = Counter(), 0, time.monotonic() + seconds
@@ -193,8 +179,8 @@ def fuzz(cases, seed, seconds=math.inf):
             name = [*KINDS][number % len(KINDS)]
             torch.manual_seed(number)
             try:
-                result = KINDS[name](random.Random(f"{seed}/{number}"), world)
-                counts[name, "refused" if result is None or result is False else "right"] += 1
+                result = KINDS[name](random.Random(f"{seed}/{number}"), world, Path(tempfile.mkdtemp(dir=folder)))
+                counts[name, "refused" if result is None else "right"] += 1
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException:                               # panics of Rust libraries are not Exceptions

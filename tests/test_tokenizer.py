@@ -253,6 +253,8 @@ def test_padded_batches_of_transformers_decode_and_score_as_their_prompts_one_by
     expected = [decore.generate(model, prompt, **settings).ids for prompt in (ids, other)]
     for module in (decore, baselines):
         assert [g.ids for g in module.generate(model, **inputs, **settings)] == expected
+        one = module.generate(model, inputs.input_ids[0], attention_mask=inputs.attention_mask[0], **settings)
+        assert one.ids == expected[0]
         scores = [module.score(model, inputs.input_ids[:1], [5, 6], method="greedy", attention_mask=mask)
                   for mask in (inputs.attention_mask[:1], torch.ones_like(inputs.input_ids[:1]))]
         assert scores[0] == module.score(model, ids, [5, 6], method="greedy") != scores[1]
