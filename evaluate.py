@@ -29,8 +29,7 @@ import report
 from evaluation import judges, runs
 from evaluation.decoding import Benchmark, encode, run
 from report import stored
-from runtime.config import Config
-from runtime.files import commit
+from runtime.files import commit, read_json
 from runtime.parallel import Ranks
 from runtime.weights import checkpoint_folder, fingerprint
 from tasks import MINIATURE, PAPER, data, find, metrics, prompts
@@ -172,7 +171,7 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
     fitting, problems = [], []
     for bench in benchmarks:
-        layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config)
+        layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config.model_type)
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
         encoded = encode(bench, tokenizer)
         # The last token of an answer is not read.
@@ -201,10 +200,10 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
     return fitting
 
 
-def native_layout(tokenizer, config):
+def native_layout(tokenizer, model_type):
     if not tokenizer.has_chat_template:
         return "plain"
-    return "mistral" if config.model_type == "mistral" else "chat"
+    return "mistral" if model_type == "mistral" else "chat"
 
 
 # -------------------------------------------------------------------------------------------------- the header of a run
@@ -214,11 +213,13 @@ def make_header(args, bench, fields, model, ranks, fingerprints):
     """The first line of a run's file: everything that determines its lines, and the software and machine."""
     task, seeds = bench.task, (fields["seed"], drawn_seed(bench), cli.SEED)
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
-    versions = {name: version(name) for name in ("torch", "tokenizers", "numpy")}
+    libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
     return fields | {
         "model": model.name, "fingerprint": fingerprints[0], "tp": ranks.tp,
         "dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
-        "versions": versions | {"python": platform.python_version()}, "commit": commit(),
+        "engine": "transformers" if args.transformers else "own",
+        "versions": {name: version(name) for name in libraries} | {"python": platform.python_version()},
+        "commit": commit(),
         "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
         "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
@@ -247,8 +248,8 @@ def dry_run(args, benchmarks):
     """Print the prompts of all items, in --layout, or that of --model, or "chat" without both."""
     layout = args.layout or "chat"
     if args.layout is None and Path(args.model).resolve() != cli.MINIATURE:             # the default of --model
-        config = Config.from_checkpoint(checkpoint_folder(args.model, weights=False))
-        layout = native_layout(Tokenizer.load(args.model), config)
+        config = read_json(checkpoint_folder(args.model, weights=False) / "config.json")
+        layout = native_layout(Tokenizer.load(args.model), config.get("model_type"))
     for bench in benchmarks:
         for item in bench.items:
             print(json.dumps(prompts.dry_run(bench.task, item, bench.demos, layout), ensure_ascii=False))

@@ -96,8 +96,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps, **kw)
         self.lm_head = self.embed if config.tied_embeddings else Linear(config.d_model, vocab, **kw)
-        frequencies, self.rope_scale = rope_frequencies(config)
-        self.frequencies = frequencies.to(device)
+        self.frequencies = rope_frequencies(config).to(device)
 
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)
@@ -111,7 +110,7 @@ class Transformer(nn.Module):
     def _apply(self, *args, **kw):
         """Called by `.to`. The weights move and are converted; the rotary frequencies move, and stay float32."""
         super()._apply(*args, **kw)
-        self.frequencies = rope_frequencies(self.config)[0].to(self.device)
+        self.frequencies = rope_frequencies(self.config).to(self.device)
         return self
 
     def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
@@ -194,7 +193,7 @@ class Transformer(nn.Module):
         model.name = Path(folder).resolve().name if Path(name).exists() else str(name)
         model.folder, (model.bos_id, model.eos_ids, model.pad_ids) = folder, special_ids(folder)
         load_weights(model, folder, device)
-        model.frequencies = rope_frequencies(config)[0].to(device)
+        model.frequencies = rope_frequencies(config).to(device)
         if device.type == "cpu":
             pack(model)
         return model.requires_grad_(False)
@@ -215,7 +214,7 @@ class Linear(nn.Module):
 def rope(model, positions):
     """cos and sin of the angles at positions [1|B, T], two of [1|B, T, 1, K]; the first half of sin is negated."""
     angles = positions[..., None, None] * model.frequencies
-    return [(f(torch.cat([-angles, angles], -1)) * model.rope_scale).to(model.dtype) for f in (torch.cos, torch.sin)]
+    return [f(torch.cat([-angles, angles], -1)).to(model.dtype) for f in (torch.cos, torch.sin)]
 
 
 def rotate(x, cos, sin):

@@ -23,11 +23,12 @@ def load_models(args, shard=None):
 
 
 def load_model(name, args, shard=None):
-    """A model and its tokenizer, by --device and --dtype. shard: None joins the ranks of torchrun."""
+    """A model and its tokenizer, by --device, --dtype and --transformers. shard: None joins the ranks of torchrun."""
     import torch  # slow, and not every program loads a model
 
     from model import Transformer
     from runtime.config import Config
+    from runtime.files import read_json
     from runtime.weights import checkpoint_folder
     from tokenizer import Tokenizer
     gpus = torch.cuda.device_count()
@@ -36,7 +37,17 @@ def load_model(name, args, shard=None):
     device = devices[0] if args.device == "auto" else args.device
     if device not in devices:
         raise ValueError(f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}")
+    if args.device_map and (not args.transformers or args.device != "auto"):
+        raise ValueError("--device-map needs --transformers, and excludes --device")
     tokenizer, dtype = Tokenizer.load(name), None if args.dtype == "auto" else args.dtype
+    if args.transformers:
+        from runtime.hf import HFModel
+        folder = checkpoint_folder(name)
+        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))      # two bytes a parameter, or four
+        quantized = read_json(folder / "config.json").get("quantization_config")
+        if dtype is None and device == "cpu" and stored < 2 * SMALL and not (quantized or args.device_map):
+            dtype = "float32"
+        return HFModel.load(name, device, dtype, args.device_map), tokenizer
     if dtype is None and device == "cpu":
         c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
         layer = c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim)           # its parameters, approximately

@@ -132,6 +132,11 @@ def add_model_arguments(p):
                    "machine OMP_NUM_THREADS=1 is faster than several threads")
     p.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                    help="(default: the checkpoint's; on a CPU float32 for models below a billion parameters)")
+    p.add_argument("--transformers", action="store_true",
+                   help="load models with transformers: any causal language model, quantized ones too")
+    p.add_argument("--device-map", metavar="MAP", choices=("auto", "balanced", "balanced_low_0", "sequential"),
+                   help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 or "
+                   "sequential (needs accelerate)")
     p.add_argument("--template-args", type=json_object, metavar="JSON",
                    help="arguments of the chat template, such as '{\"enable_thinking\": false}'")
 

@@ -218,6 +218,7 @@ def make_facts(args, model, tokenizer, needles, texts):
     unused = ["template", "raw"] + ["seed"] * (not args.runs) if published else []
     cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
     cli.refuse_unused(args, {} if chat else {"template_args": "on plain text"})
+    libraries = "torch", "tokenizers", "rouge-score", *["transformers"] * args.transformers
     longest = model.config.max_positions - args.max_new_tokens
     last = min(5000, longest)
     first = max(last // 5, min(400, 3 * last // 4))         # in a short context the needle takes most of a prompt
@@ -233,7 +234,8 @@ def make_facts(args, model, tokenizer, needles, texts):
         "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {}) if chat else None,
         "published": published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
         "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "ranks": model.shard.size,
-        "versions": {name: version(name) for name in ("torch", "tokenizers", "rouge-score")}}
+        "engine": "transformers" if args.transformers else "own",
+        "versions": {name: version(name) for name in libraries}}
 
 
 def main():

@@ -76,26 +76,23 @@ FAMILIES = {
     "qwen2": dict(num_key_value_heads=32, sliding_window=4096),
     "qwen3": dict(num_key_value_heads=32, sliding_window=4096, head_dim=128),
 }
-SCALINGS = {                                    # rope_type → its fields; of optional ones the value of null
-    "default": {},
-    "linear": dict(factor=...),
-    "llama3": dict(factor=..., low_freq_factor=..., high_freq_factor=..., original_max_position_embeddings=...),
-    "yarn": dict(factor=..., beta_fast=32, beta_slow=1, truncate=..., attention_factor=None, mscale=None,
-                 mscale_all_dim=None, original_max_position_embeddings=...),
+SCALINGS = {                                    # rope_type → its fields
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
 SIZE, LENGTH, POSITIVE = (int, 1, 10**6), (int, 1, 2**30), (float, 1e-30, 1e30)
 FIELDS = {                                      # kind; or kind, lowest and highest value; or a list of all values
     "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "dtype": [*DTYPES], "rope_type": [*SCALINGS],
     "quantization_config": [None, {}], "mlp_bias": [False], "is_causal": [True], "partial_rotary_factor": [1],
-    "attention_bias": bool, "tie_word_embeddings": bool, "use_sliding_window": bool, "truncate": bool,
+    "attention_bias": bool, "tie_word_embeddings": bool, "use_sliding_window": bool,
     "layer_types": list, "rope_scaling": dict, "rope_parameters": dict,
     "vocab_size": (int, 1, 10**7), "hidden_size": SIZE, "intermediate_size": SIZE, "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE, "head_dim": SIZE, "num_hidden_layers": (int, 1, 10**4), "sliding_window": LENGTH,
     "max_position_embeddings": LENGTH, "original_max_position_embeddings": LENGTH, "max_window_layers": (int, 0, 2**30),
-    "rms_norm_eps": (float, 1e-30, 1), "rope_theta": (float, 2, 1e30), "factor": POSITIVE, "attention_factor": POSITIVE,
-    "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
-    "mscale": (float, 0, 1e30), "mscale_all_dim": (float, 0, 1e30),
+    "rms_norm_eps": (float, 1e-30, 1), "rope_theta": (float, 2, 1e30), "factor": POSITIVE, "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
 }
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
@@ -107,6 +104,7 @@ def field(fields, where, key, null=...):
         return null
     if isinstance(allowed, list):
         valid, expected = value in allowed, " or ".join(map(json.dumps, allowed))
+        expected += "" if key == "dtype" else " (--transformers decodes with others)"
     else:
         kind, low, high = allowed if isinstance(allowed, tuple) else (allowed, None, None)
         valid = (type(value) is kind or (type(value), kind) == (int, float)) and (low is None or low <= value <= high)
@@ -126,17 +124,17 @@ def read_rope(c, path, max_positions):
     """(base of the rotary frequencies, `rope_scaling` for Config)."""
     key, trained = "rope_scaling" if c.get("rope_scaling") else "rope_parameters", "original_max_position_embeddings"
     inner = field({key: c.get(key) or {}}, path, key)
-    rope = {"truncate": True, trained: max_positions, "rope_theta": c["rope_theta"],
+    rope = {trained: max_positions, "rope_theta": c["rope_theta"],
             "partial_rotary_factor": c.get("partial_rotary_factor")} | inner
     rope[trained] = c.get(trained, rope[trained])       # the outer one takes precedence
     rope["rope_type"] = inner.get("rope_type", inner.get("type", "default"))
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", null=1)
     rope_type, theta = need("rope_type"), float(need("rope_theta"))
-    scaling = {name: need(name, null=null) for name, null in SCALINGS[rope_type].items()}
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if low in scaling and scaling[low] >= scaling[high]:
-            raise ValueError(f"{path}: {key}: {low} {scaling[low]} must be less than {high} {scaling[high]}")
+    scaling = {name: need(name) for name in SCALINGS[rope_type]}
+    if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError(f"{path}: {key}: low_freq_factor {scaling['low_freq_factor']} must be less than "
+                         f"high_freq_factor {scaling['high_freq_factor']}")
     return theta, {"rope_type": rope_type} | scaling if scaling else None
 
 
@@ -157,33 +155,17 @@ def read_windows(c, path):
 
 
 def rope_frequencies(c):
-    """Angle per position of each rotary pair, [K/2] float32, and the factor of all cosines and sines.
+    """Angle per position of each rotary pair, [K/2] float32.
 
     The operations and their order are transformers': at position 4,000 one bit of a frequency shows in the logits.
-    `linear` slows down all pairs, `llama3` and `yarn` (arXiv 2309.00071) only the slow ones."""
-    power = c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
-    f, s = 1 / power, c.rope_scaling
+    `linear` slows down all pairs, `llama3` only the slow ones."""
+    f, s = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim), c.rope_scaling
     if s is None:
-        return f, 1.0
+        return f
     factor, trained = s["factor"], s.get("original_max_position_embeddings")
     if s["rope_type"] == "linear":
-        return f / factor, 1.0
-    if s["rope_type"] == "llama3":
-        low, high, wavelength = s["low_freq_factor"], s["high_freq_factor"], 2 * math.pi / f
-        blend = (trained / wavelength - low) / (high - low)
-        between = (1 - blend) * f / factor + blend * f
-        return f.where(wavelength < trained / high, (f / factor).where(wavelength > trained / low, between)), 1.0
-    # The numbers of the pairs with beta_fast and beta_slow turns in the trained context.
-    low, high = (c.head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
-                 for turns in (s["beta_fast"], s["beta_slow"]))
-    if s["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, c.head_dim - 1)
-    high += 0.001 * (low == high)
-    blend = 1 - ((torch.arange(c.head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    f = 1 / (factor * power) * (1 - blend) + f * blend
-    if s["attention_factor"] is not None:
-        return f, float(s["attention_factor"])
-    over, under = (s["mscale"], s["mscale_all_dim"]) if s["mscale"] and s["mscale_all_dim"] else (1, 0)
-    growth = math.log(max(factor, 1))
-    return f, (0.1 * over * growth + 1) / (0.1 * under * growth + 1)
+        return f / factor
+    low, high, wavelength = s["low_freq_factor"], s["high_freq_factor"], 2 * math.pi / f
+    blend = (trained / wavelength - low) / (high - low)
+    between = (1 - blend) * f / factor + blend * f
+    return f.where(wavelength < trained / high, (f / factor).where(wavelength > trained / low, between))

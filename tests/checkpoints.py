@@ -135,8 +135,7 @@ def draw_configuration(dice):
                     sliding_window=dice.choice([None, 1, 2, 5, 40, 4096]))
     length, low = dict(original_max_position_embeddings=dice.choice([1, 16, 128, 4096])), dice.uniform(0.1, 4)
     scaling = dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5])) | dice.choice([{}, length]) | dice.choice([
-        dict(rope_type="default"), dict(type="linear"), dict(type="yarn"), dict(type="yarn", attention_factor=1.2),
-        dict(type="yarn", mscale=0.7, mscale_all_dim=1.1, truncate=False), dict(type="yarn", beta_fast=16, beta_slow=2),
+        dict(rope_type="default"), dict(type="linear"),
         dict(rope_type="llama3", low_freq_factor=low, high_freq_factor=low + dice.uniform(0.1, 8))])
     theta = dict(rope_theta=dice.choice([10_000.0, 500_000, 77.5, dice.uniform(2, 1e7)]))
     del c["rope_theta"]

@@ -35,7 +35,10 @@ def load_theirs(folder, **more):
 
 
 @pytest.mark.parametrize("family, change, words", [
-    ("llama3", dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or "mistral" or "qwen2" or "qwen3"'),
+    ("llama3", dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or "mistral" or "qwen2" or "qwen3" '
+     "\\(--transformers decodes with others"),
+    ("llama3", dict(rope_scaling=dict(type="yarn", factor=4.0)),
+     'rope_type is "yarn"; it must be "default" or "linear" or "llama3" \\(--transformers'),
     ("llama3", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: low_freq_factor is missing"),
     ("llama3", dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than"),
     ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
@@ -78,16 +81,11 @@ def test_absent_fields_have_the_values_of_transformers(family, sliding, tmp_path
 
 # --------------------------------------------------------------------------------------------------------------- rotary
 
-YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=128)
 ROPES = {
     "linear": dict(rope_scaling=dict(type="linear", factor=4)),
     "bands of Llama-3.1": dict(rope_theta=5e5, max_position_embeddings=131_072,
                                rope_scaling=BANDS | dict(original_max_position_embeddings=8192)),
-    "yarn": dict(rope_scaling=YARN), "yarn without its context": dict(rope_scaling=dict(type="yarn", factor=2.5)),
-    "yarn with its context outside": dict(rope_scaling=YARN, original_max_position_embeddings=64),
-    "yarn not rounded": dict(rope_scaling=YARN | dict(truncate=False, beta_fast=16, beta_slow=2)),
-    "yarn with half of mscale": dict(rope_scaling=YARN | dict(mscale=0.7)),
-    "yarn after a short context": dict(rope_scaling=YARN | dict(original_max_position_embeddings=1)),
+    "bands with their context outside": dict(rope_scaling=BANDS, original_max_position_embeddings=64),
     "both generations": dict(rope_scaling=dict(type="linear", factor=2), rope_parameters=dict(rope_theta=77.0)),
     "a scaling without type": dict(rope_scaling=dict(factor=2.0)),
 }
@@ -98,15 +96,15 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, tmp_
     rotary = (("llama2", llama.LlamaRotaryEmbedding), ("qwen3", qwen3.Qwen3RotaryEmbedding))
     for (family, cls), width in itertools.product(rotary, (2, 8, 128)):
         folder = configuration(tmp_path, family, head_dim=width, **ROPES[name])
-        frequencies, scale = rope_frequencies(Config.from_checkpoint(folder))
+        frequencies = rope_frequencies(Config.from_checkpoint(folder))
         reference = cls(transformers.AutoConfig.from_pretrained(folder))
-        assert torch.equal(frequencies, reference.inv_freq) and scale == reference.attention_scaling
+        assert torch.equal(frequencies, reference.inv_freq) and reference.attention_scaling == 1
         assert frequencies.dtype == torch.float32
 
 
 def test_logits_match_transformers_at_position_4000(tmp_path):
     """One bit in the last place of the frequencies changes logits by up to 2e-4."""
-    folder = write_checkpoint(tmp_path, "qwen3", max_position_embeddings=8192, **ROPES["yarn not rounded"])
+    folder = write_checkpoint(tmp_path, "qwen3", **ROPES["bands of Llama-3.1"] | dict(max_position_embeddings=8192))
     ids = torch.tensor([random_ids(4000, seed=1)])
     with torch.inference_mode():
         reference = load_theirs(folder, attn_implementation="sdpa")(ids, logits_to_keep=100).logits

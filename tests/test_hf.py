@@ -1,0 +1,185 @@
+"""Models of transformers: beside our engine, beside `generate` of transformers, and beside copies of a model whose
+output projections have zeros for the masked heads."""
+
+import copy
+
+import pytest
+import torch
+
+import baselines
+import decore
+from decore import contrast, entropy, generate, pad, score
+from heads import detect
+from heads.sources import find_sources
+from model import Transformer
+from tests.checkpoints import random_ids, write_checkpoint
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from runtime.hf import HFModel  # noqa: E402
+
+HEADS = [(1, 0), (1, 3), (2, 2)]
+PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
+CASES = [dict(method="greedy")] + [
+    dict(method=method, heads=HEADS, mask=mask, mask_prompt=mask_prompt)
+    for method in decore.METHODS[1:] for mask in ("output", "query") for mask_prompt in (False, True)]
+BASELINES = [dict(method="cad", ids_without_context=[prompt[2:] for prompt in PROMPTS]),
+             dict(method="dola-low", dola_layers="halves"), dict(method="dola-high", repetition_penalty=1.3),
+             dict(method="ad", info_layer=1), dict(method="ad", info_layer=3)]
+N = dict(max_new_tokens=6, eos_ids=())
+
+
+@pytest.fixture(scope="module", params=["llama3.1", "mistral-window", "qwen2-window", "qwen3"])
+def engines(request, tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    return Transformer.load(folder), HFModel.load(folder)
+
+
+def assert_equal(ours, theirs):
+    assert [g.ids for g in ours] == [g.ids for g in theirs]
+    for g, h in zip(ours, theirs, strict=True):
+        assert g.alphas == pytest.approx(h.alphas, abs=1e-4) and g.entropies == pytest.approx(h.entropies, abs=1e-4)
+
+
+def test_both_engines_decode_the_same_tokens_by_every_method(engines):
+    own, hf = engines
+    for settings in CASES + BASELINES:
+        ours, theirs = ([*baselines.generate(model, PROMPTS, **settings, **N), *(
+            () if settings["method"] == "cad" else [baselines.generate(model, [7], **settings, **N)])]
+            for model in engines)
+        assert_equal(ours, theirs)
+    steps = [[token.tolist() for token, _ in decore.decore(model, PROMPTS, HEADS, 6)] for model in engines]
+    assert steps[0] == steps[1]
+
+
+def test_both_engines_score_alike(engines):
+    answers = [[3, 4, 5, 6, 8], [7, 3], [60]]
+    for settings in CASES + BASELINES[1:] + [dict(method="cad", prompt_ids_without_context=PROMPTS[0][4:])]:
+        settings = {k: v for k, v in settings.items() if k not in ("mask_prompt", "repetition_penalty")}
+        more = {} if settings["method"] == "ad" else dict(return_greedy=True)
+        ours, theirs = (baselines.score(model, PROMPTS[0], answers, **settings, **more) for model in engines)
+        assert [flat for x in ours for flat in (x if more else [x])] == pytest.approx(
+            [flat for x in theirs for flat in (x if more else [x])], abs=2e-4)
+
+
+def test_either_engine_is_the_amateur_of_either(engines):
+    for method, more in ("cd", {}), ("decore-entropy", dict(amateur_heads=HEADS)):
+        pairs = [(model, amateur) for model in engines for amateur in engines]
+        expected, *others = (baselines.generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
+                             for model, amateur in pairs)
+        for other in others:
+            assert_equal(expected, other)
+
+
+def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
+    own, hf = engines
+    ids = generate(own, PROMPTS[0], heads=HEADS, **N).ids
+    assert find_sources(own, PROMPTS[0], ids, HEADS) == find_sources(hf, PROMPTS[0], ids, HEADS)
+    spans = [(1, 6), (0, 4), (2, 9)]
+    ours, theirs = (detect.answer_batch(model, PROMPTS, spans, 12) for model in engines)
+    for (ids, positions), (their_ids, their_positions) in zip(ours, theirs, strict=True):
+        assert ids == their_ids and torch.equal(positions, their_positions)
+    (scores, ids), (their_scores, their_ids) = (detect.score_run(model, PROMPTS[0], (1, 6)) for model in engines)
+    assert ids == their_ids and torch.equal(scores, their_scores)
+
+
+# Other families: what is found by rule must be right in each
+
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+WINDOWS = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+              v_head_dim=12, qk_head_dim=12, head_dim=4)
+MIXED = dict(layer_types=["linear_attention", "full_attention", "full_attention"], head_dim=8, linear_num_key_heads=2,
+             linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+MAMBA = dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, head_dim=8)
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+              patch_size=8)
+GEMMA = SIZES | WINDOWS | dict(head_dim=12, query_pre_attn_scalar=12)
+GEMMA4 = GEMMA | dict(global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96)
+OTHERS = {
+    "gemma": dict(head_dim=12), "gemma2": dict(head_dim=12, query_pre_attn_scalar=12, sliding_window=6),
+    "gemma3": dict(text_config=GEMMA, vision_config=VISION), "gemma3_text": GEMMA, "gemma4_text": GEMMA4,
+    "gemma4": dict(text_config=GEMMA4, vision_config=VISION), "phi": {}, "phi3": {}, "olmo2": {}, "olmo3": WINDOWS,
+    "granite": dict(logits_scaling=3.0), "cohere": dict(logit_scale=0.3), "cohere2": WINDOWS, "starcoder2": {},
+    "stablelm": {}, "qwen3_moe": EXPERTS, "mixtral": EXPERTS, "gpt_oss": WINDOWS | EXPERTS, "glm4": {}, "smollm3": {},
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "gpt2": {}, "gptj": dict(rotary_dim=4), "gpt_neox": {},
+    "falcon": {}, "mpt": dict(d_model=32), "exaone4": WINDOWS,
+    "deepseek_v3": LATENT | EXPERTS | dict(n_group=1, topk_group=1),
+    "llama4_text": EXPERTS | dict(head_dim=8, attention_chunk_size=8), "falcon_h1": MAMBA,
+    "qwen3_next": MIXED | EXPERTS,
+    "qwen3_5_text": MIXED, "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
+}
+NO_QUERY = {"phi3", "olmo2", "olmo3", "gpt2", "gpt_neox", "falcon", "mpt", "deepseek_v3", "qwen3_next", "qwen3_5_text"}
+
+
+def random_model(family, **changes):
+    torch.manual_seed(1)
+    sizes = {} if "text_config" in OTHERS.get(family, ()) else SIZES
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | OTHERS.get(family, {}) | changes))
+    for name, p in model.named_parameters():
+        p.data.normal_(1 if p.ndim == 1 and "weight" in name else 0, 0.2)
+    return model.eval()
+
+
+def without_heads(model, heads):
+    """A copy of a model of transformers with zeros in the columns of its output projections."""
+    other, names = copy.deepcopy(model.hf), {module: name for name, module in model.hf.named_modules()}
+    for layer, head in heads:
+        a = model.attention[layer]
+        weight = other.get_submodule(names[a.output]).weight.data
+        weight = weight.T if type(a.output).__name__ == "Conv1D" else weight            # [D, H·K]
+        weight.unflatten(1, (a.heads, -1))[:, head] = 0
+    return other
+
+
+def attention(model, ids, heads):
+    """Probabilities of each layer at the last five tokens, with the queries of these heads masked."""
+    cache, layers = model.new_cache([len(ids) - 5], 5), []
+    model.prefill(pad([ids[:-5]]), cache)
+    model(pad([ids[-5:]]), cache, decore.make_head_mask([heads], model), "query", layers)
+    return layers
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@torch.no_grad()
+def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(family):
+    model = HFModel(random_model(family))
+    other, prompt = without_heads(model, HEADS), PROMPTS[0]
+
+    def log_p(hf, ids):
+        return hf(torch.tensor([prompt + ids])).logits.log_softmax(-1)[:, len(prompt) - 1:-1]
+
+    inputs = dict(inputs=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long))
+    text = model.hf.generate(**inputs, do_sample=False, max_new_tokens=6, eos_token_id=None)[0].tolist()
+    assert prompt + generate(model, prompt, method="greedy", **N).ids == text
+    settings = dict(heads=HEADS, mask_prompt=True, **N)
+    batch = generate(model, PROMPTS, **settings)
+    assert_equal(batch, [generate(model, ids, **settings) for ids in PROMPTS])
+    for method in "masked", "decore-static", "decore-entropy":
+        ids = batch[0].ids if method == "decore-entropy" else generate(model, prompt, method, **settings).ids
+        base, masked = log_p(model.hf, ids), log_p(other, ids)
+        alpha = {"masked": -torch.ones(1, 6), "decore-static": torch.full((1, 6), 0.5)}.get(method, entropy(base))
+        assert contrast(base, masked, alpha).argmax(-1)[0].tolist() == ids
+    answer, query = PROMPTS[2][:5], dict(heads=HEADS, mask="query")
+    total = contrast(base := log_p(model.hf, answer), log_p(other, answer), entropy(base)).log_softmax(-1)[0]
+    assert score(model, prompt, answer, heads=HEADS) == pytest.approx(
+        total.gather(-1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-3)
+    if family in NO_QUERY:
+        with pytest.raises(ValueError, match=f"{family}.* has no query projection whose heads stay apart"):
+            generate(model, prompt, **query)
+    else:
+        (plain, masked) = (attention(model, prompt, rows) for rows in ([], HEADS))
+        for layer, head in HEADS:                               # the same for all keys that the query may see
+            p = masked[layer][..., head, :]
+            assert ((p == 0) | (p > p.amax(-1, keepdim=True) - 1e-6)).all()
+        torch.testing.assert_close(plain[1][..., 1:3, :], masked[1][..., 1:3, :])       # no other head changes
+    states, cache = model.hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states, model.new_cache([9], 5)
+    model.prefill(pad([prompt[:9]]), cache)
+    last, [early] = model.read_layers(torch.tensor([prompt[9:]]), cache, [1])
+    torch.testing.assert_close(early[0], states[1][:, 9:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.logits(last)[0], model(torch.tensor([prompt]))[:, 9:], atol=1e-4, rtol=1e-4)
+
+
