@@ -50,7 +50,7 @@ class HFModel(nn.Module):
         ends, padding = getattr(hf.generation_config, "eos_token_id", None), getattr(c, "pad_token_id", None)
         self.bos_id, self.eos_ids = None, () if ends is None else tuple(ends if isinstance(ends, list) else [ends])
         self.pad_ids = self.eos_ids if padding is None else (padding,)
-        candidates = hf.get_decoder(), hf.base_model, getattr(hf, "model", None)     # the first is wrong in some families
+        candidates = hf.get_decoder(), hf.base_model, getattr(hf, "model", None)
         self.decoder = next(m for m in candidates if isinstance(m, transformers.PreTrainedModel) and m is not hf)
         self.arguments = inspect.signature(hf.forward).parameters
         self.head_mask, self.mask, self.masked, self.kept = None, None, set(), None
