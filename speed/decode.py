@@ -237,8 +237,8 @@ def origin(device):
         command=shlex.join(["python", "-m", "speed.decode", *sys.argv[1:]]), commit=commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         versions={d.name: d.version for d in distributions() if d.name in ("torch", "transformers")},
-        device=(torch.cuda.get_device_name(device) if device.startswith("cuda") else
-                f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"),
+        device=(torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available()
+                else f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"),
         cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
 
 
@@ -248,7 +248,7 @@ def parse():
     model.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)")
     model.add_argument("--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape")
     p.add_argument("--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)")
-    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
+    p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)")
     p.add_argument("--new", type=cli.positive, default=32, help="further new tokens (default: 32)")
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
@@ -264,7 +264,7 @@ def parse():
     if peers and "RANK" in os.environ:
         raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
     if args.no_graph and args.device == "cpu":
-        raise ValueError("--no-graph has no effect on a CPU, which has no CUDA graphs")
+        raise ValueError("--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out")
     return args
 
 

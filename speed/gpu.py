@@ -44,6 +44,8 @@ def main():
     args = p.parse_args()
     if not (args.dry_run or torch.cuda.is_available()):
         raise ValueError("this machine has no CUDA device; --dry-run runs the script on a CPU")
+    if args.out:
+        args.out.touch()                        # an error now, not after the tests
     start, out = time.monotonic(), dict(dry_run=args.dry_run, failed=[])
     for name, (seconds, command) in SECTIONS.items():
         command = [sys.executable, *STRICT, *(dry(command) if args.dry_run else command).split()]
