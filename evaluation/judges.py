@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import json_lines, locked, one_line, write
-from tasks.items import field, located
+from tasks.items import field
 from tasks.metrics import clean, judged, map_lines
 
 PROMPTS = {"truth": "Q: {question}\nA: {answer}\nTrue:", "info": "Q: {question}\nA: {answer}\nHelpful:"}
@@ -56,15 +56,7 @@ def judge(lines, path, task, names=None):
 
 def read_store(path):
     """(kind, key) → verdict, as stored."""
-    verdicts = {}
-    for number, line in json_lines(path) if path.exists() else ():
-        with located(f"{path}, line {number}", " (not a verdict of a judge; remove the line)"):
-            kind, model, key = (field(line, name) for name in ("judge", "model", "key"))
-            yes = line["yes"]
-            if kind not in PROMPTS or not 0 <= yes <= 1:
-                raise ValueError(f"{kind} {yes} of {model}")
-            verdicts[kind, key] = line
-    return verdicts
+    return {(line["judge"], line["key"]): line for _, line in json_lines(path)} if path.exists() else {}
 
 
 def complete_store(store, pairs, names):

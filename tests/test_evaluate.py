@@ -96,6 +96,14 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(start, model
     assert start(*arguments)[0] == 0 and content(path) == complete
 
 
+def test_ctrl_c_says_that_the_same_command_continues(start, model, data, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("evaluation.decoding.decode", interrupt)
+    status, _, err = start(*model, *data["nq-closed"], *GREEDY, "--out", tmp_path)
+    assert status == 130 and err.rstrip().endswith("interrupted: the same command continues")
+
+
 def test_a_checkpoint_that_was_trained_again_in_place_does_not_get_the_old_rows(start, model, data, tmp_path):
     folder = tmp_path / "model"
     arguments = [*data["nq-closed"], "--max-new-tokens", 2, "--limit", 2, "--out", tmp_path / "out"]

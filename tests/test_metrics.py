@@ -27,7 +27,7 @@ def answer(prediction, *references, task="triviaqa", **more):
     ("Paris", "Paris", 1, 1, 1),
     ("The  U.S.A.!", "usa", 1, 1, 1),                   # punctuation is deleted, not replaced
     ("the cat and an owl", "Cat and owl", 1, 1, 1),     # articles as whole words
-    ("theatre", "atre", 0, 1, 1),                       # not inside a word
+    ("theatre", "atre", 0, 1, 1), ("bathe", "ba", 0, 1, 1),     # not inside a word
     ("born in 1990", "1", 0, 1, 1),                     # substring, not token
     ("Londn", "London", 0, 0, 0),
     ("Paris\nLondon", "London", 0, 0, 0),               # only the first line counts

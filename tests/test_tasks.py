@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -321,6 +322,16 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
     refuse("memotrap needs --data; its data are the four csv files of github.com", "memotrap")
     refuse("unknown task 'nqswap'; known tasks: xsum, memotrap", "nqswap")
     refuse("demos.jsonl, line 1: missing field: 'context'", "nq-swap", write_data("nq-swap", tmp_path), tmp_path)
+
+
+def test_without_a_connection_data_fail_at_once_with_host_and_remedy(tmp_path, monkeypatch):
+    changes = {"ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": False}
+    for name, value in changes.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    with pytest.raises(OSError, match=r"^no connection to 127.0.0.1:9.*NQ-Swap; give yours with --data FILE") as error:
+        data.load(TASKS["nq-swap"])
+    # Without retries, which the library would make only if it were online.
+    assert len(str(error.value)) <= 200 and huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
