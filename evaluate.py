@@ -68,9 +68,8 @@ def evaluate(argv):
     for task in tasks:
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
-    for name in (judge_names or {}).values():
-        judges.load(name)                                   # a missing judge must not end the sweep after hours
     ranks = Ranks(args.tp, args.device)
+    ranks.share(lambda: judges.check(judge_names))
     model, tokenizer, amateur = cli.load_models(args, ranks.shard)
     setups = make_setups(args, methods, model, amateur)
     fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])

@@ -34,6 +34,12 @@ def judges_of(args):
     return dict(zip(PROMPTS, names, strict=True)) if args.judge else None
 
 
+def check(names):
+    """Loads each judge once: one that is missing must not end a sweep after hours."""
+    for name in (names or {}).values():
+        load(name)
+
+
 def judge(lines, path, task, names=None):
     """The lines with `judge_truth` and `judge_info`, probabilities of " yes", as stored in <run>.judged.jsonl.
 
