@@ -44,11 +44,12 @@ def report(argv):
     frame, repeated = make_frame(runs)
     for path, reason in skipped + repeated:
         print(f"skipped: {path}: {reason}", file=sys.stderr)
-    if not runs:
+    if frame.empty:
         raise ValueError(f"{args.folder}: no runs to report")
     pictures = figures.draw_all(frame, args.plots) if args.plots else []
     if args.csv:
-        return print(frame.drop(columns=["run", "setup", "title", "cell"]).to_csv(index=False), end="")
+        values = frame.drop(columns=["run", "setup", "title", "cell"]).rename(columns={"file": "run"})
+        return print(values.to_csv(index=False), end="")
     tables.print_tables(tables.all_tables(frame))
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n")

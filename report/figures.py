@@ -155,19 +155,22 @@ def entropy_figure(frame):
         return None
     figure, axes = grid(len(panels), height=0.65 + 0.24 * len(setups), sharey=True)
     for ax, (task, same) in zip(axes, panels, strict=True):
-        entropies = {run.setup: base_entropies(run) for run in same["run"]}
-        for setup, values in entropies.items():
-            violin = ax.violinplot([values], [-setups.index(str(setup))], orientation="horizontal", side="high",
+        entropies = {run: base_entropies(run) for run in same["run"]}
+        decore = {run.setup.variant: values for run, values in entropies.items()
+                  if run.setup.method == "decore-entropy"}
+        tests = {}                                  # rival → texts of p, one for each variant of the setups
+        for run, values in entropies.items():
+            violin = ax.violinplot([values], [-setups.index(str(run.setup))], orientation="horizontal", side="high",
                                    widths=1.5, bw_method=0.25, showmeans=True, showextrema=False,
                                    quantiles=[0.25, 0.75])
             for part in (*violin["bodies"], violin["cmeans"], violin["cquantiles"]):
-                part.set_color(COLOUR[setup.method])
+                part.set_color(COLOUR[run.setup.method])
             violin["cquantiles"].set_linewidth(0.6)
-        decore = next((values for setup, values in entropies.items() if setup.method == "decore-entropy"), ())
-        label = "base entropy, nats per token"
-        for rival, values in entropies.items():
-            if rival.method in tables.RIVALS and (test := significance.t_test(decore, values, "less")):
-                label += f"\nDeCoRe < {rival}: {tables.p_text(test.pvalue)}"
+            test = significance.t_test(decore.get(run.setup.variant, ()), values, "less")
+            if test and run.setup.method in tables.RIVALS:
+                tests.setdefault(run.plain, []).append(tables.p_text(test.pvalue))
+        label = "\n".join(["base entropy, nats per token",
+                           *(f"DeCoRe < {rival}: {', '.join(texts)}" for rival, texts in tests.items())])
         highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
         ax.set_yticks(range(0, -len(setups), -1), setups)
         ax.set(title=TASKS[task][0], xlabel=label, xlim=(0, highest * 1.02))

@@ -2,6 +2,7 @@
 
 Two columns hold objects: `run`, and `cell`, the paper's row."""
 
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pandas as pd
@@ -21,20 +22,20 @@ def make_frame(runs):
     Of several runs of one setup, task and draw, the one with the most examples is taken. Of several variants of a
     setup, those whose dtype, demonstrations and number of items are closest to the paper's have its value beside
     them."""
+    if not runs:
+        return pd.DataFrame(), []
     chosen, skipped = {}, []
     for run in sorted(label_variants(runs), key=lambda run: -len(run.lines)):
         first = chosen.setdefault(order(run), run)
         if first is not run:
             skipped.append((run.path, f"the same setup as {first.path}, which has as many examples or more"))
     frame = pd.DataFrame([line for key in sorted(chosen) for line in lines_of(chosen[key])])
-    if len(frame):
-        plain = [run.plain for run in frame["run"]]
-        fewest = frame.groupby(["title", "task", plain])["deviations"].transform("min")
-        frame["cell"] = frame["cell"].where(frame.pop("deviations") == fewest, None)
-        frame["paper"] = [cell and float(cell["value"]) for cell in frame["cell"]]
-        frame["paper_at"] = [cell and cell["at"] for cell in frame["cell"]]
-        frame = frame.astype({"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float})
-    return frame, skipped
+    plain = [run.plain for run in frame["run"]]
+    fewest = frame.groupby(["title", "task", plain])["deviations"].transform("min")
+    frame["cell"] = frame["cell"].where(frame.pop("deviations") == fewest, None)
+    frame["paper"] = [cell and float(cell["value"]) for cell in frame["cell"]]
+    frame["paper_at"] = [cell and cell["at"] for cell in frame["cell"]]
+    return frame.astype({"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float}), skipped
 
 
 def lines_of(run):
@@ -57,28 +58,24 @@ def lines_of(run):
 
 def label_variants(runs):
     """The runs, labelled by dtype, demonstrations and data if runs of their model and task have different ones."""
-    about = pd.DataFrame([{"title": run.title, "task": run.task, "dtype": run.header.get("dtype", "dtype not stated"),
-                           "demos": demos_name(run.header), "data": data_name(run.header)} for run in runs])
-    if about.empty:
-        return []
-    labels = about[["dtype", "demos", "data"]]
-    several = about.groupby(["title", "task"])[[*labels]].transform("nunique") > 1
-    texts = labels.where(several).apply(lambda label: ", ".join(label.dropna()), axis=1)
+    about = pd.DataFrame([{"title": run.title, "task": run.task, **variant_of(run.header)} for run in runs])
+    labels = about.iloc[:, 2:]
+    several = labels.groupby([about["title"], about["task"]]).transform("nunique") > 1
+    texts = [", ".join(line.dropna()) for _, line in labels.where(several).iterrows()]
     return [replace(run, setup=replace(run.setup, variant=text)) for run, text in zip(runs, texts, strict=True)]
 
 
-def demos_name(header):
-    record = header.get("demos")
-    if not record or record.get("paper"):
-        return "the paper's demonstrations" if record else "no demonstrations"
-    seed = f"seed {record['seed']}" if record.get("seed") else None
-    parts = record.get("source"), record.get("file"), record.get("sha256", "")[:6], seed
-    return " ".join(["demonstrations:", *filter(None, parts)])
+def variant_of(header):
+    demos = header.get("demos") or {"source": "none"}
+    return {"dtype": str(header.get("dtype")), "data": names_of(header.get("data", [])),
+            "demos": "the paper's demonstrations" if demos.get("paper") else f"demonstrations: {names_of([demos])}"}
 
 
-def data_name(header):
-    return ", ".join(f"{record.get('file', record.get('made by'))} {record.get('sha256', '')[:6]}".strip()
-                     for record in header.get("data", []))
+def names_of(records):
+    """Names of files with the beginnings of their hashes."""
+    parts = [(record.get("source"), record.get("file", record.get("made by")), record.get("sha256", "")[:6],
+              record.get("seed") and f"seed {record['seed']}") for record in records]
+    return ", ".join(" ".join(filter(None, part)) for part in parts)
 
 
 def order(run):
@@ -95,21 +92,21 @@ def typical(frame):
 
     Retrieval heads; if possible the paper's options and its α; then the N that most runs have. If several do, the N
     that the paper's tables are inferred to have, then the default one."""
-    runs = frame[frame["random_heads"].isna()].drop_duplicates("run")
-    n = runs["num_heads"].fillna(0)
-    ranks = pd.DataFrame({
-        "options": runs["options"] == "",
-        "alpha": runs["alpha"] == PAPER_ALPHA,
-        "common": n.groupby(n).transform("size"),
-        "inferred": [str(run.setup.num_heads) in published.inferred(run.task, run.model, run.setup.method)
-                     for run in runs["run"]],
-        "default": [run.setup.num_heads == default_num_heads(run.header) for run in runs["run"]],
-        "few": -n,
-        "runs": runs.groupby("setup", sort=False)["run"].transform("size")})
-    ranks["inferred"] = ranks["inferred"].groupby(runs["setup"], sort=False).transform("sum")
-    best = runs.loc[ranks.sort_values([*ranks], ascending=False, kind="stable").index]
-    kinds = ["method", "mask", "amateur", "variant"]
-    return frame[frame["setup"].isin(best.drop_duplicates(kinds)["setup"])]
+    runs = [run for run in frame["run"].unique() if not run.setup.random_heads]
+    of_n, of_setup = Counter(run.setup.num_heads for run in runs), Counter(run.setup for run in runs)
+    inferred = Counter(run.setup for run in runs
+                       if str(run.setup.num_heads) in published.inferred(run.task, run.model, run.setup.method))
+
+    def preference(run):
+        setup, n = run.setup, run.setup.num_heads
+        return (not setup.options, setup.alpha == PAPER_ALPHA, of_n[n], inferred[setup],
+                n == default_num_heads(run.header), -(n or 0), of_setup[setup])
+
+    best = {}
+    for run in sorted(runs, key=preference, reverse=True):
+        setup = run.setup
+        best.setdefault((setup.method, setup.mask, setup.amateur, setup.variant), str(setup))
+    return frame[frame["setup"].isin(best.values())]
 
 
 def default_num_heads(header):

@@ -45,8 +45,8 @@ RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
 @cache
 def table(name):
-    with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as rows:
-        return list(csv.DictReader(rows))
+    with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def columns(group):
@@ -66,49 +66,49 @@ def method_of(setup):
 
 
 @cache
-def rows(name, task, model, method):
+def cells(name, task, model, method):
     key = task, model.lower(), method
-    return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
+    return [cell for cell in table(name) if (cell["task"], cell["model"].lower(), cell["method"]) == key]
 
 
 def inferred(task, model, method):
     """The values of N that the paper's main table may have been measured at, as texts."""
-    return [n for row in rows("paper_n", task, model, method) for n in row["num_heads"].split()]
+    return [n for cell in cells("paper_n", task, model, method) for n in cell["num_heads"].split()]
 
 
 def cell(run, metric):
-    """The paper's row for this run and metric, or None.
+    """The paper's cell for this run and metric, a line of paper.csv, or None.
 
-    `at` in the row says at which N it was measured, if that is not the run's N: the paper's tables over N have a cell
+    Its `at` says at which N it was measured, if that is not the run's N: the paper's tables over N have a cell
     for most N, its main tables do not state theirs."""
     setup = run.setup
-    fits = [row for row in rows("paper", run.task, run.model, method_of(setup)) if row["metric"] == metric
-            and row["num_heads"] in ("", str(setup.num_heads))
-            and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))]
-    row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""), default=None)
-    if row is None or row["num_heads"] or setup.num_heads is None:
-        return row and row | {"at": ""}
+    fits = [line for line in cells("paper", run.task, run.model, method_of(setup)) if line["metric"] == metric
+            and line["num_heads"] in ("", str(setup.num_heads))
+            and (line["alpha"] == "" or setup.alpha == float(line["alpha"]))]
+    line = max(fits, key=lambda line: (line["num_heads"] != "", line["alpha"] != ""), default=None)
+    if line is None or line["num_heads"] or setup.num_heads is None:
+        return line and line | {"at": ""}
     main = inferred(run.task, run.model, setup.method) if metric != "entropy" else []
-    return row | {"at": "" if str(setup.num_heads) in main else f"at N = {' or '.join(main) or '?'}"}
+    return line | {"at": "" if str(setup.num_heads) in main else f"at N = {' or '.join(main) or '?'}"}
 
 
-def text(row):
+def text(cell):
     """The paper's value with its ±, a mark if it is misprinted, and its N if that is not the run's."""
-    if row is None:
+    if cell is None:
         return "–"
-    std = f" ± {float(row['std']):g}" if row["std"] else ""
-    return f"{float(row['value']):g}{std}{'†' if row['printed'] or row['note'] else ''} {row['at']}".rstrip()
+    std = f" ± {float(cell['std']):g}" if cell["std"] else ""
+    return f"{float(cell['value']):g}{std}{'†' if cell['printed'] or cell['note'] else ''} {cell['at']}".rstrip()
 
 
 def points(column, model, task, method):
     """[(N or α, value)] of the paper's tables over "num_heads" or "alpha", by the metric of the figures."""
-    return sorted((float(row[column]), float(row["value"])) for row in rows("paper", task, model, method)
-                  if row[column] and row["metric"].removesuffix("_published") == headline(task)[0])
+    return sorted((float(line[column]), float(line["value"])) for line in cells("paper", task, model, method)
+                  if line[column] and line["metric"].removesuffix("_published") == headline(task)[0])
 
 
 def tests(model, tasks):
     """[a note with the paper's own tests for the model and tasks, and doubts about implausible ones]; [] if none."""
-    texts = [f"{TASKS[row['task']][0]}, {row['method']}, {row['what']} {row['value']}"
-             + f" ({row['note']})" * ("implausible" in row["note"])
-             for row in table("paper_tests") if row["model"].lower() == model.lower() and row["task"] in tasks]
+    texts = [f"{TASKS[line['task']][0]}, {line['method']}, {line['what']} {line['value']}"
+             + f" ({line['note']})" * ("implausible" in line["note"])
+             for line in table("paper_tests") if line["model"].lower() == model.lower() and line["task"] in tasks]
     return [f"Paper: {'; '.join(texts)}."] if texts else []

@@ -52,7 +52,7 @@ class Run:
     model: str
     conditions: str             # "" if they are the paper's
     setup: Setup
-    lines: list                 # one dict per example, as stored, in the data's order
+    lines: list                 # one dict per example, as stored
     values: list                # one dict of metric values per example; `entropy`, see base_entropies
 
     @property
@@ -118,6 +118,8 @@ def collect(folder, iti=ITI):
             runs.append(read(path, iti))
         except ValueError as error:
             skipped.append((path, str(error).removeprefix(f"{path}: ")))
+        except KeyError as error:
+            skipped.append((path, f"its header lacks {error}"))
     return runs, skipped
 
 
@@ -142,13 +144,11 @@ def read(path, iti=ITI):
 
 
 def read_lines(path):
-    """(header, lines in the data's order) of a run file."""
+    """(header, lines) of a run file."""
     header, lines = read_run(path)
     if header is None:
         raise ValueError(f"{path}: its first line has no header, so it is not a run of evaluate.py")
-    if missing := [name for name in ("task", "version", "model", "method", "n") if name not in header]:
-        raise ValueError(f"{path}: its header lacks {', '.join(missing)}")
-    return header, sorted(lines, key=lambda line: line["index"])
+    return header, lines
 
 
 def values_of(path, task, lines):

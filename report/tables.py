@@ -153,7 +153,7 @@ def correlation_table(frame):
             r = correlation(first["method"], draws.mean(), greedy_mean(same, task, first["variant"]))
             if r is not None:
                 std = draws.std().mean()
-                lines.append({"task": TASKS[task][0], "score": headline(task)[1], "method": name,
+                lines.append({"task": TASKS[task][0], "metric": headline(task)[1], "method": name,
                               "N": ", ".join(map(str, draws.groups)), "Pearson r": f"{r:+.2f}",
                               "std over draws": "–" if np.isnan(std) else f"{std:.1f}"})
     return pd.DataFrame(lines), ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's "
