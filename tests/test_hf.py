@@ -2,17 +2,21 @@
 output projections have zeros for the masked heads."""
 
 import copy
+import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 import baselines
 import decore
+import evaluate
 from decore import contrast, entropy, generate, pad, score
 from heads import detect
 from heads.sources import find_sources
 from model import Transformer
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
@@ -183,3 +187,132 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
     torch.testing.assert_close(model.logits(last)[0], model(torch.tensor([prompt]))[:, 9:], atol=1e-4, rtol=1e-4)
 
 
+
+
+# What is refused, and what a failure leaves behind
+
+REFUSED = {
+    "mamba": "no layer has an attention", "bloom": "BloomAttention has no output projection that reads its heads",
+    "jamba": "a padded batch with a cache gives other logits"}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_whose_heads_cannot_be_masked_is_refused_when_it_is_loaded(family):
+    sizes = dict(mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1) if family == "jamba" else {}
+    with pytest.raises(ValueError, match=rf"{family} \({family}\): {REFUSED[family]}"):
+        HFModel(random_model(family, **sizes))
+
+
+def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_path, monkeypatch):
+    AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="t5.* is not a causal language model of transformers"):
+        HFModel.load(tmp_path / "t5")
+    weights = random_weights(dict(SIZES, model_type="llama", tie_word_embeddings=False))
+    del weights["model.layers.1.self_attn.o_proj.weight"]
+    folder = write_checkpoint(tmp_path / "llama", weights=weights)
+    with pytest.raises(ValueError, match="missing .*layers.1.self_attn.o_proj.weight"):
+        HFModel.load(folder)
+    monkeypatch.setattr("runtime.hf.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="--device-map need accelerate: pip install accelerate"):
+        HFModel.load(folder, device_map="auto")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="ranks of torchrun do not share a model of transformers: .*--device-map auto"):
+        HFModel.load(folder)
+
+
+def test_heads_of_a_layer_without_attention_are_refused():
+    model = HFModel(random_model("lfm2"))
+    with pytest.raises(ValueError, match="lfm2: layer 0 has no attention and no heads"):
+        generate(model, PROMPTS, heads=[(1, 0), (0, 2)])
+
+
+def test_layers_that_cannot_be_read_refuse_dola_and_ad_and_nothing_else():
+    sizes = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=0, laurel_rank=4)
+    model = HFModel(random_model("gemma3n_text", **WINDOWS | sizes | dict(activation_sparsity_pattern=None)))
+    assert generate(model, PROMPTS[0], heads=HEADS, **N).ids
+    for settings in BASELINES[1], BASELINES[3]:
+        with pytest.raises(ValueError, match=r"gemma3n_text\): the layers cannot be read, as dola and ad do"):
+            baselines.generate(model, PROMPTS, **settings)
+
+
+def test_a_mask_that_does_not_reach_a_layer_is_an_error():
+    model = HFModel(random_model("gemma"))
+    model.attention[1].module.o_proj = copy.copy(model.attention[1].output)         # replaced after loading
+    model.attention[1].module.o_proj._forward_pre_hooks = {}
+    with pytest.raises(ValueError, match=r"gemma: layers \[1\] were not masked"):
+        generate(model, PROMPTS, heads=HEADS)
+
+
+def test_a_failed_pass_leaves_the_model_as_it_was():
+    model, ids = HFModel(random_model("gemma2")), torch.tensor([PROMPTS[0]])
+    before, implementation = model.hf(ids).logits, model.hf.config._attn_implementation
+    failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
+    mask, cache = decore.make_head_mask([HEADS], model), model.new_cache([0], 14)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, cache, mask, probabilities=[])
+    failing.remove()
+    with pytest.raises(TypeError):
+        model.logits(torch.zeros(1, 1, 2, 5).numpy())
+    assert model.hf.config._attn_implementation == implementation and torch.equal(model.hf(ids).logits, before)
+
+
+# Programs, and quantized weights
+
+
+def test_programs_give_the_same_answers_with_both_engines(call, data, chat_model, tmp_path):
+    heads, answers, runs = ["--heads", chat_model / "heads.json", "--model", chat_model], [], []
+    for engine in [], ["--transformers"]:
+        status, out, err = call(decore.main, *heads, "--prompt", "Who?", "--max-new-tokens", 6, "--json", *engine)
+        answers.append(json.loads(out))
+        status, _, err = call(evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out",
+                              tmp_path / f"runs{len(runs)}", *engine)
+        assert status == 0, err
+        [path] = (tmp_path / f"runs{len(runs)}").glob("*.jsonl")
+        runs.append([json.loads(line) for line in path.read_text().splitlines()])
+    (first, *lines), (second, *others) = runs
+    assert answers[0]["ids"] == answers[1]["ids"] and [x["ids"] for x in lines] == [x["ids"] for x in others]
+    assert first["header"]["engine"] == "own" and second["header"]["engine"] == "transformers"
+    assert second["header"]["versions"]["transformers"] == transformers.__version__
+    status, _, err = call(evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", tmp_path / "runs1")
+    assert status == 2 and 'engine: "transformers" there, "own" now' in err
+
+
+def test_a_detection_with_transformers_continues_and_finds_what_ours_does(call, tmp_path):
+    results = []
+    for engine in [], ["--transformers"]:
+        path = tmp_path / f"heads{len(results)}.json"
+        runs = Path(f"{path}.runs.jsonl")
+        for _ in range(2):                              # the second time from the first half of its runs
+            status, _, err = call(detect.main, "--runs", 4, "--batch-size", 2, "--min-success", 1, *engine,
+                                  "--out", path)
+            assert status == 0, err
+            results.append(json.loads(path.read_text()))
+            runs.write_bytes(b"".join(runs.read_bytes().splitlines(keepends=True)[:2]))
+            path.unlink()
+    assert all(result["scores"] == results[0]["scores"] for result in results)
+    assert [result["facts"]["engine"] for result in results] == ["own"] * 2 + ["transformers"] * 2
+
+
+def test_device_map_needs_transformers(call, chat_model):
+    status, _, err = call(decore.main, "--model", chat_model, "--prompt", "x", "--device-map", "auto")
+    assert status == 2 and "--device-map needs --transformers" in err
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tmp_path):
+    if not (find_spec(library) and find_spec("accelerate")):
+        pytest.skip(f"needs {library} and accelerate: pip install {library} accelerate")
+    from custom_generate.generate import generate as custom_generate
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+        quantization = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    random_model("gemma2", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "full")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=quantization,
+                                         device_map="cpu").save_pretrained(tmp_path / "quantized")
+    model = HFModel.load(tmp_path / "quantized")
+    assert model.hf.config.quantization_config and find_spec(library)
+    inputs = dict(input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 14, dtype=torch.long))
+    text = custom_generate(model.hf, heads=HEADS, **inputs, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert PROMPTS[0] + generate(model, PROMPTS[0], heads=HEADS, **N).ids == text[0].tolist()
