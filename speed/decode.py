@@ -252,8 +252,9 @@ def parse():
     p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)")
     p.add_argument("--new", type=cli.positive, default=32, help="further new tokens (default: 32)")
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
-    p.add_argument("--methods", nargs="+", default=["greedy", "decore-entropy", "transformers", "two-pass"],
-                   choices=[*baselines.METHODS, *PEERS], help="contestants")
+    known, default = [*baselines.METHODS, *PEERS], ["greedy", "decore-entropy", "transformers", "two-pass"]
+    p.add_argument("--methods", nargs="+", default=default, choices=known, metavar="NAME",
+                   help=f"{', '.join(known)} (default: {' '.join(default)})")
     p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
     p.add_argument("--no-graph", action="store_true", help="this project also without CUDA graphs")
     p.add_argument("--json", action="store_true", help="print one JSON line")

@@ -11,8 +11,6 @@ from speed import decode, gpu
 from speed.shapes import SHAPES, random_model
 
 pytest.importorskip("transformers")
-TINY = "--shape tiny --prompt 40 --new 4 --rounds 1".split()
-PEERS = ["transformers", "two-pass", "custom-generate"]
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +19,12 @@ def quick(monkeypatch):
 
 
 def test_decode_times_every_method_alone_and_in_batches(call):
-    result = json.loads(call(decode.main, *TINY, "--batch", 2, "--json", "--methods", *METHODS, *PEERS)[1])
-    assert set(result["tokens_per_second"]) == {*METHODS, *PEERS} | {f"{name}, batch 2" for name in METHODS}
-    ratios = "decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass", "custom_generate_over_two_pass"
-    assert all(result[name] > 0 for name in ratios)
-    assert set(result["same_tokens"].values()) == {5} and len(result["same_tokens"]) == 3
+    options = "--shape tiny --prompt 40 --new 4 --rounds 1 --batch 2 --json --methods".split()
+    result = json.loads(call(decode.main, *options, *METHODS, *decode.PEERS)[1])
+    assert set(result["tokens_per_second"]) == {*METHODS, *decode.PEERS} | {f"{name}, batch 2" for name in METHODS}
+    for ratio in ("decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass", "hf_over_two_pass"):
+        assert result[ratio] > 0
+    assert list(result["same_tokens"].values()) == [5] * 5
 
 
 def test_rates_count_all_texts_and_ratios_are_medians_over_the_rounds():
@@ -44,10 +43,10 @@ def test_every_decore_masks_the_same_heads():
     for p in model.parameters():
         p.data *= 5                             # with weights of 0.02 a head hardly moves the logits
     with torch.inference_mode():
-        runs = decode.contestants(model, list(range(12)), 16, ["greedy", "decore-entropy", *PEERS])
+        runs = decode.contestants(model, list(range(12)), 16, ["greedy", "decore-entropy", *decode.PEERS])
         ids = {name: run()[0] for name, (run, *_) in runs.items()}
-    assert ids["greedy"] == ids["transformers"] != ids["decore-entropy"]
-    assert ids["decore-entropy"] == ids["two-pass"] == ids["custom-generate"]
+    assert ids["greedy"] == ids["transformers"] == ids["hf-greedy"] != ids["decore-entropy"]
+    assert ids["decore-entropy"] == ids["two-pass"] == ids["hf"] == ids["custom-generate"]
 
 
 def test_a_checkpoint_is_measured_as_a_table_without_transformers(call, monkeypatch, llama):
@@ -60,9 +59,8 @@ def test_a_checkpoint_is_measured_as_a_table_without_transformers(call, monkeypa
 
 
 def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_goes_on_after_a_failure(call, monkeypatch, tmp_path):
-    sections = {"bad": (60, "-c raise(ValueError)"), "medium": gpu.SECTIONS["medium"]}
-    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    monkeypatch.setattr(gpu, "SECTIONS", {"bad": (60, "-c raise(ValueError)"), "short": gpu.SECTIONS["short"]})
     call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     assert [failure.split(":")[0] for failure in result["failed"]] == ["bad"]
-    assert set(result["medium"]["tokens_per_second"]) == {"greedy", "decore-entropy", "transformers", "two-pass"}
+    assert len(result["short"]["tokens_per_second"]) == 6
