@@ -55,6 +55,11 @@ def test_unsupported_and_malformed_configurations_are_refused_by_field(family, c
     assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_folder_without_configuration_gets_a_hint_to_adapters_and_gguf(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing; a LoRA adapter must be merged .* of .gguf files"):
+        Config.from_checkpoint(tmp_path)
+
+
 def test_a_dtype_is_a_name_or_one_of_torchs():
     assert find_dtype("torch.float16") is find_dtype(torch.float16) is find_dtype("float16") is torch.float16
     with pytest.raises(ValueError, match='dtype is "int8"; it must be "float32" or'):

@@ -216,6 +216,8 @@ def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_
         if stream.ended:
             break
     assert stream.ended and "".join(pieces) + stream.end() == stream.text == "a\n\nb ENE" and any(pieces[:-1])
+    both = tokenizer.stream(stop=("e", "h"))                    # in one token
+    assert "".join(map(both.push, tokenizer.encode("the", bos=False))).strip() == "t" and both.ended
     unfinished = tokenizer.stream(stop=("END",))
     assert [*map(unfinished.push, tokenizer.encode("an E", bos=False))][-1] == "" or unfinished.text != "an E"
     assert unfinished.end() and unfinished.text == "an E" and not unfinished.ended
@@ -235,9 +237,11 @@ def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_an
     assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos, eos)
 
 
-def test_special_ids_without_a_tokenizer_are_those_of_the_configuration(tmp_path):
+def test_special_ids_are_those_of_the_tokenizer_or_without_one_of_the_configuration(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4]}')
     assert special_ids(tmp_path) == (None, (3, 4), ())
+    save(tmp_path, byte_level(), pad_token="[INST]")
+    assert special_ids(tmp_path) == (0, (1, 3, 4), (4,))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
