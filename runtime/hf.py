@@ -59,17 +59,22 @@ class HFModel(nn.Module):
             model_type=c.model_type, n_layers=c.num_hidden_layers, d_model=c.hidden_size, vocab_size=c.vocab_size,
             max_positions=length or 2**31,
             tied_embeddings=hf.get_input_embeddings().weight is hf.get_output_embeddings().weight)
+        hooks = []
         try:
             with self.eager():
                 self.attention = find_attention(self.decoder, self.config.n_layers, **self.inputs(self.probe()))
             self.config.n_heads = max(a.heads for a in self.attention.values())
             for layer, a in self.attention.items():
-                a.output.register_forward_pre_hook(lambda _, args, i=layer: self.mask_heads(i, "output", *args))
-                a.module.register_forward_hook(lambda _, args, out, i=layer: self.keep(i, out))
+                hooks += [
+                    a.output.register_forward_pre_hook(lambda _, args, i=layer: self.mask_heads(i, "output", *args)),
+                    a.module.register_forward_hook(lambda _, args, out, i=layer: self.keep(i, out))]
                 if a.query:
-                    a.query.register_forward_hook(lambda _, args, q, i=layer: self.mask_heads(i, "query", q)[0])
+                    hooks.append(a.query.register_forward_hook(
+                        lambda _, args, q, i=layer: self.mask_heads(i, "query", q)[0]))
             self.has_exits = self.check()
         except Exception as error:      # of many kinds, from the code of each family
+            for hook in hooks:
+                hook.remove()
             if out_of_memory(error):
                 raise
             raise ValueError(f"{self.name} ({c.model_type}): {one_line(error)}") from error
@@ -79,13 +84,10 @@ class HFModel(nn.Module):
     @property
     def device(self):
         """The device of ids and results. Offloaded weights are on "meta" between passes."""
-        devices = [d for d in getattr(self.hf, "hf_device_map", {}).values() if d not in ("cpu", "disk")]
-        return torch.device(devices[0] if devices else "cpu") if self.hf.device.type == "meta" else self.hf.device
+        return torch.device("cpu") if self.hf.device.type == "meta" else self.hf.device
 
     def __repr__(self):
-        c = self.config
-        return (f"HFModel({self.name}: {c.model_type}, {c.n_layers} layers of {c.n_heads} heads, "
-                f"{self.dtype} on {self.device})")
+        return f"HFModel({self.name}: {self.config.model_type}, {self.dtype} on {self.device})"
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, device_map=None):
