@@ -143,6 +143,14 @@ def run_batch(model, tokenizer, prompts, needles, facts, rouge):
     return records
 
 
+def load_rouge():
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ImportError("heads.detect compares answers with rouge-score: pip install rouge-score") from None
+    return RougeScorer(["rouge1"], use_stemmer=True)
+
+
 def summary(records):
     """How many answers are right; if none is, the first one and what to try."""
     right = sum(record["right"] for record in records)
@@ -245,12 +253,7 @@ def main():
     runs = Path(f"{args.out}.runs.jsonl")
     if args.out.exists() and not runs.exists():
         raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; delete it, or choose another --out")
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise ImportError("heads.detect compares answers with rouge-score: pip install rouge-score") from None
-    rouge = RougeScorer(["rouge1"], use_stemmer=True)
-    needles, texts = read_needles(args.needles), read_haystack(args.haystack)
+    rouge, needles, texts = load_rouge(), read_needles(args.needles), read_haystack(args.haystack)
     model, tokenizer = cli.load_model(args.model, args)
     cli.limit_threads(model)
     facts = make_facts(args, model, tokenizer, needles, texts)

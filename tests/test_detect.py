@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
@@ -232,15 +231,16 @@ def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, re
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 7
 
 
-def test_thinking_is_off_and_the_facts_say_so(prepare, chat_model, tmp_path):
+def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tmp_path):
     template = TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
     model = shutil.copytree(chat_model, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, template)).core
     for end, thinks, *more in (("<think></think>", False),
                                ("assistant:", True, "--template-args", '{"enable_thinking": true}')):
-        facts, [(ids, _), *_] = prepare("--model", model, "--lengths", 500, "--depths", 1, *more)
+        facts, [(ids, _), *_] = prepare("--model", model, "--lengths", 500, "--depths", 1,
+                                        "--template", "{context}\\n{question}", *more)
         assert core.decode(ids, skip_special_tokens=False).endswith(end)
-        assert facts["template_args"] == {"enable_thinking": thinks}
+        assert facts["template_args"] == {"enable_thinking": thinks} and facts["template"] == "{context}\n{question}"
 
 
 def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_only(prepare, tokenizer, monkeypatch):
@@ -249,11 +249,10 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         return [(tokenizer.encode(text), torch.zeros(len(text), 1, 1, dtype=int)) for text in texts]
 
     monkeypatch.setattr(detect, "answer_batch", answer_batch)
-    rouge = RougeScorer(["rouge1"], use_stemmer=True)
     for more in ([], ["--published"]):
         facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
         texts = ["The stones under", "under the", "I do not know"]              # recall 0.75, 0.5, 0
-        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts, rouge)
+        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts, detect.load_rouge())
         assert [record["right"] for record in records] == [True, False, False]
 
 
@@ -269,9 +268,10 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     assert status == 2 and "of 8 answers are right (--min-success 9)" in err and not path.exists()
     header, *lines = runs.read_bytes().splitlines(keepends=True)
     lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
-    runs.write_bytes(header.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "') + lines[0])
+    other = header.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "').replace(b'"depths": 10, ', b"")
+    runs.write_bytes(other + lines[0])
     _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1)
-    assert "is a detection with another fingerprint, seed; " in err
+    assert "is a detection with another depths, fingerprint, seed; " in err
     for kept, cut_off in ((4, b""), (4, lines[4][:-9]), (3, b""), (8, b"")):
         runs.write_bytes(header + b"".join(lines[:kept]) + cut_off)
         status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
