@@ -116,9 +116,9 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
 # Needles and prompts
 
 
-def prompt_of(tokenizer, length, depth, book=None, template_args=None):
+def prompt_of(tokenizer, length, depth, book=None, template_args=None, seed=0):
     book = book or needles.make_book(tokenizer, BOOKS, 0, length)
-    facts = dict(template=detect.TEMPLATE, template_args=template_args, seed=0)
+    facts = dict(template=detect.TEMPLATE, template_args=template_args, seed=seed)
     return needles.make_prompt(needles.Sample(0, length, depth, 0), NEEDLE, book, tokenizer, facts)
 
 
@@ -131,6 +131,7 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
     assert re.search(r'([.!?]"?\s+|: ?|^)$', before) and re.match(r"\s", after)
     assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
     assert abs(at - depth) <= needles.NEAR
+    assert depth != 33 or prompt_of(tokenizer, 3000, depth, book, template_args, seed=1)[2] != at
     assert 2700 < len(ids) <= 3000
     # A prompt that is too long loses sentences until it fits: all of them if the estimate of its tokens is too low.
     assert prompt_of(tokenizer, 3000, depth, (book[0], book[1][:60], [0] * 60), template_args) == prompt
