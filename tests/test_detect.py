@@ -118,7 +118,7 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
 
 def prompt_of(tokenizer, length, depth, book=None, template_args=None, seed=0):
     book = book or needles.make_book(tokenizer, BOOKS, 0, length)
-    facts = dict(template=detect.TEMPLATE, template_args=template_args, seed=seed)
+    facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=seed)
     return needles.make_prompt(needles.Sample(0, length, depth, 0), NEEDLE, book, tokenizer, facts)
 
 
