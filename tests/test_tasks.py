@@ -194,6 +194,9 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
     encoded = prompts.encode(task, item, [], tokenizer, "chat", end)
     assert encoded.answers == [x + end, y + end] and encoded.merged == 0
     assert tokenizer.core.decode(encoded.prompt, skip_special_tokens=False) == "<|turn|>So<|end|><|turn|>"
+    tokenizer.chat_template = TEMPLATE.replace("<|turn|>", "So")                # merges with "x", too
+    encoded = prompts.encode(task, item, [], tokenizer, "chat", end)
+    assert encoded.answers == [x + end, y + end] and encoded.merged == 1
 
 
 # Demonstrations
