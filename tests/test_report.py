@@ -112,6 +112,10 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
             test = significance.t_test(runs[method], runs[rival], "less", equal)
             assert texts[method, f"{name} (below {rival})"] == f"{test.statistic:+.2f}, {tables.p_text(test.pvalue)}"
             assert test.statistic < 0 and test.pvalue < 0.5
+    # DoLa's run has another length, so the two tests differ. One side has half the p of both.
+    assert texts[method, "Welch t, p (below DoLa low)"] != texts[method, "equal variances (below DoLa low)"]
+    one, both = (significance.t_test([1, 2, 3], [4, 5, 7], side).pvalue for side in ("less", "two-sided"))
+    assert one == pytest.approx(both / 2)
     label = draw("entropy", frame).axes[0].get_xlabel()
     assert all(f"DeCoRe < {rival}: p" in label for rival in ("greedy", "ITI", "DoLa low"))
     texts, _ = table(frame, "Base entropy of correct")
@@ -121,6 +125,12 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
     # Answers are longer among the last items, which are wrong, so their length adds to the fit.
     assert 0.5 < float(texts["greedy", "pseudo-R²"]) < float(texts["greedy", "with length"])
     assert texts["greedy", "task"] == "conflict"
+
+
+def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(tmp_path):
+    path = write_run(tmp_path, task="musique-cot-open", model=LLAMA)
+    path.write_text(path.read_text().replace(" Alaria.", "Alaria, but the answer is: Bodun."))
+    assert table(frame_of(tmp_path), "Base entropy of correct")[0]["greedy", "correct / incorrect"] == "20 / 20"
 
 
 # Tables of scores
@@ -137,7 +147,7 @@ def test_draws_share_a_line_and_the_best_values_are_marked(sweep):
     assert "miniature-conflict 12 of 1,024, miniature-conflict 40 of 1,024" in notes and "three draws" in notes
     texts, _ = table(frame, "Score against")
     assert texts["masked, random heads", "std over draws"] == "2.5"
-    assert (texts["masked", "Pearson r"], texts["masked", "std over draws"]) == ("-1.00", "–")
+    assert [texts["masked", name] for name in ("task", "Pearson r", "std over draws")] == ["conflict", "-1.00", "–"]
     assert texts["masked, random heads as published", "N"] == "1, 2, 4"
     # Greedy is the point N = 0 of masked models only.
     assert texts["masked, random heads", "Pearson r"] == f"{np.corrcoef([0, 1, 2, 4], [50, *[42.5] * 3])[0, 1]:+.2f}"
@@ -358,6 +368,7 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(tmp_path):
                   for line in ax.lines if not line.get_label().startswith("_")}
         papers = ["the paper: masked", "the paper: masked, random heads"]
         assert sorted(styles) == sorted([*names, *papers, "greedy"])
+        assert sum(line.get_label() in papers for line in ax.lines) == 2            # once for both samplers
         assert len({styles[name][:2] for name in names}) == 3 and len({*styles.values()}) == 6
     low, high = figure.axes[0].get_ylim()               # 38.9 to 61.3 are drawn
     assert 30 < low < 38.9 and 61.3 < high < 70
