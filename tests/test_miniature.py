@@ -57,14 +57,15 @@ def test_training_never_shows_a_conflict_or_a_held_out_name_of_the_test_splits(d
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
 def test_a_step_of_muon_goes_down_the_gradient_equally_far_in_all_directions(shape):
     gradient = torch.randn(shape, generator=torch.manual_seed(0))
-    matrix, velocity = torch.ones(shape), torch.zeros(shape)
+    matrix, velocity, momentum = torch.ones(shape), gradient.roll(1), train.MUON["momentum"]
+    after = velocity.lerp(gradient, 1 - momentum)
     train.muon_step(matrix, gradient, velocity, scale=0.5)
     rate = 0.5 * train.MUON["lr"]
     step = (1 - rate * train.MUON["weight_decay"] - matrix) / (rate * max(1, shape[0] / shape[1]) ** 0.5)
-    U, _, Vh = torch.linalg.svd(gradient, full_matrices=False)
+    U, _, Vh = torch.linalg.svd(gradient.lerp(after, momentum), full_matrices=False)
     turned = U.T @ step @ Vh.T                                  # the identity, up to Newton and Schulz's error
     assert ((turned.diag() > 0.6) & (turned.diag() < 1.3)).all() and (turned - turned.diag().diag()).abs().max() < 1e-4
-    torch.testing.assert_close(velocity, gradient * (1 - train.MUON["momentum"]))
+    torch.testing.assert_close(velocity, after)
 
 
 def test_training_lowers_the_loss_and_keeps_one_copying_head(tmp_path, monkeypatch):
