@@ -32,6 +32,7 @@ import decore
 import evaluate
 from model import Transformer
 from runtime.config import Config
+from runtime.hf import HFModel
 from tests import checkpoints
 
 SETTINGS = dict(max_new_tokens=3, eos_ids=())
@@ -45,6 +46,7 @@ class World:
         checkpoints.write_tokenizer(self.model, "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
         self.heads = checkpoints.write_heads(folder / "heads.json")
         self.loaded, self.ids = Transformer.load(self.model), [5, 9, 7, 7, 30]
+        self.engines = [self.loaded, HFModel.load(self.model)]
         self.greedy = decore.generate(self.loaded, self.ids, method="greedy", **SETTINGS).ids
 
 
@@ -141,9 +143,9 @@ def command_line(dice, world, folder):
 
 def python_arguments(dice, world, folder):
     """The same ids in every form give the same tokens; other arguments give finite numbers or an error."""
-    ids, odd, score = world.ids, checkpoints.ODD, dice.random() < 0.3
+    ids, odd, score, model = world.ids, checkpoints.ODD, dice.random() < 0.3, dice.choice(world.engines)
     same = dice.choice([ids, tuple(ids), np.array(ids), torch.tensor(ids), [np.int64(i) for i in ids]])
-    assert decore.generate(world.loaded, same, method="greedy", **SETTINGS).ids == world.greedy, f"{same!r}"
+    assert decore.generate(model, same, method="greedy", **SETTINGS).ids == world.greedy, f"{same!r}"
     other = dice.choice([*odd, [ids, "x"], [1.5], [[[1]]], [10**9], [2**70], torch.ones(2, 2, 2), np.array(["a"]),
                          {1, 2}, [ids, []], [math.nan], (i for i in ids), torch.tensor([ids, ids])])
     prompt, answers = dice.choice([same, other]), dice.choice([[1, 2], [[1], [2, 3]], other, []])
@@ -153,8 +155,8 @@ def python_arguments(dice, world, folder):
     for name in dice.sample(names, dice.choice([0, 1, 1, 2])):
         arguments[name] = dice.choice([*odd, [(0, 1)], ["0-1"], [(0, 9)], [(0, 1), (0, 1)], [5], (257,), "query",
                                        1.5, 10**30, torch.tensor(2), np.float32(0.5), [1, 0, 1, 1, 0]])
-    result = attempt(lambda: decore.score(world.loaded, prompt, answers, **arguments) if score else
-                     decore.generate(world.loaded, prompt, **arguments))
+    result = attempt(lambda: decore.score(model, prompt, answers, **arguments) if score else
+                     decore.generate(model, prompt, **arguments))
     for out in result if isinstance(result, list) else [] if result is None else [result]:
         numbers = [out] if score else out.alphas + out.entropies
         assert np.isfinite(numbers).all() and (score or len(numbers) == 2 * len(out.ids)), f"{out}: {arguments}"

@@ -56,7 +56,7 @@ def test_unsupported_and_malformed_configurations_are_refused_by_field(family, c
 
 
 def test_a_folder_without_configuration_gets_a_hint_to_adapters_and_gguf(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json is missing; a LoRA adapter must be merged .* of .gguf files"):
+    with pytest.raises(FileNotFoundError, match="config.json is missing; a LoRA adapter must be merged .* .gguf"):
         Config.from_checkpoint(tmp_path)
 
 

@@ -59,7 +59,7 @@ MISTAKES = [
     (decore, BASE + " --method greedy", "--heads has no effect on greedy; it is an option of masked"),
     (decore, BASE + " --alpha 9", "--alpha has no effect on decore-entropy; it is an option of decore-static"),
     (decore, BASE + " --amateur {base}", "--heads has no effect on decore-entropy-lite; it is an option of masked"),
-    (decore, BASE + " --seed 3", "--seed has no effect without --random-heads"),
+    (decore, BASE + " --seed 0", "--seed has no effect without --random-heads"),
     (decore, BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
     (decore, "{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which masks no"),
     (decore, BASE + " --no-graph", "--no-graph has no effect on cpu"),
