@@ -25,7 +25,7 @@ from runtime.errors import out_of_memory
 from runtime.files import one_line
 from runtime.hf_heads import find_attention, find_probabilities
 from runtime.parallel import Shard
-from runtime.weights import checkpoint_folder
+from runtime.weights import checkpoint_folder, weight_files
 from tokenizer import special_ids
 
 try:
@@ -33,7 +33,7 @@ try:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast
 except ImportError:
-    raise ImportError("a model of transformers needs that package: pip install transformers") from None
+    raise ImportError("--transformers needs that package: pip install transformers") from None
 
 PROBE = 7                               # tokens that `find_attention` and `check` let the model read
 
@@ -99,6 +99,7 @@ class HFModel(nn.Module):
         c = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if c.is_encoder_decoder or type(c) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"{name} ({c.model_type}) is not a causal language model of transformers")
+        weight_files(folder)                                        # refuses pickles
         if getattr(c, "quantization_config", None) and device_map is None:
             device_map = {"": device}                               # quantized weights cannot be moved afterwards
         if device_map is not None and find_spec("accelerate") is None:

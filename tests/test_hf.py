@@ -3,6 +3,7 @@ output projections have zeros for the masked heads."""
 
 import copy
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -293,9 +294,14 @@ def test_a_detection_with_transformers_continues_and_finds_what_ours_does(call, 
     assert [result["facts"]["engine"] for result in results] == ["own"] * 2 + ["transformers"] * 2
 
 
-def test_device_map_needs_transformers(call, chat_model):
-    status, _, err = call(decore.main, "--model", chat_model, "--prompt", "x", "--device-map", "auto")
+def test_device_map_needs_transformers_and_that_needs_its_package(call, chat_model, monkeypatch):
+    prompt = ["--model", chat_model, "--prompt", "x"]
+    status, _, err = call(decore.main, *prompt, "--device-map", "auto")
     assert status == 2 and "--device-map needs --transformers" in err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "runtime.hf")
+    status, _, err = call(decore.main, *prompt, "--transformers")
+    assert status == 2 and err.endswith("--transformers needs that package: pip install transformers\n")
 
 
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
