@@ -110,7 +110,8 @@ def test_sources_stand_below_each_answer_word_by_word(call, objects):
 
 def test_a_page_that_cannot_be_written_is_refused_first_and_a_failure_leaves_none(call, base, tmp_path):
     page = tmp_path / "page.html"
-    assert "wrote" in call(decore.main, *base, *FLAGS, "--prompt", "Hi", "--html", page)[2] and page.exists()
+    two = ["--prompt", "Hi", "--prompt", "Ho"]
+    assert "wrote" in call(decore.main, *base, *FLAGS, *two, "--html", page)[2] and "Prompt 2" in page.read_text()
     page.unlink()
     assert call(decore.main, *base, "--num-heads", 99, "--prompt", "Hi", "--html", page)[0] == 2 and not page.exists()
 
