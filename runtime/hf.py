@@ -4,9 +4,10 @@ quantized weights, layers spread over devices.
     B prompts   R rows   T new tokens   P prompt keys   V vocabulary   D model width   K head width   C keys
     L layers    H query heads (of the layer with most; a layer may have fewer, or no attention)
 
-A batch of transformers holds R·B texts: row 0's, then row 1's. All rows share a pass, but each has its own copy of the
-prompts' keys and values. Prompts are padded on the left. A hook before the output projection of each attention masks
-heads. `find_attention` finds these projections in any family, and `check` tries the model when it is loaded."""
+A batch of transformers holds R·B texts: row 0's, then row 1's. All rows share a pass, but each has its own copy
+of the prompts' keys and values. Prompts are padded on the left. A hook before the output projection of each
+attention masks heads. `find_attention` finds these projections in any family, and `check` tries the model when it
+is loaded."""
 
 import copy
 import inspect
@@ -35,7 +36,7 @@ try:
 except ImportError:
     raise ImportError("--transformers needs that package: pip install transformers") from None
 
-PROBE = 7                               # tokens that `find_attention` and `check` let the model read
+PROBE = 7                       # tokens that `find_attention` and `check` let the model read
 
 
 class HFModel(nn.Module):
@@ -47,26 +48,29 @@ class HFModel(nn.Module):
         super().__init__()
         c, self.hf, self.shard, self.folder = hf.config.get_text_config(decoder=True), hf.eval(), Shard(), folder
         self.name = str(name or hf.name_or_path or c.model_type)
-        ends, padding = getattr(hf.generation_config, "eos_token_id", None), getattr(c, "pad_token_id", None)
-        self.bos_id, self.eos_ids = None, () if ends is None else tuple(ends if isinstance(ends, list) else [ends])
+        ends = getattr(hf.generation_config, "eos_token_id", None)
+        ends, padding = [] if ends is None else ends, getattr(c, "pad_token_id", None)
+        self.bos_id, self.eos_ids = None, tuple(ends if isinstance(ends, list) else [ends])
         self.pad_ids = self.eos_ids if padding is None else (padding,)
         candidates = hf.get_decoder(), hf.base_model, getattr(hf, "model", None)
-        self.decoder = next(m for m in candidates if isinstance(m, transformers.PreTrainedModel) and m is not hf)
+        self.decoder = next(m for m in candidates if m is not hf and isinstance(m, transformers.PreTrainedModel))
         self.arguments = inspect.signature(hf.forward).parameters
         self.head_mask, self.mask, self.masked, self.kept = None, None, set(), None
         length = getattr(c, "max_position_embeddings", None) or getattr(c, "max_seq_len", None)
         self.config = SimpleNamespace(
-            model_type=c.model_type, n_layers=c.num_hidden_layers, d_model=c.hidden_size, vocab_size=c.vocab_size,
-            max_positions=length or 2**31,
+            model_type=c.model_type, n_layers=c.num_hidden_layers, d_model=c.hidden_size,
+            vocab_size=c.vocab_size, max_positions=length or 2**31,
             tied_embeddings=hf.get_input_embeddings().weight is hf.get_output_embeddings().weight)
         hooks = []
         try:
             with self.eager():
-                self.attention = find_attention(self.decoder, self.config.n_layers, **self.inputs(self.probe()))
+                inputs = self.inputs(self.probe())
+                self.attention = find_attention(self.decoder, self.config.n_layers, **inputs)
             self.config.n_heads = max(a.heads for a in self.attention.values())
             for layer, a in self.attention.items():
                 hooks += [
-                    a.output.register_forward_pre_hook(lambda _, args, i=layer: self.mask_heads(i, "output", *args)),
+                    a.output.register_forward_pre_hook(
+                        lambda _, args, i=layer: self.mask_heads(i, "output", *args)),
                     a.module.register_forward_hook(lambda _, args, out, i=layer: self.keep(i, out))]
                 if a.query:
                     hooks.append(a.query.register_forward_hook(
@@ -101,19 +105,18 @@ class HFModel(nn.Module):
             raise ValueError(f"{name} ({c.model_type}) is not a causal language model of transformers")
         weight_files(folder)                                        # refuses pickles
         if getattr(c, "quantization_config", None) and device_map is None:
-            device_map = {"": device}                               # quantized weights cannot be moved afterwards
+            device_map = {"": device}                   # quantized weights cannot be moved afterwards
         if device_map is not None and find_spec("accelerate") is None:
             raise ImportError("quantized weights and --device-map need accelerate: pip install accelerate")
         hf, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=find_dtype(dtype) if dtype else "auto", device_map=device_map, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True)
-        if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):        # now random
+            folder, dtype=find_dtype(dtype) if dtype else "auto", device_map=device_map,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+        if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):    # now random
             raise ValueError(f"{folder}: missing {wrong[:4]}; download it again")
-        model = cls(hf if device_map else hf.to(device), folder.resolve().name if Path(name).exists() else name, folder)
+        name = folder.resolve().name if Path(name).exists() else name
+        model = cls(hf if device_map else hf.to(device), name, folder)
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         return model
-
-    # -------------------------------------------------------------------------------------------- as in `Transformer`
 
     @torch.no_grad()
     def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
@@ -123,7 +126,7 @@ class HFModel(nn.Module):
         with nullcontext() if probabilities is None else self.eager() as kept:
             out = self.run(inputs, head_mask, mask, output_attentions=kept is not None)
         if kept is not None:
-            probabilities += [self.by_key(kept.get(layer), cache, ids) for layer in range(self.config.n_layers)]
+            probabilities += [self.by_key(kept.get(i), cache, ids) for i in range(self.config.n_layers)]
         logits = self.clean(out.logits).unflatten(0, (rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
 
@@ -133,7 +136,8 @@ class HFModel(nn.Module):
         if ids.shape[1] == 0:
             return
         more = dict(logits_to_keep=1) if "logits_to_keep" in self.arguments else {}
-        out = self.run(cache.prompts(ids), head_mask, mask, output_hidden_states=on_layer is not None, **more)
+        more["output_hidden_states"] = on_layer is not None
+        out = self.run(cache.prompts(ids), head_mask, mask, **more)
         for layer, x in enumerate(self.hidden_states(out) if on_layer else ()):
             on_layer(layer, x.gather(2, cache.places()[None, ..., None].expand_as(x)))
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
@@ -146,7 +150,7 @@ class HFModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, x):
-        """The logits for x [R, B, T, D] as output of the decoder: head, scaling and capping are those of its family."""
+        """The logits for x [R, B, T, D] as output of the decoder: scaled and capped as in its family."""
         decoder, states = self.decoder, x.flatten(0, 1)
         before = vars(decoder).get("forward")                       # accelerate sets one
         decoder.forward = lambda *_, **__: Output(last_hidden_state=states)
@@ -162,8 +166,6 @@ class HFModel(nn.Module):
     def new_cache(self, lengths, capacity, rows=1):
         return HFCache(self, lengths, rows)
 
-    # --------------------------------------------------------------------------------------------------------- a pass
-
     def run(self, inputs, head_mask=None, mask="output", **more):
         """A pass of transformers over R·B texts. The hooks mask heads within it, and at no other time."""
         if head_mask is not None:
@@ -174,21 +176,24 @@ class HFModel(nn.Module):
             out = self.hf(**inputs, **more)
         finally:
             self.head_mask = None
-        if head_mask is not None and self.masked != self.attention.keys():
-            raise ValueError(f"{self.name}: layers {sorted(self.attention.keys() - self.masked)} were not masked")
+        missing = self.attention.keys() - self.masked
+        if head_mask is not None and missing:
+            raise ValueError(f"{self.name}: layers {sorted(missing)} were not masked")
         return out
 
     def inputs(self, ids, positions=None, seen=None, **more):
         """The arguments of a pass. seen: whether a token is one, and not padding."""
-        more |= dict(input_ids=ids) if seen is None else dict(input_ids=ids, attention_mask=seen.long())
-        more["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        more |= dict(input_ids=ids, position_ids=positions)
+        more |= {} if seen is None else dict(attention_mask=seen.long())
         return {name: value for name, value in more.items() if name in self.arguments}
 
     def mask_heads(self, layer, mask, x, *args):
         """Hook: x [R·B, T, H·K] with zeros for the heads that each row masks."""
         if self.head_mask is not None and self.mask == mask:
             heads = self.attention[layer].heads
-            rows = self.head_mask[:, layer, None, :heads, None].to(x)                           # [R, 1, H, 1]
+            rows = self.head_mask[:, layer, None, :heads, None].to(x)               # [R, 1, H, 1]
             x = (x.reshape(len(rows), -1, heads, x.shape[-1] // heads) * rows).view(x.shape)
             self.masked.add(layer)
         return x, *args
@@ -199,12 +204,13 @@ class HFModel(nn.Module):
             raise ValueError(f"mask {mask!r} with a head mask for {head_mask.shape[1]} layers of {head_mask.shape[2]} "
                              f"heads: {self.name} has {L} of {H}, and the masks {', '.join(MASKS)}")
         if mask == "query" and not all(a.query for a in self.attention.values()):
-            raise ValueError(f"{self.name} ({self.config.model_type}) has no query projection whose heads stay apart: "
-                             "use --mask output")
+            raise ValueError(f"{self.name} ({self.config.model_type}) has no query projection whose heads stay "
+                             "apart: use --mask output")
         for layer in range(L):
             heads = self.attention[layer].heads if layer in self.attention else 0
             if heads < H and (head_mask[:, layer, heads:] == 0).any():
-                raise ValueError(f"{self.name}: layer {layer} has {heads or 'no attention and no'} heads: mask others")
+                raise ValueError(f"{self.name}: layer {layer} has {heads or 'no attention and no'} heads: "
+                                 "mask others")
 
     def clean(self, logits):
         """Transformers pads the vocabulary of some heads."""
@@ -218,7 +224,7 @@ class HFModel(nn.Module):
 
     @contextmanager
     def eager(self):
-        """Attention that returns its probabilities, as fused kernels do not. Yields {layer: those of its last pass}."""
+        """Attention that returns its probabilities, as fused kernels do not. Yields {layer: them}."""
         c = self.decoder.config
         before, self.kept = c._attn_implementation, {}
         try:
@@ -233,28 +239,29 @@ class HFModel(nn.Module):
             self.kept[layer] = find_probabilities(out)
 
     def by_key(self, p, cache, ids):
-        """Probabilities of transformers [R·B, H, T, C] → [R, B, T, H, C], the prompts' keys at their positions.
+        """Probabilities of transformers, [R·B, H, T, C] → [R, B, T, H, C], keys at their positions.
 
         Heads that a layer does not have attend to its last key."""
-        out = torch.zeros(cache.rows, *ids.shape, self.config.n_heads, cache.P + cache.slots, device=self.device)
+        shape = cache.rows, *ids.shape, self.config.n_heads, cache.P + cache.slots
+        out = torch.zeros(shape, device=self.device)
         out[..., -1] = 1
         if p is not None:
             if p.shape[2:] != (ids.shape[1], out.shape[-1]):
                 raise ValueError(f"{self.name} ({self.config.model_type}) does not say where its heads attend to")
             p = p.to(out).unflatten(0, (cache.rows, -1)).transpose(2, 3)
-            prompt = p[..., :cache.P].gather(-1, cache.places()[:, None, None].expand(*p.shape[:-1], -1))
+            places = cache.places()[:, None, None].expand(*p.shape[:-1], -1)
+            prompt = p[..., :cache.P].gather(-1, places)
             out[..., :p.shape[3], :] = torch.cat([prompt, p[..., cache.P:]], -1)
         return out
 
-    # --------------------------------------------------------------------------------------------- when it is loaded
-
     def probe(self):
-        return (torch.arange(PROBE, device=self.device)[None] + self.config.vocab_size // 2) % self.config.vocab_size
+        V = self.config.vocab_size
+        return (torch.arange(PROBE, device=self.device)[None] + V // 2) % V
 
     @torch.no_grad()
     def check(self):
-        """ValueError if two prompts through the cache, with a second row of masked heads, give other logits than each
-        text alone. Returns whether hidden states can be read: the last one gives the logits."""
+        """ValueError if two prompts through the cache, with a second row of masked heads, give other logits than
+        each text alone. Returns whether hidden states can be read: the last one gives the logits."""
         ids, cache = self.probe(), self.new_cache([PROBE - 2, PROBE - 4], 2, rows=2)
         prompts = [ids[0, :-2], ids[0, 2:-2]]
         self.prefill(nn.utils.rnn.pad_sequence(prompts, batch_first=True), cache)
@@ -278,7 +285,7 @@ class Output(BaseModelOutputWithPast):
 
 
 class HFCache:
-    """The keys and values of a `DynamicCache`, as `model.Cache`. All of them: a window counts in the attention mask."""
+    """A `DynamicCache` in the place of `model.Cache`. It keeps keys past a window, for the attention mask to hide."""
 
     def __init__(self, model, lengths, rows):
         self.model, self.rows, self.P, self.slots = model, rows, max(lengths), 0

@@ -245,8 +245,9 @@ def test_a_mask_that_does_not_reach_a_layer_is_an_error():
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was():
-    model, ids = HFModel(random_model("gemma2")), torch.tensor([PROMPTS[0]])
-    before, implementation = model.hf(ids).logits, model.hf.config._attn_implementation
+    hf, ids = random_model("gemma3_text"), torch.tensor([PROMPTS[0]])
+    assert hf.config._attn_implementation == "sdpa"
+    before, model = hf(ids).logits, HFModel(hf)
     failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
     mask, cache = decore.make_head_mask([HEADS], model), model.new_cache([0], 14)
     with pytest.raises(ZeroDivisionError):
@@ -254,7 +255,7 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
     failing.remove()
     with pytest.raises(TypeError):
         model.logits(torch.zeros(1, 1, 2, 5).numpy())
-    assert model.hf.config._attn_implementation == implementation and torch.equal(model.hf(ids).logits, before)
+    assert hf.config._attn_implementation == "sdpa" and torch.equal(hf(ids).logits, before)
 
 
 # Programs, and quantized weights
