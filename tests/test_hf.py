@@ -201,7 +201,9 @@ REFUSED = {
 def test_a_family_whose_heads_cannot_be_masked_is_refused_when_it_is_loaded(family):
     sizes = dict(mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1) if family == "jamba" else {}
     with pytest.raises(ValueError, match=rf"{family} \({family}\): {REFUSED[family]}"):
-        HFModel(random_model(family, **sizes))
+        HFModel(hf := random_model(family, **sizes))
+    hooks = [hook for m in hf.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert not any(hook.__module__.startswith("runtime") for hook in hooks)     # transformers has its own
 
 
 def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_path, monkeypatch):
@@ -248,13 +250,15 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
     hf, ids = random_model("gemma3_text"), torch.tensor([PROMPTS[0]])
     assert hf.config._attn_implementation == "sdpa"
     before, model = hf(ids).logits, HFModel(hf)
+    hf.model.forward = forward = hf.model.forward               # as accelerate does
     failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
     mask, cache = decore.make_head_mask([HEADS], model), model.new_cache([0], 14)
     with pytest.raises(ZeroDivisionError):
         model(ids, cache, mask, probabilities=[])
     failing.remove()
-    with pytest.raises(TypeError):
-        model.logits(torch.zeros(1, 1, 2, 5).numpy())
+    with pytest.raises(RuntimeError):
+        model.logits(torch.zeros(1, 1, 2, 5))
+    assert vars(hf.model)["forward"] is forward
     assert hf.config._attn_implementation == "sdpa" and torch.equal(hf(ids).logits, before)
 
 
