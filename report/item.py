@@ -1,4 +1,4 @@
-"""One item of stored runs as a page: prompt, references and each run's answer, with a mark if it is right or wrong.
+"""One item of stored runs as a page: question, references and each run's answer, with a mark if it is right or wrong.
 
     python evaluate.py report page RUN.jsonl --item K [--against OTHER.jsonl …] [--html FILE]"""
 
@@ -16,23 +16,20 @@ VERDICTS = ("substring_match", "exact_match", "mc1", "micro")       # the first 
 
 
 def main(argv):
-    p = cli.parser("One item of a stored run as a page; with --against, of several runs below each other.")
+    p = cli.parser("One item of a stored run as a page; with --against, of several runs below each other. Runs "
+                   "store no passages: evaluate.py --task T --data FILE --dry-run prints complete prompts.")
     p.prog += " report page"
     p.add_argument("run", metavar="RUN.jsonl")
     p.add_argument("--item", type=int, required=True, metavar="K", help="its index in the data, from 0")
     p.add_argument("--against", nargs="+", action="extend", default=[], metavar="OTHER.jsonl",
                    help="runs of the same task to show below")
     p.add_argument("--html", metavar="FILE", help="(default: in the run's folder, named by the item)")
-    p.add_argument("--data", type=Path, metavar="FILE", help="the run's data, for the complete prompt: runs do not "
-                   "store passages")
-    p.add_argument("--demos", type=Path, metavar="FILE", help="the run's demonstrations, for the same purpose")
     p.add_argument("--model", metavar="M", help="folder of the tokenizer (default: the run's model)")
     args = p.parse_args(argv)
     items = [read_item(path, args.item) for path in [args.run, *args.against]]
     header, line = items[0]
-    texts = prompt_texts(header, line, args.data, args.demos)
-    texts += [(name, "; ".join(line[name])) for name in ("references", "memory") if line.get(name)]
-    parts = [{"label": label, "text": text} for label, text in texts]
+    parts = [question_of(header, line)]
+    parts += [{"label": name, "text": "; ".join(line[name])} for name in ("references", "memory") if line.get(name)]
     for number, (other, answer) in enumerate(items):
         if other["task"] != header["task"]:
             raise ValueError(f"{args.run} is a run of {header['task']}, --against has one of {other['task']}")
@@ -54,24 +51,13 @@ def read_item(path, index):
     raise ValueError(f"{path} has no item {index}; it has {len(lines)} items, counted from 0")
 
 
-def prompt_texts(header, line, data, demos):
-    """[(label, text)] of the prompt, built from the run's data. Those of the miniature are generated."""
+def question_of(header, line):
+    """The question. Runs store no passages: the miniature's prompts are made again."""
     task = find(header["task"])
-    if not data and not task.made_by:
-        question = line.get("question") or line.get("prompt") or "not stored"
-        return [("question", question), ("note", "the complete prompt needs --data")]
-    items, records, demonstrations, record = load(task, data, demos, line["index"] + 1, header.get("seed", 1234))
-    for option, files, expected in (("data", records, header["data"]), ("demos", [record], [header["demos"]])):
-        if hashes(files) != hashes(expected):
-            raise ValueError(f"--{option} is not the run's file, {expected}")
-    prompt = prompts.dry_run(task, items[line["index"]], demonstrations, header["layout"])
-    if header["layout"] == "plain":
-        return [("prompt", prompt["text"])]
-    return [(turn["role"], turn["content"]) for turn in prompt["messages"]]
-
-
-def hashes(records):
-    return [record.get("sha256") for record in records if record]
+    if task.made_by:
+        items, _, demos, _ = load(task, limit=line["index"] + 1)
+        return {"label": "prompt", "text": prompts.plain_text(task, items[-1], demos)}
+    return {"label": "question", "text": line.get("question") or line.get("prompt") or "not stored"}
 
 
 def answer_of(header, line, title, name, model):
@@ -83,10 +69,10 @@ def answer_of(header, line, title, name, model):
     value = next((values[metric] for metric in VERDICTS if values.get(metric) is not None), None)
     verdict = None if value is None else "right" if value == 1 else "wrong"
     if task.choice:
-        n_true, scores = len(line["scores_true"]), line["scores_true"] + line["scores_false"]
-        candidates = [(score, number < n_true, text) for number, (score, text)
-                      in enumerate(zip(scores, line["candidates"], strict=True))]
-        candidates.sort(key=itemgetter(0), reverse=True)
+        true, false = line["scores_true"], line["scores_false"]
+        is_true = [True] * len(true) + [False] * len(false)
+        candidates = zip(true + false, is_true, line["candidates"], strict=True)
+        candidates = sorted(candidates, key=itemgetter(0), reverse=True)
         return dict(name=name, title=title, verdict=verdict, candidates=candidates, footer="log-probability in nats")
     tokenizer = Tokenizer.load(model or header["model"])
     text = tokenizer.decode(line["ids"][:-1] if line["stop"] == "eos" else line["ids"])

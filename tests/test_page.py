@@ -13,7 +13,6 @@ import evaluate
 from cli import page
 from heads import choose_heads
 from model import Transformer
-from tasks.data import file_record
 from tests.checkpoints import write_lines
 from tokenizer import Tokenizer
 
@@ -137,22 +136,3 @@ def test_candidates_are_sorted_by_score_and_the_answer_is_marked(show, tmp_path)
         assert re.findall(r"<td.*?>(.*?)</td>", text) == ["-1.00", "true", "no", "-2.00", "false", "maybe",
                                                           "-3.00", "true", "yes"]
         assert mark in text
-
-
-def test_the_prompt_of_a_page_is_the_runs_own(show, tmp_path, chat_model):
-    """Chat turns with demonstrations, from the data; another file is refused."""
-    data = write_lines(tmp_path / "trivia.jsonl", [{"question": f"Who is {i}?", "answer": {"aliases": ["Ann"]}}
-                                                   for i in range(3)])
-    demo = {"question": "Where?", "answer": "here"}
-    demos, other = write_lines(tmp_path / "demos.jsonl", [demo]), write_lines(tmp_path / "other.jsonl", [demo, demo])
-    settings = {"task": "triviaqa", "version": 1, "model": str(chat_model), "method": "greedy", "n": 3,
-                "layout": "chat", "data": [file_record(data)], "demos": file_record(demos)}
-    line = {"index": 1, "question": "Who is 1?", "references": ["Ann"], "prediction": "Ann", "alphas": [0] * 3,
-            "ids": Tokenizer.load(chat_model).encode("Ann", bos=False), "entropies": [0] * 3, "stop": "length"}
-    run = write_lines(tmp_path / "run.jsonl", [{"header": settings}, line])
-    _, text = show(run, "--item", 1, "--data", data, "--demos", demos)
-    assert re.findall(r"<b>(\w+)</b> (.*?)</p>", text, re.DOTALL) == [
-        ("system", "Answer the given question."), ("user", "Question: Where?\nAnswer:"), ("assistant", "here"),
-        ("user", "Question: Who is 1?\nAnswer:"), ("references", "Ann")]
-    assert "--demos is not the run's file" in show(run, "--item", 1, "--data", data, "--demos", other)[0]
-    assert "prompt needs --data" in show(run, "--item", 1)[1]
