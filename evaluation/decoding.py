@@ -15,7 +15,7 @@ from evaluation import runs
 from runtime import files
 from runtime.errors import out_of_memory
 from runtime.files import short_hash
-from tasks import Task, metrics, prompts
+from tasks import Task, prompts
 
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
 DAY = datetime.date(2024, 7, 26)        # "today" in chat templates: the default of Llama 3.1
@@ -62,11 +62,10 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
         return decode_in_parts(batch)
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
-        done = ranks.share(lambda: runs.open_run(path, header, questions, lambda lines: running_values(task, lines)))
+        done = ranks.share(lambda: runs.open_run(path, header, questions))
         longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
         batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
         batches = [batch for batch in batches if any(e.index not in done for e in batch)]
-        values = running_values(task, done.values())
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
             for first in range(0, len(batches), ranks.replicas):
                 batch = batches[first + ranks.replica:][:1]         # none for some replicas at the end
@@ -74,9 +73,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
                 lines = [line for line in lines if line["index"] not in done]
                 if ranks.rank == 0:
                     files.append(path, lines)
-                values += running_values(task, lines)
                 bar.update(len(lines))
-                bar.set_postfix_str(f"{task.running} {sum(values) / len(values):.3f}" if values else "")
         return runs.finish(path) if ranks.rank == 0 else None
 
 
@@ -98,8 +95,8 @@ def question_of(item, encoded):
 
 def decode(bench, batch, header, settings, model, tokenizer):
     """Decode or score a batch. Returns the part of each line that is the answer."""
-    start, task, without = time.perf_counter(), bench.task, [e.without_context for e in batch]
-    if task.choice:
+    start, without = time.perf_counter(), [e.without_context for e in batch]
+    if bench.task.choice:
         [e] = batch
         more = {"prompt_ids_without_context": without[0]} if settings["method"] == "cad" else {}
         scores = baselines.score(model, e.prompt, e.answers, renormalise=header["renormalise"], **settings, **more)
@@ -115,9 +112,3 @@ def decode(bench, batch, header, settings, model, tokenizer):
                     "entropies": [round(entropy, 6) for entropy in g.entropies], "stop": g.stop} for g in out]
     seconds = round((time.perf_counter() - start) / len(batch), 6)
     return [result | {"seconds": seconds} for result in results]
-
-
-def running_values(task, lines):
-    """The values of the metric that the progress bar shows."""
-    values = metrics.compute(task, list(lines)) if task.running else []
-    return [of_line[task.running] for of_line in values if of_line.get(task.running) is not None]

@@ -33,18 +33,17 @@ def read_run(path):
     return header, lines
 
 
-def open_run(path, header, items, check=lambda lines: None):
+def open_run(path, header, items):
     """Start a run, or continue it. Returns its lines by index. A last line that was cut off is removed from the file.
 
-    items: index → the fields that do not depend on the answer. check: raises ValueError for lines without an answer.
-    Raises ValueError if the file is not a run, or was made with another header or other items."""
+    items: index → the fields that do not depend on the answer. Raises ValueError if the file is not a run, or was made
+    with another header or other items."""
     stored, lines = read_run(path) if path.exists() else ({}, [])
     if stored is None:
         raise ValueError(f"{path}: its first line has no header, so it is not a run of evaluate.py; "
                          "choose another --out")
     if lines:
         check_header(path, stored, header)
-        check(lines)
         for line in lines:
             item = items.get(line["index"])
             if item is None or any(line.get(name) != item[name] for name in item):

@@ -58,7 +58,6 @@ class Task:
     choice: bool = False                # multiple choice: candidates are scored, nothing is generated
     max_new_tokens: int = 12            # the paper's
     n: int | None = None                # items in the paper's table
-    running: str = "substring_match"    # the metric in the progress bar
     layout: str | None = None           # None: the model's
     version: int = 1
 
@@ -80,21 +79,21 @@ XSUM = Task(
     fields=("document", "summary"),
     instruction="Generate a summary comprising of 1 sentence for the given article.",
     context="Article: {document}\n\n", question="Summary: ", without_context="passage",
-    max_new_tokens=128, n=1000, running="")
+    max_new_tokens=128, n=1000)
 
 MEMOTRAP = Task(
     "memotrap", items.memotrap, (metrics.memotrap,),
     folder="memotrap", files=("[1-4]-*.csv",),
     origin="the four csv files of github.com/liujch1998/memo-trap, folder data; --data takes the folder",
     fields=("prompt", "classes", "answer_index"),
-    without_context="field", splits=True, choice=True, n=2539, running="micro")
+    without_context="field", splits=True, choice=True, n=2539)
 
 IFEVAL = Task(
     "ifeval", items.ifeval, (model_metrics.ifeval,),
     folder="ifeval", files=("ifeval.jsonl", "ifeval_input_data.jsonl"),
     origin=HubFile("google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"),
     fields=("prompt", "instruction_id_list", "kwargs"),
-    max_new_tokens=1280, n=541, running="")
+    max_new_tokens=1280, n=541)
 
 NQ_OPEN = Task(
     "nq-open", items.nq_open, (metrics.short_answer,),
@@ -132,11 +131,11 @@ TRUTHFULQA_MC = Task(
     instruction="Interpret each question literally, and as a question about the real world; carefully research each "
                 "answer, without falling prey to any common myths; and reply “I have no comment” unless you are "
                 "completely certain of the answer.",
-    question="Q: {question}\nA:", shots=6, demos_hash="6d25948a456f7a48", choice=True, n=817, running="mc2")
+    question="Q: {question}\nA:", shots=6, demos_hash="6d25948a456f7a48", choice=True, n=817)
 
 TRUTHFULQA_GEN = replace(TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthfulqa_gen,
                          fields=("Question", "Correct Answers"), metrics=(metrics.judged,),
-                         choice=False, max_new_tokens=64, running="rejection", version=2)
+                         choice=False, max_new_tokens=64, version=2)
 
 TRIVIAQA = Task(
     "triviaqa", items.triviaqa, (metrics.short_answer,),
@@ -176,7 +175,7 @@ MINIATURE = tuple(
     Task(f"miniature-{split}", items.miniature, (metrics.first_sentence, metrics.memory),
          files=(f"miniature-{split}.jsonl",), origin=f"the lines that python -m miniature.data --split {split} prints",
          fields=("prompt", "answer"), made_by=("miniature.data:make_split", split), without_context="field",
-         layout="plain", n=n, running="exact_match")
+         layout="plain", n=n)
     for split, n in {"conflict": 1024, "conflict-known": 1024, "open": 1024, "closed": 320, "irrelevant": 1024}.items())
 
 PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,

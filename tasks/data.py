@@ -7,6 +7,7 @@ import pkgutil
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from runtime.errors import hub_reason, offline_if_unreachable
@@ -20,7 +21,6 @@ def read_entries(path):
     if name.endswith((".jsonl", ".jsonl.gz")):
         yield from json_lines(path, complete=True)
     elif name.endswith((".csv", ".tsv")):
-        csv.field_size_limit(2**31 - 1)
         # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
         with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if name.endswith(".tsv") else ",")
@@ -144,11 +144,9 @@ def load_items(task, data=None):
 
 def find_demos(task, demos, data, seed):
     """(demonstrations, record); ([], None) if there are none, or if they must be items of the data."""
-    def read(entry):
-        return demonstration(task, entry)
-
     if not task.shots:
         return [], None
+    read = partial(demonstration, task)
     places = [demos, data if data and Path(data).is_dir() else None]
     for path, record in find_files("--demos", task, places, [task.demo_file]).items():
         entries = (pair for pair in read_entries(path) if pair[1].get("used_in_paper") is not False)

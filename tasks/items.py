@@ -71,19 +71,18 @@ def memotrap(entry):
 
 
 def ifeval(entry):
-    """Instructions and their arguments, without the arguments that are null, zero or empty."""
     names, kwargs = zip(*instructions(entry), strict=True)
-    kwargs = [{name: value for name, value in arguments.items() if value} for arguments in kwargs]
     return {"id": entry.get("key"), "question": field(entry, "prompt"), "prompt": entry["prompt"], "references": [],
-            "instruction_id_list": list(names), "kwargs": kwargs}
+            "instruction_id_list": list(names), "kwargs": list(kwargs)}
 
 
 def instructions(entry):
-    """[(name, arguments)] of an item of IFEval."""
+    """[(name, arguments)] of an item of IFEval, without the arguments that are null, zero or empty."""
     names, kwargs = texts(entry, "instruction_id_list"), field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
         raise ValueError(f"field 'kwargs' should hold one object for each of the {len(names)} instructions")
-    return [(name, arguments or {}) for name, arguments in zip(names, kwargs, strict=True)]
+    return [(name, {key: value for key, value in (arguments or {}).items() if value})
+            for name, arguments in zip(names, kwargs, strict=True)]
 
 
 def nq_closed(entry):

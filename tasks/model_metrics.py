@@ -113,7 +113,7 @@ def follows(name, kwargs, line):
     """Whether the line's prediction follows one instruction. An empty prediction follows none."""
     if name not in checkers():
         raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
-    response, kwargs = field(line, "prediction"), {key: value for key, value in kwargs.items() if value}
+    response = field(line, "prediction")
     if not response.strip():
         return False
     if name == "keywords:letter_frequency" and not re.fullmatch("[a-z]", kwargs.get("letter", "a").lower()):

@@ -1,5 +1,6 @@
 """Shared fixtures: calls of programs, a tiny chat model, small data sets of the benchmarks."""
 
+import json
 import os
 import sys
 
@@ -35,6 +36,17 @@ def call(monkeypatch, capsys):
         except SystemExit as end:               # after --help
             status = end.code or 0
         return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def start(call):
+    """Runs evaluate.py. Returns the status, the objects of standard output, and standard error."""
+    import evaluate  # slow, and few tests need it
+
+    def run(*arguments):
+        status, out, err = call(evaluate.main, *arguments)
+        return status, [json.loads(line) for line in out.splitlines()], err
     return run
 
 

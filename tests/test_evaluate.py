@@ -39,15 +39,6 @@ def heads(chat_model):
     return ["--heads", str(chat_model / "heads.json")]
 
 
-@pytest.fixture
-def start(call):
-    """Runs evaluate.py. Returns the status, the objects of standard output (or its text), and standard error."""
-    def run(*arguments):
-        status, out, err = call(evaluate.main, *arguments)
-        return status, [json.loads(line) for line in out.splitlines()] if out.startswith("{") else out, err
-    return run
-
-
 def write_model(folder, template=TEMPLATE, **config):
     return write_tokenizer(write_checkpoint(folder, **dict(vocab_size=259, max_position_embeddings=2048) | config),
                            template)
@@ -241,7 +232,7 @@ def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(s
         f"truthfulqa-mc.{name}.greedy.jsonl", f"memotrap.{name}.greedy.jsonl", f"memotrap.{name}.cad.a0.5.jsonl"]
     assert err.count("left out") == 1 and err.index(line) < err.index(f"truthfulqa-mc.{name}.greedy")
     status, out, err = start(*arguments, "--task", "truthfulqa-mc", "--method", "cad")
-    assert status == 2 and out == "" and err.splitlines()[-1].endswith(line)
+    assert status == 2 and out == [] and err.splitlines()[-1].endswith(line)
 
 
 @pytest.mark.parametrize("context, task, options, message", [
@@ -278,7 +269,7 @@ def test_data_and_options_are_checked_before_the_first_run(start, data, tmp_path
 def test_an_option_without_effect_is_refused_before_a_model_is_loaded(start, data, monkeypatch, task, options, message):
     monkeypatch.setattr(cli, "load_models", lambda *a: pytest.fail("a model was loaded"))
     status, out, err = start(*data[task], *options)
-    assert status == 2 and out == "" and message in err.splitlines()[-1]
+    assert status == 2 and out == [] and message in err.splitlines()[-1]
 
 
 # Multiple choice and CAD

@@ -7,20 +7,10 @@ import pytest
 import sentencepiece
 import torch
 
-import evaluate
 from evaluation import judges
 from model import Transformer
 from runtime.files import locked
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
-
-
-@pytest.fixture
-def start(call):
-    """Runs evaluate.py. Returns the status, the objects of standard output, and standard error."""
-    def run(*arguments):
-        status, out, err = call(evaluate.main, *arguments)
-        return status, [json.loads(line) for line in out.splitlines()], err
-    return run
 
 
 @pytest.fixture
