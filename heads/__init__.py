@@ -23,9 +23,9 @@ def load_heads(model, n=None, name=None, option="--heads"):
     """The heads of a model as (layer, head), best first: all of them, or the n best.
 
     model: a Transformer, or any object with its `name`, `folder` and `config`. name: a head file, or the name of
-    another model with a file in this folder; None: the file of this model's name. option: the command-line option that
-    sets `name`. Equal scores keep the order of the file. ValueError if there is no file, or if it does not fit the
-    model. Warns if it was made for a model of another name: fine-tuned models often use the heads of their base."""
+    another model with a file here; by default that of this model. option: the command-line option that sets `name`.
+    Equal scores keep the order of the file. ValueError if there is no file, or if it does not fit the model. Warns if
+    it was made for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
     path = find_file(name) if name else find_heads(model.name)
     if path is None:
@@ -53,14 +53,15 @@ def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
     return load_heads(model, n, name, option)
 
 
-def random_heads(ranked, n, seed=1234, most=100):
+def random_heads(ranked, n, seed=1234):
     """Draws n heads uniformly from all but the best of `ranked`, which lists every head.
 
-    The best `most` (half of the heads, if there are fewer than twice as many) are left out for every n. So the sets of
-    one seed are nested, and for n up to `most` none of them contains one of the n best."""
-    if n > len(ranked) // 2:
-        raise ValueError(f"{n} random heads are too many: at most {len(ranked) // 2} are not among the n best")
-    heads = sorted(ranked[max(n, min(most, len(ranked) // 2)):])
+    The 100 best are left out for every n; of fewer than 200 heads, the best half. So the sets of one seed are nested
+    for n up to 100."""
+    half = len(ranked) // 2
+    if n > half:
+        raise ValueError(f"{n} random heads are too many: at most {half} are not among the n best")
+    heads = sorted(ranked[max(n, min(100, half)):])
     random.Random(seed).shuffle(heads)
     return heads[:n]
 
@@ -111,7 +112,7 @@ def find_file(name):
 
 def find_heads(model_name):
     """The file of a model, by the last part of its name or folder; None without one."""
-    return known().get(plain_name(model_name))
+    return {plain_name(path.stem): path for path in FOLDER.glob("*.json")}.get(plain_name(model_name))
 
 
 def no_file(model, option):
@@ -130,18 +131,13 @@ def related(model):
     Two names are related if they share more than half of their words, or if one has all words of the other."""
     shape, words = (model.config.n_layers, model.config.n_heads), set(WORD.findall(plain_name(model.name)))
     similar = {}
-    for name, path in known().items():
-        content, others = read_json(path), set(WORD.findall(name))
+    for path in sorted(FOLDER.glob("*.json")):
+        content, others = read_json(path), set(WORD.findall(plain_name(path.stem)))
         shared, all_words = words & others, words | others
         close = shared and (shared in (words, others) or 2 * len(shared) > len(all_words))
         if close and (content.get("n_layers"), content.get("n_heads")) == shape:
             similar[path.stem] = len(shared) / len(all_words)
     return sorted(similar, key=similar.get, reverse=True)[:3]
-
-
-def known():
-    """The head files of this folder, by plain name."""
-    return {plain_name(path.stem): path for path in sorted(FOLDER.glob("*.json"))}
 
 
 def plain_name(model_name):

@@ -8,7 +8,6 @@ bootstrap intervals over items. An item's value for random heads is the mean ove
 
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ from report import significance, stored
 from tasks import metrics
 from tokenizer import Tokenizer
 
-FOLDER = Path(__file__).parent
 RETRIEVAL = 0.1                         # scores above this make a head a retrieval head
 NUMBERS = (1, 4)                        # of heads that are masked; for each there are runs with random heads
 DECORE = "DeCoRe entropy, N = 4"
@@ -147,7 +145,8 @@ def pointing(runs):
     [run] = runs["conflict", DECORE]
     sets = [[tuple(map(int, name.split("-"))) for name in one.header["heads"]]
             for one in (run, *runs["conflict", f"{DECORE}, random heads"])]
-    model, tokenizer, hits = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER), []
+    model = Transformer.load(cli.MINIATURE, dtype=torch.float32)
+    tokenizer, hits = Tokenizer.load(cli.MINIATURE), []
     for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
         if not correct:
             continue

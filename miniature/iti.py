@@ -17,7 +17,6 @@ from miniature.data import make_split
 from model import Transformer
 from tokenizer import Tokenizer
 
-FOLDER = Path(__file__).parent
 HEADS, STRENGTH = 4, 5.0                # heads to shift, and how far, in standard deviations
 ITEMS, SEED = 128, 2                    # the claims are tested on the items of seed 0
 
@@ -33,7 +32,7 @@ def main():
 
 def directions():
     """{(layer, head): shift [K]} of the best heads, and the accuracy of every head, [L, H]."""
-    model, tokenizer = Transformer.load(FOLDER, dtype=torch.float32), Tokenizer.load(FOLDER)
+    model, tokenizer = Transformer.load(cli.MINIATURE, dtype=torch.float32), Tokenizer.load(cli.MINIATURE)
     items = make_split("conflict", ITEMS, SEED)
     right, wrong = (torch.stack([head_outputs(model, tokenizer.encode(f"{item.prompt} {getattr(item, name)}"))
                                  for item in items]) for name in ("answer", "memory"))
@@ -61,10 +60,10 @@ def head_outputs(model, ids):
 def write(folder, shifts):
     """Write the miniature with biases on q, k, v (zeros) and o. shifts: {(layer, head): [K]}."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in FOLDER.glob("*.json"):
+    for path in cli.MINIATURE.glob("*.json"):
         text = path.read_text(encoding="utf-8").replace('"attention_bias": false', '"attention_bias": true')
         (folder / path.name).write_text(text, encoding="utf-8")
-    weights = load_file(FOLDER / "model.safetensors")
+    weights = load_file(cli.MINIATURE / "model.safetensors")
     for name in [name for name in weights if "self_attn" in name]:
         weights[name.replace("weight", "bias")] = weights[name].new_zeros(len(weights[name]))
     for (layer, head), shift in shifts.items():

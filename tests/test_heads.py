@@ -135,8 +135,6 @@ def test_a_file_of_another_model_is_a_warning_if_it_fits_and_an_error_alone_if_n
         load_heads(stand_in(32, 32, "meta-llama/Meta-Llama-3-8B"), name="Mistral-7B-v0.3")
 
 
-# Random heads
-
 RANKED = [(i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()]          # 40 layers of 8 heads
 
 
@@ -168,3 +166,11 @@ def test_published_random_heads_replay_the_sampler():
         published_random_heads(20, n_layers=80, n_heads=4)
     with pytest.raises(ValueError, match="at most 9 heads"):
         published_random_heads(10, n_layers=3, n_heads=4)
+
+
+def test_the_page_of_differences_says_how_many_published_random_heads_are_retrieval_heads():
+    best = {*load_heads(stand_in(32, 32, "Meta-Llama-3-8B-Instruct"), 100)}
+    shared = [len(best & {*published_random_heads(100, 32, 32, seed)}) for seed in range(1235)]
+    thousand = f"{min(shared[:1000])} to {max(shared[:1000])} over 1,000 seeds, {shared[1234]} at seed 1234"
+    figures = f"{np.mean(shared[:1000]):.1f} on average are among the 8B model's 100 best ({thousand})"
+    assert figures in (FOLDER.parent / "docs" / "differences.md").read_text(encoding="utf-8")

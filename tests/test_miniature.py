@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import evaluate
+from cli import MINIATURE as FOLDER
 from decore import generate
 from heads import load_heads
 from miniature import claims, data, iti, make, train
@@ -18,7 +19,6 @@ from runtime.files import short_hash
 from tests.checkpoints import stand_in
 from tokenizer import Tokenizer
 
-FOLDER = claims.FOLDER
 FACT = re.compile(rf"({'|'.join(data.RELATIONS)}) of (\w+) is (\w+)")
 
 
@@ -71,7 +71,11 @@ def test_a_step_of_muon_goes_down_the_gradient_equally_far_in_all_directions(sha
 def test_training_lowers_the_loss_and_keeps_one_copying_head(tmp_path, monkeypatch):
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=16)
-    choose, chosen = train.choose_copier, []
+    choose, forward, chosen, masks = train.choose_copier, Transformer.forward, [], []
+
+    def record_mask(model, tokens, cache=None, head_mask=None):
+        masks.append(head_mask)
+        return forward(model, tokens, cache, head_mask)
 
     def choose_copier(model, tokens, counts, generator):
         o, qkv = model.layers[-1].attn.o.weight, model.layers[-1].attn.qkv.weight
@@ -86,7 +90,10 @@ def test_training_lowers_the_loss_and_keeps_one_copying_head(tmp_path, monkeypat
 
     for name, value in (("WARMUP", 1), ("BATCH", 2), ("ALONE", 10), ("MASKED", 0.5), ("choose_copier", choose_copier)):
         monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(Transformer, "forward", record_mask)
     train.write_checkpoint(tmp_path, train.CONFIG | shape, steps=20)
+    together, alone = torch.cat(masks[:10]), torch.cat(masks[11:])     # masks[10] is choose_copier's
+    assert together.all() and alone.all(0).nonzero().tolist() == [[1, 2]]
     model, tokenizer = Transformer.load(tmp_path, dtype=torch.float32), Tokenizer.load(tmp_path).core
     tokens, counts = next(train.batches(tokenizer, data.documents(data.COPYING, "test")))
     assert chosen == [2] and train.loss_of(model(tokens[:, :-1]), tokens, counts)[0] < 5.8      # 6.46 = ln 640 before
