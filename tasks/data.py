@@ -68,7 +68,7 @@ def from_hub(origin, option="--data"):
     if origin.sha256 not in (None, record["sha256"]):
         raise ValueError(f"{origin} has changed and is not the file that the paper scores; give yours with {option} "
                          "FILE")
-    commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else origin.revision
+    commit = path.parts[path.parts.index("snapshots") + 1]
     return path, {"hub": origin.repo, "revision": commit} | record
 
 

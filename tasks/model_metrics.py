@@ -2,9 +2,7 @@
 
 Each has a function `problem`, which says what to install or download, or returns None."""
 
-import contextlib
 import functools
-import io
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,12 +97,8 @@ def ifeval(line):
 @functools.cache
 def checkers():
     """Instruction name → checker class. Sets the seed of language detection, which draws random numbers."""
-    from unittest import mock
-
-    # The import would try to download NLTK data, which hangs without a network.
-    with contextlib.redirect_stdout(io.StringIO()), mock.patch("nltk.download"):
-        import langdetect
-        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+    import langdetect
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT  # downloads NLTK data if there are none
     langdetect.DetectorFactory.seed = 0
     return INSTRUCTION_DICT
 

@@ -19,6 +19,7 @@ import cli
 import evaluate
 from heads import choose_heads
 from model import Transformer
+from runtime.weights import fingerprint
 from tasks import TASKS
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
@@ -66,7 +67,7 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     assert results[0] == results[1] == results[2]
     assert settings["method"] == "decore-entropy" and settings["num_heads"] == 2 and len(settings["heads"]) == 2
     assert settings["task"] == "nq-closed" and settings["layout"] == "chat"
-    assert settings["version"] == TASKS["nq-closed"].version
+    assert settings["version"] == TASKS["nq-closed"].version and settings["fingerprint"] == fingerprint(model[1])
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
     assert settings["versions"]["torch"] == torch.__version__ and settings["dtype"] == "float32"
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
@@ -93,17 +94,6 @@ def test_ctrl_c_says_that_the_same_command_continues(start, model, data, tmp_pat
     monkeypatch.setattr("evaluation.decoding.decode", interrupt)
     status, _, err = start(*model, *data["nq-closed"], *GREEDY, "--out", tmp_path)
     assert status == 130 and err.rstrip().endswith("interrupted: the same command continues")
-
-
-def test_a_checkpoint_that_was_trained_again_in_place_does_not_get_the_old_rows(start, model, data, tmp_path):
-    folder = tmp_path / "model"
-    arguments = [*data["nq-closed"], "--max-new-tokens", 2, "--limit", 2, "--out", tmp_path / "out"]
-    for seed, status, runs in ((0, 0, 2), (1, 2, 1)):           # greedy has no amateur
-        write_model(folder, seed=seed)
-        assert start("--model", folder, *arguments, "--method", "greedy")[0] == status
-        result = start(*model, "--amateur", folder, *arguments, "--method", "greedy,cd")
-        assert (result[0], len(result[1])) == (status, runs), result
-    assert "(amateur_fingerprint.weights: " in result[2]
 
 
 def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(start, data, tmp_path, monkeypatch):
@@ -217,7 +207,9 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(start, model, he
     assert [settings["method"] for settings in runs] == [name.split(".")[0] for name in names.split()]
     assert len({str(settings["heads"]) for settings in runs}) == draws
     for settings in runs:
-        assert settings["amateur"] == (places["name"] if "lite" in settings["method"] else None)
+        lite = "lite" in settings["method"]
+        assert settings["amateur"] == (places["name"] if lite else None)
+        assert settings["amateur_fingerprint"] == (fingerprint(model[1]) if lite else None)
         assert settings["random_heads"] == ("uniform" if settings["heads"] and "seed" in out[-1]["run"] else None)
 
 

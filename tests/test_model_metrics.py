@@ -77,18 +77,11 @@ def test_bertscore_compares_the_states_of_layer_40_up_to_512_tokens(tmp_path, mo
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """cache({model: files}): an empty cache with these files."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-
+def cache(monkeypatch):
+    """cache({model: files}): these files are in the cache, and no others."""
     def fill(files):
-        for name, names in files.items():
-            folder = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
-            (folder / "refs").mkdir(parents=True)
-            (folder / "refs" / "main").write_text("0" * 40)
-            (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
-            for file in names:
-                (folder / "snapshots" / ("0" * 40) / file).touch()
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache",
+                            lambda name, file: f"{name}/{file}" if file in files.get(name, ()) else None)
     return fill
 
 

@@ -52,8 +52,7 @@ FILES = {
     "nq-open": ("nq.jsonl.gz", [ORACLE]), "nq-closed": ("nq.jsonl.gz", [ORACLE]), "nq-swap": ("dev.parquet", [SWAP]),
     "xsum": ("x.jsonl", [{"document": "Doc.", "summary": "Sum.", "id": "7"}]),
     "ifeval": ("i.jsonl", [INSTRUCTIONS]), "triviaqa": ("t.parquet", [TRIVIA]),
-    "popqa": ("p.tsv", [["id", "question", "possible_answers"], ["4", "Job of 4?", '["politician", "pol"]'],
-                        ["90", "Job of 90?", '["cook"]']])}
+    "popqa": ("p.tsv", [["id", "question", "possible_answers"], ["4", "Job?", '["politician", "pol"]']])}
 
 
 def write_data(name, folder):
@@ -69,9 +68,7 @@ def write_data(name, folder):
 
 def write_demos(name, folder):
     rows = [QA, QA2]
-    if name == "popqa":
-        rows = [{"question": f"Job of {i}?", "answer": f"a{i}"} for i in range(1, 10)]
-    elif name == "nq-swap":
+    if name == "nq-swap":
         rows = [QA | {"context": "<P> c </P>"}]
     elif name.startswith("musique"):
         row = {"question": "Q1?", "cot_answer": "It is. So the answer is: 5.", "direct_answer": "5",
@@ -149,14 +146,6 @@ def test_prompts_are_those_of_the_published_runs(first, name):
     assert line["text"] == instruction + gap + "\n\n".join([*blocks, last])
     gap = "" if name == "nq-swap" else gap
     assert line["text_without_context"] == (bare and instruction + gap + "\n\n".join([*blocks, bare]))
-
-
-def test_popqa_shows_eight_demonstrations_and_never_the_items_own(first, tmp_path):
-    for index, job, shown in ((0, 4, (1, 2, 3, 5, 6, 7, 8, 9)), (1, 90, range(1, 9))):
-        questions = [turn["content"] for turn in first("popqa", index=index)["messages"] if turn["role"] == "user"]
-        assert questions == [*(f"Question: Job of {i}?\nAnswer:" for i in shown), f"Q: Job of {job}?\nA:"]
-    items, *_ = data.load(TASKS["popqa"], write_data("popqa", tmp_path), write_demos("popqa", tmp_path))
-    assert [item.get("demonstration") for item in items] == [True, None]
 
 
 def test_items_hold_what_the_metrics_read(first, tmp_path):
@@ -255,12 +244,17 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
         data.load(TASKS["nq-swap"], write_rows("abcd"))
 
 
-def test_popqas_first_nine_items_are_its_published_demonstrations(tmp_path):
+def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp_path):
     rows = [[str(i), f"Job of {i}?", f'["job {i}"]'] for i in range(12)]
     path = write(tmp_path / "p.tsv", [["id", "question", "possible_answers"], *rows])
     items, _, demos, record = data.load(TASKS["popqa"], path)
     assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)] and record["source"] == "first items"
     assert len(items) == 12 and [item["index"] for item in items if item.get("demonstration")] == list(range(9))
+    for index, shown in ((3, (0, 1, 2, 4, 5, 6, 7, 8)), (10, range(8))):
+        *turns, last = prompts.dry_run(TASKS["popqa"], items[index], demos, "chat")["messages"]
+        questions = [turn["content"] for turn in turns if turn["role"] == "user"]
+        assert questions == [f"Question: Job of {i}?\nAnswer:" for i in shown]
+        assert last["content"] == f"Q: Job of {index}?\nA:"
 
 
 def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp_path):
