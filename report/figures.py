@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from report import published, significance, tables
-from report.frame import by_task, typical
+from report.frame import by_task, headline_values, typical
 from report.published import TASKS
 from report.stored import METHODS, base_entropies
 
@@ -49,9 +49,9 @@ def draw_all(frame, folder):
     return pictures
 
 
-def grid(panels, columns=3, height=PANEL, **options):
+def grid(panels, height=PANEL, **options):
     """A figure of the page's width with this many panels. Returns (figure, axes)."""
-    columns = min(columns, panels)
+    columns = min(3, panels)
     rows = -(-panels // columns)
     figure = Figure(figsize=(WIDTH, rows * height + 0.9), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
@@ -76,13 +76,9 @@ def finish(figure, runs, *notes):
              "mask": [run.setup.mask for run in runs if run.setup.mask],
              "dtype": [run.header.get("dtype") for run in runs],
              "commit": [str(run.header.get("commit"))[:8] for run in runs]}
-    add_foot(figure, *(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}" for name, values in facts.items()
-                       if values), *notes)
-
-
-def add_foot(figure, *notes):
-    lines = textwrap.wrap(" · ".join(notes), 150, break_on_hyphens=False)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6.5, color="#444444")
+    foot = [f"{name}: {', '.join(map(str, dict.fromkeys(values)))}" for name, values in facts.items() if values]
+    foot = textwrap.fill(" · ".join([*foot, *notes]), 150, break_on_hyphens=False)
+    figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
 
 
 # Scores against N and against α
@@ -107,6 +103,7 @@ def sweep_figure(field, frame):
         label, papers = "α" if by_alpha else "heads masked, N", set()
         for name, curve in curves:
             run, i = curve["run"].iloc[0], names.index(name)
+            random = ", random heads" * bool(run.setup.random_heads)
             greedy = tables.greedy_mean(frame, task, run.setup.variant)
             if by_alpha and greedy is not None:                     # at α = 0 nothing is contrasted
                 curve = pd.concat([curve[curve["alpha"] != 0], pd.DataFrame([{"alpha": 0.0, "value": greedy}])])
@@ -114,15 +111,20 @@ def sweep_figure(field, frame):
             if not by_alpha and (r := tables.correlation(run.setup.method, scores.mean(), greedy)) is not None:
                 label += f"\nr {name}: {r:+.2f}".replace("random heads as published", "published draws")
             style = {"color": CYCLE[i % len(CYCLE)], "marker": MARKERS[i % len(MARKERS)]}
-            draw_curve(ax, name, scores, bool(run.setup.random_heads), style)
-            method = METHODS[run.setup.method] + ", random heads" * bool(run.setup.random_heads)
+            ax.plot(scores.mean(), "--" if random else "-", markersize=4, linewidth=1.3, label=name,
+                    markerfacecolor="white" if random else style["color"], **style)
+            if random:
+                low, high = scores.min(), scores.max()
+                ax.fill_between(low.index, low, high, color=style["color"], alpha=0.13, linewidth=0)
+                ax.plot(curve[field], curve["value"], ".", color=style["color"], markersize=2, alpha=0.6)
+            method = METHODS[run.setup.method] + random
             paper = published.points(field, run.model, task, published.method_of(run.setup))
             if paper and method not in papers:                      # two samplers have one line of the paper's
                 papers.add(method)
                 ax.plot(*zip(*paper, strict=True), ":", markersize=3, linewidth=0.8, alpha=0.6,
                         markerfacecolor="white", label=f"the paper: {method}", **style)
-        same = usual[(usual["task"] == task) & (usual["metric"] == published.headline(task)[0])]
-        levels = same[same["method"].isin(["greedy", "decore-entropy"] if by_alpha else ["greedy"])]
+        levels = headline_values(usual, task)
+        levels = levels[levels["method"].isin(["greedy", "decore-entropy"] if by_alpha else ["greedy"])]
         for run, value in zip(levels["run"], levels["value"], strict=True):
             ax.axhline(value, linestyle=LEVELS[run.setup.mask], linewidth=1, color=COLOUR[run.setup.method],
                        label=str(run.setup))
@@ -132,17 +134,6 @@ def sweep_figure(field, frame):
                                  "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
     finish(figure, drawn, *notes)
     return figure
-
-
-def draw_curve(ax, name, scores, random, style):
-    """scores: grouped by N or α, one of each draw."""
-    means = scores.mean()
-    ax.plot(means.index, means, "--" if random else "-", markersize=4, linewidth=1.3, label=name,
-            markerfacecolor="white" if random else style["color"], **style)
-    if random:
-        ax.fill_between(means.index, scores.min(), scores.max(), color=style["color"], alpha=0.13, linewidth=0)
-        for x, values in scores:
-            ax.plot([x] * len(values), values, ".", color=style["color"], markersize=2, alpha=0.6)
 
 
 # Entropies
@@ -182,7 +173,7 @@ def entropy_figure(frame):
 def correctness_figure(frame):
     """Entropies of correct and incorrect answers: densities, and the chance of a correct answer as entropy grows."""
     dola = "dola-low" if "dola-low" in {*frame["method"]} else "dola-high"                  # the paper names none
-    shown = typical(frame[(frame["metric"] == "entropy")])
+    shown = typical(frame[frame["metric"] == "entropy"])
     shown = shown[shown["method"].isin(["greedy", dola, "decore-entropy"])]
     panels = [(run, *answers) for _, same in by_task(shown) for run in same["run"]
               if (answers := tables.judged_answers(run))]
@@ -198,10 +189,9 @@ def correctness_figure(frame):
             density.hist(values, bins, density=True, histtype="stepfilled", facecolor=f"{colour}33",
                          edgecolor=colour, linestyle=dash, linewidth=0.8)
             density.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
-        for tenth in np.array_split(np.argsort(entropies, kind="stable"), 10):
-            if len(tenth):
-                ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
-                        label="share correct, tenths of the examples")
+        for tenth in filter(len, np.array_split(np.argsort(entropies, kind="stable"), 10)):
+            ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", color="black", markersize=3,
+                    label="share correct, tenths of the examples")
         if fit:
             (intercept, slope), r2 = fit
             ax.plot(x, 1 / (1 + np.exp(-(intercept + slope * x))), color="black", label="logistic regression")
@@ -232,8 +222,7 @@ def head_curves(files):
                     markersize=4, label=path.stem)
     ax.axhline(published.RETRIEVAL, color="#999999", linestyle=":", linewidth=1)
     ax.set(xlabel="rank of the head", ylabel="retrieval score")
-    ax.legend()
-    add_foot(figure, "retrieval scores of all heads, sorted")
+    finish(figure, [], "retrieval scores of all heads, sorted")
     return figure
 
 
@@ -251,5 +240,5 @@ def head_maps(files):
         ax.set(title=path.stem, xlabel="head", ylabel="layer")
     figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30,
                     label="retrieval score (colour by its square root)")
-    add_foot(figure, "retrieval score of every head, layer 0 at the bottom")
+    finish(figure, [], "retrieval score of every head, layer 0 at the bottom")
     return figure

@@ -11,7 +11,6 @@ import sys
 
 import matplotlib
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.image import imread
 
@@ -20,6 +19,7 @@ from heads import load_scores
 from report import figures, published, significance, stored, tables
 from report.frame import make_frame, typical
 from tasks import TASKS
+from tests.checkpoints import write_lines
 
 TASK, LLAMA = "miniature-conflict", "meta-llama/Meta-Llama-3-8B-Instruct"
 
@@ -28,17 +28,15 @@ def write_run(folder, method="greedy", n=None, alpha=None, random=None, seed=123
               model="miniature", name=None, **more):
     """A made-up run in evaluate.py's format: the first `right` of its items are answered correctly."""
     header = {"task": task, "version": TASKS[task].version, "n": items, "model": model, "method": method,
-              "num_heads": n, "random_heads": random, "seed": seed, "amateur": None, "mask": "output" if n else None,
+              "num_heads": n, "alpha": alpha, "random_heads": random, "seed": seed, "mask": "output" if n else None,
               "dtype": "float32", "commit": "0123456789abcdef", "data": [], "demos": None}
-    lines = [{"header": header | ({"alpha": alpha} if alpha is not None else {}) | more}]
+    lines = [{"header": header | more}]
     for i in range(items):
         h = 0.1 + 0.01 * (i % 7) + (0 if i < right else 0.05)
         lines.append({"index": i, "id": str(i), "prompt_sha256": f"p{i}", "references": ["Alaria"], "memory": ["Bodun"],
                       "prediction": " Alaria." if i < right else " Bodun.", "ids": [1] * (1 + i % 5 + i // 20),
                       "entropies": [h, h], "stop": "eos"})
-    path = folder / f"{name or f'{task}.{method}.{n}.{alpha}.{random}.{seed}'}.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
+    return write_lines(folder / f"{name or f'{task}.{method}.{n}.{alpha}.{random}.{seed}'}.jsonl", lines)
 
 
 def frame_of(folder):
@@ -86,14 +84,6 @@ def test_a_logistic_fit_does_not_depend_on_the_unit():
     assert significance.logistic(np.arange(6.0)[:, None], np.array([1, 1, 1, 0, 0, 0], bool)) is None
 
 
-@pytest.mark.parametrize("method, r", [("masked", "-0.93"), ("decore-random", "0.89")])
-def test_the_papers_correlations_are_those_of_its_values(method, r):
-    points = dict(published.points("num_heads", "Meta-Llama-3-8B-Instruct", "xsum", method))
-    greedy = next(float(row["value"]) for row in published.cells("paper", "xsum", "Meta-Llama-3-8B-Instruct", "greedy")
-                  if row["metric"] == "factkb")
-    assert f"{tables.correlation(method, pd.Series(points), greedy):.2f}" == r
-
-
 def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
     sizes = {"mc1": 817, "instruction_strict_published": 834, "prompt_strict_published": 541}
     values = [(float(row["value"]), 3 * sizes[row["metric"]]) for row in published.table("paper")
@@ -112,19 +102,16 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
             test = significance.t_test(runs[method], runs[rival], "less", equal)
             assert texts[method, f"{name} (below {rival})"] == f"{test.statistic:+.2f}, {tables.p_text(test.pvalue)}"
             assert test.statistic < 0 and test.pvalue < 0.5
-    # DoLa's run has another length, so the two tests differ. One side has half the p of both.
+    # DoLa's run has another length, so the two tests differ.
     assert texts[method, "Welch t, p (below DoLa low)"] != texts[method, "equal variances (below DoLa low)"]
-    one, both = (significance.t_test([1, 2, 3], [4, 5, 7], side).pvalue for side in ("less", "two-sided"))
-    assert one == pytest.approx(both / 2)
     label = draw("entropy", frame).axes[0].get_xlabel()
     assert all(f"DeCoRe < {rival}: p" in label for rival in ("greedy", "ITI", "DoLa low"))
     texts, _ = table(frame, "Base entropy of correct")
-    assert texts["greedy", "correct / incorrect"] == "20 / 20"
-    assert texts["greedy", "nats, mean"] == "0.129 / 0.179"
+    assert [texts["greedy", name] for name in ("task", "correct / incorrect", "nats, mean")] == [
+        "conflict", "20 / 20", "0.129 / 0.179"]
     assert texts["greedy", "Welch t, p"].startswith("+7.9")
     # Answers are longer among the last items, which are wrong, so their length adds to the fit.
     assert 0.5 < float(texts["greedy", "pseudo-R²"]) < float(texts["greedy", "with length"])
-    assert texts["greedy", "task"] == "conflict"
 
 
 def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(tmp_path):
@@ -138,17 +125,16 @@ def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(tmp_p
 def test_draws_share_a_line_and_the_best_values_are_marked(sweep):
     frame = frame_of(sweep)
     texts, notes = table(frame, "Miniature")
-    assert texts["masked, N = 4, random heads", "conflict"] == "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"
-    assert texts["greedy", "conflict"] == "50.0 [35.0, 65.0]"
-    assert texts["DeCoRe entropy, N = 4", "conflict"].startswith("**80.0** [")
-    assert texts["DeCoRe static, N = 4, α = 2", "conflict"].startswith("_70.0_ [")
+    for setup, text in (("masked, N = 4, random heads", "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"),
+                        ("greedy", "50.0 [35.0, 65.0]"), ("DeCoRe entropy, N = 4", "**80.0** [67.5, 90.0]"),
+                        ("DeCoRe static, N = 4, α = 2", "_70.0_ [55.0, 82.5]")):
+        assert texts[setup, "conflict"] == text
     # More answers from memory are not better: no best value.
     assert sum("**" in text for text in texts.values()) == 1
     assert "miniature-conflict 12 of 1,024, miniature-conflict 40 of 1,024" in notes and "three draws" in notes
     texts, _ = table(frame, "Score against")
+    assert [texts["masked", name] for name in ("task", "N", "std over draws")] == ["conflict", "1, 2, 4", "–"]
     assert texts["masked, random heads", "std over draws"] == "2.5"
-    assert [texts["masked", name] for name in ("task", "Pearson r", "std over draws")] == ["conflict", "-1.00", "–"]
-    assert texts["masked, random heads as published", "N"] == "1, 2, 4"
     # Greedy is the point N = 0 of masked models only.
     assert texts["masked, random heads", "Pearson r"] == f"{np.corrcoef([0, 1, 2, 4], [50, *[42.5] * 3])[0, 1]:+.2f}"
     assert texts["DeCoRe entropy", "Pearson r"] == "+1.00"      # with greedy it would be 0.96
@@ -173,18 +159,13 @@ def test_a_run_is_compared_with_the_papers_cell_of_its_setup(header, text):
     assert published.text(published.cell(run, header.get("metric", "substring_match_published"))) == text
 
 
-def test_the_papers_cells_have_columns_and_its_inferred_n_the_right_values():
+def test_every_cell_of_the_paper_has_a_column():
     shown = {(task, metric) for group in published.GROUPS for task, metric, _ in published.columns(group)}
     shown |= {(task, "entropy") for task in published.TASKS}
-    rows = published.table("paper")
-    assert {(row["task"], row["metric"].removesuffix("_published")) for row in rows} <= shown
-    for inferred in published.table("paper_n"):
-        cell = [row for row in rows if row["metric"] != "entropy"
-                and all(row[name] == inferred[name] for name in ("task", "model", "method"))]
-        main = {row["metric"]: row["value"] for row in cell if not row["num_heads"] and row["alpha"] in ("", "0.5")}
-        fits = [n for n in map(str, range(10, 101, 10))
-                if main == {row["metric"]: row["value"] for row in cell if row["num_heads"] == n and not row["alpha"]}]
-        assert inferred["num_heads"].split() == fits and inferred["how"], inferred
+    assert {(row["task"], row["metric"].removesuffix("_published")) for row in published.table("paper")} <= shown
+
+
+def test_the_papers_own_tests_are_noted_with_doubts():
     [note] = published.tests("meta-llama-3-8b-instruct", ["musique-cot-open"])
     assert "MuSiQue CoT open book, greedy, t-test statistic 11.75;" in note
     assert "all three models, McFadden's pseudo-R² of correctness on answer length and entropy 0.98 (impl" in note
@@ -194,9 +175,6 @@ def test_the_papers_value_is_beside_the_run_with_its_dtype_and_demonstrations(tm
     sets = ({"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34", "paper": False}, {"paper": True})
     for dtype, demos in itertools.product(("bfloat16", "float32"), sets):
         write_run(tmp_path, task="nq-swap", model=LLAMA, dtype=dtype, demos=demos, name=f"{dtype}{demos['paper']}")
-    for size in "ab":
-        write_run(tmp_path, task="popqa", model=LLAMA, data=[{"file": "q.tsv", "sha256": size * 64}], name=size)
-    write_run(tmp_path, task="triviaqa", model=LLAMA)
     texts, notes = table(frame_of(tmp_path), "Faithfulness")
     setups = [f"greedy, {dtype}, {demos}" for dtype in ("bfloat16", "float32")
               for demos in ("demonstrations: file demos.jsonl ab12cd", "the paper's demonstrations")]
@@ -206,10 +184,13 @@ def test_the_papers_value_is_beside_the_run_with_its_dtype_and_demonstrations(tm
     write_run(tmp_path, "masked", 10, task="nq-swap", model=LLAMA, dtype="bfloat16", demos=sets[1], right=30)
     texts, _ = table(frame_of(tmp_path), "Base entropy, nats")
     assert texts["masked, N = 10, bfloat16, the paper's demonstrations", "Welch t, p (below greedy)"][:5] == "-1.79"
-    texts, _ = table(frame_of(tmp_path), "Factuality")          # equally far from the paper's settings: in both
-    for setup, column in (("greedy, q.tsv aaaaaa", "PopQA EM"), ("greedy, q.tsv bbbbbb", "PopQA EM"),
-                          ("greedy", "TriviaQA EM")):
-        assert "; paper" in texts[setup, column]
+
+
+def test_the_papers_value_is_beside_all_runs_equally_far_from_its_settings(tmp_path):
+    for size in "ab":
+        write_run(tmp_path, task="popqa", model=LLAMA, data=[{"file": "q.tsv", "sha256": size * 64}], name=size)
+    texts, _ = table(frame_of(tmp_path), "Factuality")
+    assert all("; paper" in texts[f"greedy, q.tsv {size * 6}", "PopQA EM"] for size in "ab")
 
 
 def test_the_papers_value_is_compared_with_the_metric_as_published(tmp_path):
@@ -223,9 +204,9 @@ def test_the_papers_value_is_compared_with_the_metric_as_published(tmp_path):
 def test_judged_answers_have_columns_without_rejections(tmp_path):
     path = write_run(tmp_path, task="truthfulqa-gen", model=LLAMA, items=4, right=4)
     path.write_text(path.read_text().replace(" Alaria.", " I have no comment.", 1))
-    verdicts = [{"judge": kind, "model": "allenai/judge", "yes": 1, "key": f"{i}: {text}"} for kind in ("truth", "info")
-                for i, text in enumerate(["I have no comment.", *["Alaria."] * 3])]
-    path.with_suffix(".judged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts))
+    write_lines(path.with_suffix(".judged.jsonl"), [
+        {"judge": kind, "model": "allenai/judge", "yes": 1, "key": f"{i}: {text}"} for kind in ("truth", "info")
+        for i, text in enumerate(["I have no comment.", *["Alaria."] * 3])])
     assert stored.run_files(tmp_path) == [path]
     texts, notes = table(frame_of(tmp_path), "Factuality")
     text = texts["greedy", "TruthfulQA (Gen) %T∩¬Reject"]
@@ -255,7 +236,6 @@ MISTRAL, QWEN, DOLA = {"model": "Mistral-7B-Instruct-v0.3"}, {"model": "Qwen2-7B
     ({"max_new_tokens": 12, "layout": "chat", "template_args": {"enable_thinking": False}}, "; "),
     (MISTRAL | {"layout": "chat"}, "layout chat; "),
     (MISTRAL | {"layout": "mistral", "template_args": {}}, "; "),
-    ({"method": "ad", "info_layer": 24}, "; "),
     ({"method": "ad", "info_layer": 12}, "; info layer 12"),
     ({"alpha_cap": 0.5, "renormalise": False}, "; alpha cap 0.5, renormalise False"),
     (DOLA | {"dola_layers": "halves"}, "; dola layers halves"),
@@ -327,9 +307,9 @@ def test_tables_need_no_matplotlib_and_figures_say_what_to_install(sweep):
     assert "pip install pandas scipy statsmodels, and matplotlib for --plots" in program.stderr
 
 
-@pytest.mark.parametrize("command", ["report", "report heads", "report page"])
-def test_help_shows_the_command_as_it_is_typed(call, command):
-    assert re.match(rf"usage: \S+ .* {command} \[-h\]", call(evaluate.main, *command.split(), "--help")[1])
+def test_help_shows_the_command_as_it_is_typed(call):
+    for command in ("report", "report heads", "report page"):
+        assert re.match(rf"usage: \S+ .* {command} \[-h\]", call(evaluate.main, *command.split(), "--help")[1])
 
 
 # Figures
@@ -342,12 +322,10 @@ def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {f"{kind}-miniature.png" for kind in figures.FIGURES}
     frame = frame_of(sweep)
     for kind in figures.FIGURES:
-        pixels = (imread(tmp_path / f"{kind}-miniature.png")[..., :3] * 255).round().astype(int)
-        assert (pixels.min(-1) < 250).mean() > 0.02 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
+        assert (imread(tmp_path / f"{kind}-miniature.png")[..., :3].min(-1) < 0.98).mean() > 0.02      # not blank
         assert f"/{kind}-miniature.png)" in out
         foot = " ".join(draw(kind, frame).get_supxlabel().split())
-        assert re.search("miniature-conflict (12 to )?40", foot)
-        assert "commit: 01234567" in foot
+        assert re.search("miniature-conflict (12 to )?40", foot) and "commit: 01234567" in foot
         assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
 
 
@@ -360,15 +338,12 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(tmp_path):
     write_run(tmp_path, "masked", 10, task="nq-swap", model=LLAMA, mask="query", name="one")    # a single N: no line
     figure = draw("heads", frame_of(tmp_path))
     assert "mask: output ·" in " ".join(figure.get_supxlabel().split())
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["NQ-Swap", "PopQA"]
     assert "r masked, published draws: -" in figure.axes[0].get_xlabel()
     names = ["masked", "masked, random heads", "masked, random heads as published"]
     for ax in figure.axes:
         styles = {line.get_label(): (line.get_color(), line.get_marker(), line.get_linestyle())
                   for line in ax.lines if not line.get_label().startswith("_")}
-        papers = ["the paper: masked", "the paper: masked, random heads"]
-        assert sorted(styles) == sorted([*names, *papers, "greedy"])
-        assert sum(line.get_label() in papers for line in ax.lines) == 2            # once for both samplers
+        assert sorted(styles) == sorted([*names, "the paper: masked", "the paper: masked, random heads", "greedy"])
         assert len({styles[name][:2] for name in names}) == 3 and len({*styles.values()}) == 6
     low, high = figure.axes[0].get_ylim()               # 38.9 to 61.3 are drawn
     assert 30 < low < 38.9 and 61.3 < high < 70
@@ -387,10 +362,9 @@ def test_runs_without_data_for_a_figure_have_none(tmp_path):
 
 def test_retrieval_scores_by_rank_are_the_papers(call):
     status, out, err = call(evaluate.main, "report", "heads")
-    lines = [re.findall(r"0\.\d{4}", line) for line in out.splitlines()[4:]]
-    lines = [numbers for numbers in lines if numbers]
-    assert (status, err) == (0, "") and len(lines) == 10
-    assert lines[::2] == lines[1::2] and all(len(numbers) == 11 for numbers in lines)
+    lines = list(filter(None, (re.findall(r"0\.\d{4}", line) for line in out.splitlines()[4:])))
+    assert (status, err) == (0, "") and [*map(len, lines)] == [11] * 10
+    assert lines[::2] == lines[1::2]
 
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom(tmp_path):
