@@ -22,7 +22,6 @@ from report import significance, stored
 from tasks import metrics
 from tokenizer import Tokenizer
 
-RETRIEVAL = 0.1                         # scores above this make a head a retrieval head
 NUMBERS = (1, 4)                        # of heads that are masked; for each there are runs with random heads
 DECORE = "DeCoRe entropy, N = 4"
 
@@ -76,7 +75,7 @@ def draws(numbers):
 def sparse(runs):
     """Retrieval heads are few: at most a fifth of the heads score above 0.1, the best above 0.5"""
     scores = np.array(sorted(load_scores("miniature").values(), reverse=True))
-    share = np.mean(scores > RETRIEVAL)
+    share = np.mean(scores > 0.1)
     best = ", ".join(f"{score:.3f}" for score in scores[:5])
     return 0 < share <= 0.2 and scores[0] > 0.5, f"{share:.1%} of {len(scores)} heads; the best five: {best}"
 

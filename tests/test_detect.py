@@ -31,9 +31,6 @@ def tokenizer(chat_model):
     return Tokenizer.load(chat_model)
 
 
-# Attention, compared with transformers
-
-
 def load_reference(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
@@ -113,28 +110,21 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
             assert [share for _, share in places] == sorted((share for _, share in places), reverse=True)
 
 
-# Needles and prompts
-
-
-def prompt_of(tokenizer, length, depth, book=None, template_args=None, seed=0):
-    book = book or needles.make_book(tokenizer, BOOKS, 0, length)
-    facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=seed)
-    return needles.make_prompt(needles.Sample(0, length, depth, 0), NEEDLE, book, tokenizer, facts)
-
-
 @pytest.mark.parametrize("template_args", [None, {}])
 @pytest.mark.parametrize("depth", [0, 33, 100])
 def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(tokenizer, depth, template_args):
-    book = needles.make_book(tokenizer, BOOKS, 0, 3000)
-    ids, span, at = prompt = prompt_of(tokenizer, 3000, depth, book, template_args)
+    book, sample = needles.make_book(tokenizer, BOOKS, 0, 3000), needles.Sample(0, 3000, depth, 0)
+    facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=0)
+    ids, span, at = prompt = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
     before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
     assert re.search(r'([.!?]"?\s+|: ?|^)$', before) and re.match(r"\s", after)
     assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
     assert abs(at - depth) <= needles.NEAR
-    assert depth != 33 or prompt_of(tokenizer, 3000, depth, book, template_args, seed=1)[2] != at
+    assert depth != 33 or needles.make_prompt(sample, NEEDLE, book, tokenizer, facts | {"seed": 1})[2] != at
     assert 2700 < len(ids) <= 3000
     # A prompt that is too long loses sentences until it fits: all of them if the estimate of its tokens is too low.
-    assert prompt_of(tokenizer, 3000, depth, (book[0], book[1][:60], [0] * 60), template_args) == prompt
+    too_low = book[0], book[1][:60], [0] * 60
+    assert needles.make_prompt(sample, NEEDLE, too_low, tokenizer, facts) == prompt
 
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
@@ -198,9 +188,6 @@ def test_texts_and_needles_are_read_from_files(tmp_path):
             needles.read_needles(lines)
 
 
-# Facts and prompts from the command line
-
-
 @pytest.fixture
 def prepare(chat_model, monkeypatch):
     """The facts and the prompts of a command on the tiny model."""
@@ -256,8 +243,6 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts, detect.load_rouge())
         assert [record["right"] for record in records] == [True, False, False]
 
-
-# The program, on the miniature
 
 SHORT = ["--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
 
