@@ -17,6 +17,7 @@
 import math
 import sys
 
+import runtime  # isort: skip  # noqa: F401
 import torch
 
 import decore

@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import runtime  # isort: skip  # noqa: F401
 import torch
 
 from runtime.checks import check_answers, check_finite, check_generation, check_heads, check_method, is_batch, unpadded

@@ -21,6 +21,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import runtime  # isort: skip  # noqa: F401
 import torch
 
 import baselines

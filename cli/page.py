@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from decore import DeCoRe
 
+STREAMED = 200                  # ids of a stream
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 render = TEMPLATES.get_template("page.html").render             # (title=…, parts=[…]) → the page as a text
 
@@ -57,11 +58,17 @@ def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verd
 
 def pieces(tokenizer, ids):
     """[(text, positions of its ids)]. A character may span several tokens, and special tokens have no text."""
-    stream, last, out, start = tokenizer.stream(), len(ids) - 1, [], 0
-    for i, text in enumerate([*map(stream.push, ids), stream.end()]):
-        if text:
-            out.append((text, range(min(start, last), min(i, last) + 1)))
+    stream, out, start = tokenizer.stream(), [], 0
+    for i, token in enumerate(ids):
+        if text := stream.push(token):
+            out.append((text, range(start, i + 1)))
             start = i + 1
+        # A stream decodes all of its ids again. Later text depends on the last one only, if that is whole characters.
+        if start == i + 1 and len(stream.ids) > STREAMED and "\ufffd" not in tokenizer.decode(ids[i:start]):
+            stream = tokenizer.stream()
+            stream.push(token)
+    if rest := stream.end():
+        out.append((rest, range(min(start, len(ids) - 1), len(ids))))
     return out
 
 

@@ -10,6 +10,7 @@ import warnings
 from itertools import product
 from pathlib import Path
 
+import runtime  # isort: skip  # noqa: F401
 import numpy as np
 
 from runtime.files import read_json

@@ -9,7 +9,8 @@ from runtime.files import one_line
 
 HUGE = 10**9                        # far above any α, and still safe to multiply with
 SHORT = 4096                        # a context of fewer tokens gets a hint to a model that anybody can load
-LONGER = ", or use a model that reads more, such as Qwen/Qwen2.5-3B-Instruct (6.2 GB; head scores are included)"
+LONGER = (", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in bfloat16, head "
+          "scores included)")
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):

@@ -142,3 +142,11 @@ def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkey
     counts, failures = fuzz.fuzz(range(180), seed=1, seconds=40)
     assert not failures
     assert {name for name, outcome in counts if outcome == "right"} == set(fuzz.KINDS)
+
+
+@pytest.mark.parametrize("program", ["decore.py", "baselines.py", "evaluate.py", "-m heads.detect", "-m speed.decode"])
+def test_ctrl_c_is_one_line_also_while_torch_is_imported(program, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run([sys.executable, *program.split()], cwd=ROOT, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True)
+    assert done.stderr == "interrupted\n" and done.returncode != 0
