@@ -284,6 +284,7 @@ def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_co
     shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
     names = ("fingerprint", "lengths", "depths", "needles", "haystack", "template", "max_new_tokens")
     assert [facts[name] for name in names] == [shipped[name] for name in names] and facts["runs"] == 24
+    assert facts.keys() == shipped.keys()
     monkeypatch.setattr(detect, "SUCCESS", 1)
     status, _, err = call(detect.main, "--runs", 20, "--out", tmp_path / "other.json")
     assert status == 2 and re.search("so far, 0 of 20 answers are right; the first one is '.*': try --raw, ", err)
