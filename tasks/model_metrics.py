@@ -98,7 +98,7 @@ def ifeval(line):
 def checkers():
     """Instruction name → checker class. Sets the seed of language detection, which draws random numbers."""
     import langdetect
-    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT  # downloads NLTK data if there are none
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
     langdetect.DetectorFactory.seed = 0
     return INSTRUCTION_DICT
 

@@ -3,7 +3,6 @@
 `hf` gets its tokenizers as objects, because transformers 5 builds others from some old files."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-FAMILIES = ("llama3", "mistral-window", "qwen2")
 BEGIN, END = "<|begin|>", "<|end|>"
 TEMPLATE = ("{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
@@ -57,7 +55,7 @@ def write(folder, family, template=TEMPLATE):
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])      # with and without BOS
 def test_every_value_equals_that_of_hf(tmp_path, family):
     folder = write(tmp_path / family, family)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
@@ -150,32 +148,26 @@ def test_perplexities_and_answers_that_the_task_begins_are_refused(small):
 UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc['prompt']\n"
 
 
-def test_the_example_of_the_page_gives_the_numbers_of_evaluate(tmp_path, monkeypatch, capsys):
-    """From the root and from elsewhere. Tasks may import the library `evaluate`, which is not our evaluate.py."""
-    import evaluate
+def test_the_example_of_the_page_gives_the_number_of_evaluate(tmp_path, start):
+    """Tasks may import the library `evaluate`, which is not our evaluate.py."""
     from miniature.data import make_split
 
-    [example] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "data.md").read_text()
+    [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     items = tmp_path / "conflict.jsonl"
     items.write_text("\n".join(json.dumps(item._asdict()) for item in make_split("conflict", 24)))
     (tmp_path / "utils.py").write_text(UTILS)
     example = example.replace("conflict.jsonl", str(items)).replace('"{{prompt}}"', "!function utils.ask")
     (tmp_path / "conflict.yaml").write_text(example)
-    shared, numbers = ["--tasks", "conflict", "--include_path", str(tmp_path), "--batch_size", "12"], []
-    for method, place in (("greedy", ROOT), ("decore-entropy", tmp_path)):
-        out = tmp_path / method
-        done = subprocess.run([sys.executable, "-m", "evaluation.harness", "--method", method, *shared, "--output_path",
-                               str(out)], cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-                              text=True)
-        assert done.returncode == 0, done.stderr
-        results = json.loads(next(out.rglob("results_*.json")).read_text())
-        assert results["config"]["model_args"]["method"] == method
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "--task", "miniature-conflict", "--method", method,
-                                          "--limit", "24", "--out", str(tmp_path / "runs")])
-        evaluate.main()
-        numbers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]["exact_match"])
-        assert results["results"]["conflict"]["exact_match,none"] == numbers[-1]
-    assert numbers[0] < numbers[1]
+    done = subprocess.run([sys.executable, "-m", "evaluation.harness", "--method", "decore-entropy", "--tasks",
+                           "conflict", "--include_path", tmp_path, "--batch_size", "12", "--output_path", tmp_path],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())
+    assert results["config"]["model_args"]["method"] == "decore-entropy"
+    _, [out], _ = start("--task", "miniature-conflict", "--method", "decore-entropy", "--limit", 24, "--out", tmp_path)
+    number = out["metrics"]["exact_match"]
+    assert results["results"]["conflict"]["exact_match,none"] == number and f"is {number:.2f}; with" in page
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -184,7 +176,7 @@ def test_the_example_of_the_page_gives_the_numbers_of_evaluate(tmp_path, monkeyp
     (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
     (["--tasks", "x", "--use_cache", "f"], "--use_cache has no effect"),
     (["--tasks", "x", "--cache_requests", "true"], "--cache_requests has no effect"),
-    ([], "--tasks is missing"), (["--limit", "5"], "--tasks is missing"),
+    ([], "--tasks is missing"),
     (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
 ])
 def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
