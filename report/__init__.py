@@ -6,19 +6,17 @@
     significance.py  statistical tests                      item.py        one item of a run as a page"""
 
 import sys
+from importlib import import_module
 
 import cli
 
 
 def main(argv):
     """`evaluate.py report …`: DIR, `page RUN.jsonl --item K` or `heads [MODEL|FILE …]`."""
+    programs = {"page": "report.item", "heads": "report.heads"}
     try:
-        if argv[:1] == ["page"]:
-            from report import item
-            return item.main(argv[1:])
-        if argv[:1] == ["heads"]:
-            from report import heads
-            return heads.main(argv[1:])
+        if argv and argv[0] in programs:
+            return import_module(programs[argv[0]]).main(argv[1:])
         report(argv)
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install pandas scipy statsmodels, and matplotlib for --plots") from None

@@ -58,9 +58,8 @@ def lines_of(run):
 
 def label_variants(runs):
     """The runs, labelled by dtype, demonstrations and data if runs of their model and task have different ones."""
-    about = pd.DataFrame([{"title": run.title, "task": run.task, **variant_of(run.header)} for run in runs])
-    labels = about.iloc[:, 2:]
-    several = labels.groupby([about["title"], about["task"]]).transform("nunique") > 1
+    labels = pd.DataFrame([variant_of(run.header) for run in runs])
+    several = labels.groupby([[run.title for run in runs], [run.task for run in runs]]).transform("nunique") > 1
     texts = [", ".join(line.dropna()) for _, line in labels.where(several).iterrows()]
     return [replace(run, setup=replace(run.setup, variant=text)) for run, text in zip(runs, texts, strict=True)]
 
@@ -102,10 +101,9 @@ def typical(frame):
         return (not setup.options, setup.alpha == PAPER_ALPHA, of_n[n], inferred[setup],
                 n == default_num_heads(run.header), -(n or 0), of_setup[setup])
 
-    best = {}
-    for run in sorted(runs, key=preference, reverse=True):
-        setup = run.setup
-        best.setdefault((setup.method, setup.mask, setup.amateur, setup.variant), str(setup))
+    # The best comes last and stays.
+    best = {(run.setup.method, run.setup.mask, run.setup.amateur, run.setup.variant): str(run.setup)
+            for run in sorted(reversed(runs), key=preference)}
     return frame[frame["setup"].isin(best.values())]
 
 

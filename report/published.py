@@ -3,9 +3,10 @@
 paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and `note` the reason.
 paper_n.csv: how each N of a main table was inferred. paper_heads.csv: retrieval scores by rank."""
 
-import csv
 from functools import cache
 from pathlib import Path
+
+import pandas as pd
 
 FOLDER = Path(__file__).parent
 EM = {"substring_match": "EM"}
@@ -45,8 +46,7 @@ RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
 @cache
 def table(name):
-    with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return pd.read_csv(FOLDER / f"{name}.csv", dtype=str, keep_default_na=False).to_dict("records")
 
 
 def columns(group):

@@ -30,10 +30,9 @@ def logistic(x, correct):
     scale = np.std(x, axis=0)                           # x may be tiny, and the fit converges best for x near 1
     if min(sum(correct), sum(~correct)) < FEWEST or not scale.all():
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")                  # of classes that are separated
-        try:
+    try:
+        with warnings.catch_warnings(action="error"):   # of classes that are separated
             fit = Logit(correct.astype(float), add_constant(x / scale)).fit(disp=False, maxiter=200)
-        except (UserWarning, RuntimeWarning, np.linalg.LinAlgError):
-            return None
+    except (UserWarning, RuntimeWarning, np.linalg.LinAlgError):
+        return None
     return fit.params / [1, *scale], float(fit.prsquared)

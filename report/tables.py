@@ -217,8 +217,7 @@ def correctness_table(frame):
             if (answers := judged_answers(run)) is None:
                 continue
             predictors, right = answers
-            entropies = predictors[:, 0]
-            good, bad = entropies[right], entropies[~right]
+            good, bad = predictors[right, 0], predictors[~right, 0]
             ranks = mannwhitneyu(good, bad)
             fits = (significance.logistic(x, right) for x in (predictors[:, :1], predictors))
             lines.append({
