@@ -1,4 +1,4 @@
-"""Retrieval-head scores: which heads copy tokens out of the context, and the choice of heads to mask.
+"""Retrieval-head scores: which heads copy tokens of the context, and the choice of heads to mask.
 
 README.md describes head files and lists those of this folder. The files of the paper's authors are read too:
 {"layer-head": [one score per sample]}."""
@@ -17,7 +17,7 @@ from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
-WORD = re.compile(r"v?\d+(?:\.\d+)*[a-z]*|[a-z]+")         # "honest_llama3_8b" → honest, llama, 3, 8b
+WORD = re.compile(r"v?\d+(?:\.\d+)*[a-z]*|[a-z]+")     # "honest_llama3_8b" → honest, llama, 3, 8b
 
 
 def load_heads(model, n=None, name=None, option="--heads"):
@@ -94,7 +94,7 @@ def load_scores(name):
         raise ValueError(f'{path}: "scores" must be an object with one entry "layer-head": score per head')
     for key, value in entries.items():
         match, values = KEY.fullmatch(key), value if isinstance(value, list) else [value]
-        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)      # NaN is not < 1e9
+        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)  # NaN is not < 1e9
         if not match or not values or not finite:
             raise ValueError(f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a finite '
                              "number, or a list of one per sample")
@@ -103,7 +103,7 @@ def load_scores(name):
 
 
 def find_file(name):
-    """The head file `name`, or the file of the model of that name. FileNotFoundError without one."""
+    """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
         raise FileNotFoundError(f"{name} is neither a head file nor a model of heads/README.md; "
@@ -113,7 +113,8 @@ def find_file(name):
 
 def find_heads(model_name):
     """The file of a model, by the last part of its name or folder; None without one."""
-    return {plain_name(path.stem): path for path in FOLDER.glob("*.json")}.get(plain_name(model_name))
+    files = {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
+    return files.get(plain_name(model_name))
 
 
 def no_file(model, option):

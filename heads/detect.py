@@ -32,7 +32,7 @@ from runtime.weights import fingerprint
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
 SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
-EARLY = 20                                  # runs after which the number of right answers is printed
+EARLY = 20                                  # after so many runs, print how many answers are right
 NEWLINE, STOP_ID = "<0x0A>", 144            # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
 
@@ -77,7 +77,7 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
                 ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
-    keys = model.shard.all_gather(torch.stack(keys))                # [S, L, B, H], heads of all ranks
+    keys = model.shard.all_gather(torch.stack(keys))            # [S, L, B, H], heads of all ranks
     # Keys of new tokens are numbered from P on, after those of the padded prompts.
     positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
     return [(ids, positions[:len(ids), :, b]) for b, ids in enumerate(answers)]

@@ -121,12 +121,12 @@ def make_prompt(sample, needle, book, tokenizer, facts):
     """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack with a sentence.
 
     facts: "template" contains {context} and {question}; "template_args" are the arguments of the chat template, None
-    without one; "seed". Returns the ids, the needle's tokens (first, last + 1), and its depth in %."""
+    without one; "seed". Returns the ids, the needle's tokens (first, last + 1), its depth in %."""
     text, bounds, counts = book
     head, tail = (part.replace("{question}", needle.question) for part in facts["template"].split("{context}"))
     encode_chat = partial(encode_message, tokenizer, template_args=facts["template_args"])
     room = sample.length - len(encode_chat(f"{head}{needle.needle} {tail}")[0])
-    # The joined text may have more tokens than its parts, so that the first attempt may be too long.
+    # The joined text may have more tokens than its parts, so the first attempt may be too long.
     for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
         end, rng = bounds[last], random.Random(f"{facts['seed']} {sample}")
         at = choose_boundary(bounds[:last + 1], sample.depth, rng)

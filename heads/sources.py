@@ -1,4 +1,4 @@
-"""The source of each generated token: the position in the prompt that the retrieval heads attend to."""
+"""The source of each generated token: the prompt position that the retrieval heads attend to."""
 
 from collections import Counter
 

@@ -158,7 +158,7 @@ def pointing(runs):
         # Of several positions that most heads attend to, the first in the order of the heads.
         tops = [Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0] for heads in sets]
         hits.append([top in span for top in tops])
-    top, others = np.split(np.array(hits, float).T, [1])                    # [1, items], [draws, items]
+    top, others = np.split(np.array(hits, float).T, [1])                # [1, items], [draws, items]
     return (interval(top).low > 50 > interval(others).high,
             f"{interval(top)} of {len(hits)}, random heads {draws(others)}")
 

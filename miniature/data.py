@@ -26,7 +26,7 @@ import cli
 
 N_COUNTRIES = 64
 RELATIONS = ("capital", "ruler", "longest river", "language", "founder")
-N_TRAINED_CONFLICTS = 64        # of the 320 facts; the others are contradicted in the test splits only
+N_TRAINED_CONFLICTS = 64        # of the 320 facts; only test splits contradict the others
 POPULARITY = 10                 # the most frequent fact is ten times as frequent as the rarest; log-uniform between
 
 # Shares of the kinds: first the model learns to copy, then it learns facts, and a little about conflicts.
@@ -81,7 +81,7 @@ class Item(NamedTuple):
 
 
 def held_out(name):
-    """Whether a name never occurs in a training document: a fifth of all names, chosen by checksum."""
+    """Whether training documents never contain a name: a fifth of all, chosen by checksum."""
     return zlib.crc32(name.encode()) % 5 == 0
 
 

@@ -37,7 +37,7 @@ def load_reference(folder):
 
 @torch.no_grad()
 def reference_run(folder, prompt, needle, steps, published):
-    """The definition, with transformers: complete sequences and attention matrices, token by token."""
+    """The definition, with transformers: complete sequences and attention matrices."""
     reference, ids = load_reference(folder), list(prompt)
     L, H = reference.config.num_hidden_layers, reference.config.num_attention_heads
     copied = {(layer, head): [] for layer in range(L) for head in range(H)}
@@ -239,7 +239,7 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
     monkeypatch.setattr(detect, "answer_batch", answer_batch)
     for more in ([], ["--published"]):
         facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
-        texts = ["The stones under", "under the", "I do not know"]              # recall 0.75, 0.5, 0
+        texts = ["The stones under", "under the", "I do not know"]          # recall 0.75, 0.5, 0
         records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts, detect.load_rouge())
         assert [record["right"] for record in records] == [True, False, False]
 
@@ -282,9 +282,8 @@ def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_co
     assert status == 0 and re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == ["20"], err
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
     shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
-    names = ("fingerprint", "lengths", "depths", "needles", "haystack", "template", "max_new_tokens")
-    assert [facts[name] for name in names] == [shipped[name] for name in names] and facts["runs"] == 24
-    assert facts.keys() == shipped.keys()
+    different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
+    assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
     monkeypatch.setattr(detect, "SUCCESS", 1)
     status, _, err = call(detect.main, "--runs", 20, "--out", tmp_path / "other.json")
     assert status == 2 and re.search("so far, 0 of 20 answers are right; the first one is '.*': try --raw, ", err)

@@ -92,7 +92,7 @@ def test_training_lowers_the_loss_and_keeps_one_copying_head(tmp_path, monkeypat
         monkeypatch.setattr(train, name, value)
     monkeypatch.setattr(Transformer, "forward", record_mask)
     train.write_checkpoint(tmp_path, train.CONFIG | shape, steps=20)
-    together, alone = torch.cat(masks[:10]), torch.cat(masks[11:])     # masks[10] is choose_copier's
+    together, alone = torch.cat(masks[:10]), torch.cat(masks[11:])   # 10: choose_copier's
     assert together.all() and alone.all(0).nonzero().tolist() == [[1, 2]]
     model, tokenizer = Transformer.load(tmp_path, dtype=torch.float32), Tokenizer.load(tmp_path).core
     tokens, counts = next(train.batches(tokenizer, data.documents(data.COPYING, "test")))
