@@ -56,7 +56,7 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
 class Letters:
     """A tokenizer with one token per letter."""
     def stream(self):
-        return SimpleNamespace(push=chr, end=lambda: "")
+        return SimpleNamespace(push=chr, end=lambda: "", ids=())
 
     def decode(self, ids):
         return "".join(map(chr, ids))
