@@ -20,8 +20,8 @@ RUN = "evaluate.py --task miniature-conflict --method greedy,decore-entropy --ma
 # How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
 RUN_HERE = {
     "python decore.py --compare --sources --html": "decore.py --compare --sources --html TMP/page.html",
-    "python decore.py --model meta-llama/Meta-Llama-3-8B-Instruct": "decore.py --model miniature --prompt Hi --compare",
-    "python decore.py --model meta-llama/Meta-Llama-3-70B": "decore.py --amateur miniature/amateur --prompt Hi",
+    "python decore.py --model Qwen": "decore.py --model miniature --prompt-file miniature/example.txt --compare",
+    "python decore.py --transformers": "decore.py --transformers --heads heads/miniature.json --prompt Hi",
     "torchrun": "decore.py --prompt-file miniature/example.txt",
     "python decore.py": "decore.py",
     "python baselines.py": "baselines.py --compare --info-layer 3 --amateur miniature/amateur",
@@ -31,6 +31,7 @@ RUN_HERE = {
     "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore TMP/8b/miniature-conflict.miniature.greedy.jsonl",
     "python -m heads.detect --model Qwen": DETECT,
     "python -m heads.detect --model miniature": DETECT,
+    "python -m heads.detect --transformers": f"{DETECT.replace('heads.json', 'theirs.json')} --transformers",
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
 }
 # Commands that other tests run, or that need a network or too much time → which.
@@ -88,6 +89,7 @@ BLOCKS = [pytest.param(block, id=page.name) for page in PAGES
 def test_a_python_block_of_the_pages_runs(block, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("tokenizer.Tokenizer.encode_chat", lambda self, messages: self.encode(messages[0]["content"]))
-    for large, small in (("meta-llama/Meta-Llama-3-8B-Instruct", "miniature"), ('device="cuda"', 'device="cpu"')):
+    for large, small in (("meta-llama/Meta-Llama-3-8B-Instruct", "miniature"), ('device="cuda"', 'device="cpu"'),
+                         ("Qwen/Qwen2.5-3B-Instruct", "miniature"), ("Qwen2.5-3B-Instruct", "miniature")):
         block = block.replace(large, small)
     exec(block, {})
