@@ -270,7 +270,8 @@ def check_name(method):
 
 def main():
     from cli.program import main
-    main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", METHODS, "dola-low", METHODS)
+    main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, decore.DeCoRe, METHODS,
+         "dola-low", METHODS)
 
 
 if __name__ == "__main__":

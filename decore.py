@@ -55,7 +55,6 @@ def decore(model, prompts, heads, n):
 
 # ------------------------------------------------------------------------- the same loop, with methods and options
 
-
 class Step(NamedTuple):
     """Scores of the token that follows each of T tokens of B texts."""
     scores: torch.Tensor                # of the next token, [B, T, V] float32; decoding takes the argmax
@@ -221,8 +220,8 @@ def pad(sequences, device="cpu"):
 
 def main():
     from cli.program import main
-    main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", METHODS, "decore-entropy",
-         ("greedy", "masked"))
+    main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, DeCoRe, METHODS,
+         "decore-entropy", ("greedy", "masked"))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.attention import attention, causal_attention
+from runtime.checks import MASKS
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 from tokenizer import special_ids
 
-MASKS = ("output", "query")     # output: the paper's Eq. 4 and 5; query: the published runs
 CHUNK = 2048                    # tokens per prefill pass, summed over the batch; at least 16 of each prompt
 BLOCK = 64                      # P and S are multiples of this
 

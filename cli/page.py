@@ -10,33 +10,33 @@ from statistics import fmean
 import torch
 from jinja2 import Environment, FileSystemLoader
 
-from decore import DeCoRe
-
 STREAMED = 200                  # ids of a stream
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 render = TEMPLATES.get_template("page.html").render             # (title=…, parts=[…]) → the page as a text
 
 
-def write_page(path, model, tokenizer, answers):
-    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its settings)."""
+def write_page(path, model, tokenizer, answers, decoder):
+    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its settings).
+
+    decoder: DeCoRe."""
     parts = []
     for b, lines in enumerate(zip(*(lines for lines, _ in answers), strict=True)):
         prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
         parts.append(prompt)
         for i, (line, (batch, settings)) in enumerate(zip(lines, answers, strict=True)):
             is_decore = line["method"].startswith("decore")
-            favourites = masked_favourites(model, line, settings) if is_decore else None
+            favourites = masked_favourites(model, line, settings, decoder) if is_decore else None
             parts.append(answer_part(tokenizer, line["method"], f"g{i * len(batch) + b}", line, prompt, favourites))
     if model.shard.rank == 0:
         Path(path).write_text(render(title=model.name, parts=parts), encoding="utf-8")
 
 
 @torch.inference_mode()
-def masked_favourites(model, line, settings):
+def masked_favourites(model, line, settings, decoder):
     """The most likely token of the masked model, or of the amateur, at each position: [(token, probability)]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    log_p, token = DeCoRe(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
+    log_p, token = decoder(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 

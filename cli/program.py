@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import baselines
 import cli
 from cli.options import token_ids
 from cli.page import pieces, write_page
@@ -21,11 +20,12 @@ TITLE = 60                                              # characters of a prompt
 SHOWN = 3                                               # words of the prompt that --sources prints for a new word
 
 
-def main(description, methods, default, compared):
+def main(description, generate, decoder, methods, default, compared):
     """Decode the prompts of the command line by one method, or by several for comparison.
 
-    methods: the names that --method takes. default: the default method. compared: the methods that --compare adds;
-    those that raise ValueError are left out. The requested method's error is raised after all others are printed."""
+    generate: that of decore.py or baselines.py. decoder: DeCoRe. methods: the names that --method takes. default: the
+    default method. compared: the methods that --compare adds; those that raise ValueError are left out. The requested
+    method's error is raised after all others are printed."""
     args = make_parser(description, methods, default, compared).parse_args()
     requested, chosen = choose_methods(args, default, compared)
     prompts = read_prompts(args) if os.environ.get("RANK", "0") == "0" else None        # rank 0 has standard input
@@ -50,7 +50,7 @@ def main(description, methods, default, compared):
                 if method == "cad" and (args.without_context or args.without_context_ids):
                     settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in (
                         args.without_context or []) + (args.without_context_ids or [])]
-                answers.append((decode(method, model, tokenizer, ids, settings, args, width), settings))
+                answers.append((decode(generate, method, model, tokenizer, ids, settings, args, width), settings))
             except ValueError as error:
                 if method == requested:
                     failure = error
@@ -60,13 +60,13 @@ def main(description, methods, default, compared):
         if len(ids) > 1 and not args.json:
             print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
     if args.html and answers:
-        write_page(args.html, model, tokenizer, answers)
+        write_page(args.html, model, tokenizer, answers, decoder)
         print(f"wrote {args.html}", file=sys.stderr)
     if failure:
         raise failure
 
 
-def decode(method, model, tokenizer, ids, settings, args, width):
+def decode(generate, method, model, tokenizer, ids, settings, args, width):
     """Decode by one method → a line of --json per prompt. Prints the lines, or a single answer while it is decoded."""
     streams, live = [tokenizer.stream(args.stop) for _ in ids], len(ids) == 1 and not args.json
     text = label(method, width)                         # to be printed
@@ -80,7 +80,7 @@ def decode(method, model, tokenizer, ids, settings, args, width):
         return streams[b].ended
 
     start = time.perf_counter()
-    out = baselines.generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
+    out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
                              on_token=on_token, graph=False if args.no_graph else None, **settings)
     seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
     heads, lines = settings.get("amateur_heads", settings.get("heads", ())), []

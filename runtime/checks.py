@@ -7,6 +7,7 @@ import torch
 
 from runtime.files import one_line
 
+MASKS = ("output", "query")         # output: the paper's Eq. 4 and 5; query: the published runs
 HUGE = 10**9                        # far above any α, and still safe to multiply with
 SHORT = 4096                        # a context of fewer tokens gets a hint to a model that anybody can load
 LONGER = (", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in bfloat16, head "

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from model import MASKS
+from runtime.checks import MASKS
 from runtime.config import find_dtype
 from runtime.errors import out_of_memory
 from runtime.files import one_line
