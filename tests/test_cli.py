@@ -95,7 +95,7 @@ def test_an_answer_that_fills_the_context_says_so(call):
         _, _, err = call(decore.main, "--prompt-ids", "5" + ",5" * 249, "--method", "greedy", "--max-new-tokens", n)
         assert "greedy: 6 tokens" in err and ("an answer ended because the context is full" in err) == full
     status, out, err = call(decore.main, "--prompt", "word " * 150, "--compare")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "use a model that reads more, such as Qwen/" in err
+    assert (status, out, err.count("\n")) == (2, "", 1) and "use a model that reads more: --model Qwen/" in err
 
 
 def test_sources_stand_below_each_answer_word_by_word(call, objects):
