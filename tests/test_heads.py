@@ -140,6 +140,8 @@ def test_random_heads_are_nested_and_hold_no_retrieval_head():
             assert len(set(heads)) == n and heads == sets[-1][:n]
             assert not set(heads) & set(RANKED[:100])
     assert sets != [random_heads(RANKED, n, 20) for n in (1, 10, 50, 100)]
+    # Among the heads that are left, the order does not matter.
+    assert sets[-1] == random_heads(RANKED[:100] + sorted(RANKED[100:]), 100, seed=19)
     # A small model leaves out half of its heads.
     assert set(random_heads(RANKED[:32], 16, seed=3)) == set(RANKED[16:32])
     with pytest.raises(ValueError, match="17 random heads are too many"):
