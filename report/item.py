@@ -66,7 +66,7 @@ def answer_of(header, line, title, name, model):
 
     name: unique on the page. model: the tokenizer's, None for the run's."""
     task = find(header["task"])
-    light = [metric for metric in task.metrics if metric.__module__ == metrics.__name__]    # need no library or model
+    light = [metric for metric in task.metrics if metric.__module__ == metrics.__name__]     # need no model
     values = metrics.compute(replace(task, metrics=light), [line])[0]
     value = next((values[metric] for metric in VERDICTS if values.get(metric) is not None), None)
     verdict = None if value is None else "right" if value == 1 else "wrong"
