@@ -187,8 +187,10 @@ def test_the_papers_value_is_beside_the_run_with_its_dtype_and_demonstrations(tm
 def test_the_papers_value_is_beside_all_runs_equally_far_from_its_settings(tmp_path):
     for size in "ab":
         write_run(tmp_path, task="popqa", model=LLAMA, data=[{"file": "q.tsv", "sha256": size * 64}], name=size)
+    write_run(tmp_path, task="triviaqa", model=LLAMA)           # of another task, so without a label
     texts, _ = table(frame_of(tmp_path), "Factuality")
     assert all("; paper" in texts[f"greedy, q.tsv {size * 6}", "PopQA EM"] for size in "ab")
+    assert "; paper" in texts["greedy", "TriviaQA EM"]
 
 
 def test_the_papers_value_is_compared_with_the_metric_as_published(tmp_path):
