@@ -170,9 +170,7 @@ def read_eos_ids(folder, eos_id=None):
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
         ids = [] if ids is None else as_ints(ids if isinstance(ids, list) else [ids], f"{folder / name}: eos_token_id")
-        if min(ids, default=0) < 0:
-            raise ValueError(f"{folder / name}: eos_token_id is {min(ids)}; ids are not negative")
-        return ids
+        return [i for i in ids if i >= 0]                           # -1: none
 
     defaults = [] if eos_id is None else [eos_id]
     return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))
