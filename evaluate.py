@@ -106,7 +106,7 @@ def make_parser():
     p.add_argument("--no-renormalise", action="store_true",
                    help="multiple choice: sum the contrasted scores without normalising them")
     p.add_argument("--data", type=Path, metavar="FILE", help="the data: a file, or a folder that contains it (default: "
-                   "fetched from its public home)")
+                   "downloaded, if it is on the Hugging Face hub)")
     p.add_argument("--demos", type=Path, metavar="FILE", help="demonstrations: JSON lines, or a folder (default: from "
                    "the data's folder, else from the training split, else the first items of the data)")
     p.add_argument("--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)")
