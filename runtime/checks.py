@@ -64,6 +64,8 @@ def check_prompts(model, ids, what="prompt"):
 
 def unpadded(ids, attention_mask=None, input_ids=None):
     """ids, or input_ids in their place; with an attention_mask lists of the tokens for which it is not 0."""
+    if ids is not None and input_ids is not None:
+        raise ValueError("ids and input_ids are two names of one argument; give one of them")
     ids = input_ids if ids is None else ids
     if attention_mask is None:
         return ids

@@ -312,3 +312,8 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
         generate(broken, [5], method="greedy")
     with pytest.raises(ValueError, match="not finite"):
         score(broken, [5], [6], method="greedy")
+
+
+def test_ids_under_both_names_are_refused(llama):
+    with pytest.raises(ValueError, match="give one of them"):
+        generate(llama, [5], input_ids=[6], method="greedy")
