@@ -269,7 +269,7 @@ def check_name(method):
 
 
 def main():
-    from cli.program import main
+    from program import main
     main("Decode with the methods that DeCoRe is compared with, or with DeCoRe.", generate, decore.DeCoRe, METHODS,
          "dola-low", METHODS)
 

@@ -219,7 +219,7 @@ def pad(sequences, device="cpu"):
 
 
 def main():
-    from cli.program import main
+    from program import main
     main("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.", generate, DeCoRe, METHODS,
          "decore-entropy", ("greedy", "masked"))
 

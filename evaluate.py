@@ -29,6 +29,7 @@ import cli
 import report
 from evaluation import judges, runs
 from evaluation.decoding import Benchmark, encode, run
+from program.settings import default_num_heads, method_settings
 from report import stored
 from runtime.files import commit, read_json
 from runtime.parallel import Ranks
@@ -142,7 +143,7 @@ def make_setups(args, methods, model, amateur):
     """[(settings of baselines.generate, fields of the header)] for every combination of the swept options.
 
     Decodes one token with each, so that an option that does not fit the model is refused before the first run."""
-    swept = {"num_heads": args.num_heads or [cli.default_num_heads(model)],
+    swept = {"num_heads": args.num_heads or [default_num_heads(model)],
              "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
              "seed": (args.seed or [cli.SEED]) if args.random_heads else [None]}
     setups = []
@@ -151,7 +152,7 @@ def make_setups(args, methods, model, amateur):
         for combination in itertools.product(*used):
             values = dict(zip(swept, combination, strict=True))
             options = argparse.Namespace(**vars(args) | values)
-            settings = cli.method_settings(method, options, model, amateur)
+            settings = method_settings(method, options, model, amateur)
             without = {"ids_without_context": [0]} if method == "cad" else {}
             baselines.generate(model, [0], max_new_tokens=1, **settings, **without)
             heads = settings.get("heads", settings.get("amateur_heads"))

@@ -2,8 +2,7 @@
 # ruff: noqa: F401, I001
 
 from cli.entry import explain, run
-from cli.models import (benchmark_template_args, default_num_heads, limit_threads, load_model, load_models,
-                        method_settings)
-from cli.options import (DEFAULTS, MASKING, MINIATURE, OPTIONS, SEED, add_method_arguments, add_model_arguments,
-                         check_options, comma_list, flag, full_names, json_object, method_name, number, parser,
-                         positive, refuse_unused)
+from cli.models import benchmark_template_args, limit_threads, load_model, load_models
+from cli.options import (DEFAULTS, MINIATURE, OPTIONS, SEED, add_method_arguments, add_model_arguments, check_options,
+                         comma_list, flag, full_names, method_name, number, parser, positive,
+                         refuse_unused)

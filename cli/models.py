@@ -1,10 +1,6 @@
-"""Loads the models that the command line names, and makes the settings of a method for them."""
+"""Loads the models that the command line names."""
 
 import os
-from pathlib import Path
-
-from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
-from heads import choose_heads
 
 SMALL = 1_000_000_000           # parameters up to which a CPU computes in float32 by default
 TINY = 20_000_000               # parameters up to which a CPU computes with one thread by default
@@ -61,34 +57,6 @@ def limit_threads(model):
     tiny = sum(x.numel() for x in (*model.parameters(), *model.buffers())) < TINY      # packed weights are buffers
     if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-
-
-def default_num_heads(model):
-    return min(10, max(1, model.config.n_layers * model.config.n_heads // 8))
-
-
-def method_settings(method, args, model, amateur):
-    """The arguments of `baselines.generate` and `score` for a method, from the command line."""
-    settings = dict(method=method.removesuffix("-lite"))
-    for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
-        value = getattr(args, name, None)
-        if method in OPTIONS[name][0] and (value is not None or name in DEFAULTS):
-            settings[name] = DEFAULTS[name] if value is None else value
-    n = args.num_heads or default_num_heads(model)
-    if method in MASKING:
-        settings["heads"] = choose_heads(model, args.heads or bundled_heads(args.model), n, draw=args.random_heads,
-                                         seed=SEED if args.seed is None else args.seed)
-    if method in OPTIONS["amateur"][0]:
-        settings["amateur"] = amateur
-    if method in LITE:
-        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads or bundled_heads(args.amateur), n,
-                                                 "--amateur-heads")
-    return settings
-
-
-def bundled_heads(name):
-    """The head scores of the bundled amateur, recognised by its path. None: those by the model's name."""
-    return "miniature-amateur" if Path(name).resolve() == MINIATURE / "amateur" else None
 
 
 def benchmark_template_args(tokenizer, template_args):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import baselines
 import cli
+from program.settings import method_settings
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line
 
@@ -35,7 +36,7 @@ def main():
         raise ValueError("--template-args has no effect without --apply_chat_template")
     model, tokenizer, amateur = cli.load_models(args)
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    settings = cli.method_settings(method, args, model, amateur)
+    settings = method_settings(method, args, model, amateur)
     run.model = HarnessModel(model, tokenizer, args.batch_size, args.renormalise, template_args, **settings)
     run.batch_size, run.model_args = args.batch_size, settings | {
         "method": method, "pretrained": args.model, "amateur": args.amateur, "dtype": str(model.dtype),

@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import cli
-from cli.page import answer_part, render
+from program.page import answer_part, render
 from report.stored import describe, read_lines
 from tasks import find, metrics, prompts
 from tasks.data import load

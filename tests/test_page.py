@@ -10,9 +10,9 @@ import torch
 
 import decore
 import evaluate
-from cli import page
 from heads import choose_heads
 from model import Transformer
+from program import page
 from tests.checkpoints import write_lines
 from tokenizer import Tokenizer
 

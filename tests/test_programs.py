@@ -18,7 +18,7 @@ from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("cli", "heads", "miniature", "report", "speed", "tasks")
+ROOMS = ("cli", "heads", "miniature", "program", "report", "speed", "tasks")
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in FILES
                   if path.name != "harness.py"          # it passes unknown options to lm-evaluation-harness
@@ -95,7 +95,7 @@ def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_sh
 @pytest.mark.parametrize("path", ["decore.py", "model.py", "tokenizer.py", "runtime/*.py"])
 def test_the_core_as_a_library_loads_no_command_line(path):
     for file in ROOT.glob(path):
-        assert not re.search(r"^(import|from) (cli|heads|tasks|report)\b", file.read_text(encoding="utf-8"), re.M), file
+        assert not re.search(r"^(import|from) (cli|heads|program|tasks|report)\b", file.read_text(encoding="utf-8"), re.M), file
 
 
 def raiser(error):

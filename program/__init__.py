@@ -10,8 +10,9 @@ from pathlib import Path
 
 import cli
 from cli.options import token_ids
-from cli.page import pieces, write_page
 from heads.sources import find_sources
+from program.page import pieces, write_page
+from program.settings import method_settings
 from runtime.checks import check_prompts
 from runtime.files import one_line, read_json, read_text
 
@@ -46,7 +47,7 @@ def main(description, generate, decoder, methods, default, compared):
     try:
         for method in chosen:
             try:
-                settings = cli.method_settings(method, args, model, amateur)
+                settings = method_settings(method, args, model, amateur)
                 if method == "cad" and (args.without_context or args.without_context_ids):
                     settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in (
                         args.without_context or []) + (args.without_context_ids or [])]
