@@ -1,4 +1,4 @@
-"""Tests and speed of one GPU in about ten minutes. Weights are random, so nothing is downloaded.
+"""Tests and speed of one GPU in ten to fifteen minutes. Weights are random, so nothing is downloaded.
 
     python -m speed.gpu --out speed/results/gpu.json
     python -m speed.gpu --dry-run           # a tiny shape on a CPU
