@@ -39,9 +39,9 @@ def entropy(log_p):
 
 @torch.inference_mode()
 def decore(model, prompts, heads, n):
-    """DeCoRe entropy for B prompts, lists of ids. Yields n times the next tokens and their α, [B, 1] each.
+    """DeCoRe entropy for B prompts, lists of ids. Yields, n times, each prompt's next token and its α, [B, 1] each.
 
-    `generate` gives the same tokens, with other methods, end tokens, CUDA graphs and checks."""
+    `generate` gives the same tokens; it adds other methods, end tokens, CUDA graphs and checks."""
     head_mask = make_head_mask([[], heads], model)          # row 0: all heads; row 1: without the retrieval heads
     cache = model.new_cache([len(p) - 1 for p in prompts], n, rows=2)
     model.prefill(pad([p[:-1] for p in prompts], model.device), cache)          # unmasked, once for both rows
@@ -68,8 +68,8 @@ class Session:
     """Prompts in a model's cache, and the R rows of one pass that continue them.
 
     capacity: tokens that each text can still take, the prompt's last one included. rows: for each row, the heads to
-    mask. All prompt tokens but the last are prefilled, unmasked and once for all rows; mask_prompt masks them too, and
-    needs a single row. on_layer: as in `Transformer.prefill`."""
+    mask. All prompt tokens but the last are prefilled, unmasked and once for all rows; mask_prompt masks the heads
+    there too, and needs a single row. on_layer: as in `Transformer.prefill`."""
 
     def __init__(self, model, prompts, capacity, rows=((),), mask="output", mask_prompt=False, on_layer=None):
         self.model, self.mask = model, mask
