@@ -42,71 +42,66 @@ class Config:
             raise FileNotFoundError(f"{path} is missing; a LoRA adapter must be merged into its model first (peft: "
                                     "merge_and_unload), and of .gguf files give the original checkpoint")
         c = read_json(path)
-        model_type = field(c, path, "model_type")
+        model_type = field(c, path, "model_type", [*FAMILIES])
         c = DEFAULTS | FAMILIES[model_type] | c
-        c["dtype"] = str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch.")
         need = partial(field, c, path)
-        for key in ("hidden_act", "mlp_bias", "is_causal", "quantization_config"):
-            need(key)
-        d_model, n_heads = need("hidden_size"), need("num_attention_heads")
-        n_kv_heads = need("num_key_value_heads", null=n_heads)
-        head_dim = need("head_dim", null=d_model // n_heads)
+        need("hidden_act", ["silu", "swish"])
+        need("mlp_bias", [False])
+        need("is_causal", [True])
+        need("quantization_config", [None, {}])
+        d_model, n_heads = need("hidden_size", SIZE), need("num_attention_heads", SIZE)
+        n_kv_heads = need("num_key_value_heads", SIZE, null=n_heads)
+        head_dim = need("head_dim", SIZE, null=d_model // n_heads)
         if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; the "
                              "number of heads must be a multiple of the latter, and the width must be even")
         # transformers: attention_bias applies to q, k, v and o of Llama and Qwen3. Qwen2 always has biases of q, k, v.
-        bias = need("attention_bias") and model_type in ("llama", "qwen3")
-        max_positions = need("max_position_embeddings")
+        bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
+        max_positions = need("max_position_embeddings", LENGTH)
         rope_theta, rope_scaling = read_rope(c, path, max_positions)
         return cls(
-            model_type=model_type, vocab_size=need("vocab_size"), d_model=d_model, d_ff=need("intermediate_size"),
-            n_layers=need("num_hidden_layers"), n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
-            norm_eps=float(need("rms_norm_eps")), rope_theta=rope_theta, rope_scaling=rope_scaling,
+            model_type=model_type, vocab_size=need("vocab_size", (int, 1, 10**7)), d_model=d_model,
+            d_ff=need("intermediate_size", SIZE), n_layers=need("num_hidden_layers", (int, 1, 10**4)),
+            n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            norm_eps=float(need("rms_norm_eps", (float, 1e-30, 1))), rope_theta=rope_theta, rope_scaling=rope_scaling,
             qkv_bias=bias or model_type == "qwen2", o_bias=bias, qk_norm=model_type == "qwen3",
-            tied_embeddings=need("tie_word_embeddings"), windows=read_windows(c, path), max_positions=max_positions,
-            dtype=DTYPES[need("dtype")])
+            tied_embeddings=need("tie_word_embeddings", bool), windows=read_windows(c, path),
+            max_positions=max_positions,
+            dtype=find_dtype(c.get("dtype") or c.get("torch_dtype") or "float32", path))
 
 
 # transformers' values of fields that config.json leaves out. Sizes that every checkpoint has are not among them.
 DEFAULTS = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, is_causal=True, tie_word_embeddings=False,
-                use_sliding_window=False, max_window_layers=28, rope_theta=10_000.0)
+                use_sliding_window=False, max_window_layers=28, rope_theta=10_000.0, partial_rotary_factor=1)
 FAMILIES = {
     "llama": {},
     "mistral": dict(num_key_value_heads=8, sliding_window=4096),
     "qwen2": dict(num_key_value_heads=32, sliding_window=4096),
     "qwen3": dict(num_key_value_heads=32, sliding_window=4096, head_dim=128),
 }
-SCALINGS = {                                    # rope_type → its fields
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
+# Kinds of fields: a type; a type with the lowest and the highest value; a list of all values.
 SIZE, LENGTH, POSITIVE = (int, 1, 10**6), (int, 1, 2**30), (float, 1e-30, 1e30)
-FIELDS = {                                      # kind; or kind, lowest and highest value; or a list of all values
-    "model_type": [*FAMILIES], "hidden_act": ["silu", "swish"], "dtype": [*DTYPES], "rope_type": [*SCALINGS],
-    "quantization_config": [None, {}], "mlp_bias": [False], "is_causal": [True], "partial_rotary_factor": [1],
-    "attention_bias": bool, "tie_word_embeddings": bool, "use_sliding_window": bool,
-    "layer_types": list, "rope_scaling": dict, "rope_parameters": dict,
-    "vocab_size": (int, 1, 10**7), "hidden_size": SIZE, "intermediate_size": SIZE, "num_attention_heads": SIZE,
-    "num_key_value_heads": SIZE, "head_dim": SIZE, "num_hidden_layers": (int, 1, 10**4), "sliding_window": LENGTH,
-    "max_position_embeddings": LENGTH, "original_max_position_embeddings": LENGTH, "max_window_layers": (int, 0, 2**30),
-    "rms_norm_eps": (float, 1e-30, 1), "rope_theta": (float, 2, 1e30), "factor": POSITIVE, "low_freq_factor": POSITIVE,
-    "high_freq_factor": POSITIVE,
-}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+TRAINED = "original_max_position_embeddings"
+SCALINGS = {                                    # rope_type → its fields and their kinds
+    "default": {},
+    "linear": {"factor": POSITIVE},
+    "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, TRAINED: LENGTH},
+}
 
 
-def field(fields, where, key, null=...):
-    """fields[key], checked against FIELDS. null: the value of a field that is null or absent; `...`: it is required."""
-    value, allowed = fields.get(key), FIELDS[key]
+def field(fields, where, key, kind, null=...):
+    """fields[key]. ValueError if it is not of its kind. null: the value of a field that is null or absent; `...`: it is
+    required."""
+    value = fields.get(key)
     if value is None and null is not ...:
         return null
-    if isinstance(allowed, list):
-        valid, expected = value in allowed, " or ".join(map(json.dumps, allowed))
+    if isinstance(kind, list):
+        valid, expected = value in kind, " or ".join(map(json.dumps, kind))
         expected += "" if key == "dtype" else " (--transformers decodes with others)"
     else:
-        kind, low, high = allowed if isinstance(allowed, tuple) else (allowed, None, None)
+        kind, low, high = kind if isinstance(kind, tuple) else (kind, None, None)
         valid = (type(value) is kind or (type(value), kind) == (int, float)) and (low is None or low <= value <= high)
         expected = KINDS[kind] + (f" from {low} to {high}" if low is not None else "")
     if not valid:
@@ -115,23 +110,23 @@ def field(fields, where, key, null=...):
     return value
 
 
-def find_dtype(dtype):
+def find_dtype(dtype, where="arguments"):
     """"bfloat16" or torch.bfloat16 → torch.bfloat16. ValueError if weights cannot have this dtype."""
-    return DTYPES[field({"dtype": str(dtype).removeprefix("torch.")}, "arguments", "dtype")]
+    name = str(dtype).removeprefix("torch.")
+    return DTYPES[field({"dtype": name}, where, "dtype", [*DTYPES])]
 
 
 def read_rope(c, path, max_positions):
     """(base of the rotary frequencies, `rope_scaling` for Config)."""
-    key, trained = "rope_scaling" if c.get("rope_scaling") else "rope_parameters", "original_max_position_embeddings"
-    inner = field({key: c.get(key) or {}}, path, key)
-    rope = {trained: max_positions, "rope_theta": c["rope_theta"],
-            "partial_rotary_factor": c.get("partial_rotary_factor")} | inner
-    rope[trained] = c.get(trained, rope[trained])       # the outer one takes precedence
-    rope["rope_type"] = inner.get("rope_type", inner.get("type", "default"))
+    key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
+    inner = field({key: c.get(key) or {}}, path, key, dict)
+    rope = {"rope_type": inner.get("type", "default"), "rope_theta": c["rope_theta"], TRAINED: max_positions,
+            "partial_rotary_factor": c["partial_rotary_factor"]} | inner
+    rope[TRAINED] = c.get(TRAINED, rope[TRAINED])       # the outer one takes precedence
     need = partial(field, rope, f"{path}: {key}")
-    need("partial_rotary_factor", null=1)
-    rope_type, theta = need("rope_type"), float(need("rope_theta"))
-    scaling = {name: need(name) for name in SCALINGS[rope_type]}
+    need("partial_rotary_factor", [1], null=1)
+    rope_type, theta = need("rope_type", [*SCALINGS]), float(need("rope_theta", (float, 2, 1e30)))
+    scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise ValueError(f"{path}: {key}: low_freq_factor {scaling['low_freq_factor']} must be less than "
                          f"high_freq_factor {scaling['high_freq_factor']}")
@@ -141,12 +136,12 @@ def read_rope(c, path, max_positions):
 def read_windows(c, path):
     """One window per layer. Mistral's applies if it is a number; Qwen's only with `use_sliding_window`."""
     need, n_layers, qwen = partial(field, c, path), c["num_hidden_layers"], c["model_type"].startswith("qwen")
-    applies = need("use_sliding_window") if qwen else c["model_type"] == "mistral"
-    window = need("sliding_window", null=None) if applies else None
+    applies = need("use_sliding_window", bool) if qwen else c["model_type"] == "mistral"
+    window = need("sliding_window", LENGTH, null=None) if applies else None
     if not qwen:
         return (window,) * n_layers
-    full, sliding, first = "full_attention", "sliding_attention", need("max_window_layers")
-    kinds = need("layer_types", null=[sliding if window and i >= first else full for i in range(n_layers)])
+    full, sliding, first = "full_attention", "sliding_attention", need("max_window_layers", (int, 0, 2**30))
+    kinds = need("layer_types", list, null=[sliding if window and i >= first else full for i in range(n_layers)])
     known = [full, sliding] if window else [full]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
         raise ValueError(f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} it must be "
@@ -162,10 +157,10 @@ def rope_frequencies(c):
     f, s = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim), c.rope_scaling
     if s is None:
         return f
-    factor, trained = s["factor"], s.get("original_max_position_embeddings")
     if s["rope_type"] == "linear":
-        return f / factor
-    low, high, wavelength = s["low_freq_factor"], s["high_freq_factor"], 2 * math.pi / f
+        return f / s["factor"]
+    factor, low, high, trained = (s[name] for name in SCALINGS["llama3"])
+    wavelength = 2 * math.pi / f
     blend = (trained / wavelength - low) / (high - low)
     between = (1 - blend) * f / factor + blend * f
     return f.where(wavelength < trained / high, (f / factor).where(wavelength > trained / low, between))
