@@ -22,7 +22,7 @@ import torch
 
 import decore
 from decore import Session, Step, entropy, pad
-from runtime.checks import check_answers, check_prompts, is_batch, unpadded
+from runtime.checks import check_answers, check_number, check_prompts, is_batch, unpadded
 
 EXITS_AT_ONCE = 16              # positions whose early exits go through the head together
 RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}        # of the published runs
@@ -155,7 +155,7 @@ class AD:
 
 def score_ad(model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None):
     """Score as published: over the answer's positions too. relative_top and renormalise have no effect."""
-    prompt, answers, _ = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
+    prompt, answers = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
     session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
     out = []
     for answer in answers:
@@ -199,10 +199,9 @@ def activation_entropy(model, x, in_prompt=None):
 
 
 def threshold(method, relative_top):
-    """relative_top as a number; "published": that of the published runs."""
-    top = RELATIVE_TOP[method] if relative_top == "published" else relative_top or 0
-    if not 0 <= top <= 1:
-        raise ValueError(f"relative_top {top} is outside 0 to 1")
+    """relative_top as a number; None: 0; "published": that of the published runs."""
+    top = RELATIVE_TOP[method] if relative_top == "published" else 0 if relative_top is None else relative_top
+    check_number(top, "relative_top", 0, 1)
     return top
 
 

@@ -73,7 +73,8 @@ class Session:
 
     def __init__(self, model, prompts, capacity, rows=((),), mask="output", mask_prompt=False, on_layer=None):
         self.model, self.mask = model, mask
-        self.head_mask = make_head_mask(rows, model) if any(rows) else None
+        head_mask = make_head_mask(rows, model)
+        self.head_mask = head_mask if (head_mask == 0).any() else None
         self.cache = model.new_cache([len(p) - 1 for p in prompts], capacity, len(rows))
         ids = pad([p[:-1] for p in prompts], model.device)
         model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
@@ -146,7 +147,7 @@ def generate(model, ids=None, method="decore-entropy", max_new_tokens=64, eos_id
     `DeCoRe` or one of baselines.py. attention_mask: 0 at padding. input_ids: ids, as tokenizers of transformers call
     them. settings: the decoder's arguments, such as heads and alpha."""
     ids = unpadded(ids, attention_mask, input_ids)
-    prompts, eos_ids, limits, settings = check_generation(model, ids, max_new_tokens, eos_ids, settings)
+    prompts, eos_ids, limits = check_generation(model, ids, max_new_tokens, eos_ids, settings)
     decoder = decoder(model, prompts, max(limits), method, **settings)
     last, out = pad([p[-1:] for p in prompts], model.device), [Generation() for _ in prompts]
     graph = all(session.model.can_record for session in decoder.sessions) if graph is None else graph
@@ -158,7 +159,7 @@ def generate(model, ids=None, method="decore-entropy", max_new_tokens=64, eos_id
             if g.stop:
                 continue
             token_id, score, alpha, h = numbers[b]
-            check_finite(score + h, model, len(g.ids), b)
+            check_finite(score + h, model)
             g.ids.append(int(token_id))
             g.alphas.append(alpha)
             g.entropies.append(h)
@@ -180,9 +181,8 @@ def score(model, prompt_ids, answer_ids, method="decore-entropy", renormalise=Tr
     return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed: Step → bool [A, T, V],
     the tokens that greedy decoding may choose. attention_mask: of the prompt. settings: as in `generate`."""
     prompt_ids = unpadded(prompt_ids, attention_mask)
-    prompt, answers, settings = check_answers(model, prompt_ids, answer_ids, settings)
-    if decoder is DeCoRe:
-        settings = settings | dict(mask_prompt=True)
+    prompt, answers = check_answers(model, prompt_ids, answer_ids, settings)
+    settings |= dict(mask_prompt=True) if decoder is DeCoRe else {}
     decoder = decoder(model, [prompt], max(map(len, answers)), method, **settings)
     for session in decoder.sessions:
         session.cache = session.cache.repeat(len(answers))

@@ -18,7 +18,7 @@ UNFINISHED = "\ufffd"                       # decoded from the first bytes of a 
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. `len` counts its ids; further rows of a model's embedding decode to nothing."""
+    """A checkpoint's tokenizer. Ids that only the model's embedding has decode to nothing."""
 
     @classmethod
     def load(cls, name):
@@ -30,8 +30,6 @@ class Tokenizer:
         self.core = read_tokenizer(folder / "tokenizer.json")
         self.hidden = {i for i, token in self.core.get_added_tokens_decoder().items() if token.special}
         config = read_optional(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:            # an older checkpoint
-            config |= read_optional(folder / "special_tokens_map.json")
         # "bos_token": "<s>", or in older files {"content": "<s>", …}. Templates may use any of these tokens.
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
         self.special = {k: v for k, v in tokens.items() if v and isinstance(v, str)}
@@ -39,9 +37,6 @@ class Tokenizer:
         self.eos_ids = read_eos_ids(folder, self.core.token_to_id(self.special.get("eos_token", "")))
         self.chat_template = read_chat_template(folder, config)
         self.has_chat_template = self.chat_template is not None
-
-    def __len__(self):
-        return self.core.get_vocab_size()
 
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it. bos=False: never (for the answers of `score`)."""
@@ -81,7 +76,7 @@ class Tokenizer:
     def decode(self, ids):
         """Ids → text, without special tokens and unknown ids. Spaces before punctuation are not removed."""
         # tokenizers 0.23 does not skip special tokens that are "normalized" (first Llama).
-        return self.core.decode([int(i) for i in ids if int(i) not in self.hidden], skip_special_tokens=True)
+        return self.core.decode([int(i) for i in ids if int(i) not in self.hidden])
 
     def stream(self, stop=()):
         return Stream(self, stop)
@@ -98,14 +93,12 @@ class Stream:
 
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
-        spelling = self.tokenizer.core.id_to_token(token)
-        if spelling is None or token in self.tokenizer.hidden:
-            return ""
         self.ids.append(token)
+        spelling = self.tokenizer.core.id_to_token(token)
         # A run of byte tokens is decoded as a whole, and one bad byte changes all of it: decode after the run.
-        if BYTE.fullmatch(spelling):
+        if spelling is None or token in self.tokenizer.hidden or BYTE.fullmatch(spelling):
             return ""
-        return self.grow(self.tokenizer.core.decode(self.ids).removesuffix(UNFINISHED), self.held_back)
+        return self.grow(self.tokenizer.decode(self.ids).removesuffix(UNFINISHED), self.held_back)
 
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""
@@ -128,24 +121,17 @@ def special_ids(folder):
     return tokenizer.bos_id, tokenizer.eos_ids, tokenizer.eos_ids if pad_id is None else (pad_id,)
 
 
-# ------------------------------------------------------------------------------------------------------- chat templates
-
-
-def raise_exception(message):
-    raise ValueError(message)
-
-
 @cache
 def compile_template(text):
     """A chat template in Jinja's sandbox, with the white space, functions and tags that transformers provides."""
+    def raise_exception(message):
+        raise ValueError(message)
+
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)       # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
     # {% generation %} marks the assistant's text for training: a scope, like {% with %}.
     return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
 
 
 def read_tokenizer(path):
@@ -169,7 +155,7 @@ def read_eos_ids(folder, eos_id=None):
     """The ids that end a text: generation_config.json's, else the tokenizer's (`eos_id`) and config.json's."""
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
-        ids = [] if ids is None else as_ints(ids if isinstance(ids, list) else [ids], f"{folder / name}: eos_token_id")
+        ids = () if ids is None else as_ints(ids, f"{folder / name}: eos_token_id", single=True)
         return [i for i in ids if i >= 0]                           # -1: none
 
     defaults = [] if eos_id is None else [eos_id]

@@ -15,33 +15,33 @@ LONGER = (", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (n
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
-    """Check the arguments of `generate` → the prompts as lists of ints, the end ids as a set, the maximum number of new
-    tokens of each text, and the settings with heads as pairs."""
-    prompts, settings = check_prompts(model, ids), check_settings(model, settings)
+    """Check the arguments of `generate` → the prompts as lists of ints, the end ids as a set, and the maximum number of
+    new tokens of each text."""
+    prompts = check_prompts(model, ids)
+    check_settings(model, **settings)
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
-    context = min(m.config.max_positions for m in (model, amateur))
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
-    eos_ids = model.eos_ids if eos_ids is None else eos_ids
-    single = isinstance(eos_ids, int) or getattr(eos_ids, "ndim", 1) == 0
-    eos_ids = [eos_ids] if single else list(eos_ids) if isinstance(eos_ids, set | frozenset) else eos_ids
+    context = min(model.config.max_positions, amateur.config.max_positions)
     limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
-    return prompts, set(as_ints(eos_ids, "eos_ids")), limits, settings
+    eos_ids = model.eos_ids if eos_ids is None else eos_ids
+    return prompts, set(as_ints(eos_ids, "eos_ids", single=True)), limits
 
 
 def check_answers(model, prompt_ids, answer_ids, settings):
-    """Check the arguments of `score` → the prompt, a list of answers, and the settings with heads as pairs."""
+    """Check the arguments of `score` → the prompt, and a list of answers."""
     prompt, *others = check_prompts(model, prompt_ids)
     if others:
         raise ValueError(f"score takes one prompt, not {1 + len(others)}; call it for each prompt")
-    answers, settings = check_prompts(model, answer_ids, "answer"), check_settings(model, settings)
+    answers = check_prompts(model, answer_ids, "answer")
+    check_settings(model, **settings)
     if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
         raise ValueError(f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
                          "(tokenizer.encode(text, bos=False))")
     longest = prompt + max(answers, key=len)[:-1]           # the last token of an answer is not read
     for m in (model, settings.get("amateur") or model):
         check_prompts(m, longest, "prompt with its longest answer")
-    return prompt, answers, settings
+    return prompt, answers
 
 
 def check_prompts(model, ids, what="prompt"):
@@ -50,10 +50,10 @@ def check_prompts(model, ids, what="prompt"):
     for i, sequence in enumerate(sequences, 1):
         name = f"{what} {i} of {len(sequences)}" if len(sequences) > 1 else f"the {what}"
         prompts.append(p := as_ints(sequence, name))
-        if getattr(ids, "ndim", 1) > 1 and p and {p[0], p[-1]} & set(model.pad_ids):
-            raise ValueError(f"{name} begins or ends in padding; pass the attention_mask too, or lists without padding")
         if not p:
             raise ValueError(f"{name} is empty; give at least one token")
+        if getattr(ids, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
+            raise ValueError(f"{name} begins or ends in padding; pass the attention_mask too, or lists without padding")
         if bad := [t for t in p if not 0 <= t < c.vocab_size]:
             raise ValueError(f"{name} contains the id {bad[0]}; {model.name} knows 0 to {c.vocab_size - 1}")
         if len(p) > c.max_positions:
@@ -83,10 +83,11 @@ def is_batch(ids):
     return getattr(ids, "ndim", 1) > 1
 
 
-def as_ints(ids, what):
-    """A list, tuple, numpy array or tensor of whole numbers → a list of ints."""
+def as_ints(ids, what, single=False):
+    """A list, tuple, numpy array or tensor of whole numbers → a list of ints. single: also one number, or a set."""
     try:
-        x = torch.as_tensor(ids)
+        x = torch.as_tensor(list(ids) if single and isinstance(ids, set | frozenset) else ids)
+        x = x[None] if single and x.ndim == 0 else x
         if x.ndim == 1 and (len(x) == 0 or not x.is_floating_point() and x.dtype != torch.bool):
             return x.tolist()
     except (RuntimeError, TypeError, ValueError):       # of numbers above 64 bits, texts, lists of several lengths
@@ -105,26 +106,22 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
         raise ValueError(f"{method} needs heads to mask")
 
 
-def check_settings(model, settings):
-    """The settings, with heads as pairs of ints. ValueError for numbers out of range and a wrong amateur."""
-    for name, low, other in (("alpha", -HUGE, ()), ("alpha_cap", 0, (None,)), ("relative_top", 0, (None, "published"))):
-        if name in settings and settings[name] not in other:
-            check_number(settings[name], name, low)
-    amateur = settings.get("amateur")
+def check_settings(model, alpha=0, alpha_cap=None, amateur=None, **others):
+    """ValueError for numbers out of range, and for an amateur of another vocabulary."""
+    check_number(alpha, "alpha", -HUGE)
+    if alpha_cap is not None:
+        check_number(alpha_cap, "alpha_cap", 0)
     if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
         raise ValueError(f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
                          f"{amateur.config.vocab_size}; contrasting needs one vocabulary")
-    pairs = {name: check_heads(settings[name], of) for name, of in (("heads", model), ("amateur_heads", amateur))
-             if settings.get(name) is not None and of}
-    return settings | pairs
 
 
 def check_heads(heads, model):
     """(layer, head) pairs or "layer-head" → a list of pairs of ints inside the model, each once."""
     L, H = model.config.n_layers, model.config.n_heads
     try:
-        pairs = [(layer, number) for layer, number in (
-            map(int, head.split("-")) if isinstance(head, str) else as_ints(head, "a head") for head in heads)]
+        pairs = [head.split("-") if isinstance(head, str) else as_ints(head, "a head") for head in heads]
+        pairs = [(int(layer), int(number)) for layer, number in pairs]
     except (TypeError, ValueError):
         raise ValueError(f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts like "
                          "'3-1'") from None
@@ -143,9 +140,8 @@ def check_number(n, name, low, high=HUGE, kind=numbers.Real):
                          f"{low} and at most {high}")
 
 
-def check_finite(value, model, n=None, text=None):
-    """ValueError if logits have given a number that is not finite; n, text: new tokens of which text before it."""
+def check_finite(value, model):
+    """ValueError if logits have given a number that is not finite."""
     if not math.isfinite(value):
-        place = "" if text is None else f" at new token {n + 1} of text {text + 1}"
-        raise ValueError(f"{model.name} gives logits that are not finite{place}; try float32 or bfloat16, or look for "
-                         "damaged weights")
+        raise ValueError(f"{model.name} gives logits that are not finite; try float32 or bfloat16, or look for damaged "
+                         "weights")

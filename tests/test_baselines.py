@@ -178,18 +178,14 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep, monkeyp
 
 
 @pytest.mark.parametrize("layers, tied, half, rule, expected", [
-    (32, False, "low", "transformers", range(0, 16, 2)),
     (40, False, "low", "transformers", range(0, 20, 2)),
     (80, False, "low", "transformers", range(0, 20, 2)),
     (80, False, "high", "transformers", range(60, 80, 2)),
     (80, False, "high", "halves", range(40, 80, 2)),
     (80, True, "low", "halves", range(0, 40, 2)),
     (3, True, "low", "halves", (0,)),
-    (28, True, "low", "transformers", range(2, 14, 2)),
     (80, True, "low", "transformers", range(2, 20, 2)),
     (5, False, "high", "transformers", (2, 4)),
-    (4, True, "low", "transformers", (2,)),
-    (2, True, "low", "transformers", (1,)),
     (1, True, "low", "transformers", (0,)),
 ])
 def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, expected):
@@ -198,18 +194,8 @@ def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, e
 
 
 def test_a_tied_model_of_three_layers_has_no_low_exits(deep):
-    model = deep("qwen2", 3)
     with pytest.raises(ValueError, match="use dola-high"):
-        generate(model, PROMPTS, method="dola-low")
-    assert score(model, PROMPTS[1], ANSWERS[0], method="dola-low") < 0
-    assert len(generate(model, PROMPTS, method="dola-high", max_new_tokens=2)) == len(PROMPTS)
-
-
-def test_scoring_uses_halves_and_in_a_deep_model_they_differ_from_the_upper_twenty_layers(deep):
-    def scores(**how):
-        return score(deep("llama3", 42), PROMPTS[1], ANSWERS, method="dola-high", renormalise=False, **how)
-    assert scores() == scores(dola_layers="halves")
-    assert not np.allclose(scores(), scores(dola_layers="transformers"), atol=0.01)
+        generate(deep("qwen2", 3), PROMPTS, method="dola-low")
 
 
 def test_repetition_penalty_is_that_of_transformers(deep):
@@ -240,7 +226,8 @@ def test_repetition_penalty_is_that_of_transformers(deep):
     ("ad", {}, "info_layer 24 is outside .*layers 1 to 3"),
     ("ad", dict(info_layer=0), "info_layer 0 is outside"),
     ("dola-low", dict(dola_layers="thirds"), "dola_layers 'thirds' is unknown"),
-    ("dola-low", dict(relative_top=1.5), "relative_top 1.5"),
+    ("dola-low", dict(relative_top=1.5), "relative_top 1.5 is not .* at least 0 and at most 1"),
+    ("dola-low", dict(relative_top="x"), "relative_top 'x' is not a finite number"),
     ("dola-low", dict(repetition_penalty=0), "repetition_penalty 0 is not a positive number"),
     ("dola", {}, "method 'dola' is unknown; known: greedy"),
 ])
