@@ -60,6 +60,5 @@ def causal_attention(q, k, v, window):
     if grouped and q.is_cuda and (windowed or q.dtype == torch.float32):    # only flash attention supports groups
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
-    causal = visible is None
     with sdpa_kernel(PREFILL):
-        return F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, enable_gqa=grouped)

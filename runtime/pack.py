@@ -48,15 +48,14 @@ def pack(model):
     A packed layer has no plain weight. But a tied head is packed and the embedding stays plain for looking up rows, so
     that matrix is in memory twice."""
     Linear = type(model.embed)                                  # model.py imports this file
-    layers = [(parent, name) for parent in list(model.modules()) if not isinstance(parent, Linear)
-              for name, layer in parent._modules.items()
-              if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and (parent, name) != (model, "embed")]
-    if not layers:
+    names = [name for name, layer in model.named_modules(remove_duplicate=False)
+             if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and name != "embed"]
+    if not names:
         return
-    kind = fastest(max((getattr(*layer).weight for layer in layers), key=lambda weight: weight.nbytes))
-    for parent, name in layers if kind else ():
-        layer = getattr(parent, name)                           # `layers` has only names, so that weights can be freed
-        setattr(parent, name, kind(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()))
+    kind = fastest(max((model.get_submodule(name).weight for name in names), key=lambda weight: weight.nbytes))
+    for name in names if kind else ():                          # not layers, so that weights can be freed
+        layer = model.get_submodule(name)
+        model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
 
 
 def fastest(weight):

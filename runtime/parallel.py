@@ -32,10 +32,11 @@ class Shard:
     @classmethod
     def from_environment(cls, device="cpu"):
         """All ranks that torchrun started; one rank without it."""
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        if size > 1 and not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+            return cls()
+        if not dist.is_initialized():
             call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
-        return cls(dist.get_rank(), dist.get_world_size()) if size > 1 else cls()
+        return cls(dist.get_rank(), dist.get_world_size())
 
     def part(self, n, copies=False):
         """This rank's slice of n equal parts. copies: if there are fewer parts than ranks, several ranks share one."""
@@ -58,7 +59,7 @@ class Shard:
             return x
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         call(all_gather_single, parts, x.contiguous(), group=self.group)
-        return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+        return torch.cat(parts.chunk(self.size), -1)
 
     def broadcast(self, value):
         """The first rank's value, on every rank: any object that pickles."""
@@ -117,9 +118,9 @@ def rank_device(device):
 
 def check_split(config, size):
     """ValueError if `size` ranks cannot share the model."""
-    parts = {"query heads": config.n_heads, "feed-forward width": config.d_ff}
-    parts |= {"key/value heads": config.n_kv_heads} if size % config.n_kv_heads else {}         # else several share one
-    for name, n in parts.items():
+    kv_heads = config.n_kv_heads if size % config.n_kv_heads else size          # fewer than ranks: several share one
+    parts = (config.n_heads, "query heads"), (config.d_ff, "feed-forward width"), (kv_heads, "key/value heads")
+    for n, name in parts:
         if n % size:
             raise ValueError(f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them")
 

@@ -41,8 +41,6 @@ def checkpoint_folder(name, weights=True):
                       "folder; a gated one needs its terms accepted and HF_TOKEN") from None
 
 
-# -------------------------------------------------------------------------------------------------------------- loading
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
@@ -125,26 +123,23 @@ def weight_files(folder):
     """{name of a tensor: its safetensors file}. Of an index only the names of the files are used."""
     folder, single, index = Path(folder), "model.safetensors", "model.safetensors.index.json"
     if os.path.lexists(folder / single):                # takes precedence, as in transformers
-        names = [single]
+        names = {single}
     elif os.path.lexists(folder / index):
         weight_map = read_json(folder / index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not names or not all(isinstance(name, str) and FILE.fullmatch(name) for name in names):
+        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+        if not names or not all(map(FILE.fullmatch, names)):
             raise ValueError(f"{folder / index}: weight_map must map tensors to safetensors files of its own folder; "
                              "download it again")
     else:
         raise FileNotFoundError(f"{folder}: no {single}. Pickles (.bin, .pt, .pth) are not read, because they can run "
                                 "code. If you trust one, load it with transformers and call save_pretrained")
     files = {}
-    for name in sorted(set(names)):
+    for path in sorted(folder / name for name in names):
         try:
-            with safe_open(folder / name, "pt") as file:
-                twice = sorted(files.keys() & set(file.keys()))
-                files |= dict.fromkeys(file.keys(), folder / name)
+            with safe_open(path, "pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{folder / name} is missing or damaged ({error}); download it again") from None
-        if twice:
-            raise ValueError(f"{folder / name}: another file has {twice[0]} too; download the checkpoint again")
+            raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
     return files
 
 
@@ -153,14 +148,9 @@ def untie(config, files):
     if not config.tied_embeddings or EMBEDDING not in files or HEAD not in files:
         return config
     with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
-        embedding, head = first.get_slice(EMBEDDING), second.get_slice(HEAD)
-        parts = [slice(i, i + 4096) for i in range(0, embedding.get_shape()[0], 4096)]      # to save memory
-        same = embedding.get_shape() == head.get_shape() and all(
-            torch.equal(embedding[part].float(), head[part].float()) for part in parts)
-    return config if same else replace(config, tied_embeddings=False)
+        embedding, head = first.get_tensor(EMBEDDING), second.get_tensor(HEAD)
+    return config if torch.equal(embedding, head) else replace(config, tied_embeddings=False)
 
-
-# ---------------------------------------------------------------------------------------------------------- fingerprint
 
 HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8          # bytes; of a tensor larger than LARGE, only BLOCKS blocks are hashed
