@@ -6,7 +6,6 @@ The folder holds safetensors and the tokenizer of 512 tokens."""
 import itertools
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -143,10 +142,6 @@ def test_of_an_index_only_the_names_of_files_in_its_folder_are_used_and_one_file
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files of its own folder"):
             weight_files(folder)
-    shutil.copy(min(files.values()), folder / "model-00003-of-00002.safetensors")
-    index.write_text(json.dumps({"weight_map": {path.name: path.name for path in folder.glob("*.safetensors")}}))
-    with pytest.raises(ValueError, match="model-00003-of-00002.safetensors: another file has .* too; download"):
-        weight_files(folder)
     write_checkpoint(folder, "llama3", seed=2)                  # as in transformers
     assert torch.equal(Transformer.load(folder).norm.weight, load_theirs(folder).model.norm.weight)
 
@@ -167,6 +162,3 @@ def test_a_trained_model_tells_the_published_story():
     story = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
              "One day, she saw a big, red ball.")
     assert tokenizer.decode(generate(model, [1], "greedy", 100, eos_ids=()).ids).startswith(story)
-    ids = torch.tensor([tokenizer.encode(story * 6)])
-    with torch.inference_mode():                                # logits of the order of 20
-        torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-4, rtol=0)

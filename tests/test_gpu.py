@@ -1,8 +1,7 @@
-"""Tests on a CUDA device: logits recorded from transformers in float32, and the tokens of the CPU. `pytest -m gpu`."""
+"""Tests on a CUDA device: the logits and tokens of the CPU, which other tests compare. `pytest -m gpu`."""
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,9 +11,7 @@ from decore import generate
 from heads import detect
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
-from tests.golden.make import FOLDER, PROMPTS
-from tests.test_gpu_on_cpu import CASES, HEADS
-from tests.test_gpu_on_cpu import PROMPTS as GRAPH_PROMPTS
+from tests.test_gpu_on_cpu import CASES, HEADS, PROMPTS, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -31,31 +28,23 @@ def a_graph_that_is_not_used_is_an_error():
         yield
 
 
-def test_logits_on_cuda_match_the_recorded_logits_of_transformers(folder):
-    golden = np.load(FOLDER / "logits.npz")
-    model = Transformer.load(folder, device="cuda")
-    for i, prompt in enumerate(PROMPTS):
-        logits = model(torch.tensor([prompt], device="cuda"))[0].cpu().numpy()
-        np.testing.assert_allclose(logits, golden[f"{folder.name}/{i}"], atol=1e-4, rtol=0)     # other kernels
-
-
-@pytest.mark.parametrize("how", [dict(), dict(graph=False)], ids=str)
-def test_tokens_on_cuda_are_those_of_the_cpu(folder, how):
-    prompts = [random_ids(n, seed=n) for n in (9, 1, 20)]
+@pytest.mark.parametrize("graph", [None, False])
+def test_logits_and_tokens_on_cuda_are_those_of_the_cpu(folder, graph):
     cpu, cuda = Transformer.load(folder), Transformer.load(folder, device="cuda")
-    for settings in (dict(method="greedy"), dict(heads=HEADS), dict(heads=HEADS, mask="query", method="decore-static")):
-        expected = generate(cpu, prompts, max_new_tokens=20, **settings)
-        results = generate(cuda, prompts, max_new_tokens=20, **settings, **how)
-        assert [g.ids for g in results] == [g.ids for g in expected], settings
+    ids = torch.tensor(random_ids(2, 40))
+    torch.testing.assert_close(cuda(ids.cuda()).cpu(), cpu(ids), atol=1e-4, rtol=0)         # other kernels
+    for how in (dict(method="greedy"), dict(heads=HEADS), dict(heads=HEADS, mask="query", method="decore-static")):
+        expected = generate(cpu, PROMPTS, max_new_tokens=20, **how)
+        results = generate(cuda, PROMPTS, max_new_tokens=20, graph=graph, **how)
+        assert [g.ids for g in results] == [g.ids for g in expected], how
 
 
 def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path / "m", "llama3"), device="cuda")
     amateur = Transformer.load(write_checkpoint(tmp_path / "a", "llama3", seed=5, num_hidden_layers=1), device="cuda")
-    for case, settings in CASES.items():
-        how = dict(method=case.split(",")[0], max_new_tokens=20) | settings
-        how |= dict(amateur=amateur) if "amateur" in case else {}
-        plain, graph = (baselines.generate(model, GRAPH_PROMPTS, graph=graph, **how) for graph in (False, True))
+    for case in CASES:
+        how = settings(case, amateur) | dict(max_new_tokens=20)
+        plain, graph = (baselines.generate(model, PROMPTS, graph=graph, **how) for graph in (False, True))
         assert [g.ids for g in graph] == [g.ids for g in plain], case
 
 

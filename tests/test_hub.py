@@ -23,12 +23,12 @@ OTHERS = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidate
           "onnx/model.safetensors", "README.md", "tokenizer.model"]
 FILES = [*TEXT, *WEIGHTS, *OTHERS]
 HASH = hashlib.sha256(b"d.jsonl").hexdigest()
-CASES = {                           # arguments of checkpoint_folder and a token, or of HubFile
-    "text": ("open/model", False, ""), "all": ("open/model", True, ""), "misspelled": ("open/modle", False, ""),
-    "no token": ("gated/model", False, ""), "token": ("gated/model", False, "good"), "error": ("down/model", False, ""),
-    "commit": ("open/data", "data/dev.parquet", COMMIT), "hash": ("open/data", "d.jsonl", "main", HASH),
-    "other hash": ("open/data", "d.jsonl", "main", "0" * 64), "no data": ("other/data", "d.jsonl", COMMIT),
-    "stop": (), "cached": ("open/model", True, ""), "not cached": ("open/other", True, "")}
+CASES = {                           # arguments of checkpoint_folder or of HubFile
+    "text": ("open/model", False), "all": ("open/model", True), "gated": ("gated/model", False),
+    "error": ("down/model", False), "commit": ("open/data", "data/dev.parquet", COMMIT),
+    "hash": ("open/data", "d.jsonl", "main", HASH), "other hash": ("open/data", "d.jsonl", "main", "0" * 64),
+    "no data": ("other/data", "d.jsonl", COMMIT),
+    "stop": (), "cached": ("open/model", True), "not cached": ("open/other", True)}
 CLIENT = """
 import json, os, sys, urllib.request
 from runtime.weights import checkpoint_folder
@@ -42,9 +42,7 @@ for name, case in json.loads(sys.argv[1]).items():
             path, record = data.from_hub(HubFile(*case))
             lines[name] = f"{path.read_text()} {record['revision']}"
         else:
-            model, weights, os.environ["HF_TOKEN"] = case
-            files = checkpoint_folder(model, weights).rglob("*")
-            lines[name] = sorted(path.name for path in files if not path.is_dir())
+            lines[name] = sorted(path.name for path in checkpoint_folder(*case).rglob("*") if not path.is_dir())
     except (ValueError, OSError) as error:
         lines[name] = str(error)
 print(json.dumps(lines))
@@ -52,29 +50,27 @@ print(json.dumps(lines))
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub's interface that downloads use, for open/model, gated/model (token "good") and open/data."""
+    """The part of the hub's interface that downloads use, for open/model and open/data."""
 
     def do_GET(self):
-        path, token = self.path.split("?")[0], self.headers.get("Authorization")
-        self.server.paths.append(path)
+        path = self.path.split("?")[0]
         name = path.partition("/resolve/")[2].partition("/")[2]
+        self.server.paths.append(path)
         if path == "/stop":
             self.server.shutdown()
             self.server.server_close()
             self.answer(200, b"")
-        elif "/down/model" in path:
+        elif "down/model" in path:
             self.answer(500, b"out of order")
-        elif "/datasets/open/data/resolve/" in path:
+        elif "open/data" in path:
             self.answer(200, name.encode(), ETag=f'"{hashlib.sha256(name.encode()).hexdigest()}"')
-        elif not any(f"/{model}" in path for model in ("open/model", "gated/model")):
-            self.answer(401 if token is None else 404, b"", **{"X-Error-Code": "RepoNotFound"})
-        elif path.startswith("/api/models/"):       # the description of a gated repository is public, its files are not
-            rows = {"id": path.removeprefix("/api/models/").split("/revision")[0], "sha": COMMIT, "siblings": []}
+        elif "open/model" not in path:
+            self.answer(401, b"", **{"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/"):
+            rows = {"id": "open/model", "sha": COMMIT, "siblings": []}
             if "/tree/" in path:
                 rows = [{"type": "file", "path": f, "size": len(f), "oid": f"{i:040x}"} for i, f in enumerate(FILES)]
             self.answer(200, json.dumps(rows).encode(), **{"Content-Type": "application/json"})
-        elif "gated" in path and token != "Bearer good":
-            self.answer(401 if token is None else 403, b"", **{"X-Error-Code": "GatedRepo"})
         else:
             self.answer(200, name.encode(), ETag=f'"{FILES.index(name):040x}"')
 
@@ -103,14 +99,14 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
                           cwd=Path(__file__).parent.parent, capture_output=True)
     assert done.returncode == 0, done.stderr
     lines = json.loads(done.stdout)
-    assert lines["text"] == lines["token"] == TEXT and lines["all"] == lines["cached"] == sorted([*TEXT, *WEIGHTS])
+    assert lines["text"] == TEXT and lines["all"] == lines["cached"] == sorted([*TEXT, *WEIGHTS])
     assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
     assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
     assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
-    for name, word in {"misspelled": "HF_TOKEN", "no token": "HF_TOKEN", "error": "500", "not cached": "connection",
-                       "other hash": "--data FILE", "no data": "--data FILE"}.items():
+    for name, word in {"gated": "HF_TOKEN", "error": "500", "not cached": "connection", "other hash": "--data FILE",
+                       "no data": "--data FILE"}.items():
         assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
-    for name in ("misspelled", "no token", "error", "not cached"):
+    for name in ("gated", "error", "not cached"):
         assert len(lines[name]) <= 200 and lines[name].index(":") < lines[name].index(CASES[name][0])       # the reason
 
 

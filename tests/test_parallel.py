@@ -17,27 +17,19 @@ import torch.distributed as dist
 import cli
 import decore
 from baselines import generate
-from decore import METHODS, make_head_mask, score
-from model import MASKS, Transformer
+from decore import make_head_mask, score
+from model import Transformer
 from runtime.config import Config
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device
 from runtime.weights import named_tensors
 from speed.shapes import weight_bytes
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
-from tests.test_gpu_on_cpu import HEADS, RecordedOnCPU, graphs_on_cpu
+from tests.test_gpu_on_cpu import CASES, HEADS, PROMPTS, Full, RecordedOnCPU, graphs_on_cpu, settings
 
 MODELS = {family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"}
 MODELS |= {"vocabulary-of-97": ("llama3", dict(vocab_size=97)),         # the last rank has fewer rows than the others
            "one-kv-head": ("qwen3", dict(num_key_value_heads=1))}
-PROMPTS = [random_ids(n, seed=n) for n in (7, 1, 20)]
 ATOL = 1e-5                                                     # sums in another order, in float32
-ENTROPY = dict(method="decore-entropy", heads=HEADS)
-RUNS = {f"{method}, {mask}": dict(method=method, heads=HEADS, mask=mask)
-        for method in METHODS for mask in MASKS if mask == "output" or method.startswith("decore")}
-RUNS |= {"masked prompt": dict(ENTROPY, mask_prompt=True),
-         "amateur": dict(method="decore-entropy", amateur_heads=HEADS[:2]), "cd, amateur": dict(method="cd"),
-         "cad": dict(method="cad", ids_without_context=[[5, *p[-1:]] for p in PROMPTS]),
-         "dola-high": dict(method="dola-high"), "ad": dict(method="ad", info_layer=2)}
 
 
 def results(folder, name, shard=None):
@@ -46,17 +38,10 @@ def results(folder, name, shard=None):
     out = {"logits": model(torch.tensor([PROMPTS[2]])).tolist(),
            "rows": model(torch.tensor([PROMPTS[2]]), head_mask=make_head_mask([[], HEADS], model)).tolist(),
            "score": score(model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS)}
-    for run, settings in RUNS.items() if name == "llama3" else [("decore-entropy", ENTROPY)]:
-        more = dict(amateur=amateur) if "amateur" in run else {}
-        texts = generate(model, PROMPTS, max_new_tokens=4, **settings, **more)
-        out[run] = [text.ids for text in texts], [text.alphas for text in texts]
+    for case in CASES if name == "llama3" else ["decore-entropy"]:
+        texts = generate(model, PROMPTS, max_new_tokens=4, **settings(case, amateur))
+        out[case] = [text.ids for text in texts], [text.alphas for text in texts]
     return out
-
-
-class Full(RecordedOnCPU):
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        raise RuntimeError("no memory for a graph")
 
 
 def graphs(folder):
@@ -65,7 +50,7 @@ def graphs(folder):
     for kind in (RecordedOnCPU, Full if is_last else RecordedOnCPU):
         with graphs_on_cpu(kind), warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
-            texts = generate(model, PROMPTS, max_new_tokens=4, graph=True, **ENTROPY)
+            texts = generate(model, PROMPTS, max_new_tokens=4, graph=True, **settings("decore-entropy"))
         out.append([[str(w.message) for w in messages if "graph" in str(w.message)], [text.ids for text in texts]])
     return out
 
@@ -135,9 +120,9 @@ def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_ra
     # A score is a sum over tokens of (1 + α) base − α masked, with an α of about 4.
     for key, atol in (("logits", ATOL), ("rows", ATOL), ("score", 10 * ATOL)):
         np.testing.assert_allclose(several.pop(key), one[key], atol=atol, rtol=0)
-    for run, (ids, alphas) in several.items():
-        assert ids == one[run][0], run
-        np.testing.assert_allclose(alphas, one[run][1], atol=ATOL, rtol=0, err_msg=run)
+    for case, (ids, alphas) in several.items():
+        assert ids == one[case][0], case
+        np.testing.assert_allclose(alphas, one[case][1], atol=ATOL, rtol=0, err_msg=case)
 
 
 def test_ranks_gather_and_share_in_order(torchrun):
@@ -150,7 +135,7 @@ def test_ranks_gather_and_share_in_order(torchrun):
 def test_all_ranks_replay_graphs_or_none_does(torchrun, one_rank):
     for number, reason in enumerate([None, "no memory for a graph"]):
         messages, ids = zip(*(rank["graphs"][number] for rank in torchrun[0]["ranks"]), strict=True)
-        assert all(one == one_rank["llama3"]["decore-entropy, output"][0] for one in ids)
+        assert all(one == one_rank["llama3"]["decore-entropy"][0] for one in ids)
         assert [len(lines) for lines in messages] == 4 * [reason is not None]
         assert reason is None or reason in messages[-1][0] and "another rank" in messages[0][0]
 
@@ -173,13 +158,6 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
 
     with pytest.raises(ConnectionError, match="^all_reduce failed .* Last error: Duplicate GPU detected"):
         call(all_reduce, torch.ones(1))
-
-
-def test_the_rank_is_that_in_the_group_even_if_the_environment_has_none(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
-        monkeypatch.setattr(dist, name, lambda value=value: value)
-    assert Shard.from_environment().rank == 1
 
 
 @pytest.mark.parametrize("device, local, gpus, expected", [
