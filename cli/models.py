@@ -36,18 +36,16 @@ def load_model(name, args, shard=None):
     if args.device_map and (not args.transformers or args.device != "auto"):
         raise ValueError("--device-map needs --transformers, and excludes --device")
     tokenizer, dtype = Tokenizer.load(name), None if args.dtype == "auto" else args.dtype
-    if args.transformers:
-        from runtime.hf import HFModel
-        folder = checkpoint_folder(name)
+    if not args.transformers:
+        Config.from_checkpoint(checkpoint_folder(name, weights=False))      # refuses others before they are downloaded
+    folder = checkpoint_folder(name)
+    if dtype is None and device == "cpu" and not args.device_map:
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))      # two bytes a parameter, or four
         quantized = read_json(folder / "config.json").get("quantization_config")
-        if dtype is None and device == "cpu" and stored < 2 * SMALL and not (quantized or args.device_map):
-            dtype = "float32"
+        dtype = None if quantized or stored >= 2 * SMALL else "float32"
+    if args.transformers:
+        from runtime.hf import HFModel
         return HFModel.load(name, device, dtype, args.device_map), tokenizer
-    if dtype is None and device == "cpu":
-        c = Config.from_checkpoint(checkpoint_folder(name, weights=False))
-        layer = c.d_model * (3 * c.d_ff + 3 * c.n_heads * c.head_dim)           # its parameters, approximately
-        dtype = "float32" if c.vocab_size * c.d_model + c.n_layers * layer < SMALL else None
     return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
@@ -22,9 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(description, **more):
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"-m {module.name}" if module and Path(sys.argv[0]).suffix == ".py" else sys.argv[0]
-    return Parser(description=description, allow_abbrev=False, prog=f"python {program}", **more)
+    return Parser(description=description, allow_abbrev=False, **more)
 
 
 # ------------------------------------------------------------------------------------------------------ argparse types
@@ -33,14 +32,12 @@ def parser(description, **more):
 def number(kind, low=-math.inf, high=math.inf):
     """argparse type: a finite int or float in [low, high]."""
     def parse(text):
-        try:
+        with suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or abs(value) == math.inf:
-            name = "whole" if kind is int else "finite"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name} number in [{low}, {high}]")
-        return value
+            if low <= value <= high and abs(value) < math.inf:
+                return value
+        name = "whole" if kind is int else "finite"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name} number in [{low}, {high}]")
     return parse
 
 
@@ -50,6 +47,10 @@ positive = number(int, 1, 2**31 - 1)
 def comma_list(parse):
     """argparse type: values separated by commas, without repetitions."""
     return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
+
+
+def token_ids(text):
+    return [number(int, 0)(part) for part in text.split(",")]
 
 
 def method_name(known):
@@ -63,13 +64,6 @@ def method_name(known):
 
 def json_object(text):
     return json.loads(text) | {}            # TypeError, which argparse reports, if it is not an object
-
-
-def token_ids(text):
-    try:
-        return [int(i) for i in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of token ids like 1,2,3") from None
 
 
 # --------------------------------------------------------------------------------------------------- options of methods
@@ -102,21 +96,20 @@ OPTIONS = {
         metavar="M2", help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite")),
     "amateur_heads": (LITE, dict(metavar="FILE", help="its head scores (default: by its name)")),
     "relative_top": (BASELINES, dict(
-        type=number(float, 0, 1), metavar="X", help="drop tokens less likely than X times the likeliest one; 0: none "
-        "(default: 0.1 for dola and ad, 0 for cd and cad)")),
+        type=number(float, 0, 1), metavar="X",
+        help="drop tokens less likely than X times the likeliest one (default: 0.1 for dola and ad, else 0)")),
     "info_layer": (("ad",), dict(type=positive, metavar="L", help="the information layer (default: 24)")),
     "dola_layers": (("dola-low", "dola-high"), dict(
         choices=("transformers", "halves"),
         help="transformers: of models with more than 40 layers the lowest or uppermost 20, else a half; halves: a half "
         "of any depth (default: as published, transformers to generate, halves to score)")),
     "repetition_penalty": (("dola-low", "dola-high"), dict(
-        type=number(float, 0), metavar="X", help="tokens already in the text count less; 1.05 in Qwen2's published "
-        "runs (default: 1)")),
+        type=number(float, 0), metavar="X",
+        help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)")),
     "without_context": (("cad",), dict(action="append", metavar="TEXT", help="the prompt without its context")),
     "without_context_ids": (("cad",), dict(
         action="append", type=token_ids, metavar="1,2,3", help="the same as token ids")),
 }
-SWEPT = ("num_heads", "alpha", "seed")                          # comma-separated lists in evaluate.py
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
 
@@ -141,12 +134,15 @@ def add_model_arguments(p):
                    help="arguments of the chat template, such as '{\"enable_thinking\": false}'")
 
 
-def add_method_arguments(p, methods, several=False, leave_out=()):
-    """Add the options that the methods use. several: comma-separated lists, for sweeps."""
+def add_method_arguments(p, methods, sweep=False):
+    """Add the options that the methods use.
+
+    sweep: those of evaluate.py, which takes lists of some and has its own prompts without context."""
     for name, (users, arguments) in OPTIONS.items():
-        if name in leave_out or not {method.removesuffix("-lite") for method in users} & set(methods):
+        used = {method.removesuffix("-lite") for method in users} & set(methods)
+        if not used or (sweep and name.startswith("without_context")):
             continue
-        if several and name in SWEPT:
+        if sweep and name in ("num_heads", "alpha", "seed"):
             metavar = arguments["metavar"]
             arguments = arguments | dict(type=comma_list(arguments["type"]), metavar=f"{metavar}[,{metavar}…]")
         only = "" if set(users) >= set(MASKING) or set(users) >= set(LITE) else ", ".join(users) + ": "

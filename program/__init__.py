@@ -1,4 +1,6 @@
-"""The program behind decore.py and baselines.py: decodes prompts and prints texts or JSON, or writes a page."""
+"""The program behind decore.py and baselines.py: decodes prompts and prints texts or JSON, or writes a page.
+
+settings.py makes the arguments of a method, page.py the page."""
 
 import json
 import os
@@ -9,12 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import cli
-from cli.options import token_ids
 from heads.sources import find_sources
 from program.page import pieces, write_page
 from program.settings import method_settings
 from runtime.checks import check_prompts
-from runtime.files import one_line, read_json, read_text
+from runtime.files import one_line, read_text
 
 EXAMPLE = cli.MINIATURE / "example.txt"                 # a passage that contradicts the miniature's memory
 TITLE = 60                                              # characters of a prompt that are printed above its answers
@@ -44,22 +45,19 @@ def main(description, generate, decoder, methods, default, compared):
     check_prompts(model, ids)
     width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
     answers, failure = [], None                         # answers: per method, (a line of --json per prompt, settings)
-    try:
-        for method in chosen:
-            try:
-                settings = method_settings(method, args, model, amateur)
-                if method == "cad" and (args.without_context or args.without_context_ids):
-                    settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in (
-                        args.without_context or []) + (args.without_context_ids or [])]
-                answers.append((decode(generate, method, model, tokenizer, ids, settings, args, width), settings))
-            except ValueError as error:
-                if method == requested:
-                    failure = error
-                else:
-                    print(f"{method} is left out: {error}", file=sys.stderr)
-    finally:
-        if len(ids) > 1 and not args.json:
-            print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
+    for method in chosen:
+        try:
+            settings = method_settings(method, args, model, amateur)
+            if method == "cad" and (without := (args.without_context or []) + (args.without_context_ids or [])):
+                settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in without]
+            answers.append((decode(generate, method, model, tokenizer, ids, settings, args, width), settings))
+        except ValueError as error:
+            if method == requested:
+                failure = error
+            else:
+                print(f"{method} is left out: {error}", file=sys.stderr)
+    if len(ids) > 1 and not args.json:
+        print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
     if args.html and answers:
         write_page(args.html, model, tokenizer, answers, decoder)
         print(f"wrote {args.html}", file=sys.stderr)
@@ -81,8 +79,8 @@ def decode(generate, method, model, tokenizer, ids, settings, args, width):
         return streams[b].ended
 
     start = time.perf_counter()
-    out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids,
-                             on_token=on_token, graph=False if args.no_graph else None, **settings)
+    out = generate(model, ids, max_new_tokens=args.max_new_tokens, eos_ids=tokenizer.eos_ids, on_token=on_token,
+                   graph=False if args.no_graph else None, **settings)
     seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
     heads, lines = settings.get("amateur_heads", settings.get("heads", ())), []
     for prompt, g, stream in zip(ids, out, streams, strict=True):
@@ -111,7 +109,7 @@ def label(method, width):
 def print_batch(prompts, answers, tokenizer, width):
     """Print the answers by prompt and then by method. answers: per method, a line for each prompt."""
     for i, lines in enumerate(zip(*answers, strict=True)):
-        prompt = prompts[i] if isinstance(prompts[i], str) else tokenizer.decode(lines[0]["prompt_ids"])
+        prompt = prompts[i] if isinstance(prompts[i], str) else tokenizer.decode(prompts[i])
         print(f"[{i + 1}] {one_line(prompt, TITLE)}")
         for line in lines:
             print(label(line["method"], width) + line["text"] + sources_below(line, tokenizer, width))
@@ -126,8 +124,10 @@ def sources_below(line, tokenizer, width):
     word_of = {p: word for word, positions in words(tokenizer, line["prompt_ids"]) for p in positions}
     for word, positions in words(tokenizer, ids):
         shares = Counter()
-        for place, share in (source for p in positions for source in line["sources"][p] if source[0] in word_of):
-            shares[word_of[place]] += share / len(positions)
+        for p in positions:
+            for place, share in line["sources"][p]:
+                if place in word_of:
+                    shares[word_of[place]] += share / len(positions)
         text += f"\n{'':{width}}  {word} ← " + ", ".join(f"{w} {share:.0%}" for w, share in shares.most_common(SHOWN))
     return text
 
@@ -142,6 +142,9 @@ def words(tokenizer, ids):
     return [(word.strip(), positions) for word, positions in out if word.strip()]
 
 
+# ------------------------------------------------------------------------------------------------------------- options
+
+
 def make_parser(description, methods, default, compared):
     p = cli.parser(description)
     cli.add_model_arguments(p)
@@ -149,9 +152,7 @@ def make_parser(description, methods, default, compared):
     p.add_argument("--prompt", metavar="TEXT", **several, help="several prompts are decoded as one batch; without a "
                    "prompt, standard input is one")
     p.add_argument("--prompt-file", metavar="F", **several, help="a file that is one prompt; - is standard input")
-    p.add_argument("--messages", metavar="F", **several,
-                   help='a chat of several turns: a JSON list of {"role": …, "content": …}')
-    p.add_argument("--prompt-ids", metavar="1,2,3", type=token_ids, **several, help="token ids, used as they are")
+    p.add_argument("--prompt-ids", metavar="1,2,3", type=cli.token_ids, **several, help="token ids, used as they are")
     p.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     p.add_argument("--raw", action="store_true", default=None, help="plain text, no chat template")
     p.add_argument("--max-new-tokens", type=cli.positive, default=64, metavar="N",
@@ -185,32 +186,24 @@ def choose_methods(args, default, compared):
     return full[-1], chosen
 
 
-# -------------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------------------------- prompts
 
 
 def read_prompts(args):
-    """Texts, chats as lists of messages, and lists of ids; none of them for the built-in example."""
-    texts = args.prompt + [read_prompt(path) for path in args.prompt_file]
-    chats = [read_messages(path) for path in args.messages]
-    prompts = texts + chats + args.prompt_ids
-    if not prompts and not sys.stdin.isatty():
-        prompts = texts = [text for text in [read_prompt("-")] if text.strip()]
-    elif is_piped():
+    """Texts and lists of ids; none of them for the built-in example."""
+    texts, piped = args.prompt + [read_prompt(path) for path in args.prompt_file], not sys.stdin.isatty()
+    if piped and not texts and not args.prompt_ids:
+        texts = [text for text in [read_prompt("-")] if text.strip()]
+    elif piped and select.select([sys.stdin], [], [], 0)[0] and sys.stdin.buffer.peek(1):       # without waiting
         raise ValueError("standard input has a text too: add --prompt-file - to decode it, or < /dev/null to leave it")
     if any("\\n" in text for text in args.prompt):
         print(r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use --prompt-file",
               file=sys.stderr)
-    if prompts and not texts:
-        kind = "--messages" if chats else "--prompt-ids"
-        cli.refuse_unused(args, dict.fromkeys(["system", "raw"] + ["template_args"] * (not chats), f"on {kind}"))
-    if not prompts and Path(args.model).resolve() != cli.MINIATURE:
-        raise ValueError("nothing to answer: give --prompt, --prompt-file, --messages or --prompt-ids")
-    return prompts
-
-
-def is_piped():
-    """Whether standard input holds text. Does not wait for any."""
-    return not sys.stdin.isatty() and select.select([sys.stdin], [], [], 0)[0] and sys.stdin.buffer.peek(1)
+    if args.prompt_ids and not texts:
+        cli.refuse_unused(args, dict.fromkeys(("system", "raw", "template_args"), "on --prompt-ids"))
+    if not texts + args.prompt_ids and Path(args.model).resolve() != cli.MINIATURE:
+        raise ValueError("nothing to answer: give --prompt, --prompt-file or --prompt-ids")
+    return texts + args.prompt_ids
 
 
 def read_prompt(path):
@@ -218,24 +211,15 @@ def read_prompt(path):
     return (sys.stdin.read() if path == "-" else read_text(path)).removesuffix("\n")
 
 
-def read_messages(path):
-    messages = read_json(path, list)
-    if not messages or not all(isinstance(turn, dict) and isinstance(turn.get("role"), str)
-                               and isinstance(turn.get("content"), str) for turn in messages):
-        raise ValueError(f'{path} must contain a list of {{"role": "user", "content": "…"}}')
-    return messages
-
-
 def encode(prompt, tokenizer, args):
-    """Token ids of a text or a chat, through the chat template if there is one. Ids stay as they are."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise ValueError("the prompt is empty")
-        if args.raw or not tokenizer.has_chat_template:
-            if args.system is not None or args.template_args:
-                raise ValueError("--system and --template-args need a chat template, and exclude --raw")
-            return tokenizer.encode(prompt)
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        prompt = [*system, {"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt[0], dict)
-    return tokenizer.encode_chat(prompt, template_args=args.template_args) if is_chat else prompt
+    """Token ids of a text, through the chat template if there is one. Ids stay as they are."""
+    if not isinstance(prompt, str):
+        return prompt
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    if args.raw or not tokenizer.has_chat_template:
+        if args.system is not None or args.template_args:
+            raise ValueError("--system and --template-args need a chat template, and exclude --raw")
+        return tokenizer.encode(prompt)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return tokenizer.encode_chat([*system, {"role": "user", "content": prompt}], template_args=args.template_args)

@@ -10,7 +10,6 @@ from statistics import fmean
 import torch
 from jinja2 import Environment, FileSystemLoader
 
-STREAMED = 200                  # ids of a stream
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 render = TEMPLATES.get_template("page.html").render             # (title=…, parts=[…]) → the page as a text
 
@@ -58,17 +57,13 @@ def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verd
 
 def pieces(tokenizer, ids):
     """[(text, positions of its ids)]. A character may span several tokens, and special tokens have no text."""
-    stream, out, start = tokenizer.stream(), [], 0
-    for i, token in enumerate(ids):
-        if text := stream.push(token):
-            out.append((text, range(start, i + 1)))
-            start = i + 1
-        # A stream decodes all of its ids again. Later text depends on the last one only, if that is whole characters.
-        if start == i + 1 and len(stream.ids) > STREAMED and "\ufffd" not in tokenizer.decode(ids[i:start]):
-            stream = tokenizer.stream()
-            stream.push(token)
-    if rest := stream.end():
-        out.append((rest, range(min(start, len(ids) - 1), len(ids))))
+    out, last, start = [], 0, 0                     # the last piece is that of ids[last:start]
+    for end in range(1, len(ids) + 1):
+        # Decoded with the last piece, since a text's first blank is not decoded.
+        before, text = (tokenizer.decode(ids[last:at]) for at in (start, end))
+        if len(text) > len(before) and (end == len(ids) or not text.endswith("\ufffd")):
+            out.append((text[len(before):], range(start, end)))
+            last, start = start, end
     return out
 
 

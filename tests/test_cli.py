@@ -149,16 +149,12 @@ def test_compare_leaves_out_methods_that_fail_and_ends_in_an_error_if_the_reques
 
 def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, tmp_path):
     model = write_model(tmp_path / "thinking", THINKING)
-    turns = [dict(role=role, content=text) for role, text in [("user", "a"), ("assistant", "b"), ("user", "c")]]
-    (tmp_path / "turns.json").write_text(json.dumps(turns))
     for options, text in (
             (["--prompt=b"], "<|turn|>user:b<|end|><|turn|>assistant:"),
             (["--prompt=b", "--system=S"], "<|turn|>system:S<|end|><|turn|>user:b<|end|><|turn|>assistant:"),
             (["--prompt=b", "--raw"], "b"),
             (["--prompt=b", '--template-args={"enable_thinking": false}'],
-             "<|turn|>user:b<|end|><|turn|>assistant:quiet"),
-            (["--messages", tmp_path / "turns.json"],
-             "<|turn|>user:a<|end|><|turn|>assistant:b<|end|><|turn|>user:c<|end|><|turn|>assistant:")):
+             "<|turn|>user:b<|end|><|turn|>assistant:quiet")):
         assert objects(*model, *FLAGS, *options)[0]["prompt_ids"] == Tokenizer.load(model[1]).encode(text)
 
 

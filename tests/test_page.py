@@ -3,7 +3,6 @@
 import html
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,9 +54,6 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
 
 class Letters:
     """A tokenizer with one token per letter."""
-    def stream(self):
-        return SimpleNamespace(push=chr, end=lambda: "", ids=())
-
     def decode(self, ids):
         return "".join(map(chr, ids))
 

@@ -33,7 +33,6 @@ def places(tmp_path_factory, chat_model):
     write_heads(base / "heads.json")
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|turn|>", "<|user|>"))
-    (folder / "turns.json").write_text('[{"role": "user", "content": "Hi"}, {"role": "assistant"}]')
     return dict(folder=folder, base=base, model=f"--model {base}", heads=f"--heads {base}/heads.json",
                 chat=f"--model {chat_model} --heads {chat_model}/heads.json")
 
@@ -48,8 +47,7 @@ MISTAKES = [
     # prompts
     (decore, "{model} {heads} --prompt ''", "the prompt is empty"),
     (decore, "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
-    (decore, "{model} {heads} --prompt-ids 1,x", "--prompt-ids: '1,x' is not a list of token ids like 1,2,3"),
-    (decore, "{model} {heads} --messages {folder}/turns.json", "turns.json must contain a list of"),
+    (decore, "{model} {heads} --prompt-ids 1,x", "--prompt-ids: 'x' is not a whole number in [0, inf]"),
     (decore, "{model} {heads}", "nothing to answer"),
     (decore, "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
     (decore, BASE + " --system S", "--system and --template-args need a chat template"),
@@ -84,7 +82,7 @@ def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_sh
     assert re.search(r"sys\.exit\((cli\.)?run\(main\)\)\n\Z", (ROOT / path).read_text(encoding="utf-8"))
     main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
     status, out, err = call(main, "--help")
-    assert status == 0 and out.startswith("usage: python ") and err == ""
+    assert status == 0 and out.startswith("usage: ") and err == ""
     assert "(default: None)" not in out and "(default: [])" not in out
     for option in ["--nonsense", *(f"{option}=--" for option in sorted(set(re.findall(r"--[a-z-]+", out))))]:
         status, out, err = call(main, option)
