@@ -41,7 +41,6 @@ from tokenizer import Tokenizer
 USED_BY_TASK = {
     **dict.fromkeys(("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty"),
                     lambda task: not task.choice),
-    **dict.fromkeys(("judge", "judge_models"), lambda task: metrics.judged in task.metrics),
     "no_renormalise": lambda task: task.choice,
     "layout": lambda task: task.layout is None,
     "demos": lambda task: task.shots,
@@ -58,11 +57,10 @@ def evaluate(argv):
     """A sweep. Reads and checks everything before the first run, so that a mistake does not end it after hours."""
     args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
-    check_task_options(args, tasks)
-    judge_names = judges.judges_of(args)
-    seed = args.seed[0] if args.seed else cli.SEED          # later seeds of a list are for random heads only
-    benchmarks = [Benchmark(task, *data.load(task, args.data, args.demos, args.limit, seed)) for task in tasks]
-    cli.check_options(args, methods, seeded=any(drawn_seed(bench) is not None for bench in benchmarks))
+    reason = f"on {', '.join(task.name for task in tasks)}"
+    cli.refuse_unused(args, {name: reason for name, used in USED_BY_TASK.items() if not any(map(used, tasks))})
+    benchmarks = [Benchmark(task, *data.load(task, args.data, args.demos, args.limit)) for task in tasks]
+    cli.check_options(args, methods)
     if set(methods) <= {"greedy", "masked", "ad"}:
         cli.refuse_unused(args, {"no_renormalise": f"on {', '.join(methods)}"})
     if args.dry_run:
@@ -71,11 +69,9 @@ def evaluate(argv):
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
     ranks = Ranks(args.tp, args.device)
-    ranks.share(lambda: judges.check(judge_names))
     model, tokenizer, amateur = cli.load_models(args, ranks.shard)
     setups = make_setups(args, methods, model, amateur)
     fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)])
-    unjudged = []
     for bench, settings, fields in fitting_runs(args, benchmarks, setups, model, tokenizer):
         header = make_header(args, bench, fields, model, ranks, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
@@ -85,13 +81,8 @@ def evaluate(argv):
             print("\ninterrupted: the same command continues", file=sys.stderr)
             raise
         if ranks.rank == 0:
-            try:
-                lines = judges.judge(lines, path, bench.task, judge_names)
-            except (ValueError, OSError, RuntimeError) as error:        # the other tasks can still be run
-                unjudged.append(f"{path}: {cli.explain(error) or error}")
+            lines = judges.judge(lines, path, bench.task)
             print_means(lines, stored.values_of(path, bench.task, lines), {"run": str(path)})
-    if unjudged:
-        raise ValueError(f"not judged: {'; '.join(unjudged)}; judge them later with evaluate.py rescore --judge")
 
 
 def make_parser():
@@ -103,13 +94,13 @@ def make_parser():
                    help=f"{', '.join(task.name for task in PAPER)}; all: these; miniature: the miniature's splits")
     p.add_argument("--method", default=["decore-entropy"], type=cli.comma_list(cli.method_name(baselines.METHODS)),
                    metavar="M[,M…]", help=f"{', '.join(baselines.METHODS)} (default: decore-entropy)")
-    cli.add_method_arguments(p, baselines.METHODS, several=True, leave_out=("without_context", "without_context_ids"))
+    cli.add_method_arguments(p, baselines.METHODS, sweep=True)
     p.add_argument("--no-renormalise", action="store_true",
                    help="multiple choice: sum the contrasted scores without normalising them")
     p.add_argument("--data", type=Path, metavar="FILE", help="the data: a file, or a folder that contains it (default: "
                    "downloaded, if it is on the Hugging Face hub)")
     p.add_argument("--demos", type=Path, metavar="FILE", help="demonstrations: JSON lines, or a folder (default: from "
-                   "the data's folder, else from the training split, else the first items of the data)")
+                   "the data's folder, else the task's own, else the first items of the data)")
     p.add_argument("--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items (default: all)")
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
@@ -118,7 +109,6 @@ def make_parser():
     p.add_argument("--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model (torchrun)")
     p.add_argument("--out", default="results", metavar="DIR", help="folder of the runs (default: results)")
     p.add_argument("--dry-run", action="store_true", help="print the prompts as JSON lines and load no model")
-    judges.add_arguments(p)
     return p
 
 
@@ -126,17 +116,6 @@ def chosen_tasks(text):
     groups = {"all": [task.name for task in PAPER], "miniature": [task.name for task in MINIATURE]}
     names = [name for part in text.split(",") for name in groups.get(part, [part])]
     return [find(name) for name in dict.fromkeys(names)]
-
-
-def check_task_options(args, tasks):
-    """Raise ValueError for an option that none of the tasks uses."""
-    reason = f"on {', '.join(task.name for task in tasks)}"
-    cli.refuse_unused(args, {name: reason for name, used in USED_BY_TASK.items() if not any(map(used, tasks))})
-
-
-def drawn_seed(bench):
-    """The seed that drew the demonstrations; None if none were drawn."""
-    return (bench.demo_record or {}).get("seed")
 
 
 def make_setups(args, methods, model, amateur):
@@ -151,8 +130,7 @@ def make_setups(args, methods, model, amateur):
         used = [values if method in cli.OPTIONS[name][0] else [None] for name, values in swept.items()]
         for combination in itertools.product(*used):
             values = dict(zip(swept, combination, strict=True))
-            options = argparse.Namespace(**vars(args) | values)
-            settings = method_settings(method, options, model, amateur)
+            settings = method_settings(method, argparse.Namespace(**vars(args) | values), model, amateur)
             without = {"ids_without_context": [0]} if method == "cad" else {}
             baselines.generate(model, [0], max_new_tokens=1, **settings, **without)
             heads = settings.get("heads", settings.get("amateur_heads"))
@@ -212,7 +190,7 @@ def native_layout(tokenizer, model_type):
 
 def make_header(args, bench, fields, model, ranks, fingerprints):
     """The first line of a run's file: everything that determines its lines, and the software and machine."""
-    task, seeds = bench.task, (fields["seed"], drawn_seed(bench), cli.SEED)
+    task = bench.task
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
     return fields | {
@@ -220,15 +198,14 @@ def make_header(args, bench, fields, model, ranks, fingerprints):
         "dtype": str(model.dtype).removeprefix("torch."), "device": f"{model.device.type} ({device})",
         "engine": "transformers" if args.transformers else "own",
         "versions": {name: version(name) for name in libraries} | {"python": platform.python_version()},
-        "commit": commit(),
-        "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
+        "commit": commit(), "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
         "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
         "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None, "batch_size": args.batch_size or "auto",
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
         "mask_prompt": None if task.choice else fields.get("mask_prompt"),      # scoring masks every position
         "renormalise": not args.no_renormalise if task.choice else None,
-        "seed": next(seed for seed in seeds if seed is not None)}
+        "seed": cli.SEED if fields["seed"] is None else fields["seed"]}
 
 
 def run_name(header):
@@ -257,7 +234,7 @@ def dry_run(args, benchmarks):
 
 
 def rescore(argv):
-    p = cli.parser("Compute the metrics of runs again, from their lines, without a model.")
+    p = cli.parser("Compute the metrics of runs again, from their lines, without their model.")
     p.prog += " rescore"
     p.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl|DIR", help="runs, or folders of runs")
     p.add_argument("--task", metavar="T", help="(default: the one in the run's header)")
@@ -274,7 +251,6 @@ def rescore(argv):
         if not lines:
             raise ValueError(f"{path} holds no lines of items")
         task = find(args.task or header.get("task"))
-        check_task_options(args, [task])
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)
         for line, of_line in zip(lines, values, strict=True) if args.rows else ():
@@ -283,13 +259,10 @@ def rescore(argv):
 
 
 def print_means(lines, values, about):
-    """Print the means as one JSON line. What they leave out goes to standard error."""
-    demonstrations = sum(bool(line.get("demonstration")) for line in lines)
-    if demonstrations:
-        print(f"{demonstrations} of {len(lines)} items are demonstrations: only the published scores count them",
-              file=sys.stderr)
+    """Print the means as one JSON line."""
     if "rejection" in values[0] and not any("truth" in of_line for of_line in values):
-        print("not judged, so only rejections are counted: --judge adds truth, info and both", file=sys.stderr)
+        print("not judged, so only rejections are counted: evaluate.py rescore --judge adds truth, info and both",
+              file=sys.stderr)
     print(json.dumps(about | {"metrics": metrics.summary(values), "n": len(lines)}, ensure_ascii=False), flush=True)
 
 

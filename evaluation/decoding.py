@@ -5,6 +5,7 @@ import gc
 import json
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ import baselines
 from evaluation import runs
 from runtime import files
 from runtime.errors import out_of_memory
-from runtime.files import short_hash
 from tasks import Task, prompts
 
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
@@ -35,41 +35,41 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
     """Decode the items that the file lacks. Returns all lines in the data's order; None on other ranks than 0.
 
     header: the first line of the file. settings: the arguments of baselines.generate and score."""
-    task, encoded = bench.task, encode(bench, tokenizer)
+    encoded = encode(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
     auto = header["batch_size"] == "auto"
     size = (64 if model.device.type == "cuda" else 16) if auto else header["batch_size"]
-    width = 1 if task.choice else size                      # in multiple choice, a batch is one item's candidates
+    width = 1 if bench.task.choice else size                # in multiple choice, a batch is one item's candidates
 
     def decode_in_parts(batch):
-        """The lines of a batch. With --batch-size auto, a batch that runs out of memory is halved, and so are later
-        ones."""
+        """The lines of a batch. With --batch-size auto it is halved if it runs out of memory, and so are later ones."""
         nonlocal size
-        if len(batch) > size:
-            first, rest = batch[:size], batch[size:]
-            return decode_in_parts(first) + decode_in_parts(rest)
-        try:
-            answers = decode(bench, batch, header, settings, model, tokenizer)
-            return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
-        except RuntimeError as error:
-            # Ranks that share the model cannot halve: the other ranks are in the forward pass.
-            if not out_of_memory(error) or not auto or len(batch) == 1 or model.shard.size > 1:
-                raise
-        size = (len(batch) + 1) // 2
-        gc.collect()                                        # after `except`: the error held the tensors
-        if model.device.type != "cpu":
-            getattr(torch, model.device.type).empty_cache()
-        return decode_in_parts(batch)
+        lines = []
+        while len(lines) < len(batch):
+            part = batch[len(lines):][:size]
+            try:
+                answers = decode(bench, part, header, settings, model, tokenizer)
+                lines += [questions[e.index] | answer for e, answer in zip(part, answers, strict=True)]
+                continue
+            except RuntimeError as error:
+                # Ranks that share the model cannot halve: the other ranks are in the forward pass.
+                if not out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
+                    raise
+            size = (len(part) + 1) // 2
+            gc.collect()                                    # after `except`: the error held the tensors
+            if model.device.type != "cpu":
+                getattr(torch, model.device.type).empty_cache()
+        return lines
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions))
         longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
         batches = [longest_first[start:start + width] for start in range(0, len(encoded), width)]
         batches = [batch for batch in batches if any(e.index not in done for e in batch)]
+        batches += [[]] * (-len(batches) % ranks.replicas)          # for replicas without one at the end
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
             for first in range(0, len(batches), ranks.replicas):
-                batch = batches[first + ranks.replica:][:1]         # none for some replicas at the end
-                lines = ranks.gather(lambda batch=batch: [line for part in batch for line in decode_in_parts(part)])
+                lines = ranks.gather(partial(decode_in_parts, batches[first + ranks.replica]))
                 lines = [line for line in lines if line["index"] not in done]
                 if ranks.rank == 0:
                     files.append(path, lines)
@@ -89,7 +89,7 @@ def encode(bench, tokenizer):
 def question_of(item, encoded):
     """The part of a line that does not depend on the answer."""
     fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
-    key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
+    key = files.short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
     return json.loads(json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}))
 
 

@@ -33,8 +33,8 @@ class Task:
     read: Callable                      # row of the data file → item
     metrics: tuple                      # functions of metrics.py and model_metrics.py
     files: tuple                        # names of the data inside a folder, as glob patterns, best first
-    origin: HubFile | str               # of the data; a sentence if you have to fetch them
     fields: tuple                       # that every entry of the data has
+    origin: HubFile | None = None       # of the data; None: docs/data.md says where to fetch them
     folder: str = ""                    # subfolder in which data and demonstrations are looked for first
     made_by: tuple = ()                 # ("module:function", split) that makes the rows if there is no file
     question: str = "{question}"        # the last user turn, after the context
@@ -50,9 +50,8 @@ class Task:
     demo_file: str = "demos.jsonl"
     fixed_demos: tuple = ()             # demonstrations that are part of the prompt
     demos_hash: str = ""                # data.demos_hash of the paper's demonstrations
-    training: HubFile | None = None        # source of demonstrations without --demos
+    training: HubFile | None = None     # its first rows are the demonstrations without --demos, as in the paper
     read_training: Callable | None = None
-    first_of_training: bool = False     # take its first rows, as in the paper; else draw by the seed
     demos_are_items: bool = False       # demonstrations are test items, but never of themselves
     splits: bool = False                # several files; each is a split, averaged separately
     choice: bool = False                # multiple choice: candidates are scored, nothing is generated
@@ -62,42 +61,28 @@ class Task:
     version: int = 1
 
 
-TRIVIA_QA = ("mandarjoshi/trivia_qa", "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f")
-MUSIQUE = ("dgslibisey/MuSiQue", "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321")
-NQ_SWAP = HubFile("pminervini/NQ-Swap", "data/dev-00000-of-00001.parquet", "main",
-               "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c")
-
-ORACLE = ("nq-open-oracle.jsonl.gz of github.com/nelson-liu/lost-in-the-middle, folder qa_data "
-          "(2,655 questions with one gold passage each, for open and closed book)")
-NQ_TRAINING = HubFile("google-research-datasets/nq_open", "nq_open/train-00000-of-00001.parquet",
-                   "5dd9790a83002ad084ddeb7c420dc716852c6f28")
-
 XSUM = Task(
     "xsum", items.xsum, (model_metrics.rouge, model_metrics.bertscore, model_metrics.factkb),
-    folder="xsum", files=("xsum-1000.jsonl",),
-    origin="xsum-1000.jsonl of github.com/voidism/Lookback-Lens, folder data (1,000 test articles of XSum)",
-    fields=("document", "summary"),
+    folder="xsum", files=("xsum-1000.jsonl",), fields=("document", "summary"),
     instruction="Generate a summary comprising of 1 sentence for the given article.",
     context="Article: {document}\n\n", question="Summary: ", without_context="passage",
     max_new_tokens=128, n=1000)
 
 MEMOTRAP = Task(
     "memotrap", items.memotrap, (metrics.memotrap,),
-    folder="memotrap", files=("[1-4]-*.csv",),
-    origin="the four csv files of github.com/liujch1998/memo-trap, folder data; --data takes the folder",
-    fields=("prompt", "classes", "answer_index"),
+    folder="memotrap", files=("[1-4]-*.csv",), fields=("prompt", "classes", "answer_index"),
     without_context="field", splits=True, choice=True, n=2539)
 
 IFEVAL = Task(
     "ifeval", items.ifeval, (model_metrics.ifeval,),
     folder="ifeval", files=("ifeval.jsonl", "ifeval_input_data.jsonl"),
-    origin=HubFile("google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"),
     fields=("prompt", "instruction_id_list", "kwargs"),
+    origin=HubFile("google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"),
     max_new_tokens=1280, n=541)
 
 NQ_OPEN = Task(
     "nq-open", items.nq_open, (metrics.short_answer,),
-    folder="nq", files=("nq-open-oracle.jsonl.gz",), origin=ORACLE, fields=("question", "answers", "ctxs"),
+    folder="nq", files=("nq-open-oracle.jsonl.gz",), fields=("question", "answers", "ctxs"),
     instruction="Write a high-quality answer for the given question using only the provided search results (some of "
                 "which might be irrelevant). Provide the answer in 5 words or less without any explanation.",
     context="Document [1](Title: {title}) {text}\n\n", question="Question: {question}\nAnswer: ",
@@ -108,17 +93,18 @@ NQ_OPEN = Task(
 
 NQ_CLOSED = Task(
     "nq-closed", items.nq_closed, (metrics.short_answer,),
-    folder="nq", files=NQ_OPEN.files, origin=ORACLE, fields=("question", "answers"),
+    folder="nq", files=NQ_OPEN.files, fields=("question", "answers"),
     instruction="Write a high-quality answer for the given question. Provide the answer in 5 words or less without any "
                 "explanation.",
     question="Question: {question}\nAnswer: ", without_context="passage",
-    shots=8, demo_file="demos_closed_book.jsonl", demos_hash="deebfa1eea290345",
-    training=NQ_TRAINING, read_training=items.nq_training, n=2655)
+    shots=8, demo_file="demos_closed_book.jsonl", demos_hash="deebfa1eea290345", n=2655)
 
-NQ_SWAP_TASK = Task(
+NQ_SWAP = Task(
     "nq-swap", items.nq_swap, (metrics.short_answer, metrics.memory),
-    folder="nq_swap", files=("dev-*.parquet", "data/dev-*.parquet"), origin=NQ_SWAP,
+    folder="nq_swap", files=("dev-*.parquet", "data/dev-*.parquet"),
     fields=("question", "sub_context", "sub_answer", "org_answer"),
+    origin=HubFile("pminervini/NQ-Swap", "data/dev-00000-of-00001.parquet", "main",
+                   "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c"),
     instruction="Answer the following question based on the provided context:",
     context="Context: {context}\n", question="Question: {question}\nAnswer:", without_context="passage",
     gap_without_context="", shots=4, demos_hash="83c230d7a3a0166d", n=4746)
@@ -126,43 +112,40 @@ NQ_SWAP_TASK = Task(
 TRUTHFULQA_MC = Task(
     "truthfulqa-mc", items.truthfulqa_mc, (metrics.multiple_choice,),
     folder="truthfulqa", files=("TruthfulQA.csv",),
-    origin="TruthfulQA.csv of github.com/sylinrl/TruthfulQA as it was before January 2025 (817 questions)",
     fields=("Question", "Best Answer", "Correct Answers", "Incorrect Answers"),
     instruction="Interpret each question literally, and as a question about the real world; carefully research each "
                 "answer, without falling prey to any common myths; and reply “I have no comment” unless you are "
                 "completely certain of the answer.",
     question="Q: {question}\nA:", shots=6, demos_hash="6d25948a456f7a48", choice=True, n=817)
 
-TRUTHFULQA_GEN = replace(TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthfulqa_gen,
-                         fields=("Question", "Correct Answers"), metrics=(metrics.judged,),
-                         choice=False, max_new_tokens=64, version=2)
+TRUTHFULQA_GEN = replace(
+    TRUTHFULQA_MC, name="truthfulqa-gen", read=items.truthfulqa_gen, fields=("Question", "Correct Answers"),
+    metrics=(metrics.judged,), choice=False, max_new_tokens=64, version=2)
 
+TRIVIA_QA = HubFile("mandarjoshi/trivia_qa", "unfiltered.nocontext/validation-00000-of-00001.parquet",
+                    "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f")
 TRIVIAQA = Task(
     "triviaqa", items.triviaqa, (metrics.short_answer,),
     folder="triviaqa", files=("validation-*.parquet", "unfiltered.nocontext/validation-*.parquet", "triviaqa*.jsonl"),
-    origin=HubFile(TRIVIA_QA[0], "unfiltered.nocontext/validation-00000-of-00001.parquet", TRIVIA_QA[1]),
-    fields=("question",), instruction="Answer the given question.", question="Question: {question}\nAnswer:",
-    shots=8, demos_hash="f96b31ba8f194a76",
-    training=HubFile(TRIVIA_QA[0], "unfiltered.nocontext/train-00000-of-00001.parquet", TRIVIA_QA[1]),
-    read_training=items.triviaqa_training, first_of_training=True, n=11313)
+    fields=("question",), origin=TRIVIA_QA,
+    instruction="Answer the given question.", question="Question: {question}\nAnswer:",
+    shots=8, demos_hash="f96b31ba8f194a76", read_training=items.triviaqa_training,
+    training=TRIVIA_QA._replace(file="unfiltered.nocontext/train-00000-of-00001.parquet"), n=11313)
 
 POPQA = Task(
     "popqa", items.popqa, (metrics.short_answer,),
-    folder="popqa", files=("test.tsv", "popQA*.tsv", "popqa*.jsonl"),
+    folder="popqa", files=("test.tsv", "popQA*.tsv", "popqa*.jsonl"), fields=("question",),
     origin=HubFile("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
-    fields=("question",), instruction="Answer the given question.", question="Q: {question}\nA:",
+    instruction="Answer the given question.", question="Q: {question}\nA:",
     shots=8, demo="Question: {question}\nAnswer:", demos_hash="ac2f31fcd917cd40", demos_are_items=True, n=14267)
 
 MUSIQUE_DIRECT_CLOSED = Task(
     "musique-direct-closed", items.musique_closed, (metrics.musique,),
-    folder="musique", files=("musique_ans_v1.0_dev*.jsonl",),
-    origin=HubFile(MUSIQUE[0], "musique_ans_v1.0_dev.jsonl", MUSIQUE[1]),
-    fields=("question", "answer"),
+    folder="musique", files=("musique_ans_v1.0_dev*.jsonl",), fields=("question", "answer"),
+    origin=HubFile("dgslibisey/MuSiQue", "musique_ans_v1.0_dev.jsonl", "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321"),
     instruction="Answer the following question.", question="Q: {question}\nAnswer:", without_context="demos",
     gap="", gap_without_context="", shots=17, demo="Q: {question}\nA:", demo_answer="direct_answer",
-    demos_hash="9a2d0ee074b71120",
-    training=HubFile(MUSIQUE[0], "musique_ans_v1.0_train.jsonl", MUSIQUE[1]), read_training=items.musique_training,
-    max_new_tokens=100, n=2417)
+    demos_hash="9a2d0ee074b71120", max_new_tokens=100, n=2417)
 MUSIQUE_DIRECT_OPEN = replace(MUSIQUE_DIRECT_CLOSED, name="musique-direct-open", read=items.musique_open,
                               fields=("question", "answer", "paragraphs"), context="{passages}\n\n")
 MUSIQUE_COT_CLOSED = replace(MUSIQUE_DIRECT_CLOSED, name="musique-cot-closed", demo_answer="cot_answer",
@@ -173,12 +156,11 @@ MUSIQUE_COT_OPEN = replace(MUSIQUE_COT_CLOSED, name="musique-cot-open", read=ite
 
 MINIATURE = tuple(
     Task(f"miniature-{split}", items.miniature, (metrics.first_sentence, metrics.memory),
-         files=(f"miniature-{split}.jsonl",), origin=f"the lines that python -m miniature.data --split {split} prints",
-         fields=("prompt", "answer"), made_by=("miniature.data:make_split", split), without_context="field",
-         layout="plain", n=n)
+         files=(f"miniature-{split}.jsonl",), fields=("prompt", "answer"), made_by=("miniature.data:make_split", split),
+         without_context="field", layout="plain", n=n)
     for split, n in {"conflict": 1024, "conflict-known": 1024, "open": 1024, "closed": 320, "irrelevant": 1024}.items())
 
-PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP_TASK, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,
+PAPER = (XSUM, MEMOTRAP, IFEVAL, NQ_OPEN, NQ_CLOSED, NQ_SWAP, TRUTHFULQA_MC, TRUTHFULQA_GEN, TRIVIAQA, POPQA,
          MUSIQUE_DIRECT_CLOSED, MUSIQUE_DIRECT_OPEN, MUSIQUE_COT_CLOSED, MUSIQUE_COT_OPEN)
 TASKS = {task.name: task for task in PAPER + MINIATURE}
 

@@ -4,10 +4,10 @@ import csv
 import hashlib
 import json
 import pkgutil
-import random
 import re
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from runtime.errors import hub_reason, offline_if_unreachable
@@ -72,15 +72,15 @@ def from_hub(origin, option="--data"):
     return path, {"hub": origin.repo, "revision": commit} | record
 
 
-def read_with(read, entries, path, expected, fields=()):
-    """Yields `read` of each numbered entry. ValueError names the file, the line, and the data that are expected."""
+def read_with(read, entries, path, fields=()):
+    """Yields `read` of each numbered entry. ValueError with file and line if it is wrong or lacks one of the fields."""
     for number, entry in entries:
-        with located(f"{path}, line {number}", f"; this task reads {expected}"):
+        with located(f"{path}, line {number}"):
             require(entry, fields)
             yield read(entry)
 
 
-def load(task, data=None, demos=None, limit=None, seed=1234):
+def load(task, data=None, demos=None, limit=None):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
     Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt;
@@ -88,9 +88,11 @@ def load(task, data=None, demos=None, limit=None, seed=1234):
     "file", "fixed", "train" or "first items"), and whether they are the paper's. Items with the question of a first
     item are not scored, except in PopQA, whose first nine items are the published demonstrations."""
     items, records = load_items(task, data)
-    demonstrations, record = find_demos(task, demos, data, seed)
+    demonstrations, record = find_demos(task, demos, data)
     shots = task.shots + task.demos_are_items           # PopQA: an item that is one of them is shown the ninth instead
     if shots and record is None:
+        if task.demo_answer == "cot_answer":
+            raise ValueError(f"{task.name} needs --demos FILE: its items have no reasoning to show")
         first = {}
         for item in items:
             first.setdefault(item["question"], item)
@@ -122,8 +124,8 @@ def load_items(task, data=None):
         made = pkgutil.resolve_name(function)(split, task.n)
         record = {"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}
         return [task.read(item._asdict()) | {"id": index} for index, item in enumerate(made)], [record]
-    if data is None and isinstance(task.origin, str):
-        raise ValueError(f"{task.name} needs --data; its data are {task.origin}")
+    if data is None and task.origin is None:
+        raise ValueError(f"{task.name} needs --data FILE; docs/data.md says where it is")
     files, items = find_files("--data", task, [data], task.files) or dict([from_hub(task.origin)]), []
     names = ", ".join(path.name for path in files)
     if len(files) > 1 and not task.splits:
@@ -131,18 +133,18 @@ def load_items(task, data=None):
     for path in files:
         split = {"split": re.sub(r"^\d+-", "", path.name.split(".")[0])} if task.splits else {}
         entries = ((number, split | entry) for number, entry in read_entries(path))
-        for count, item in enumerate(read_with(task.read, entries, path, task.origin, task.fields)):
+        for count, item in enumerate(read_with(task.read, entries, path, task.fields)):
             if item.get("id") is None:
                 item["id"] = f"{item['split']}-{count}" if split else count
             items.append(item)
     if not items:
-        raise ValueError(f"{names}: holds no items; {task.name} reads {task.origin}")
+        raise ValueError(f"{names}: holds no items of {task.name}")
     verdict = "as in the paper" if len(items) == task.n else f"the paper scores {task.n:,}"
     print(f"{task.name}: {len(items):,} items of {names}, {verdict}", file=sys.stderr)
     return items, list(files.values())
 
 
-def find_demos(task, demos, data, seed):
+def find_demos(task, demos, data):
     """(demonstrations, record); ([], None) if there are none, or if they must be items of the data."""
     if not task.shots:
         return [], None
@@ -150,7 +152,7 @@ def find_demos(task, demos, data, seed):
     places = [demos, data if data and Path(data).is_dir() else None]
     for path, record in find_files("--demos", task, places, [task.demo_file]).items():
         entries = (pair for pair in read_entries(path) if pair[1].get("used_in_paper") is not False)
-        if demonstrations := list(read_with(read, entries, path, "demonstrations")):
+        if demonstrations := list(read_with(read, entries, path)):
             return demonstrations, {"source": "file"} | record
         raise ValueError(f"{path}: holds no demonstrations")
     if task.fixed_demos:
@@ -158,10 +160,8 @@ def find_demos(task, demos, data, seed):
     if not task.training:
         return [], None
     path, record = from_hub(task.training, "--demos")
-    entries, drawn = list(read_entries(path)), not task.first_of_training
-    entries = random.Random(seed).sample(entries, task.shots) if drawn else entries[:task.shots]
-    demonstrations = map(read, read_with(task.read_training, entries, path, task.training))
-    return list(demonstrations), {"source": "train", "seed": seed if drawn else None} | record
+    first = islice(read_entries(path), task.shots)
+    return list(map(read, read_with(task.read_training, first, path))), {"source": "train"} | record
 
 
 def demonstration(task, entry):

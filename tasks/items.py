@@ -11,7 +11,6 @@ kind; `located` adds file and line."""
 import ast
 import csv
 import json
-import re
 from contextlib import contextmanager
 
 
@@ -26,12 +25,12 @@ KINDS = {"a text": lambda value: isinstance(value, str),
 
 
 @contextmanager
-def located(place, note=""):
+def located(place):
     """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's place."""
     try:
         yield
     except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, OverflowError, csv.Error) as error:
-        raise ValueError(f"{place}: {error}{note}") from error
+        raise ValueError(f"{place}: {error}") from error
 
 
 def require(entry, names):
@@ -96,10 +95,6 @@ def nq_open(entry):
     return nq_closed(entry) | {name: field(passages[0], name).strip() for name in ("title", "text")}
 
 
-def nq_training(entry):
-    return {"question": field(entry, "question"), "answer": texts(entry, "answer")[0]}
-
-
 def nq_swap(entry):
     """The model sees the substituted context. `memory` is the original answer."""
     return qa(entry, texts(entry, "sub_answer"), context=field(entry, "sub_context"), memory=texts(entry, "org_answer"))
@@ -160,18 +155,6 @@ def musique_open(entry):
     if not passages:
         raise ValueError("field 'paragraphs' holds no supporting paragraph")
     return musique_closed(entry) | {"passages": "\n\n".join(passages)}
-
-
-def musique_training(entry):
-    """Builds the reasoning from the single questions of the data, in which "#1" stands for the first answer."""
-    answer, steps, answers = field(entry, "answer"), [], []
-    for step in entry["question_decomposition"]:
-        question = re.sub(r"#(\d+)", lambda match: answers[int(match[1]) - 1], field(step, "question"))
-        question = question.replace(" >>", ",")
-        answers.append(field(step, "answer"))
-        steps.append(f"{question}{'' if question.endswith('?') else ':'} {answers[-1]}.")
-    return {"question": field(entry, "question"), "direct_answer": answer,
-            "cot_answer": " ".join([*steps, f"So the answer is: {answer}."])}
 
 
 def miniature(entry):

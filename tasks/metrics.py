@@ -167,8 +167,8 @@ def compute(task, lines):
     """A dict of values per line. Prints why a metric is left out. ValueError for a line that lacks a field."""
     values = [{} for _ in lines]
     for metric in task.metrics:
-        if metric.problem():
-            print(f"left out: {metric.problem()}", file=sys.stderr)
+        if problem := metric.problem():
+            print(f"left out: {problem}", file=sys.stderr)
             continue
         for of_line, result in zip(values, metric(lines), strict=True):
             of_line.update(result)

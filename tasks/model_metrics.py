@@ -2,7 +2,6 @@
 
 Each has a function `problem`, which says what to install or download, or returns None."""
 
-import functools
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,18 +93,12 @@ def ifeval(line):
     return values | {"instructions": len(complete)}
 
 
-@functools.cache
-def checkers():
-    """Instruction name → checker class. Sets the seed of language detection, which draws random numbers."""
-    import langdetect
-    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
-    langdetect.DetectorFactory.seed = 0
-    return INSTRUCTION_DICT
-
-
 def follows(name, kwargs, line):
     """Whether the line's prediction follows one instruction. An empty prediction follows none."""
-    if name not in checkers():
+    import langdetect
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+    langdetect.DetectorFactory.seed = 0             # it draws random numbers
+    if name not in INSTRUCTION_DICT:
         raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
     response = field(line, "prediction")
     if not response.strip():
@@ -114,7 +107,7 @@ def follows(name, kwargs, line):
         # Counts the sign itself; the harness replaces a sign outside a-z by a random letter.
         enough = response.count(kwargs["letter"]) >= kwargs["let_frequency"]
         return enough != (kwargs["let_relation"] == "less than")
-    checker = checkers()[name](name)
+    checker = INSTRUCTION_DICT[name](name)
     checker.build_description(**kwargs)
     if "prompt" in (checker.get_instruction_args() or {}):
         checker.build_description(prompt=field(line, "prompt"))

@@ -24,11 +24,11 @@ def messages(task, item, demos, layout="chat", with_context=True):
     """[{"role", "content"}]."""
     if not with_context and task.without_context == "demos":
         demos = []
-    turns = turns_of(task, item, demos, with_context)
     front = task.instruction + "\n" if layout == "mistral" and task.instruction else ""
-    chat = [{"role": "assistant", "content": turn} if number % 2 else {"role": "user", "content": front + turn}
-            for number, turn in enumerate(turns)]
-    return [{"role": "system", "content": task.instruction}] + chat if task.instruction and not front else chat
+    chat = [{"role": "system", "content": task.instruction}] if task.instruction and not front else []
+    for number, turn in enumerate(turns_of(task, item, demos, with_context)):
+        chat.append({"role": "assistant", "content": turn} if number % 2 else {"role": "user", "content": front + turn})
+    return chat
 
 
 def plain_text(task, item, demos, with_context=True):

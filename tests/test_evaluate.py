@@ -250,7 +250,6 @@ def test_data_and_options_are_checked_before_the_first_run(start, data, tmp_path
 
 @pytest.mark.parametrize("task, options, message", [
     ("nq-closed", ["--method", "greedy,ad", "--mask", "query"], "--mask has no effect on greedy, ad; it is"),
-    ("nq-closed", ["--judge"], "--judge has no effect on nq-closed"),
     ("nq-closed", ["--seed", "3"], "--seed has no effect without --random-heads"),
     ("truthfulqa-mc", ["--mask-prompt"], "--mask-prompt has no effect on truthfulqa-mc"),
     ("truthfulqa-mc", ["--method", "dola-low", "--relative-top", "0"], "--relative-top has no effect on"),

@@ -1,11 +1,17 @@
 """Every metric against values worked out by hand, with every trap of the published scoring on both of its sides."""
 
 import math
+import sys
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from tasks import TASKS, metrics, model_metrics
+from tasks.model_metrics import DEBERTA, FACTKB, ROBERTA
 
 
 def one(task, **row):
@@ -141,6 +147,76 @@ def test_macro_averages_over_splits_and_published_over_five_numbers():
 def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
     pytest.importorskip("rouge_score", reason="in requirements-dev.txt")
     assert one("xsum", prediction=prediction, references=[reference])["rougeL"] == pytest.approx(expected)
+
+
+class StandIn:
+    """A model of transformers that stands in for FactKB. Its logit of class 1 is the length of the summary."""
+    def float(self):
+        self.dtype = "float32"
+        return self
+
+    def eval(self):
+        return self
+
+    def __call__(self, pair):
+        assert self.dtype == "float32" and pair[1] == "An article."
+        return SimpleNamespace(logits=torch.tensor([[0.0, len(pair[0])]]))
+
+
+def test_factkb_is_the_probability_of_class_1_on_summary_and_article(monkeypatch):
+    def tokenizer(name):
+        assert name == ROBERTA
+
+        def encode(summary, article, **options):
+            assert options == dict(padding="max_length", truncation=True, max_length=512, return_tensors="pt")
+            return {"pair": (summary, article)}
+        return encode
+
+    def model(name, num_labels):
+        assert (name, num_labels) == (FACTKB, 2)
+        return StandIn()
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", model)
+    line = {"prediction": "ab", "references": ["not read"]}
+    lines = [line | {"document": document} for document in ("An article.", None)]
+    assert model_metrics.factkb(lines) == [{"factkb": pytest.approx(100 / (1 + math.exp(-2)))}, {"factkb": None}]
+
+
+def test_bertscore_compares_summary_and_first_reference_by_layer_40_up_to_512_tokens(monkeypatch):
+    class BERTScorer:
+        def __init__(self, name, **options):
+            assert name == DEBERTA and options == dict(num_layers=40, idf=False, rescale_with_baseline=False)
+            self._model, self._tokenizer = StandIn(), SimpleNamespace(cls_token_id=1, sep_token_id=2)
+
+        def score(self, predictions, references):
+            assert (predictions, references) == (["A summary."], ["The reference."])
+            assert self._model.dtype == "float32" and self._tokenizer.model_max_length == 512
+            assert self._tokenizer.build_inputs_with_special_tokens([7]) == [1, 7, 2]
+            return None, None, torch.tensor([0.5])
+
+    monkeypatch.setitem(sys.modules, "bert_score", SimpleNamespace(BERTScorer=BERTScorer))
+    line = {"prediction": "A summary.", "references": ["The reference.", "not read"]}
+    assert model_metrics.bertscore([line]) == [{"bertscore_f1": 50}]
+
+
+def test_metrics_that_lack_a_library_or_a_model_say_what_to_do_and_are_left_out(capsys, monkeypatch):
+    cached = {FACTKB: ["config.json", "pytorch_model.bin"], ROBERTA: ["config.json"]}       # an interrupted download
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache",
+                        lambda name, file: f"{name}/{file}" if file in cached.get(name, ()) else None)
+    monkeypatch.setattr(model_metrics, "find_spec", lambda module: module not in ("bert_score", "lm_eval", "nltk"))
+    lacking = ["bertscore_f1 needs bert_score: pip install -e '.[evaluate]'",
+               f"factkb needs the model {ROBERTA} in the cache: hf download {ROBERTA}"]
+    assert metrics.problems(TASKS["xsum"]) == lacking and metrics.problems(TASKS["nq-swap"]) == []
+    assert metrics.problems(TASKS["ifeval"]) == ["IFEval needs lm_eval, nltk: pip install -e '.[evaluate]'"]
+    assert one("xsum", prediction="A.", references=["A."]) == {"rougeL": 100}
+    assert capsys.readouterr().err.splitlines() == [f"left out: {problem}" for problem in lacking]
+    cached[ROBERTA].append("vocab.json")
+    assert metrics.problems(TASKS["xsum"]) == lacking[:1]
+    monkeypatch.setattr(model_metrics, "find_spec", lambda module: True)
+    monkeypatch.setattr("nltk.data.path", ["nowhere"])
+    assert metrics.problems(TASKS["ifeval"]) == [
+        "IFEval needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab"]
 
 
 # IFEval

@@ -38,15 +38,10 @@ def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_
     assert status == 2 and "empty holds no runs" in err
 
 
-def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start, tmp_path):
-    row = {"id": "a", "prediction": "Paris", "references": ["paris"]}
-    path = write_lines(tmp_path / "r.jsonl", [row])
+def test_rows_of_another_program_are_scored(start, tmp_path):
+    path = write_lines(tmp_path / "r.jsonl", [{"id": "a", "prediction": "Paris", "references": ["paris"]}])
     assert start("rescore", "--task", "popqa", path)[1] == [
         {"metrics": {"exact_match": 1.0, "substring_match": 1.0, "substring_match_published": 1.0}, "n": 1}]
-    write_lines(path, [row | {"demonstration": True}] * 2)
-    status, [out], err = start("rescore", "--task", "popqa", path)
-    assert status == 0 and out["metrics"]["exact_match"] is None
-    assert "2 of 2 items are demonstrations: only the published scores count them" in err
 
 
 @pytest.mark.parametrize("text, task, message", [
@@ -56,6 +51,7 @@ def test_rows_of_another_program_are_scored_and_demonstrations_are_counted(start
      "line 1: field 'best_position' should be a whole number from 0, not '-1'"),
     ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
     ("", ["--task", "triviaqa"], "holds no lines"),
+    ('{"prediction": "a"}\n', ["--task", "triviaqa", "--judge"], "--judge has no effect on triviaqa"),
     ('{"id": 1}\n', [], "give --task")])
 def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
     path = tmp_path / "r.jsonl"
@@ -73,13 +69,9 @@ class Judge:
         self.prompts = []
 
     def __call__(self, name):
-        if name == "gone":
-            raise ValueError("the judge gone cannot be loaded")
         return self.probabilities
 
     def probabilities(self, prompts):
-        if "Broken." in prompts[0]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
         self.prompts += prompts
         return [0.3 if "Helpful" in prompt else 0.9 if "Yes" in prompt else 0.0 for prompt in prompts]
 
@@ -97,7 +89,7 @@ T_I = ("--judge", "--judge-models", "t,i")
 def test_verdicts_are_stored_with_their_judges_and_no_answer_is_judged_twice(rescore, judge, tmp_path):
     path = write_run(tmp_path, "Yes. It", "Perhaps.", "no end")
     _, [unjudged], err = rescore(path)
-    assert list(unjudged["metrics"]) == ["rejection"] and "--judge adds truth, info" in err
+    assert list(unjudged["metrics"]) == ["rejection"] and "rescore --judge adds truth, info" in err
     _, [out], err = rescore(path, *T_I)
     assert out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0 and "adds" not in err
     assert judge.prompts == [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful")
@@ -121,21 +113,6 @@ def test_an_interrupted_judging_continues_and_two_processes_do_not_judge_one_run
     [out] = out
     assert out["metrics"]["truth"] == 0.5 and len(judge.prompts) == 2
     assert store.read_text().startswith(stored) and len(store.read_text().splitlines()) == 4
-
-
-def test_a_judge_is_loaded_before_the_first_run_and_one_that_fails_later_does_not_end_the_sweep(
-        start, judge, chat_model, data, tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
-    shutil.copy(data["truthfulqa-gen"][3], tmp_path / "data" / "TruthfulQA.csv")
-    shutil.copy(data["memotrap"][3], tmp_path / "data")
-    sweep = ["--model", chat_model, "--data", tmp_path / "data", "--task", "truthfulqa-gen,memotrap", "--method",
-             "greedy", "--demos", data["truthfulqa-gen"][5], "--max-new-tokens", 2, "--out", tmp_path / "out"]
-    status, out, err = start(*sweep, "--judge", "--judge-models", "t,gone")
-    assert status == 2 and out == [] and "the judge gone" in err and not (tmp_path / "out").exists()
-    monkeypatch.setattr("evaluation.judges.clean", lambda prediction: "Broken.")
-    status, out, err = start(*sweep, *T_I)
-    assert status == 2 and [list(one["metrics"])[0] for one in out] == ["rejection", "micro"]
-    assert "not judged: " in err.splitlines()[-1] and "out of memory" in err and "rescore --judge" in err
 
 
 @pytest.fixture(scope="module")

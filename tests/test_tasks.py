@@ -190,37 +190,12 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
 
 # Demonstrations
 
-@pytest.fixture
-def training(tmp_path, monkeypatch):
-    """training(task, rows, seed) → demonstrations and their record, from a training split of these rows."""
-    def load(name, rows, seed=1234):
-        path = write(tmp_path / "train.jsonl", rows)
-        monkeypatch.setattr(data, "from_hub", lambda *home: (path, {"revision": "c0ffee"}))
-        return data.load(TASKS[name], write_data(name, tmp_path), seed=seed)[2:]
-    return load
-
-
-def test_demonstrations_come_from_the_training_split(training):
-    rows = [{"question": f"q{i}", "answer": [f"a{i}", "other"]} for i in range(50)]
-    first, again, other = (training("nq-closed", rows, seed) for seed in (1, 1, 2))
-    assert first == again and first[0] != other[0] and len(first[0]) == 8
-    assert all(demo["answer"] == f"a{demo['question'][1:]}" for demo in first[0])
-    assert first[1] == {"source": "train", "revision": "c0ffee", "seed": 1, "paper": False}
-    with pytest.raises(ValueError, match="train.jsonl, line 1: missing field: 'answer' .*google-research-datasets"):
-        training("nq-closed", [{"question": "q"}] + rows[:7])
-    # TriviaQA's are the first rows, in lower case.
-    rows = [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)]
-    first, second = (training("triviaqa", rows, seed) for seed in (1, 2))
-    assert first == second and [demo["answer"] for demo in first[0]] == [f"a{i}" for i in range(8)]
-    assert first[1]["seed"] is None
-
-
-def test_musiques_reasoning_is_built_from_the_single_questions(training):
-    steps = [{"question": "Green >> performer", "answer": "Steve"}, {"question": "Who married #1?", "answer": "Miq"}]
-    rows = [MUSIQUE | {"answer": "Miq", "question_decomposition": steps}] * 17
-    reasoning = "Green, performer: Steve. Who married Steve? Miq. So the answer is: Miq."
-    for name, answer in (("musique-direct-closed", "Miq"), ("musique-cot-closed", reasoning)):
-        assert [demo["answer"] for demo in training(name, rows)[0]] == [answer] * 17
+def test_triviaqas_demonstrations_are_the_first_rows_of_the_training_split_in_lower_case(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)])
+    monkeypatch.setattr(data, "from_hub", lambda *home: (path, {"revision": "c0ffee"}))
+    demos, record = data.load(TASKS["triviaqa"], write_data("triviaqa", tmp_path))[2:]
+    assert [demo["answer"] for demo in demos] == [f"a{i}" for i in range(8)]
+    assert record == {"source": "train", "revision": "c0ffee", "paper": False}
 
 
 def test_without_a_training_split_the_first_questions_are_demonstrations_and_are_not_scored(tmp_path, capsys):
@@ -242,6 +217,8 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     assert data.load(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
     with pytest.raises(ValueError, match="first 4 questions are its demonstrations, and nothing is left to score"):
         data.load(TASKS["nq-swap"], write_rows("abcd"))
+    with pytest.raises(ValueError, match="musique-cot-open needs --demos FILE: its items have no reasoning"):
+        data.load(TASKS["musique-cot-open"], write_data("musique-cot-open", tmp_path))
 
 
 def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp_path):
@@ -275,7 +252,7 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 
 @pytest.mark.parametrize("name, rows, message", [
     ("nq-closed", [ORACLE, {"query": "q", "answer": ["a"]}],
-     r"line 2: missing field: 'question', 'answers' \(found: query, answer\).*oracle"),
+     r"line 2: missing field: 'question', 'answers' \(found: query, answer\)"),
     ("nq-closed", [ORACLE | {"answers": "Ada"}], "line 1: field 'answers' should be a list of texts, not 'Ada'"),
     ("nq-open", [ORACLE | {"ctxs": ORACLE["ctxs"] * 2}], "field 'ctxs' should hold the one gold .*, not 2"),
     ("musique-cot-open", [MUSIQUE | {"answerable": False}], "full MuSiQue"),
@@ -316,7 +293,7 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
     for name in ("validation-1.parquet", "validation-2.parquet"):
         (tmp_path / name).write_bytes(b"")
     refuse("several files fit triviaqa, name one", "triviaqa", tmp_path)
-    refuse("memotrap needs --data; its data are the four csv files of github.com", "memotrap")
+    refuse("memotrap needs --data FILE; docs/data.md says", "memotrap")
     refuse("unknown task 'nqswap'; known tasks: xsum, memotrap", "nqswap")
     refuse("demos.jsonl, line 1: missing field: 'context'", "nq-swap", write_data("nq-swap", tmp_path), tmp_path)
 
@@ -355,4 +332,4 @@ def test_the_page_of_data_names_every_tasks_fields_and_commit():
     for task in PAPER:
         [cells] = [cells for cells in table if task.name in re.split(", | ", cells[1])]
         assert [field for field in task.fields if field not in cells[5]] == [], task.name
-        assert isinstance(task.origin, str) or task.origin.revision[:7] in cells[4] or "the same" in cells[2]
+        assert task.origin is None or task.origin.revision[:7] in cells[4] or "the same" in cells[2]
