@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 import warnings
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
-WORD = re.compile(r"v?\d+(?:\.\d+)*[a-z]*|[a-z]+")     # "honest_llama3_8b" → honest, llama, 3, 8b
 
 
 def load_heads(model, n=None, name=None, option="--heads"):
@@ -118,28 +118,19 @@ def find_heads(model_name):
 
 
 def no_file(model, option):
-    """Message for a model without a file: related models that have one, and the command that measures the heads."""
-    local = model.folder and Path(model.folder).resolve().name == model.name    # the folder of a hub id is in a cache
-    hints = ", ".join(f"{option} {name}" for name in related(model))
+    """Message for a model without a file: the names of similar models of its shape, and how to measure the heads."""
+    shape, names = (model.config.n_layers, model.config.n_heads), {}
+    for path in FOLDER.glob("*.json"):
+        content = read_json(path)
+        if (content.get("n_layers"), content.get("n_heads")) == shape:
+            names[plain_name(path.stem)] = path.stem
+    similar = get_close_matches(plain_name(model.name), names)          # three at most, best first
+    hints = ", ".join(f"{option} {names[name]}" for name in similar)
+    local = model.folder and Path(model.folder).resolve().name == model.name        # else a folder of the hub's cache
     return (f"no head scores are known for {model.name}: " + f"try those of a related model ({hints}), " * bool(hints)
             + f"give {option} FILE, or measure them: python -m heads.detect --model "
             f"{shlex.quote(str(model.folder if local else model.name))} "
             f"--out heads/{shlex.quote(Path(model.name).name)}.json")
-
-
-def related(model):
-    """Names of files for up to three models of the same shape, the most similar name first.
-
-    Two names are related if they share more than half of their words, or if one has all words of the other."""
-    shape, words = (model.config.n_layers, model.config.n_heads), set(WORD.findall(plain_name(model.name)))
-    similar = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        content, others = read_json(path), set(WORD.findall(plain_name(path.stem)))
-        shared, all_words = words & others, words | others
-        close = shared and (shared in (words, others) or 2 * len(shared) > len(all_words))
-        if close and (content.get("n_layers"), content.get("n_heads")) == shape:
-            similar[path.stem] = len(shared) / len(all_words)
-    return sorted(similar, key=similar.get, reverse=True)[:3]
 
 
 def plain_name(model_name):

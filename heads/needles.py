@@ -144,9 +144,8 @@ def make_prompt(sample, needle, book, tokenizer, facts):
 
 def choose_boundary(bounds, depth, rng):
     """A random one of the boundaries near the depth, in % of the last boundary; if none is near, the nearest."""
-    end = bounds[-1]
-    target = end * depth / 100
-    near = [bound for bound in bounds if abs(bound - target) <= end * NEAR / 100]
+    target = bounds[-1] * depth / 100
+    near = [bound for bound in bounds if abs(bound - target) <= bounds[-1] * NEAR / 100]
     return rng.choice(near or [min(bounds, key=lambda bound: abs(bound - target))])
 
 

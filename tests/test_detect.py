@@ -89,14 +89,6 @@ def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_publishe
             detect.score_run(model, prompt, span)
 
 
-def test_batches_change_nothing(llama):
-    prompts = [random_ids(n, seed=n) for n in (7, 180, 340, 1)]
-    spans = [(2, 6), (125, 150), (255, 300), (0, 1)]
-    for prompt, span, together in zip(prompts, spans, detect.answer_batch(llama, prompts, spans, 8), strict=True):
-        [(ids, attended)] = detect.answer_batch(llama, [prompt], [span], 8)
-        assert together[0] == ids and torch.equal(together[1], attended)
-
-
 @pytest.mark.parametrize("family", ["llama3", "mistral-window"])
 def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, family):
     heads, model = [(0, 1), (1, 0), (2, 2), (2, 3)], Transformer.load(write_checkpoint(tmp_path, family))
