@@ -1,13 +1,13 @@
 """Speed of decoding: this project and transformers in turns, compared with the memory's bandwidth.
 
     python -m speed.decode --shape 0.5b --dtype bfloat16 --prompt 512 --new 32 --json
-    python -m speed.decode --methods greedy masked decore-static cad dola-low dola-high ad cd
     torchrun --nproc-per-node 2 -m speed.decode --model FOLDER --methods greedy decore-entropy
 
-    transformers            greedy decoding by its generate()
-    two-pass                DeCoRe written with transformers: two caches, two passes per token
-    hf-greedy, hf           this project's decoders on a model of transformers (--transformers)
-    custom-generate         DeCoRe by generate() with custom_generate/
+    greedy, decore-entropy, …   methods of this project
+    transformers                greedy decoding by its generate()
+    two-pass                    DeCoRe written with transformers: two caches, two passes per token
+    hf-greedy, hf               this project's methods on a model of transformers (--transformers)
+    custom-generate             DeCoRe by generate() with custom_generate/
 
 All contestants run once per round. The clock runs from the first new token to the last, without the prompt. Ratios are
 medians over the rounds, because the load of a machine changes between rounds. `share_of_bandwidth` compares the bytes
@@ -21,9 +21,8 @@ import resource
 import shlex
 import sys
 import time
-from dataclasses import replace
 from functools import partial
-from importlib.metadata import distributions
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import baselines
 import cli
 import decore
 from model import Transformer
@@ -40,78 +38,40 @@ from runtime.files import commit
 from runtime.pack import pack
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes, with_shared_weights
 
-GREEDY, DECORE = ("greedy", "hf-greedy"), ("decore-entropy", "hf", "custom-generate")
-# A contestant → those whose speed is given relative to it, and those that must decode its tokens.
-RATIOS = {"greedy": baselines.METHODS[1:], "transformers": GREEDY + DECORE[1:], "two-pass": DECORE}
-SAME_TOKENS = {"transformers": GREEDY, "two-pass": DECORE}
-
-
 # ---------------------------------------------------------------------------------------------------------- contestants
-# Each is a function → (ids of one text, seconds to the first token, seconds from the first token to the last).
+# Each is a function decode(tick) → ids of the first text. It calls tick for each new token.
 
 
-def clocked(decode):
-    """A contestant of decode(tick) → ids, which calls tick for each token."""
-    def run():
-        times = [time.perf_counter()]
-        ids = decode(lambda *_: times.append(time.perf_counter()))
-        return ids, times[1] - times[0], times[-1] - times[1]
-
-    return run
+def this_project(model, prompts, new, heads, method, graph=None):
+    settings = dict(method=method, heads=heads, max_new_tokens=new + 1, eos_ids=(), graph=graph)
+    return lambda tick: decore.generate(model, prompts, on_token=tick, **settings)[0].ids
 
 
-def this_project(model, prompts, new, settings):
-    """A method on this project's engine or another model. cad: prompts without context are their last quarters."""
-    if settings["method"] == "cad":
-        settings = settings | dict(ids_without_context=[prompt[-(len(prompt) // 4):] for prompt in prompts])
-    settings = dict(max_new_tokens=new + 1, eos_ids=()) | settings
-    return clocked(lambda tick: baselines.generate(model, prompts, on_token=tick, **settings)[0].ids)
+def on_hf_model(twin, prompts, new, heads, method):
+    from runtime.hf import HFModel
+    return this_project(HFModel(twin, "transformers"), prompts, new, heads, method)
 
 
-def method_settings(method, model):
-    c, settings = model.config, dict(method=method)
-    if method in decore.METHODS[1:]:
-        settings["heads"] = spread_heads(c)
-    elif method == "cd":                        # the amateur has half the layers
-        half = replace(c, n_layers=c.n_layers // 2, windows=c.windows[:c.n_layers // 2])
-        settings["amateur"] = packed(random_model(half, model.device, model.dtype))
-    elif method == "ad":
-        settings["info_layer"] = c.n_layers * 3 // 4
-    return settings
-
-
-def packed(model):
-    """The model as loading leaves it: packed on a CPU."""
-    if model.device.type == "cpu":
-        pack(model)
-    return model
-
-
-def by_generate(twin, prompt, new, heads, custom):
+def by_generate(twin, prompts, new, heads, custom):
     """generate() of transformers: greedy, or with custom_generate/."""
-    ids = torch.tensor([prompt], device=twin.device)
+    ids = torch.tensor(prompts, device=twin.device)
     root = str(Path(__file__).parent.parent)
     options = dict(custom_generate=root, trust_remote_code=True, heads=heads) if custom else {}
 
     def decode(tick):
-        # A streamer receives the prompt first, as a batch.
+        # A streamer receives the prompts first, [B, P], then the tokens of each step, [B].
         streamer = SimpleNamespace(put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None)
         return twin.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new + 1,
-                             streamer=streamer, **options)[0, len(prompt):].tolist()
+                             streamer=streamer, **options)[0, ids.shape[1]:].tolist()
 
-    return clocked(decode)
-
-
-def by_hf_model(twin, prompt, new, heads, method):
-    from runtime.hf import HFModel
-    return this_project(HFModel(twin, "transformers"), [prompt], new, dict(method=method, heads=heads))
+    return decode
 
 
-def two_pass(base, prompt, new, heads):
+def two_pass(base, prompts, new, heads):
     """DeCoRe written with transformers: two copies of the cache, and two passes for each token."""
     from transformers import DynamicCache
 
-    masked, ids = with_shared_weights(base), torch.tensor([prompt], device=base.device)
+    masked, ids = with_shared_weights(base), torch.tensor(prompts, device=base.device)
     for layer, head in heads:
         attention = masked.model.layers[layer].self_attn
         mask = torch.ones(attention.o_proj.in_features, device=base.device, dtype=base.dtype)
@@ -126,43 +86,40 @@ def two_pass(base, prompt, new, heads):
             log_p = [model(token, past_key_values=cache).logits.float().log_softmax(-1)
                      for model, cache in zip((base, masked), caches, strict=True)]
             token = decore.contrast(*log_p, decore.entropy(log_p[0])).argmax(-1)
-            out.append(int(token))
+            out.append(int(token[0]))
             tick()
         return out
 
-    return clocked(decode)
+    return decode
 
 
-# Functions of (model of transformers, prompt, new, heads).
+# Functions of (model of transformers, prompts, new, heads).
 PEERS = {
     "transformers": partial(by_generate, custom=False),
     "two-pass": two_pass,
-    "hf-greedy": partial(by_hf_model, method="greedy"),
-    "hf": partial(by_hf_model, method="decore-entropy"),
+    "hf-greedy": partial(on_hf_model, method="greedy"),
+    "hf": partial(on_hf_model, method="decore-entropy"),
     "custom-generate": partial(by_generate, custom=True),
 }
 
 
-def contestants(model, prompt, new, names, batch=1, no_graph=False):
-    """{name: (contestant, number of texts, bytes read for a token)}. Packs a model on a CPU, as loading does.
+def contestants(model, prompts, new, names, graph=None):
+    """{name: contestant}. Packs a model on a CPU, as loading does."""
+    heads, peers = spread_heads(model.config), [name for name in names if name in PEERS]
+    twin = transformers_model(model) if peers else None         # before packing: it needs plain weights
+    runs = {name: PEERS[name](with_shared_weights(twin), prompts, new, heads) for name in peers}
+    if model.device.type == "cpu":
+        pack(model)
+    return runs | {name: this_project(model, prompts, new, heads, name, graph) for name in names if name not in PEERS}
 
-    batch, no_graph: each method of this project also runs on that many prompts, and without CUDA graphs."""
-    c, out, peers = model.config, {}, [name for name in names if name in PEERS]
+
+def bytes_per_token(model, length, batch):
+    """Bytes that decoding reads for a token of one text: its keys and values, and its share of the weights."""
+    c = model.config
     # A pass reads one row of the embedding, but all of it if it is the head too.
     weights = weight_bytes(model) - (0 if model.lm_head is model.embed else model.embed.weight.nbytes)
-    cache = 2 * c.n_layers * model.layers[0].attn.kv_heads * c.head_dim * (len(prompt) + new) * model.dtype.itemsize
-    twin = transformers_model(model) if peers else None         # before packing: it needs plain weights
-    for name in peers:
-        out[name] = PEERS[name](with_shared_weights(twin), prompt, new, spread_heads(c)), 1, weights + cache
-    packed(model)
-    prompts = [prompt, *torch.randint(c.vocab_size, (batch - 1, len(prompt))).tolist()]
-    variants = {"": (1, {}), f", batch {batch}": (batch, {}), ", no graph": (1, dict(graph=False))}
-    for name in [name for name in names if name not in PEERS]:
-        settings = method_settings(name, model)
-        for variant, (n, more) in variants.items():
-            if not variant or n > 1 or more and no_graph:
-                out[name + variant] = this_project(model, prompts[:n], new, settings | more), n, weights / n + cache
-    return out
+    cache = 2 * c.n_layers * model.layers[0].attn.kv_heads * c.head_dim * length * model.dtype.itemsize
+    return weights / batch + cache
 
 
 # ----------------------------------------------------------------------------------------------------------- the rounds
@@ -181,14 +138,26 @@ def bandwidth_meter(device):
     return measure
 
 
+def clock(decode):
+    """(ids, seconds to the first token, seconds from the first token to the last) of a contestant."""
+    times = [time.perf_counter()]
+    ids = decode(lambda *_: times.append(time.perf_counter()))
+    return ids, times[1] - times[0], times[-1] - times[1]
+
+
 def measure(runs, rounds, bandwidth):
-    """Runs a warm-up and the rounds → {name: [a contestant's result of each round]}, [bandwidth of each round]."""
+    """Runs a warm-up and the rounds → {name: [a contestant's `clock` in each round]}, [bandwidth in each round]."""
     results, speeds, names = {name: [] for name in runs}, [], list(runs)
     for i in range(1 + rounds):
         speeds.append(bandwidth())
         for name in names[i % len(names):] + names[:i % len(names)]:        # each round starts with another contestant
-            results[name].append(runs[name][0]())
+            results[name].append(clock(runs[name]))
     return {name: values[1:] for name, values in results.items()}, speeds[1:]
+
+
+# A contestant → those that must decode its tokens. Their speed is given relative to it.
+SAME_TOKENS = {"transformers": ("greedy", "hf-greedy"), "two-pass": ("decore-entropy", "hf", "custom-generate")}
+RATIOS = {"greedy": decore.METHODS[1:]} | SAME_TOKENS
 
 
 def quartiles(values, digits=3):
@@ -196,23 +165,26 @@ def quartiles(values, digits=3):
     return np.quantile(values, [0.25, 0.5, 0.75]).round(digits).tolist()
 
 
-def summary(results, speeds, runs, prompt, new):
-    """Rates, shares and ratios of all contestants, and how many leading tokens agree."""
-    rates, prefill, share = {}, {}, {}
-    for name, (_, texts, read) in runs.items():
-        _, first, rest = zip(*results[name], strict=True)
-        rates[name] = new * texts / np.array(rest)
-        prefill[name] = round(prompt * texts / np.median(first))
-        share[name] = quartiles(rates[name] * read / speeds)[1]
+def summary(results, speeds, read, prompt, new):
+    """Rates, shares and ratios of all contestants, and how many leading tokens agree.
+
+    read: bytes per token of a text. prompt, new: the number of tokens of all texts."""
+    rates, prefill = {}, {}
+    for name, rounds in results.items():
+        _, first, rest = zip(*rounds, strict=True)
+        rates[name] = new / np.array(rest)
+        prefill[name] = round(prompt / np.median(first))
     spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
+    pairs = [(a, b) for b in RATIOS for a in RATIOS[b] if a in rates and b in rates]
     ratios = {f"{a}_over_{b}".replace("decore-entropy", "decore").replace("-", "_"): quartiles(rates[a] / rates[b])
-              for b in RATIOS if b in runs for a in RATIOS[b] if a in runs}
+              for a, b in pairs}
     return dict(
         tokens_per_second={name: median for name, (_, median, _) in spread.items()}, quartiles=spread,
         prompt_tokens_per_second=prefill, bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
-        share_of_bandwidth=share, **{name: median for name, (_, median, _) in ratios.items()}, ratio_quartiles=ratios,
+        share_of_bandwidth={name: quartiles(rate * read / speeds)[1] for name, rate in rates.items()},
+        **{name: median for name, (_, median, _) in ratios.items()}, ratio_quartiles=ratios,
         same_tokens={f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
-                     for b in SAME_TOKENS if b in runs for a in SAME_TOKENS[b] if a in runs})
+                     for a, b in pairs if b in SAME_TOKENS})
 
 
 def table(row):
@@ -236,7 +208,7 @@ def origin(device):
     return dict(
         command=shlex.join(["python", "-m", "speed.decode", *sys.argv[1:]]), commit=commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        versions={d.name: d.version for d in distributions() if d.name in ("torch", "transformers")},
+        versions={name: version(name) for name in ("torch", "transformers") if find_spec(name)},
         device=(torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available()
                 else f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"),
         cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
@@ -251,16 +223,16 @@ def parse():
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)")
     p.add_argument("--new", type=cli.positive, default=32, help="further new tokens (default: 32)")
+    p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)")
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
-    known, default = [*baselines.METHODS, *PEERS], ["greedy", "decore-entropy", "transformers", "two-pass"]
+    known, default = [*decore.METHODS, *PEERS], ["greedy", "decore-entropy", "transformers", "two-pass"]
     p.add_argument("--methods", nargs="+", default=default, choices=known, metavar="NAME",
                    help=f"{', '.join(known)} (default: {' '.join(default)})")
-    p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="this project also with B prompts")
-    p.add_argument("--no-graph", action="store_true", help="this project also without CUDA graphs")
+    p.add_argument("--no-graph", action="store_true", help="this project without CUDA graphs")
     p.add_argument("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()
     peers = ", ".join(name for name in args.methods if name in PEERS)
-    if peers and find_spec("transformers") is None:
+    if peers and not find_spec("transformers"):
         raise ImportError(f"{peers}: pip install transformers, or choose --methods greedy decore-entropy")
     if peers and "RANK" in os.environ:
         raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
@@ -270,8 +242,8 @@ def parse():
 
 
 @torch.inference_mode()
-def compare(args):
-    """The results of a command line, as a dict."""
+def main():
+    args = parse()
     facts, start = origin(args.device), time.perf_counter()
     if args.model:
         model = Transformer.load(args.model, args.device, args.dtype)
@@ -281,17 +253,13 @@ def compare(args):
         model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype or "float32"])
         row = dict(shape=args.shape)
     torch.manual_seed(0)
-    prompt = torch.randint(model.config.vocab_size, [args.prompt]).tolist()
-    runs = contestants(model, prompt, args.new, args.methods, args.batch, args.no_graph)
-    results = measure(runs, args.rounds, bandwidth_meter(model.device))
-    row |= dict(dtype=str(model.dtype).removeprefix("torch."), prompt=args.prompt, new=args.new,
+    prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()
+    read = bytes_per_token(model, args.prompt + args.new, args.batch)
+    runs = contestants(model, prompts, args.new, args.methods, False if args.no_graph else None)
+    results, speeds = measure(runs, args.rounds, bandwidth_meter(model.device))
+    row |= dict(dtype=str(model.dtype).removeprefix("torch."), prompt=args.prompt, new=args.new, batch=args.batch,
                 ranks=model.shard.size, product=type(model.lm_head).__name__)       # see runtime/pack.py
-    return row | summary(*results, runs, args.prompt, args.new) | facts
-
-
-def main():
-    args = parse()
-    row = compare(args)
+    row |= summary(results, speeds, read, args.batch * args.prompt, args.batch * args.new) | facts
     print(json.dumps(row) if args.json else table(row))
 
 

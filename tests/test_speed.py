@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
-from baselines import METHODS
+from decore import METHODS
 from speed import decode, gpu
-from speed.shapes import SHAPES, random_model
+from speed.shapes import SHAPES, random_model, weight_bytes
 
 pytest.importorskip("transformers")
 
@@ -18,38 +17,38 @@ def quick(monkeypatch):
     monkeypatch.setattr(decode, "bandwidth_meter", lambda device: lambda: 1e9)
 
 
-def test_decode_times_every_method_alone_and_in_batches(call):
+def test_decode_times_every_method_on_several_prompts(call):
     options = "--shape tiny --prompt 40 --new 4 --rounds 1 --batch 2 --json --methods".split()
     result = json.loads(call(decode.main, *options, *METHODS, *decode.PEERS)[1])
-    assert set(result["tokens_per_second"]) == {*METHODS, *decode.PEERS} | {f"{name}, batch 2" for name in METHODS}
+    assert set(result["tokens_per_second"]) == {*METHODS, *decode.PEERS}
     assert result.keys() >= {"decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"}
     assert list(result["same_tokens"].values()) == [5] * 5
 
 
 def test_rates_count_all_texts_and_ratios_are_medians_over_the_rounds():
-    runs = {"greedy": (None, 1, 50), "decore-entropy": (None, 1, 50), "greedy, batch 4": (None, 4, 20)}
-    seconds = {"greedy": [1, 2, 4], "decore-entropy": [2, 4, 4], "greedy, batch 4": [2, 2, 2]}
+    seconds = {"greedy": [1, 2, 4], "decore-entropy": [2, 4, 4]}
     results = {name: [([7], 0.5, s) for s in times] for name, times in seconds.items()}
-    result = decode.summary(results, np.array([1000] * 3), runs, prompt=10, new=8)
-    assert result["tokens_per_second"] == {"greedy": 4, "decore-entropy": 2, "greedy, batch 4": 16}
-    assert result["prompt_tokens_per_second"] == {"greedy": 20, "decore-entropy": 20, "greedy, batch 4": 80}
-    assert result["share_of_bandwidth"] == {"greedy": 0.2, "decore-entropy": 0.1, "greedy, batch 4": 0.32}
+    result = decode.summary(results, [1000] * 3, read=50, prompt=10, new=8)
+    assert result["tokens_per_second"] == {"greedy": 4, "decore-entropy": 2}
+    assert result["prompt_tokens_per_second"] == {"greedy": 20, "decore-entropy": 20}
+    assert result["share_of_bandwidth"] == {"greedy": 0.2, "decore-entropy": 0.1}
     assert result["decore_over_greedy"] == 0.5 and result["ratio_quartiles"] == {"decore_over_greedy": [0.5, 0.5, 0.75]}
 
 
-def test_every_decore_masks_the_same_heads():
+def test_every_decore_masks_the_same_heads_and_reads_the_weights_once_for_a_batch():
     model = random_model(SHAPES["tiny"])
+    assert decode.bytes_per_token(model, 10, 2) == weight_bytes(model) / 2 + 10 * 2 * 4 * 2 * 16 * 4
     for p in model.parameters():
         p.data *= 5                             # with weights of 0.02 a head hardly moves the logits
     with torch.inference_mode():
-        runs = decode.contestants(model, list(range(12)), 16, ["greedy", "decore-entropy", *decode.PEERS])
-        ids = {name: run()[0] for name, (run, *_) in runs.items()}
+        runs = decode.contestants(model, [list(range(12))], 16, ["greedy", "decore-entropy", *decode.PEERS])
+        ids = {name: decode.clock(run)[0] for name, run in runs.items()}
     assert ids["greedy"] == ids["transformers"] == ids["hf-greedy"] != ids["decore-entropy"]
     assert ids["decore-entropy"] == ids["two-pass"] == ids["hf"] == ids["custom-generate"]
 
 
 def test_a_checkpoint_is_measured_as_a_table_without_transformers(call, monkeypatch, llama):
-    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    monkeypatch.setattr(decode, "find_spec", lambda name: name == "torch")
     options = "--model", llama.folder, "--prompt", 40, "--new", 2, "--methods", "greedy", "decore-entropy"
     _, out, _ = call(decode.main, *options)
     assert [line.split()[0] for line in out.splitlines()[1:]] == ["greedy", "decore-entropy", "decore"]
