@@ -8,17 +8,16 @@ bootstrap intervals over items. An item's value for random heads is the mean ove
 
 import sys
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.stats import mannwhitneyu
+from scipy.stats import mannwhitneyu, ttest_ind
 
 import cli
 from heads import load_scores
 from heads.sources import attended
 from model import Transformer
-from report import significance, stored
+from report import stored
 from tasks import metrics
 from tokenizer import Tokenizer
 
@@ -42,31 +41,26 @@ def right(runs, split, setup="greedy"):
     return np.array([[row["exact_match"] for row in run.values] for run in runs[split, setup]], float)
 
 
-class Interval(NamedTuple):
-    mean: float
-    low: float
-    high: float
+class Percent:
+    """Mean in percent with its 95 % bootstrap interval over items; as text, of several draws, with their range.
+
+    numbers: [draws, items]."""
+
+    def __init__(self, numbers):
+        means = numbers.mean(0)
+        interval = metrics.interval([{"number": mean} for mean in means])["number"]
+        self.mean, self.low, self.high = (100 * float(x) for x in (means.mean(), *interval))
+        self.draws = 100 * numbers.mean(1)
 
     def __str__(self):
-        return f"{self.mean:z.1f} ({self.low:z.1f} to {self.high:z.1f})"
-
-
-def interval(numbers):
-    """Mean in percent with its 95 % bootstrap interval over items. numbers: [draws, items]."""
-    means = numbers.mean(0)
-    ends = metrics.interval([{"number": mean} for mean in means])["number"]
-    return Interval(*(100 * float(x) for x in (means.mean(), *ends)))
+        if len(self.draws) == 1:
+            return f"{self.mean:z.1f} ({self.low:z.1f} to {self.high:z.1f})"
+        return f"{self.mean:.1f} ({len(self.draws)} draws, {self.draws.min():.1f} to {self.draws.max():.1f})"
 
 
 def change(runs, split, setup, other="greedy"):
-    """Points that a setup wins over another one, with their interval."""
-    return interval(right(runs, split, setup) - right(runs, split, other))
-
-
-def draws(numbers):
-    """Mean over items and draws, with the range of the draws, as text. numbers: [draws, items]."""
-    means = 100 * numbers.mean(1)
-    return f"{means.mean():.1f} ({len(means)} draws, {means.min():.1f} to {means.max():.1f})"
+    """Points that a setup wins over another one."""
+    return Percent(right(runs, split, setup) - right(runs, split, other))
 
 
 # Each function tests the claim in its docstring. It returns whether the claim holds, and the measured numbers. What
@@ -83,11 +77,11 @@ def sparse(runs):
 def reading(runs):
     """Masking the top N heads more than halves right answers from the passage, N random heads do not"""
     greedy = right(runs, "open")
-    holds, measured = [], f"greedy {interval(greedy)}"
+    holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
         top, others = right(runs, "open", f"masked, N = {n}"), right(runs, "open", f"masked, N = {n}, random heads")
-        holds.append(top.mean() < greedy.mean() / 2 < others.mean() and interval(others.mean(0) - top).low > 0)
-        measured += f"; N = {n}: {interval(top)}, random heads {draws(others)}"
+        holds.append(top.mean() < greedy.mean() / 2 < others.mean() and Percent(others.mean(0) - top).low > 0)
+        measured += f"; N = {n}: {Percent(top)}, random heads {Percent(others)}"
     return all(holds), measured
 
 
@@ -104,12 +98,12 @@ def recall(runs):
 def faithful(runs):
     """On conflicts DeCoRe entropy follows the passage more often than greedy does, or random heads do"""
     greedy = right(runs, "conflict")
-    holds, measured = [], f"greedy {interval(greedy)}"
+    holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
         top, others = (right(runs, "conflict", f"DeCoRe entropy, N = {n}{heads}") for heads in ("", ", random heads"))
-        holds.append(interval(top - greedy).low > 0 and interval(top - others.mean(0)).low > 0)
-        measured += (f"; N = {n}: {interval(top)}, won {(top > greedy).sum()}, lost {(top < greedy).sum()}, "
-                     f"random heads {draws(others)}")
+        holds.append(Percent(top - greedy).low > 0 and Percent(top - others.mean(0)).low > 0)
+        measured += (f"; N = {n}: {Percent(top)}, won {(top > greedy).sum()}, lost {(top < greedy).sum()}, "
+                     f"random heads {Percent(others)}")
     return all(holds), measured
 
 
@@ -124,9 +118,9 @@ def entropies(runs):
     """On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N = 4)"""
     correct = right(runs, "conflict")[0] == 1
     base, contrasted = (stored.base_entropies(runs["conflict", setup][0]) for setup in ("greedy", DECORE))
-    t, u = (test(base[correct], base[~correct], alternative="less").pvalue
-            for test in (significance.t_test, mannwhitneyu))
-    return (max(t, u) < 0.05 and interval((contrasted - base)[None]).high < 0,
+    t = ttest_ind(base[correct], base[~correct], equal_var=False, alternative="less").pvalue
+    u = mannwhitneyu(base[correct], base[~correct], alternative="less").pvalue
+    return (max(t, u) < 0.05 and Percent((contrasted - base)[None]).high < 0,
             f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats (p = {t:.2g}, t-test; "
             f"{u:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats")
 
@@ -144,8 +138,8 @@ def pointing(runs):
     [run] = runs["conflict", DECORE]
     sets = [[tuple(map(int, name.split("-"))) for name in one.header["heads"]]
             for one in (run, *runs["conflict", f"{DECORE}, random heads"])]
-    model = Transformer.load(cli.MINIATURE, dtype=torch.float32)
-    tokenizer, hits = Tokenizer.load(cli.MINIATURE), []
+    model, tokenizer = Transformer.load(cli.MINIATURE, dtype=torch.float32), Tokenizer.load(cli.MINIATURE)
+    hits = []
     for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
         if not correct:
             continue
@@ -158,9 +152,9 @@ def pointing(runs):
         # Of several positions that most heads attend to, the first in the order of the heads.
         tops = [Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0] for heads in sets]
         hits.append([top in span for top in tops])
-    top, others = np.split(np.array(hits, float).T, [1])                # [1, items], [draws, items]
-    return (interval(top).low > 50 > interval(others).high,
-            f"{interval(top)} of {len(hits)}, random heads {draws(others)}")
+    top, others = np.split(np.array(hits, float).T, [1])                    # [1, items], [draws, items]
+    top, others = Percent(top), Percent(others)
+    return top.low > 50 > others.high, f"{top} of {len(hits)}, random heads {others}"
 
 
 CLAIMS = {"1": sparse, "2": reading, "3": recall, "4": faithful, "4, cost": cost, "5": entropies, "6": masks,

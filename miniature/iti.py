@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import cli
@@ -21,40 +22,31 @@ HEADS, STRENGTH = 4, 5.0                # heads to shift, and how far, in standa
 ITEMS, SEED = 128, 2                    # the claims are tested on the items of seed 0
 
 
-def main():
-    parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new checkpoint")
-    args = parser.parse_args()
-    shifts, accuracies = directions()
-    write(args.out, shifts)
-    print(", ".join(f"{layer}-{head} separates {accuracies[layer, head]:.0%}" for layer, head in shifts))
-
-
-def directions():
-    """{(layer, head): shift [K]} of the best heads, and the accuracy of every head, [L, H]."""
-    model, tokenizer = Transformer.load(cli.MINIATURE, dtype=torch.float32), Tokenizer.load(cli.MINIATURE)
-    items = make_split("conflict", ITEMS, SEED)
-    right, wrong = (torch.stack([head_outputs(model, tokenizer.encode(f"{item.prompt} {getattr(item, name)}"))
-                                 for item in items]) for name in ("answer", "memory"))
-    fit, held_out = slice(0, ITEMS // 2), slice(ITEMS // 2, None)                                  # of [items, L, H, K]
-    direction = torch.nn.functional.normalize(right[fit].mean(0) - wrong[fit].mean(0), dim=-1)     # [L, H, K]
-    right, wrong = (right * direction).sum(-1), (wrong * direction).sum(-1)                        # [items, L, H]
-    middle = (right[fit].mean(0) + wrong[fit].mean(0)) / 2
-    accuracy = ((right > middle)[held_out].float().mean(0) + (wrong <= middle)[held_out].float().mean(0)) / 2
-    deviation = torch.cat([right[fit], wrong[fit]]).std(0)
-    best = [divmod(i, model.config.n_heads) for i in accuracy.flatten().argsort(descending=True)[:HEADS].tolist()]
-    return {head: STRENGTH * deviation[head] * direction[head] for head in best}, accuracy
+def make_shifts():
+    """{(layer, head): shift [K]}."""
+    items, fit = make_split("conflict", ITEMS, SEED), ITEMS // 2                # the other half measures the accuracy
+    right = head_outputs([f"{item.prompt} {item.answer}" for item in items])                    # [items, L, H, K]
+    wrong = head_outputs([f"{item.prompt} {item.memory}" for item in items])
+    direction = F.normalize(right[:fit].mean(0) - wrong[:fit].mean(0), dim=-1)                  # [L, H, K]
+    right, wrong = (right * direction).sum(-1), (wrong * direction).sum(-1)                     # [items, L, H]
+    middle = (right[:fit].mean(0) + wrong[:fit].mean(0)) / 2
+    accuracy = (right > middle)[fit:].float().mean(0) + (wrong <= middle)[fit:].float().mean(0)     # times two
+    deviation = torch.cat([right[:fit], wrong[:fit]]).std(0)
+    best = accuracy.flatten().argsort(descending=True)[:HEADS].tolist()
+    heads = [divmod(i, accuracy.shape[1]) for i in best]
+    return {head: STRENGTH * deviation[head] * direction[head] for head in heads}
 
 
 @torch.inference_mode()
-def head_outputs(model, ids):
-    """Output of each head at the last token, before the output projection: [L, H, K]."""
-    outputs = []
-    hooks = [layer.attn.o.register_forward_pre_hook(lambda _, args: outputs.append(args[0])) for layer in model.layers]
-    model(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
-    return torch.stack([y.flatten()[-y.shape[-1]:] for y in outputs]).unflatten(-1, (model.config.n_heads, -1))
+def head_outputs(texts):
+    """Output of each of the miniature's heads at the last token, before the output projection: [texts, L, H, K]."""
+    model, tokenizer = Transformer.load(cli.MINIATURE, dtype=torch.float32), Tokenizer.load(cli.MINIATURE)
+    outputs, c = [], model.config
+    for layer in model.layers:
+        layer.attn.o.register_forward_pre_hook(lambda _, args: outputs.append(args[0].flatten(0, -2)[-1]))
+    for text in texts:
+        model(torch.tensor([tokenizer.encode(text)]))
+    return torch.stack(outputs).view(len(texts), c.n_layers, c.n_heads, c.head_dim)
 
 
 def write(folder, shifts):
@@ -71,6 +63,14 @@ def write(folder, shifts):
         columns = weights[f"{name}.weight"].unflatten(1, (-1, len(shift)))[:, head]
         weights[f"{name}.bias"] += (columns.float() @ shift).to(columns.dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main():
+    parser = cli.parser(__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new checkpoint")
+    args, shifts = parser.parse_args(), make_shifts()
+    write(args.out, shifts)
+    print("shifted heads " + ", ".join(f"{layer}-{head}" for layer, head in shifts))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ On one CPU thread the model takes about 25 minutes and the amateur 5. The output
 
 import json
 import sys
-from bisect import bisect_right
 from itertools import islice
 from pathlib import Path
 
@@ -41,9 +40,9 @@ TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eo
 AMATEUR_STEPS = 1000
 AMATEUR = CONFIG | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 STEPS, WARMUP, DECAY = 2800, 60, 0.4                          # decay: linear, over the last share of the steps
-# First step, mixture of documents, largest numbers of facts and of filler sentences in a passage. Short passages come
+# First step: mixture of documents, largest numbers of facts and of filler sentences in a passage. Short passages come
 # first: the model then copies after 120 steps; with long passages it did not copy after 650.
-STAGES = ((0, data.COPYING, (1, 1)), (250, data.COPYING, (3, 2)), (600, data.EVERYTHING, data.MOST))
+STAGES = {0: (data.COPYING, (1, 1)), 250: (data.COPYING, (3, 2)), 600: (data.EVERYTHING, data.MOST)}
 # From step ALONE on, one head of the last layer does the copying. The others are reinitialised, and every step masks
 # each head except that one with probability MASKED. Without this, three heads learn the same work.
 ALONE, MASKED = 1200, 0.1
@@ -80,11 +79,9 @@ def batches(tokenizer, documents):
 
 
 def loss_of(logits, tokens, counts):
-    """Weighted mean cross-entropy, and the share of answer tokens that have the highest logit."""
-    target, counts = tokens[:, 1:], counts[:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    right = (logits.argmax(-1) == target)[counts == 1].float().mean()
-    return (losses * counts.flatten()).sum() / counts.sum(), right
+    """Weighted mean cross-entropy."""
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return (losses * counts[:, 1:].flatten()).sum() / counts[:, 1:].sum()
 
 
 @torch.no_grad()
@@ -120,7 +117,7 @@ def choose_copier(model, tokens, counts, generator):
     c, attn = model.config, model.layers[-1].attn
     head_mask = make_head_mask([[(c.n_layers - 1, head)] for head in range(c.n_heads)], model)
     rows = model(tokens[:, :-1], None, head_mask)                                   # [H, B, T, V]
-    copier = int(torch.stack([loss_of(logits, tokens, counts)[0] for logits in rows]).argmax())
+    copier = int(torch.stack([loss_of(logits, tokens, counts) for logits in rows]).argmax())
     for head in range(c.n_heads):
         if head != copier:
             part = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -136,17 +133,19 @@ def train(model, tokenizer, steps):
     adamw = torch.optim.AdamW(others, **ADAMW)
     matrices = {name: part for name, part in named_tensors(model).items() if "_proj" in name}
     velocities = {name: torch.zeros_like(matrix) for name, matrix in matrices.items()}
-    stages = [batches(tokenizer, data.documents(mixture, f"0/{first}", most)) for first, mixture, most in STAGES]
-    first_steps, generator = [first for first, _, _ in STAGES], torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     head_mask = torch.ones(1, model.config.n_layers, model.config.n_heads)
     for step in (progress := trange(steps, unit="step", mininterval=10)):
-        tokens, counts = next(stages[bisect_right(first_steps, step) - 1])
+        if step in STAGES:
+            mixture, most = STAGES[step]
+            stage = batches(tokenizer, data.documents(mixture, f"0/{step}", most))
+        tokens, counts = next(stage)
         if step == ALONE:
             copier = choose_copier(model, tokens, counts, generator)
         if step >= ALONE:
             head_mask = (torch.rand(head_mask.shape, generator=generator) >= MASKED).float()
             head_mask[0, -1, copier] = 1
-        loss, right = loss_of(model(tokens[:, :-1], None, head_mask)[0], tokens, counts)
+        loss = loss_of(model(tokens[:, :-1], None, head_mask)[0], tokens, counts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scale = min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))       # warm-up, constant, decay to zero
@@ -156,7 +155,7 @@ def train(model, tokenizer, steps):
         for name, matrix in matrices.items():           # the separate matrices of fused ones
             muon_step(matrix, gradients[name], velocities[name], scale)
         model.zero_grad()
-        progress.set_postfix(loss=loss.item(), answer_tokens_right=right.item(), refresh=False)
+        progress.set_postfix(loss=loss.item(), refresh=False)
 
 
 def write_checkpoint(folder, config, steps):
@@ -174,8 +173,7 @@ def write_checkpoint(folder, config, steps):
 
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint",
-                        help="folder (default: miniature/checkpoint)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoint")
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
     args = parser.parse_args()
     torch.set_num_threads(1)
