@@ -5,10 +5,10 @@
 FOLDER is the one that contains `custom_generate/`. Only the logits change: they become the exponent of Eq. 7.
 So sampling, streamers, stopping criteria, logits processors and quantized weights work as without DeCoRe."""
 
-import functools
 import json
 import math
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,23 +24,21 @@ ALLOWED = dict(use_cache=(True, None), cache_implementation=(None, "dynamic"), p
                output_attentions=(False, None), output_hidden_states=(False, None))
 
 
-def generate(model, *ids, heads=None, num_heads=None, method="decore-entropy", alpha=None, alpha_cap=None,
+def generate(model, *, heads=None, num_heads=None, method="decore-entropy", alpha=None, alpha_cap=None,
              scale_alpha=False, mask="output", **arguments):
     """As `model.generate(**arguments)`, with DeCoRe. Masking starts with the last prompt token.
 
     heads: (layer, head) pairs, "layer-head" texts, or the path of a head file, of which the best num_heads (10) are
     masked. method: decore-entropy (α = H, Eq. 8), decore-static (α = alpha, 0.5) or masked (the masked model alone).
     alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" zeroes the heads' outputs (Eq. 5), "query"
-    their queries (the published runs). ids: given if transformers calls this function as its loop."""
+    their queries (the published runs)."""
     if method not in METHODS or mask not in ("output", "query"):
         raise ValueError(f"method {method!r}, mask {mask!r}: known are {', '.join(METHODS)}; output, query")
     for name, value in dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None).items():
         valid = isinstance(value, int | float) and abs(value) < math.inf and (name == "alpha" or value >= 0)
         if value is not None and not (valid and name in METHODS[method]):
             raise ValueError(f"{name}={value!r} has no effect on {method}, or is not a finite number in its range")
-    config = arguments.get("generation_config")
-    if not ids:                                         # else it has the model's defaults and the arguments in it
-        config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
+    config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
         raise ValueError("DeCoRe needs a causal language model, and greedy search or sampling without an assistant")
@@ -58,7 +56,7 @@ def generate(model, *ids, heads=None, num_heads=None, method="decore-entropy", a
         return masked if method == "masked" else (1 + a) * base - a * masked            # Eq. 7
 
     with contrasted(model, choose_heads(model, heads, num_heads), mask, exponent):
-        return (type(model)._sample if ids else type(model).generate)(model, *ids, **arguments)
+        return type(model).generate(model, **arguments)
 
 
 @contextmanager
@@ -73,14 +71,14 @@ def contrasted(model, heads, mask, exponent):
         """Hook: heads side by side, [2·B, 1, H·K] → the same with zeros for those that the masked rows lose."""
         x, = output or args
         if masking:
-            if x.shape[-1] != H * K or x.numel() != 2 * texts * H * K or layer in called:
+            if x.shape[-1] != H * K or layer in called:
                 raise ValueError(f"layer {layer} does not have {H} heads of {K} features side by side: cannot mask")
             called.add(layer)
             x = x.clone(memory_format=torch.contiguous_format)
             x.view(texts, 2, H, K)[:, 1, heads[layer]] = 0
         return x
 
-    @functools.wraps(forward)                           # generate looks at the signature
+    @wraps(forward)                                     # generate looks at the signature
     def contrasting(*args, **inputs):
         nonlocal cache, texts, masking
         if args or texts and inputs.get("past_key_values") is not cache:
@@ -88,22 +86,20 @@ def contrasted(model, heads, mask, exponent):
         B, T = inputs["input_ids"].shape
         last = {name: x[..., -1:] for name, x in inputs.items() if name in PER_TOKEN and x is not None}
         if not texts:
-            cache, seen = inputs.get("past_key_values"), inputs.get("attention_mask")
+            cache = inputs["past_key_values"]
             if any(getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")):
                 raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
             if T > 1:
-                first = {name: inputs[name][..., :-1] for name in last}
-                first["attention_mask"] = None if seen is None else seen[:, :-1]
-                cache = forward(**inputs | first).past_key_values
-            if cache is not None:
-                cache.reorder_cache(torch.arange(B).repeat_interleave(2))
+                names = [name for name in (*last, "attention_mask") if inputs.get(name) is not None]
+                forward(**inputs | {name: inputs[name][..., :-1] for name in names})
+            cache.reorder_cache(torch.arange(B).repeat_interleave(2))
             texts = B
         twice = {name: x.repeat_interleave(2, -2) for name, x in (inputs | last).items()
                  if isinstance(x, torch.Tensor) and x.shape[-2:-1] == (B,)}
         called.clear()
         masking = True
-        out = forward(**inputs | last | twice | dict(past_key_values=cache))
-        masking, cache = False, out.past_key_values
+        out = forward(**inputs | last | twice)
+        masking = False
         if called != heads.keys():
             raise ValueError(f"layer {min(heads.keys() - called)} does not call its projection: cannot mask")
         out.logits = exponent(*out.logits[:, -1:].float().log_softmax(-1).unflatten(0, (B, 2)).unbind(1))
@@ -113,7 +109,7 @@ def contrasted(model, heads, mask, exponent):
         for layer in heads:
             module, *shape = find_projection(model, layer, mask)
             add = module.register_forward_pre_hook if mask == "output" else module.register_forward_hook
-            stack.enter_context(add(functools.partial(silence, layer, *shape)))
+            stack.enter_context(add(partial(silence, layer, *shape)))
         stack.enter_context(patch.object(model, "forward", contrasting))
         stack.callback(lambda: texts and cache.reorder_cache(torch.arange(0, 2 * texts, 2)))
         yield
@@ -126,12 +122,12 @@ def find_projection(model, layer, mask):
     found = [(m, getattr(m, output)) for name, m in layers[layer].named_modules() for output in OUTPUT
              if name.rpartition(".")[2] in ATTENTION and hasattr(m, output)]
     attention, module = found[0] if found else (None, None)
-    sizes = (getattr(of, name, None) for name in ("v_head_dim", "head_dim") for of in (attention, c))
-    K = next(filter(None, sizes), c.hidden_size // c.num_attention_heads)
+    widths = [getattr(attention, name, None) for name in ("v_head_dim", "head_dim")]
+    K = next(filter(None, widths), c.hidden_size // c.num_attention_heads)
     if found and mask == "query":                       # a norm over all heads, or with a bias, mixes them again
         norms = [(name, p) for name, p in attention.named_parameters() if name.startswith("q") and "norm" in name]
-        apart = not any(p.numel() > K or name.endswith("bias") for name, p in norms)
-        module = getattr(attention, "q_proj", None) if apart else None
+        mixed = any(p.numel() > K or name.endswith("bias") for name, p in norms)
+        module = None if mixed else getattr(attention, "q_proj", None)
     if module is None:
         raise ValueError(f'mask="{mask}" does not work with layer {layer} of {c.model_type}: no such projection')
     return module, c.num_attention_heads, K
@@ -139,21 +135,20 @@ def find_projection(model, layer, mask):
 
 def choose_heads(model, heads, num_heads):
     """Pairs, texts or the best heads of a file → {layer: [head, …]}."""
-    config = model.config.get_text_config()
-    L, H = config.num_hidden_layers, config.num_attention_heads
-    known = {f"{layer}-{head}": (layer, head) for layer in range(L) for head in range(H)}
-    if isinstance(heads, str | Path) and Path(heads).is_file():
-        content = json.loads(Path(heads).read_text())
-        n = 10 if num_heads is None else num_heads
+    c = model.config.get_text_config()
+    L, H, chosen = c.num_hidden_layers, c.num_attention_heads, {}
+    known = {f"{layer}-{head}" for layer in range(L) for head in range(H)}
+    if isinstance(heads, str | Path):
+        content, n = json.loads(Path(heads).read_text()), 10 if num_heads is None else num_heads
         scores = {head: np.mean(score) for head, score in content.get("scores", content).items()}
-        if scores.keys() != known.keys() or not 1 <= n <= L * H:
+        if scores.keys() != known or not 1 <= n <= L * H:
             raise ValueError(f"{heads} has {len(scores)} heads, num_heads is {n}; the model has {L} layers of {H}")
         heads = sorted(scores, key=scores.get, reverse=True)[:n]        # equal ones in the order of the file
     elif num_heads is not None:
         raise ValueError("num_heads has no effect without a head file: leave it out")
-    listed = isinstance(heads, list | tuple) and not any(isinstance(head, int) for head in heads)
-    names = [head if isinstance(head, str) else "-".join(map(str, head)) for head in heads] if listed else []
-    if not names or not known.keys() >= set(names) or len(set(names)) < len(names):
+    names = ["-".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in heads or ()]
+    if not names or not known >= set(names) or len(set(names)) < len(names):
         raise ValueError(f"heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to {L - 1}-{H - 1}, each once")
-    pairs = [known[name] for name in names]
-    return {layer: [head for other, head in pairs if other == layer] for layer, _ in pairs}
+    for layer, head in (map(int, name.split("-")) for name in names):
+        chosen.setdefault(layer, []).append(head)
+    return chosen

@@ -5,7 +5,10 @@
 takes the options of decore.py and baselines.py, and passes all others to `lm_eval run`."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+from huggingface_hub import constants
 
 import baselines
 import cli
@@ -24,6 +27,8 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     offline_if_unreachable()
+    if constants.HF_HUB_OFFLINE:                        # finding tasks takes a minute, and only then their data are read
+        print(f"{hub_reason('')}: tasks must have their data in the cache or in local files", file=sys.stderr)
     HarnessModel, HarnessCLI = import_harness()
     sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
     run = rest and HarnessCLI().parse_args()            # without options it prints its help and ends
@@ -38,8 +43,11 @@ def main():
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
     settings = method_settings(method, args, model, amateur)
     run.model = HarnessModel(model, tokenizer, args.batch_size, args.renormalise, template_args, **settings)
+    libraries = ("torch", "tokenizers", *["transformers"] * args.transformers)
     run.batch_size, run.model_args = args.batch_size, settings | {
-        "method": method, "pretrained": args.model, "amateur": args.amateur, "dtype": str(model.dtype),
+        "method": method, "engine": "transformers" if args.transformers else "own",
+        "versions": {name: version(name) for name in libraries},
+        "pretrained": args.model, "amateur": args.amateur, "dtype": str(model.dtype),
         "renormalise": args.renormalise, "template_args": template_args}
     try:
         run.func(run)

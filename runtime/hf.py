@@ -5,29 +5,26 @@ quantized weights, layers spread over devices.
     L layers    H query heads (of the layer with most; a layer may have fewer, or no attention)
 
 A batch of transformers holds R·B texts: row 0's, then row 1's. All rows share a pass, but each has its own copy
-of the prompts' keys and values. Prompts are padded on the left. A hook before the output projection of each
-attention masks heads. `find_attention` finds these projections in any family, and `check` tries the model when it
-is loaded."""
+of the prompts' keys and values. Prompts are padded on the left. Hooks mask heads, at projections that
+`find_attention` finds in any family; `check` tries the model when it is loaded."""
 
 import copy
 import inspect
 import os
-from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from runtime.checks import MASKS
 from runtime.config import find_dtype
 from runtime.errors import out_of_memory
 from runtime.files import one_line
-from runtime.hf_heads import find_attention, find_probabilities
 from runtime.parallel import Shard
 from runtime.weights import checkpoint_folder, weight_files
-from tokenizer import special_ids
 
 try:
     import transformers
@@ -36,7 +33,7 @@ try:
 except ImportError:
     raise ImportError("--transformers needs that package: pip install transformers") from None
 
-PROBE = 7                       # tokens that `find_attention` and `check` let the model read
+PROBE = 7                               # tokens that the model reads when it is loaded
 
 
 class HFModel(nn.Module):
@@ -48,37 +45,24 @@ class HFModel(nn.Module):
         super().__init__()
         c, self.hf, self.shard, self.folder = hf.config.get_text_config(decoder=True), hf.eval(), Shard(), folder
         self.name = str(name or hf.name_or_path or c.model_type)
-        ends = getattr(hf.generation_config, "eos_token_id", None)
-        ends, padding = [] if ends is None else ends, getattr(c, "pad_token_id", None)
-        self.bos_id, self.eos_ids = None, tuple(ends if isinstance(ends, list) else [ends])
+        ends, padding = hf.generation_config.eos_token_id, getattr(c, "pad_token_id", None)
+        self.bos_id, self.eos_ids = None, tuple(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self.pad_ids = self.eos_ids if padding is None else (padding,)
         candidates = hf.get_decoder(), hf.base_model, getattr(hf, "model", None)
         self.decoder = next(m for m in candidates if m is not hf and isinstance(m, transformers.PreTrainedModel))
         self.arguments = inspect.signature(hf.forward).parameters
-        self.head_mask, self.mask, self.masked, self.kept = None, None, set(), None
         length = getattr(c, "max_position_embeddings", None) or getattr(c, "max_seq_len", None)
         self.config = SimpleNamespace(
             model_type=c.model_type, n_layers=c.num_hidden_layers, d_model=c.hidden_size,
             vocab_size=c.vocab_size, max_positions=length or 2**31,
             tied_embeddings=hf.get_input_embeddings().weight is hf.get_output_embeddings().weight)
-        hooks = []
         try:
-            with self.eager():
-                inputs = self.inputs(self.probe())
-                self.attention = find_attention(self.decoder, self.config.n_layers, **inputs)
+            ids = (torch.arange(PROBE, device=self.device)[None] + c.vocab_size // 2) % c.vocab_size
+            run = partial(self.run, dict(input_ids=ids), output_attentions=True)
+            self.attention = find_attention(self.decoder, self.config.n_layers, run)
             self.config.n_heads = max(a.heads for a in self.attention.values())
-            for layer, a in self.attention.items():
-                hooks += [
-                    a.output.register_forward_pre_hook(
-                        lambda _, args, i=layer: self.mask_heads(i, "output", *args)),
-                    a.module.register_forward_hook(lambda _, args, out, i=layer: self.keep(i, out))]
-                if a.query:
-                    hooks.append(a.query.register_forward_hook(
-                        lambda _, args, q, i=layer: self.mask_heads(i, "query", q)[0]))
-            self.has_exits = self.check()
+            self.has_exits = self.check(ids)
         except Exception as error:      # of many kinds, from the code of each family
-            for hook in hooks:
-                hook.remove()
             if out_of_memory(error):
                 raise
             raise ValueError(f"{self.name} ({c.model_type}): {one_line(error)}") from error
@@ -90,9 +74,6 @@ class HFModel(nn.Module):
         """The device of ids and results. Offloaded weights are on "meta" between passes."""
         return torch.device("cpu") if self.hf.device.type == "meta" else self.hf.device
 
-    def __repr__(self):
-        return f"HFModel({self.name}: {self.config.model_type}, {self.dtype} on {self.device})"
-
     @classmethod
     def load(cls, name, device="cpu", dtype=None, device_map=None):
         """As `Transformer.load`. device_map: that of transformers, in place of `device`."""
@@ -103,114 +84,93 @@ class HFModel(nn.Module):
         c = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if c.is_encoder_decoder or type(c) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"{name} ({c.model_type}) is not a causal language model of transformers")
-        weight_files(folder)                                        # refuses pickles
-        if getattr(c, "quantization_config", None) and device_map is None:
-            device_map = {"": device}                   # quantized weights cannot be moved afterwards
-        if device_map is not None and find_spec("accelerate") is None:
-            raise ImportError("quantized weights and --device-map need accelerate: pip install accelerate")
+        weight_files(folder)                            # refuses pickles
+        if getattr(c, "quantization_config", None):     # quantized weights cannot be moved afterwards
+            device_map = device_map or {"": device}
         hf, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=find_dtype(dtype) if dtype else "auto", device_map=device_map,
             use_safetensors=True, trust_remote_code=False, output_loading_info=True)
         if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):    # now random
             raise ValueError(f"{folder}: missing {wrong[:4]}; download it again")
         name = folder.resolve().name if Path(name).exists() else name
-        model = cls(hf if device_map else hf.to(device), name, folder)
-        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
-        return model
+        return cls(hf if device_map else hf.to(device), name, folder)
 
-    @torch.no_grad()
     def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
         """As `Transformer.forward`."""
-        rows = cache.rows if cache else 1 if head_mask is None else len(head_mask)
-        inputs = cache.inputs(ids) if cache else self.inputs(ids.repeat(rows, 1))
-        with nullcontext() if probabilities is None else self.eager() as kept:
-            out = self.run(inputs, head_mask, mask, output_attentions=kept is not None)
-        if kept is not None:
-            probabilities += [self.by_key(kept.get(i), cache, ids) for i in range(self.config.n_layers)]
-        logits = self.clean(out.logits).unflatten(0, (rows, -1))
+        texts = cache or HFCache(self, [0] * len(ids), 1 if head_mask is None else len(head_mask))
+        out = self.run(texts.inputs(ids), head_mask, mask, output_attentions=probabilities is not None)
+        if probabilities is not None:
+            probabilities += self.by_position(out.attentions, texts)
+        logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
 
-    @torch.no_grad()
     def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
         """As `Transformer.prefill`."""
         if ids.shape[1] == 0:
             return
-        more = dict(logits_to_keep=1) if "logits_to_keep" in self.arguments else {}
-        more["output_hidden_states"] = on_layer is not None
-        out = self.run(cache.prompts(ids), head_mask, mask, **more)
+        out = self.run(cache.prompts(ids), head_mask, mask, output_hidden_states=on_layer is not None)
         for layer, x in enumerate(self.hidden_states(out) if on_layer else ()):
             on_layer(layer, x.gather(2, cache.places()[None, ..., None].expand_as(x)))
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
-    @torch.no_grad()
     def read_layers(self, ids, cache, layers):
         """As `Transformer.read_layers`."""
         states = self.hidden_states(self.run(cache.inputs(ids), output_hidden_states=True))
         return states[-1], [states[layer] for layer in layers]
 
-    @torch.no_grad()
     def logits(self, x):
         """The logits for x [R, B, T, D] as output of the decoder: scaled and capped as in its family."""
-        decoder, states = self.decoder, x.flatten(0, 1)
-        before = vars(decoder).get("forward")                       # accelerate sets one
-        decoder.forward = lambda *_, **__: Output(last_hidden_state=states)
-        try:
-            ids = torch.zeros(states.shape[:2], dtype=torch.long, device=x.device)
-            out = self.hf(**self.inputs(ids), use_cache=False)
-        finally:
-            del decoder.forward
-            if before:
-                decoder.forward = before
+        states = x.flatten(0, 1)
+        ids = torch.zeros(states.shape[:2], dtype=torch.long, device=x.device)
+        with patch.object(self.decoder, "forward", lambda *_, **__: Output(last_hidden_state=states)):
+            out = self.run(dict(input_ids=ids, use_cache=False))
         return self.clean(out.logits).unflatten(0, x.shape[:2])
 
     def new_cache(self, lengths, capacity, rows=1):
         return HFCache(self, lengths, rows)
 
-    def run(self, inputs, head_mask=None, mask="output", **more):
-        """A pass of transformers over R·B texts. The hooks mask heads within it, and at no other time."""
-        if head_mask is not None:
-            self.check_mask(head_mask, mask)
-        self.head_mask, self.mask = head_mask, mask
-        self.masked.clear()
-        try:
+    @torch.no_grad()
+    def run(self, inputs, head_mask=None, mask="output", output_attentions=False, **more):
+        """A pass of transformers over R·B texts. All that it changes in the model is undone afterwards."""
+        with ExitStack() as changes:
+            if output_attentions:                       # fused kernels do not return probabilities
+                config = self.decoder.config
+                changes.enter_context(patch.object(config, "_attn_implementation_internal", "eager"))
+                more["output_attentions"] = True
+            masked = {} if head_mask is None else self.mask_heads(head_mask, mask, changes)
             out = self.hf(**inputs, **more)
-        finally:
-            self.head_mask = None
-        missing = self.attention.keys() - self.masked
-        if head_mask is not None and missing:
-            raise ValueError(f"{self.name}: layers {sorted(missing)} were not masked")
+        if missing := [layer for layer, done in masked.items() if not done]:
+            raise ValueError(f"{self.name}: layers {missing} were not masked")
         return out
 
-    def inputs(self, ids, positions=None, seen=None, **more):
-        """The arguments of a pass. seen: whether a token is one, and not padding."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        more |= dict(input_ids=ids, position_ids=positions)
-        more |= {} if seen is None else dict(attention_mask=seen.long())
-        return {name: value for name, value in more.items() if name in self.arguments}
+    def mask_heads(self, head_mask, mask, changes):
+        """Add hooks to the next pass that mask heads → {layer that has one: whether it was called}.
 
-    def mask_heads(self, layer, mask, x, *args):
-        """Hook: x [R·B, T, H·K] with zeros for the heads that each row masks."""
-        if self.head_mask is not None and self.mask == mask:
-            heads = self.attention[layer].heads
-            rows = self.head_mask[:, layer, None, :heads, None].to(x)               # [R, 1, H, 1]
+        head_mask: [R, L, H] of 0 and 1. changes: the stack of contexts that the hooks live in."""
+        L, H, called = self.config.n_layers, self.config.n_heads, {}
+        if head_mask.shape[1:] != (L, H):
+            raise ValueError(f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} heads; "
+                             f"{self.name} has {L} of {H}")
+
+        def silence(layer, heads, module, args, *output):
+            """x [R·B, T, H·K], the input of the output projection or the result of the query projection."""
+            x, *others = output or args
+            rows = head_mask[:, layer, None, :heads, None].to(x)                    # [R, 1, H, 1]
             x = (x.reshape(len(rows), -1, heads, x.shape[-1] // heads) * rows).view(x.shape)
-            self.masked.add(layer)
-        return x, *args
+            called[layer] = True
+            return x if output else (x, *others)
 
-    def check_mask(self, head_mask, mask):
-        L, H = self.config.n_layers, self.config.n_heads
-        if mask not in MASKS or head_mask.shape[1:] != (L, H):
-            raise ValueError(f"mask {mask!r} with a head mask for {head_mask.shape[1]} layers of {head_mask.shape[2]} "
-                             f"heads: {self.name} has {L} of {H}, and the masks {', '.join(MASKS)}")
-        if mask == "query" and not all(a.query for a in self.attention.values()):
-            raise ValueError(f"{self.name} ({self.config.model_type}) has no query projection whose heads stay "
-                             "apart: use --mask output")
-        for layer in range(L):
-            heads = self.attention[layer].heads if layer in self.attention else 0
-            if heads < H and (head_mask[:, layer, heads:] == 0).any():
-                raise ValueError(f"{self.name}: layer {layer} has {heads or 'no attention and no'} heads: "
+        for layer in (head_mask == 0).any(-1).any(0).nonzero().flatten().tolist():
+            a = self.attention.get(layer)
+            if a is None or (head_mask[:, layer, a.heads:] == 0).any():
+                raise ValueError(f"{self.name}: layer {layer} has {a.heads if a else 'no attention and no'} heads: "
                                  "mask others")
+            if mask not in a.hooks:
+                raise ValueError(f"{self.name} ({self.config.model_type}) has no {mask} projection whose heads stay "
+                                 "apart: use --mask output")
+            changes.enter_context(a.hooks[mask](partial(silence, layer, a.heads)))
+            called[layer] = False
+        return called
 
     def clean(self, logits):
         """Transformers pads the vocabulary of some heads."""
@@ -222,59 +182,40 @@ class HFModel(nn.Module):
             raise ValueError(f"{self.name} ({self.config.model_type}): the layers cannot be read, as dola and ad do")
         return [x[None].to(self.device) for x in out.hidden_states]
 
-    @contextmanager
-    def eager(self):
-        """Attention that returns its probabilities, as fused kernels do not. Yields {layer: them}."""
-        c = self.decoder.config
-        before, self.kept = c._attn_implementation, {}
-        try:
-            c._attn_implementation = "eager"
-            yield self.kept
-        finally:
-            c._attn_implementation, self.kept = before, None
-
-    def keep(self, layer, out):
-        """Hook: what the attention of a layer returns."""
-        if self.kept is not None:
-            self.kept[layer] = find_probabilities(out)
-
-    def by_key(self, p, cache, ids):
-        """Probabilities of transformers, [R·B, H, T, C] → [R, B, T, H, C], keys at their positions.
+    def by_position(self, attentions, cache):
+        """Probabilities of transformers, [R·B, H, T, C] → of each layer [R, B, T, H, C], keys at their positions.
 
         Heads that a layer does not have attend to its last key."""
-        shape = cache.rows, *ids.shape, self.config.n_heads, cache.P + cache.slots
-        out = torch.zeros(shape, device=self.device)
-        out[..., -1] = 1
-        if p is not None:
-            if p.shape[2:] != (ids.shape[1], out.shape[-1]):
-                raise ValueError(f"{self.name} ({self.config.model_type}) does not say where its heads attend to")
-            p = p.to(out).unflatten(0, (cache.rows, -1)).transpose(2, 3)
-            places = cache.places()[:, None, None].expand(*p.shape[:-1], -1)
-            prompt = p[..., :cache.P].gather(-1, places)
-            out[..., :p.shape[3], :] = torch.cat([prompt, p[..., cache.P:]], -1)
-        return out
+        attentions, keys = [p for p in attentions or () if p is not None], cache.P + cache.slots
+        if [(p.shape[1], p.shape[3]) for p in attentions] != [(a.heads, keys) for a in self.attention.values()]:
+            raise ValueError(f"{self.name} ({self.config.model_type}) does not say where its heads attend to")
+        present, places = dict(zip(self.attention, attentions, strict=True)), cache.places()[:, None, None]
+        for layer in range(self.config.n_layers):
+            shape = cache.rows, len(places), attentions[0].shape[2], self.config.n_heads, keys
+            out = torch.zeros(shape, device=self.device)
+            out[..., -1] = 1
+            if layer in present:
+                p = present[layer].to(out).unflatten(0, (cache.rows, -1)).transpose(2, 3)
+                prompt = p[..., :cache.P].gather(-1, places.expand(*p.shape[:-1], -1))
+                out[..., :p.shape[3], :] = torch.cat([prompt, p[..., cache.P:]], -1)
+            yield out
 
-    def probe(self):
-        V = self.config.vocab_size
-        return (torch.arange(PROBE, device=self.device)[None] + V // 2) % V
-
-    @torch.no_grad()
-    def check(self):
+    def check(self, ids):
         """ValueError if two prompts through the cache, with a second row of masked heads, give other logits than
         each text alone. Returns whether hidden states can be read: the last one gives the logits."""
-        ids, cache = self.probe(), self.new_cache([PROBE - 2, PROBE - 4], 2, rows=2)
-        prompts = [ids[0, :-2], ids[0, 2:-2]]
-        self.prefill(nn.utils.rnn.pad_sequence(prompts, batch_first=True), cache)
+        cache = self.new_cache([PROBE - 2, PROBE - 4], 2, rows=2)
+        self.prefill(nn.utils.rnn.pad_sequence([ids[0, :-2], ids[0, 2:-2]], batch_first=True), cache)
         head_mask = torch.ones(2, self.config.n_layers, self.config.n_heads, device=self.device)
         for layer, a in self.attention.items():
             head_mask[1, layer, :a.heads] = 0
         both = self(ids[:, -2:].expand(2, -1), cache, head_mask)[0]
-        if not alike(both, torch.cat([self(ids)[:, -2:], self(ids[:, 2:])[:, -2:]]), self.dtype):
+        first, second = (self.run(dict(input_ids=x), output_hidden_states=True) for x in (ids, ids[:, 2:]))
+        alone = self.clean(torch.cat([first.logits[:, -2:], second.logits[:, -2:]]))
+        if not alike(both, alone, self.dtype):
             raise ValueError("a padded batch with a cache gives other logits than its texts one by one")
-        out = self.hf(**self.inputs(ids), output_hidden_states=True)
-        states = out.hidden_states or ()
+        states = first.hidden_states or ()
         return (len(states) == self.config.n_layers + 1 and all(x.shape == states[-1].shape for x in states)
-                and alike(self.logits(states[-1][None])[0], self.clean(out.logits), self.dtype))
+                and alike(self.logits(states[-1][None])[0], self.clean(first.logits), self.dtype))
 
 
 class Output(BaseModelOutputWithPast):
@@ -297,7 +238,8 @@ class HFCache:
     def prompts(self, ids):
         """Arguments of transformers for the prompts [B, P], padded on the right."""
         positions = torch.arange(self.P, device=ids.device) - self.pad
-        return self.arguments(ids.gather(1, positions % self.P), positions.clamp(min=0), positions >= 0)
+        ids = ids.gather(1, positions % self.P)
+        return self.arguments(ids, positions.clamp(min=0), positions >= 0, logits_to_keep=1)
 
     def inputs(self, ids):
         """Arguments of transformers for the next tokens [B, T]."""
@@ -306,8 +248,11 @@ class HFCache:
         seen = torch.arange(self.P + self.slots, device=ids.device) >= self.pad
         return self.arguments(*(x.repeat(self.rows, 1) for x in (ids, positions, seen)))
 
-    def arguments(self, *tensors):
-        return self.model.inputs(*tensors, past_key_values=self.kv, use_cache=True)
+    def arguments(self, ids, positions, seen, **more):
+        """seen: the keys that are tokens, and not padding."""
+        more |= dict(input_ids=ids, position_ids=positions, attention_mask=seen.long(), past_key_values=self.kv,
+                     use_cache=True)
+        return {name: value for name, value in more.items() if name in self.model.arguments}
 
     def places(self):
         """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
@@ -315,9 +260,8 @@ class HFCache:
 
     def repeat(self, n):
         """A cache with each text n times."""
-        new, B = copy.copy(self), len(self.lengths)
+        new, texts = copy.copy(self), torch.arange(self.rows * len(self.lengths), device=self.lengths.device)
         new.kv = copy.deepcopy(self.kv)
-        texts = torch.arange(self.rows * B, device=self.lengths.device)
         if self.P:
             new.kv.reorder_cache(texts.repeat_interleave(n))
         new.lengths, new.pad = self.lengths.repeat_interleave(n), self.pad.repeat_interleave(n, 0)
@@ -327,3 +271,46 @@ class HFCache:
 def alike(x, y, dtype):
     """Whether logits differ by no more than rounding, which may change the experts of a token."""
     return bool((x - y).abs().mean() < (1e-3 if dtype == torch.float32 else 0.1) * y.std())
+
+
+def find_attention(decoder, n_layers, run):
+    """{layer: the number of `heads` of its attention, and `hooks`: for each mask, the function that adds a hook}.
+
+    Attention is the innermost module of a layer that returns its probabilities, [1, H, T, T], and the result of a child
+    that reads the heads side by side, [1, T, H·K]: the output projection. A layer without attention is left out;
+    ValueError if heads are not found. run: a pass that lets attention return its probabilities."""
+    calls, seen, found = {}, {}, {}                     # module → its first argument and result; layer → …
+
+    def look(layer, module, args, out):
+        result, *others = out if isinstance(out, tuple) else (out,)
+        calls[module] = args[0] if args else None, result
+        p = next((x for x in others if torch.is_tensor(x) and x.dim() == 4), None)
+        if layer in found or p is None or p.shape[2] != p.shape[3]:
+            return
+        seen[layer], H = type(module).__name__, p.shape[1]
+        for child in module.children():
+            x, y = calls.get(child, (None, None))
+            has_matrix = any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))          # norms have none
+            if has_matrix and torch.is_tensor(y) and torch.equal(y, result) and x.shape[-1] % H == 0:
+                found[layer] = SimpleNamespace(heads=H, hooks=dict(output=child.register_forward_pre_hook))
+                _, q = calls.get(query := getattr(module, "q_proj", None), (None, None))
+                if q is not None and q.shape == x.shape and heads_stay_apart(module, x.shape[-1] // H):
+                    found[layer].hooks["query"] = query.register_forward_hook
+
+    layers = next((m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers), ())
+    with ExitStack() as hooks:
+        for i, layer in enumerate(layers):
+            for module in list(layer.modules())[1:]:    # without the layer itself
+                hooks.enter_context(module.register_forward_hook(partial(look, i)))
+        run()
+    if missing := seen.keys() - found.keys():
+        raise ValueError(f"{seen[min(missing)]} has no output projection that reads its heads side by side")
+    if not found or len({a.hooks["output"] for a in found.values()}) < len(found):      # layers may share an attention
+        raise ValueError("no layer has an attention of its own whose heads can be masked")
+    return found
+
+
+def heads_stay_apart(attention, width):
+    """Whether a query of zeros stays zero and changes no other head: no norm of queries mixes heads, or adds a bias."""
+    norms = [(name, p) for name, p in attention.named_parameters() if name.startswith("q") and "norm" in name]
+    return all(p.numel() <= width and not name.endswith("bias") for name, p in norms)

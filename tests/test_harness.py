@@ -22,8 +22,9 @@ from tokenizers import processors
 import baselines
 from evaluation import harness
 from evaluation.harness_model import HarnessModel
+from miniature.data import make_split
 from model import Transformer
-from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -43,11 +44,11 @@ def run(lm, kind, arguments):
     return getattr(lm, kind)([Instance(kind, {}, args, i) for i, args in enumerate(arguments)], disable_tqdm=True)
 
 
-def write(folder, family, template=TEMPLATE):
+def write(folder, family):
     write_checkpoint(folder, family, vocab_size=259, bos_token_id=256, eos_token_id=257)
-    write_tokenizer(folder, template)
+    write_tokenizer(folder, TEMPLATE)
     if family == "qwen2":                               # Qwen's tokenizers begin no text with BOS
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "chat_template": template}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "chat_template": TEMPLATE}))
     else:
         core = Core.from_file(str(folder / "tokenizer.json"))
         core.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 256)])
@@ -144,45 +145,36 @@ def test_perplexities_and_answers_that_the_task_begins_are_refused(small):
 
 # The command
 
-
 UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc['prompt']\n"
+CHOOSE = """\
+task: choose
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: ["{{answer}}", "{{memory}}"]
+doc_to_target: 0
+"""
 
 
-def test_the_example_of_the_page_gives_the_number_of_evaluate(tmp_path, start):
+def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(tmp_path, start):
     """Tasks may import the library `evaluate`, which is not our evaluate.py."""
-    from miniature.data import make_split
-
     page = (ROOT / "docs" / "data.md").read_text()
     [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    items = tmp_path / "conflict.jsonl"
-    items.write_text("\n".join(json.dumps(item._asdict()) for item in make_split("conflict", 24)))
+    items = write_lines(tmp_path / "conflict.jsonl", [item._asdict() for item in make_split("conflict", 24)])
     (tmp_path / "utils.py").write_text(UTILS)
     example = example.replace("conflict.jsonl", str(items)).replace('"{{prompt}}"', "!function utils.ask")
     (tmp_path / "conflict.yaml").write_text(example)
-    method = ["--method", "decore-entropy"]
-    arguments = [*method, "--tasks", "conflict", "--include_path", tmp_path, "--batch_size", "12"]
-    done = subprocess.run([sys.executable, "-m", "evaluation.harness", *arguments, "--output_path", tmp_path],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())
-    assert results["config"]["model_args"]["method"] == "decore-entropy"
-    _, [out], _ = start("--task", "miniature-conflict", *method, "--limit", 24, "--out", tmp_path)
-    number = out["metrics"]["exact_match"]
-    assert results["results"]["conflict"]["exact_match,none"] == number
-    assert f"is {number:.2f}; with" in page
-
-
-@pytest.mark.parametrize("argv, message", [
-    (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
-    (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
-    (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
-    (["--tasks", "x", "--use_cache", "f"], "--use_cache has no effect"),
-    (["--tasks", "x", "--cache_requests", "true"], "--cache_requests has no effect"),
-    ([], "--tasks is missing"),
-    (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
-])
-def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["evaluation.harness", *argv])
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    with pytest.raises(ValueError, match=message):
-        harness.main()
+    (tmp_path / "choose.yaml").write_text(CHOOSE.replace("DATA", str(items)))
+    method, results, samples = ["--method", "decore-entropy"], [], []
+    for engine in [], ["--transformers"]:
+        out = tmp_path / f"out{len(results)}"
+        arguments = [*method, "--tasks", "conflict,choose", "--include_path", tmp_path, "--batch_size", "12", *engine]
+        done = subprocess.run([sys.executable, "-m", "evaluation.harness", *arguments, "--output_path", out,
+                               "--log_samples"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
+        samples.append([[json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()]
+                        for path in sorted(out.rglob("samples_*.jsonl"))])
+    ...

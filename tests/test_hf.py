@@ -1,9 +1,9 @@
 """Models of transformers: beside our engine, beside `generate` of transformers, and beside copies of a model whose
 output projections have zeros for the masked heads."""
 
-import copy
 import json
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,18 +11,19 @@ import pytest
 import torch
 
 import baselines
+import cli
 import decore
 import evaluate
-from decore import contrast, entropy, generate, pad, score
+from decore import contrast, entropy, generate, make_head_mask, pad, score
 from heads import detect
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from runtime.hf import HFModel  # noqa: E402
+from tests.families import FAMILIES, NO_QUERY, SIZES, WINDOWS, random_model, without_heads  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
@@ -48,107 +49,51 @@ def assert_equal(ours, theirs):
 
 
 def test_both_engines_decode_the_same_tokens_by_every_method(engines):
-    own, hf = engines
     for settings in CASES + BASELINES:
-        ours, theirs = ([*baselines.generate(model, PROMPTS, **settings, **N), *(
-            () if settings["method"] == "cad" else [baselines.generate(model, [7], **settings, **N)])]
-            for model in engines)
-        assert_equal(ours, theirs)
-    steps = [[token.tolist() for token, _ in decore.decore(model, PROMPTS, HEADS, 6)] for model in engines]
-    assert steps[0] == steps[1]
+        assert_equal(*(baselines.generate(model, PROMPTS, **settings, **N) for model in engines))
+        if settings["method"] != "cad":                         # a prompt of one token
+            assert_equal(*(baselines.generate(model, [[7]], **settings, **N) for model in engines))
+    ours, theirs = ([token.tolist() for token, _ in decore.decore(model, PROMPTS, HEADS, 6)] for model in engines)
+    assert ours == theirs
 
 
 def test_both_engines_score_alike(engines):
-    answers = [[3, 4, 5, 6, 8], [7, 3], [60]]
     for settings in CASES + BASELINES[1:] + [dict(method="cad", prompt_ids_without_context=PROMPTS[0][4:])]:
         settings = {k: v for k, v in settings.items() if k not in ("mask_prompt", "repetition_penalty")}
-        more = {} if settings["method"] == "ad" else dict(return_greedy=True)
-        ours, theirs = (baselines.score(model, PROMPTS[0], answers, **settings, **more) for model in engines)
-        assert [flat for x in ours for flat in (x if more else [x])] == pytest.approx(
-            [flat for x in theirs for flat in (x if more else [x])], abs=2e-4)
+        ours, theirs = (baselines.score(model, PROMPTS[0], [[3, 4, 5, 6, 8], [7, 3], [60]], **settings)
+                        for model in engines)
+        assert ours == pytest.approx(theirs, abs=2e-4)
 
 
 def test_either_engine_is_the_amateur_of_either(engines):
     for method, more in ("cd", {}), ("decore-entropy", dict(amateur_heads=HEADS)):
-        pairs = [(model, amateur) for model in engines for amateur in engines]
         expected, *others = (baselines.generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
-                             for model, amateur in pairs)
+                             for model in engines for amateur in engines)
         for other in others:
             assert_equal(expected, other)
 
 
 def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
-    own, hf = engines
-    ids = generate(own, PROMPTS[0], heads=HEADS, **N).ids
-    assert find_sources(own, PROMPTS[0], ids, HEADS) == find_sources(hf, PROMPTS[0], ids, HEADS)
-    spans = [(1, 6), (0, 4), (2, 9)]
-    ours, theirs = (detect.answer_batch(model, PROMPTS, spans, 12) for model in engines)
+    ids = generate(engines[0], PROMPTS[0], heads=HEADS, **N).ids
+    ours, theirs = (find_sources(model, PROMPTS[0], ids, HEADS) for model in engines)
+    assert ours == theirs
+    ours, theirs = (detect.answer_batch(model, PROMPTS, [(1, 6), (0, 4), (2, 9)], 12) for model in engines)
     for (ids, positions), (their_ids, their_positions) in zip(ours, theirs, strict=True):
         assert ids == their_ids and torch.equal(positions, their_positions)
-    (scores, ids), (their_scores, their_ids) = (detect.score_run(model, PROMPTS[0], (1, 6)) for model in engines)
-    assert ids == their_ids and torch.equal(scores, their_scores)
 
 
 # Other families: what is found by rule must be right in each
 
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-             vocab_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None)
-WINDOWS = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-LATENT = dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-              v_head_dim=12, qk_head_dim=12, head_dim=4)
-MIXED = dict(layer_types=["linear_attention", "full_attention", "full_attention"], head_dim=8, linear_num_key_heads=2,
-             linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
-MAMBA = dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, head_dim=8)
-VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16,
-              patch_size=8)
-GEMMA = SIZES | WINDOWS | dict(head_dim=12, query_pre_attn_scalar=12)
-GEMMA4 = GEMMA | dict(global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96)
-OTHERS = {
-    "gemma2": dict(head_dim=12, query_pre_attn_scalar=12, sliding_window=6),
-    "gemma3": dict(text_config=GEMMA, vision_config=VISION), "gemma3_text": GEMMA, "gemma4_text": GEMMA4,
-    "gemma4": dict(text_config=GEMMA4, vision_config=VISION), "phi": {}, "phi3": {}, "olmo2": {}, "olmo3": WINDOWS,
-    "granite": dict(logits_scaling=3.0), "cohere": dict(logit_scale=0.3), "cohere2": WINDOWS,
-    "qwen3_moe": EXPERTS, "gpt_oss": WINDOWS | EXPERTS,
-    "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "gpt2": {}, "gptj": dict(rotary_dim=4), "gpt_neox": {},
-    "falcon": {}, "mpt": dict(d_model=32),
-    "deepseek_v3": LATENT | EXPERTS | dict(n_group=1, topk_group=1),
-    "llama4_text": EXPERTS | dict(head_dim=8, attention_chunk_size=8), "falcon_h1": MAMBA,
-    "qwen3_next": MIXED | EXPERTS,
-    "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
-}
-NO_QUERY = {"phi3", "olmo2", "olmo3", "gpt2", "gpt_neox", "falcon", "mpt", "deepseek_v3", "qwen3_next"}
 
-
-def random_model(family, **changes):
-    torch.manual_seed(1)
-    sizes = {} if "text_config" in OTHERS.get(family, ()) else SIZES
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | OTHERS.get(family, {}) | changes))
-    for name, p in model.named_parameters():
-        p.data.normal_(1 if p.ndim == 1 and "weight" in name else 0, 0.2)
-    return model.eval()
-
-
-def without_heads(model, heads):
-    """A copy of a model of transformers with zeros in the columns of its output projections."""
-    other, names = copy.deepcopy(model.hf), {module: name for name, module in model.hf.named_modules()}
-    for layer, head in heads:
-        a = model.attention[layer]
-        weight = other.get_submodule(names[a.output]).weight.data
-        weight = weight.T if type(a.output).__name__ == "Conv1D" else weight            # [D, H·K]
-        weight.unflatten(1, (a.heads, -1))[:, head] = 0
-    return other
-
-
-def attention(model, ids, heads):
+def masked_attention(model, ids, heads):
     """Probabilities of each layer at the last five tokens, with the queries of these heads masked."""
     cache, layers = model.new_cache([len(ids) - 5], 5), []
     model.prefill(pad([ids[:-5]]), cache)
-    model(pad([ids[-5:]]), cache, decore.make_head_mask([heads], model), "query", layers)
+    model(pad([ids[-5:]]), cache, make_head_mask([heads], model), "query", layers)
     return layers
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(family):
     model = HFModel(random_model(family))
@@ -168,26 +113,34 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
         base, masked = log_p(model.hf, ids), log_p(other, ids)
         alpha = {"masked": -torch.ones(1, 6), "decore-static": torch.full((1, 6), 0.5)}.get(method, entropy(base))
         assert contrast(base, masked, alpha).argmax(-1)[0].tolist() == ids
-    answer, query = PROMPTS[2][:5], dict(heads=HEADS, mask="query")
+    answer = PROMPTS[2][:5]
     total = contrast(base := log_p(model.hf, answer), log_p(other, answer), entropy(base)).log_softmax(-1)[0]
     assert score(model, prompt, answer, heads=HEADS) == pytest.approx(
         total.gather(-1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_alone(family):
+    model = HFModel(random_model(family))
     if family in NO_QUERY:
         with pytest.raises(ValueError, match=f"{family}.* has no query projection whose heads stay apart"):
-            generate(model, prompt, **query)
-    else:
-        (plain, masked) = (attention(model, prompt, rows) for rows in ([], HEADS))
-        for layer, head in HEADS:                               # the same for all keys that the query may see
-            p = masked[layer][..., head, :]
-            assert ((p == 0) | (p > p.amax(-1, keepdim=True) - 1e-6)).all()
-        torch.testing.assert_close(plain[1][..., 1:3, :], masked[1][..., 1:3, :])       # no other head changes
-    states, cache = model.hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states, model.new_cache([9], 5)
-    model.prefill(pad([prompt[:9]]), cache)
-    last, [early] = model.read_layers(torch.tensor([prompt[9:]]), cache, [1])
+            generate(model, PROMPTS[0], heads=HEADS, mask="query")
+        return
+    plain, masked = (masked_attention(model, PROMPTS[0], heads) for heads in ([], HEADS))
+    for layer, head in HEADS:                                   # the same for all keys that the query may see
+        p = masked[layer][..., head, :]
+        assert ((p == 0) | (p > p.amax(-1, keepdim=True) - 1e-6)).all()
+    torch.testing.assert_close(plain[1][..., 1:3, :], masked[1][..., 1:3, :])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_of_other_families_lead_to_their_logits(family):
+    model, ids = HFModel(random_model(family)), torch.tensor(PROMPTS[:1])
+    cache, states = model.new_cache([9], 5), model.hf(ids, output_hidden_states=True).hidden_states
+    model.prefill(ids[:, :9], cache)
+    last, [early] = model.read_layers(ids[:, 9:], cache, [1])
     torch.testing.assert_close(early[0], states[1][:, 9:], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(model.logits(last)[0], model(torch.tensor([prompt]))[:, 9:], atol=1e-4, rtol=1e-4)
-
-
+    torch.testing.assert_close(model.logits(last)[0], model(ids)[:, 9:], atol=1e-4, rtol=1e-4)
 
 
 # What is refused, and what a failure leaves behind
@@ -201,13 +154,11 @@ REFUSED = {
 def test_a_family_whose_heads_cannot_be_masked_is_refused_when_it_is_loaded(family):
     sizes = dict(mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1) if family == "jamba" else {}
     with pytest.raises(ValueError, match=rf"{family} \({family}\): {REFUSED[family]}"):
-        HFModel(hf := random_model(family, **sizes))
-    hooks = [hook for m in hf.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    assert not any(hook.__module__.startswith("runtime") for hook in hooks)     # transformers has its own
+        HFModel(random_model(family, **sizes))
 
 
 def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_path, monkeypatch):
-    AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
+    transformers.AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="t5.* is not a causal language model of transformers"):
         HFModel.load(tmp_path / "t5")
     weights = random_weights(dict(SIZES, model_type="llama", tie_word_embeddings=False))
@@ -215,9 +166,6 @@ def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_
     folder = write_checkpoint(tmp_path / "llama", weights=weights)
     with pytest.raises(ValueError, match="missing .*layers.1.self_attn.o_proj.weight"):
         HFModel.load(folder)
-    monkeypatch.setattr("runtime.hf.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="--device-map need accelerate: pip install accelerate"):
-        HFModel.load(folder, device_map="auto")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="ranks of torchrun do not share a model of transformers: .*--device-map auto"):
         HFModel.load(folder)
@@ -238,31 +186,38 @@ def test_layers_that_cannot_be_read_refuse_dola_and_ad_and_nothing_else():
             baselines.generate(model, PROMPTS, **settings)
 
 
-def test_a_mask_that_does_not_reach_a_layer_is_an_error():
+@pytest.mark.parametrize("mask, name", [("output", "o_proj"), ("query", "q_proj")])
+def test_a_mask_that_does_not_reach_a_layer_is_an_error(mask, name):
     model = HFModel(random_model("gemma3_text"))
-    model.attention[1].module.o_proj = copy.copy(model.attention[1].output)         # replaced after loading
-    model.attention[1].module.o_proj._forward_pre_hooks = {}
+    attention = model.hf.model.layers[1].self_attn
+    projection = getattr(attention, name)
+    setattr(attention, name, torch.nn.Linear(projection.in_features, projection.out_features))  # after loading
     with pytest.raises(ValueError, match=r"gemma3_text: layers \[1\] were not masked"):
-        generate(model, PROMPTS, heads=HEADS)
+        generate(model, PROMPTS, heads=HEADS, mask=mask)
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was():
     hf, ids = random_model("gemma3_text"), torch.tensor([PROMPTS[0]])
-    assert hf.config._attn_implementation == "sdpa"
-    before, model = hf(ids).logits, HFModel(hf)
     hf.model.forward = forward = hf.model.forward               # as accelerate does
+    before, model = hf(ids).logits, HFModel(hf)
     failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
-    mask, cache = decore.make_head_mask([HEADS], model), model.new_cache([0], 14)
     with pytest.raises(ZeroDivisionError):
-        model(ids, cache, mask, probabilities=[])
+        model(ids, model.new_cache([0], 14), make_head_mask([HEADS], model), probabilities=[])
     failing.remove()
     with pytest.raises(RuntimeError):
         model.logits(torch.zeros(1, 1, 2, 5))
-    assert vars(hf.model)["forward"] is forward
-    assert hf.config._attn_implementation == "sdpa" and torch.equal(hf(ids).logits, before)
+    assert vars(hf.model)["forward"] is forward and hf.config._attn_implementation == "sdpa"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in hf.modules())
+    assert torch.equal(hf(ids).logits, before)
 
 
 # Programs, and quantized weights
+
+
+def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
+    args = dict(device="cpu", dtype="auto", device_map=None)
+    own, hf = (cli.load_model(chat_model, Namespace(**args, transformers=engine))[0] for engine in (False, True))
+    assert (own.bos_id, own.eos_ids, own.pad_ids) == (hf.bos_id, hf.eos_ids, hf.pad_ids) == (256, (257,), (257,))
 
 
 def test_programs_give_the_same_answers_with_both_engines(call, data, chat_model, tmp_path):
@@ -320,10 +275,9 @@ def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tm
     else:
         quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
     random_model("gemma2", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "full")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=quantization,
-                                         device_map="cpu").save_pretrained(tmp_path / "quantized")
+    transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "full", quantization_config=quantization, device_map="cpu").save_pretrained(tmp_path / "quantized")
     model = HFModel.load(tmp_path / "quantized")
-    assert model.hf.config.quantization_config and find_spec(library)
     inputs = dict(input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 14, dtype=torch.long))
     text = custom_generate(model.hf, heads=HEADS, **inputs, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert PROMPTS[0] + generate(model, PROMPTS[0], heads=HEADS, **N).ids == text[0].tolist()
