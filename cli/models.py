@@ -26,7 +26,7 @@ def load_model(name, args, shard=None):
     from runtime.config import Config
     from runtime.files import read_json
     from runtime.weights import checkpoint_folder
-    from tokenizer import Tokenizer
+    from tokenizer import Tokenizer, special_ids
     gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
     devices += ["mps"] * torch.backends.mps.is_available()
@@ -45,7 +45,9 @@ def load_model(name, args, shard=None):
         dtype = None if quantized or stored >= 2 * SMALL else "float32"
     if args.transformers:
         from runtime.hf import HFModel
-        return HFModel.load(name, device, dtype, args.device_map), tokenizer
+        model = HFModel.load(name, device, dtype, args.device_map)
+        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
+        return model, tokenizer
     return Transformer.load(name, device=device, dtype=dtype, shard=shard), tokenizer
 
 

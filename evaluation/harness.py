@@ -27,7 +27,7 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     offline_if_unreachable()
-    if constants.HF_HUB_OFFLINE:                        # finding tasks takes a minute, and only then their data are read
+    if constants.HF_HUB_OFFLINE:                        # the harness looks for data after a minute
         print(f"{hub_reason('')}: tasks must have their data in the cache or in local files", file=sys.stderr)
     HarnessModel, HarnessCLI = import_harness()
     sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import decore
-from heads import load_heads
 from model import Transformer
 from tests.checkpoints import write_checkpoint
 
@@ -20,9 +19,10 @@ from tests.families import FAMILIES, NO_QUERY, random_model  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
-GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
+GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, use_cache=True)
 FOLDER = dict(custom_generate=str(Path(__file__).parents[1]), trust_remote_code=True, heads=HEADS)
-CASES = [dict(method="masked"), dict(method="decore-static", alpha=1.5), dict(scale_alpha=True), dict(alpha_cap=0.7), {}]
+CASES = [{}, dict(scale_alpha=True), dict(alpha_cap=0.7), dict(method="decore-static", alpha=1.5),
+         dict(method="masked")]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_queries_that_cannot_be_masked_one_by_one_are_refused(family):
         new_tokens(random_model(family), mask="query")
 
 
+@torch.no_grad()
 def test_the_logits_are_the_exponent_of_both_models_in_float32(llama):
     """Two passes with caches of their own; the masked model has zeros in its output projections."""
     model = copy.deepcopy(llama).bfloat16()
@@ -155,9 +156,11 @@ def test_what_cannot_keep_its_meaning_is_refused_in_a_line(llama, options, name)
     assert "\n" not in str(error.value) and len(str(error.value)) < 160
 
 
-@pytest.mark.parametrize("cache", ["StaticCache", "QuantizedCache", "offloaded"])
-def test_other_caches_that_are_passed_in_are_refused_and_left_as_they_are(llama, cache):
-    ...
+@pytest.mark.parametrize("make", [lambda c: transformers.StaticCache(config=c, max_cache_len=32),
+                                  lambda c: DynamicCache(config=c, offloading=True)])
+def test_caches_that_cannot_be_doubled_are_refused_when_they_are_passed_in(llama, make):
+    with pytest.raises(ValueError, match="DeCoRe needs a plain DynamicCache"):
+        new_tokens(llama, past_key_values=make(llama.config))
 
 
 @pytest.mark.parametrize("wrap", [lambda scores: {"scores": scores}, lambda s: {h: [x, x + 2] for h, x in s.items()}])
@@ -166,7 +169,8 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, wrap):
     path = tmp_path / "heads.json"
     path.write_text(json.dumps(wrap(scores | {f"{layer}-{head}": 9 for layer, head in HEADS})))
     assert new_tokens(llama, heads=path, num_heads=3) == new_tokens(llama)
-    assert new_tokens(llama, heads=str(path), num_heads=2) == new_tokens(llama, heads=HEADS[:2])   # equal: as in the file
+    first = new_tokens(llama, heads=HEADS[:2])          # equal scores: in the order of the file
+    assert new_tokens(llama, heads=str(path), num_heads=2) == first
     for wrong in scores | {"3-0": 1}, {h.replace("-3", "-4"): 1 for h in scores}:
         path.write_text(json.dumps(wrap(wrong)))
         with pytest.raises(ValueError, match="heads, num_heads is 10; the model has 3 layers of 4"):

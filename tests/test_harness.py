@@ -167,7 +167,7 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
     example = example.replace("conflict.jsonl", str(items)).replace('"{{prompt}}"', "!function utils.ask")
     (tmp_path / "conflict.yaml").write_text(example)
     (tmp_path / "choose.yaml").write_text(CHOOSE.replace("DATA", str(items)))
-    method, results, samples = ["--method", "decore-entropy"], [], []
+    method, results = ["--method", "decore-entropy"], []
     for engine in [], ["--transformers"]:
         out = tmp_path / f"out{len(results)}"
         arguments = [*method, "--tasks", "conflict,choose", "--include_path", tmp_path, "--batch_size", "12", *engine]
@@ -175,6 +175,32 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
                                "--log_samples"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
-        samples.append([[json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()]
-                        for path in sorted(out.rglob("samples_*.jsonl"))])
-    ...
+        [texts, choices] = [[json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()]
+                            for path in (next(out.rglob(f"samples_{task}_*")) for task in ("conflict", "choose"))]
+        numbers = [float(log_p) for item in choices for log_p, _ in item]
+        results[-1] |= dict(texts=texts, numbers=pytest.approx(numbers, abs=1e-3))
+    own, hf = results
+    assert own["results"] == hf["results"] and own["texts"] == hf["texts"] and own["numbers"].expected == hf["numbers"]
+    configs = [result["config"]["model_args"] for result in results]
+    assert [c["engine"] for c in configs] == ["own", "transformers"] and configs[0]["method"] == "decore-entropy"
+    assert configs[1]["versions"]["transformers"] == transformers.__version__
+    _, [out], _ = start("--task", "miniature-conflict", *method, "--limit", 24, "--out", tmp_path)
+    number = out["metrics"]["exact_match"]
+    assert own["results"]["conflict"]["exact_match,none"] == number
+    assert f"match is {number:.2f} with DeCoRe entropy" in page
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
+    (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
+    (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
+    (["--tasks", "x", "--use_cache", "f"], "--use_cache has no effect"),
+    (["--tasks", "x", "--cache_requests", "true"], "--cache_requests has no effect"),
+    ([], "--tasks is missing"),
+    (["--tasks", "x", "--template-args", '{"a": 1}'], "--template-args has no effect without --apply_chat_template"),
+])
+def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluation.harness", *argv])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(ValueError, match=message):
+        harness.main()
