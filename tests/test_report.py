@@ -284,7 +284,7 @@ def test_tables_need_no_matplotlib_and_figures_say_what_to_install(sweep):
 
 def test_help_shows_the_command_as_it_is_typed(call):
     for command in ("report", "report heads", "report page"):
-        assert re.match(rf"usage: \S+ .* {command} \[-h\]", call(evaluate.main, *command.split(), "--help")[1])
+        assert f"evaluate.py {command} [-h]" in call(evaluate.main, *command.split(), "--help")[1]
 
 
 # Figures
