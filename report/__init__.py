@@ -41,18 +41,18 @@ def report_runs(argv):
     if args.plots:
         from report import figures
     runs, skipped = stored.collect(args.folder, stored.ITI | dict(pair.split("=") for pair in args.iti))
-    frame, repeated = make_frame(runs)
+    frame, repeated = make_frame(runs) if runs else (None, [])
     for path, reason in skipped + repeated:
         print(f"skipped: {path}: {reason}", file=sys.stderr)
-    if frame.empty:
+    if not runs:
         raise ValueError(f"{args.folder}: no runs to report")
-    pictures = figures.draw_all(frame, args.plots) if args.plots else []
+    pictures = figures.draw_all(frame, Path(args.plots)) if args.plots else []
     if args.csv:
-        values = frame.drop(columns=["run", "setup", "title", "cell"]).rename(columns={"file": "run"})
+        values = frame.drop(columns=["run", "setup", "title", "headline", "cell"]).rename(columns={"file": "run"})
         return print(values.to_csv(index=False), end="")
     tables.print_tables(tables.all_tables(frame))
-    for path, caption in pictures:
-        print(f"![{caption}]({path.parent.name}/{path.name})\n")
+    for path in pictures:
+        print(f"![{path.stem}]({path.parent.name}/{path.name})\n")
 
 
 def report_heads(argv):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from report import published, tables
-from report.frame import headline_lines, typical
+from report.frame import typical
 from report.published import HEADLINES, NAMES
 from report.stored import METHODS, base_entropies
 
@@ -32,17 +32,15 @@ LEVELS = {None: ":", "output": "-.", "query": "--"}            # greedy, ways of
 
 
 def draw_all(frame, folder):
-    """Writes every figure that the runs have data for. Returns [(path, caption)]."""
-    folder, pictures = Path(folder), []
+    """Writes every figure that the runs have data for. Returns their paths."""
+    pictures = []
     folder.mkdir(parents=True, exist_ok=True)
-    for title, same in frame.groupby("title"):
-        for group, (kind, (draw, caption)) in itertools.product(published.GROUPS, FIGURES.items()):
-            shown = same[same["task"].isin(published.GROUPS[group])]
-            if len(shown) and (figure := draw(shown)):
-                parts = dict.fromkeys([kind, title, group.lower()])
-                path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
-                figure.savefig(path)
-                pictures.append((path, f"{title}: {caption}"))
+    for (title, same), group, kind in itertools.product(frame.groupby("title"), published.GROUPS, FIGURES):
+        shown = same[same["task"].isin(published.GROUPS[group])]
+        if len(shown) and (figure := FIGURES[kind](shown)):
+            name = "-".join(dict.fromkeys([kind, title, group.lower()]))
+            pictures.append(folder / f"{name.replace(', ', '-').replace(' ', '-')}.png")
+            figure.savefig(pictures[-1])
     return pictures
 
 
@@ -60,7 +58,7 @@ def grid(panels, height=PANEL, **options):
 
 
 def finish(figure, runs, *notes):
-    """Adds the legend of all labelled lines, and a foot that says which runs the figure shows."""
+    """The figure with a legend of all labelled lines, and a foot that says which runs it shows."""
     handles = {label: line for ax in figure.axes
                for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if handles:
@@ -77,13 +75,13 @@ def finish(figure, runs, *notes):
     foot = [f"{name}: {', '.join(map(str, dict.fromkeys(values)))}" for name, values in facts.items() if values]
     foot = textwrap.fill(" · ".join([*foot, *notes]), 150, break_on_hyphens=False)
     figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
+    return figure
 
 
 def sweep_figure(field, frame):
     """Score against "num_heads" or "alpha": a panel per task, a line per setup.
 
-    Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static, a line per
-    N."""
+    Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static."""
     by_alpha, usual = field == "alpha", typical(frame)
     methods = ["decore-static", "greedy"] if by_alpha else usual["method"]
     free = ["num_heads", "alpha" if by_alpha else "random_heads"]
@@ -97,7 +95,7 @@ def sweep_figure(field, frame):
     drawn = []
     for ax, (task, curves) in zip(axes, panels.items(), strict=True):
         label = "α" if by_alpha else "heads masked, N"
-        levels = headline_lines(usual[usual["task"] == task])
+        levels = usual[(usual["task"] == task) & usual["headline"]]
         greedy = levels[levels["method"] == "greedy"]["value"].tolist()
         for name, curve, r in curves:
             i, random = names.index(name), curve["run"].iloc[0].setup.random_heads
@@ -105,7 +103,7 @@ def sweep_figure(field, frame):
             means = draws.mean()
             if by_alpha and greedy:
                 means.loc[0.0] = greedy[0]                          # at α = 0 nothing is contrasted
-            if not by_alpha and r is not None:
+            if not by_alpha and not np.isnan(r):
                 label += f"\nr {name}: {r:+.2f}".replace("random heads as published", "published draws")
             ax.plot(means.sort_index(), "--" if random else "-", label=name, color=colour, linewidth=1.3,
                     marker=MARKERS[i % len(MARKERS)], markersize=4, markerfacecolor="white" if random else colour)
@@ -120,8 +118,7 @@ def sweep_figure(field, frame):
         ax.set(title=NAMES[task], xlabel=label, ylabel=HEADLINES[task][1])
     notes = () if by_alpha else ("band and dots: range and single draws of random heads",
                                  "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without")
-    finish(figure, drawn, *notes)
-    return figure
+    return finish(figure, drawn, *notes)
 
 
 def entropy_figure(frame):
@@ -147,16 +144,12 @@ def entropy_figure(frame):
         highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
         ax.set_yticks(range(0, -len(setups), -1), setups)
         ax.set(title=NAMES[task], xlabel=label, xlim=(0, highest * 1.02))
-    finish(figure, shown["run"], "density, mean (thick line) and quartiles (thin), up to the 99.5th percentile; p: "
-           "Welch's t-test, one-sided, DeCoRe entropy's below the others'")
-    return figure
+    return finish(figure, shown["run"], "density, mean (thick line) and quartiles (thin), up to the 99.5th percentile; "
+                  "p: Welch's t-test, one-sided, DeCoRe entropy's below the others'")
 
 
-FIGURES = {
-    "heads": (partial(sweep_figure, "num_heads"), "score against the number of masked heads, retrieval heads (solid) "
-                                                  "and random heads (dashed, with the range of the draws)"),
-    "alpha": (partial(sweep_figure, "alpha"), "score against α of DeCoRe static"),
-    "entropy": (entropy_figure, "base entropy per token of each method")}
+FIGURES = {"heads": partial(sweep_figure, "num_heads"), "alpha": partial(sweep_figure, "alpha"),
+           "entropy": entropy_figure}
 
 
 def head_maps(files):
@@ -173,5 +166,4 @@ def head_maps(files):
         ax.set(title=path.stem, xlabel="head", ylabel="layer")
     figure.colorbar(image, ax=axes, location="right", shrink=0.5, aspect=30,
                     label="retrieval score (colour by its square root)")
-    finish(figure, [], "retrieval score of every head, layer 0 at the bottom")
-    return figure
+    return finish(figure, [], "retrieval score of every head, layer 0 at the bottom")

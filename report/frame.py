@@ -1,6 +1,6 @@
 """Stored runs as one table: a line per run and metric, with setup, seed, value, interval and the paper's value.
 
-Two columns hold objects: `run`, and `cell`, the paper's row."""
+Two columns hold objects: `run`, and `cell`, the paper's row. `headline`: the metric is that of the paper's figures."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -19,8 +19,6 @@ def make_frame(runs):
     """(the table of the runs, in the order of the tables; [(path, why it is skipped)]).
 
     Of several runs of one setup, task and draw, the one with the most examples is taken."""
-    if not runs:
-        return pd.DataFrame(), []
     chosen, skipped = {}, []
     for run in sorted(runs, key=lambda run: -len(run.lines)):
         first = chosen.setdefault(order(run), run)
@@ -50,12 +48,13 @@ def lines_of(run):
             # A metric of whole runs, such as `macro`, has no values of single examples.
             scored = sum(values.get(metric) is not None for values in run.values) or len(run.lines)
             cell = published.cell(run, metric)
-            yield {"run": run, "setup": str(run.setup), "title": run.title, "file": run.path.name, "task": run.task,
-                   "model": run.model, "conditions": run.conditions, **asdict(run.setup),
-                   "method": published.method_of(run.setup), "seed": run.header.get("seed"), "n": len(run.lines),
-                   "scored": scored, "metric": metric, "value": scale * mean, "low": scale * low,
-                   "high": scale * high, "cell": cell, "paper": cell and float(cell["value"]),
-                   "paper_at": cell and cell["at"]}
+            yield {"run": run, "setup": str(run.setup), "title": run.title, "file": run.path.name,
+                   "task": run.task, "model": run.model, "conditions": run.conditions, **asdict(run.setup),
+                   "method": published.method_of(run.setup), "seed": run.header.get("seed"),
+                   "n": len(run.lines), "scored": scored, "metric": metric, "value": scale * mean,
+                   "low": scale * low, "high": scale * high, "cell": cell,
+                   "paper": cell and float(cell["value"]), "paper_at": cell and cell["at"],
+                   "headline": metric == published.HEADLINES[run.task][0]}
 
 
 def typical(frame):
@@ -78,8 +77,3 @@ def typical(frame):
     best = {(run.setup.method, run.setup.mask, run.setup.amateur): str(run.setup)
             for run in sorted(reversed(runs), key=preference)}
     return frame[frame["setup"].isin(best.values())]
-
-
-def headline_lines(frame):
-    """The lines with the metrics of the paper's figures."""
-    return frame[frame["metric"] == [published.HEADLINES[task][0] for task in frame["task"]]]

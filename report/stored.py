@@ -84,11 +84,9 @@ def describe(header, iti=ITI):
     options = {"mask_prompt": False, "alpha_cap": None, "scale_alpha": False, "relative_top": None, "info_layer": 24,
                "renormalise": True, "dola_layers": "halves" if task.choice else "transformers",
                "repetition_penalty": penalty, "heads": None}
-    heads = header.get("heads") or []
-    best = best_heads(amateur or header["model"])
+    heads, best = header.get("heads") or [], best_heads(amateur or header["model"])
     usual = header.get("random_heads") or best is None or {*heads} == {*best[:len(heads)]}
     settings = header | {"repetition_penalty": header.get("repetition_penalty") or 1.0,
-                         "template_args": header.get("template_args") or None,
                          "heads": None if usual else "of another file"}
     return model, differences(settings, conditions), Setup(
         method, *(header.get(name) for name in ("num_heads", "alpha", "mask")), amateur and Path(amateur).name,
@@ -98,7 +96,7 @@ def describe(header, iti=ITI):
 def differences(settings, paper):
     """The settings that are not the paper's, as a text such as "mask prompt True, alpha cap 0.5"."""
     return ", ".join(f"{name.replace('_', ' ')} {settings[name]}" for name, value in paper.items()
-                     if settings.get(name) not in (None, value))
+                     if settings.get(name) not in (None, {}, value))
 
 
 @cache

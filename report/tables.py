@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 from scipy.stats import entropy, mannwhitneyu, ttest_ind
 
 from report import published
-from report.frame import headline_lines, typical
+from report.frame import typical
 from report.published import HEADLINES, NAMES
 from report.stored import base_entropies
 from runtime.files import json_lines, read_json
@@ -113,11 +113,11 @@ def score_notes(text, frame):
 # Numbers of masked heads
 
 def curves(frame, task, field="num_heads"):
-    """[(setup without "num_heads" or "alpha", lines with its scores, Pearson's r or None)] of a task.
+    """[(setup without "num_heads" or "alpha", lines with its scores, Pearson's r or NaN)] of a task.
 
-    r is that of the score, the mean over the draws, with the field. As in the paper's figures, greedy decoding is the
-    point N = 0 of a masked model, and of no other method. Curves of a single point are left out."""
-    same, result = headline_lines(frame[frame["task"] == task]), []
+    r is that of N and the mean over the draws. As in the paper's figures, greedy decoding is the point N = 0 of a
+    masked model, and of no other method. Curves of a single point are left out."""
+    same, result = frame[(frame["task"] == task) & frame["headline"]], []
     greedy = same[same["method"] == "greedy"]["value"].tolist()
     points = same.dropna(subset=field)
     for name, curve in points.groupby([run.setup.text(field) for run in points["run"]], sort=False):
@@ -125,8 +125,8 @@ def curves(frame, task, field="num_heads"):
         if len(means) > 1:
             if greedy and curve["method"].iloc[0].startswith("masked"):
                 means.loc[0] = greedy[0]
-            defined = len(means) >= FEWEST and means.nunique() > 1
-            result.append((name, curve, np.corrcoef(means.index.to_numpy(float), means)[0, 1] if defined else None))
+            n = means.index.to_series().astype(float)
+            result.append((name, curve, n.corr(means, min_periods=FEWEST)))
     return result
 
 
@@ -134,7 +134,7 @@ def correlation_table(frame):
     table = []
     for task in NAMES:
         for name, curve, r in curves(frame, task):
-            if r is not None:
+            if not np.isnan(r):
                 table.append({"task": NAMES[task], "metric": HEADLINES[task][1], "method": name,
                               "N": ", ".join(map(str, sorted(curve["num_heads"].unique()))), "Pearson r": f"{r:+.2f}"})
     return pd.DataFrame(table), ["r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's "

@@ -73,7 +73,7 @@ def table(frame, title):
 
 
 def draw(kind, frame):
-    return figures.FIGURES[kind][0](frame)
+    return figures.FIGURES[kind](frame)
 
 
 # Statistics
