@@ -31,11 +31,10 @@ from evaluation import judges, runs
 from evaluation.decoding import Benchmark, encode, run
 from program.settings import default_num_heads, method_settings
 from report import stored
-from runtime.files import commit, read_json
+from runtime.files import commit
 from runtime.parallel import Ranks
-from runtime.weights import checkpoint_folder, fingerprint
+from runtime.weights import fingerprint
 from tasks import MINIATURE, PAPER, data, find, metrics, prompts
-from tokenizer import Tokenizer
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
 USED_BY_TASK = {
@@ -104,11 +103,11 @@ def make_parser():
     p.add_argument("--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items (default: all)")
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
-    p.add_argument("--batch-size", type=lambda text: text if text == "auto" else cli.positive(text), metavar="B",
-                   help="prompts at once (default: auto, as many as fit, at most 16 on a CPU and 64 on a GPU)")
+    p.add_argument("--batch-size", type=cli.positive, metavar="B", help="prompts at once (default: 16)")
     p.add_argument("--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model (torchrun)")
     p.add_argument("--out", default="results", metavar="DIR", help="folder of the runs (default: results)")
-    p.add_argument("--dry-run", action="store_true", help="print the prompts as JSON lines and load no model")
+    p.add_argument("--dry-run", action="store_true", help="print the prompts as JSON lines, by default in the layout "
+                   "chat, and load no model")
     return p
 
 
@@ -148,9 +147,11 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
 
     Prints a line for each pair that does not fit. ValueError if none fits."""
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
+    native = "mistral" if model.config.model_type == "mistral" else "chat"
+    native = native if tokenizer.has_chat_template else "plain"
     fitting, problems = [], []
     for bench in benchmarks:
-        layout = bench.task.layout or args.layout or native_layout(tokenizer, model.config.model_type)
+        layout = bench.task.layout or args.layout or native
         bench = bench._replace(layout=layout, template_args=None if layout == "plain" else template_args)
         encoded = encode(bench, tokenizer)
         # The last token of an answer is not read.
@@ -179,12 +180,6 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
     return fitting
 
 
-def native_layout(tokenizer, model_type):
-    if not tokenizer.has_chat_template:
-        return "plain"
-    return "mistral" if model_type == "mistral" else "chat"
-
-
 # -------------------------------------------------------------------------------------------------- the header of a run
 
 
@@ -201,7 +196,7 @@ def make_header(args, bench, fields, model, ranks, fingerprints):
         "commit": commit(), "date": str(datetime.date.today()), "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "task": task.name, "version": task.version, "layout": bench.layout, "template_args": bench.template_args,
         "n": len(bench.items), "limit": args.limit, "data": bench.data, "demos": bench.demo_record,
-        "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None, "batch_size": args.batch_size or "auto",
+        "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None, "batch_size": args.batch_size or 16,
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
         "mask_prompt": None if task.choice else fields.get("mask_prompt"),      # scoring masks every position
         "renormalise": not args.no_renormalise if task.choice else None,
@@ -223,14 +218,11 @@ def run_name(header):
 
 
 def dry_run(args, benchmarks):
-    """Print the prompts of all items, in --layout, or that of --model, or "chat" without both."""
-    layout = args.layout or "chat"
-    if args.layout is None and Path(args.model).resolve() != cli.MINIATURE:             # the default of --model
-        config = read_json(checkpoint_folder(args.model, weights=False) / "config.json")
-        layout = native_layout(Tokenizer.load(args.model), config.get("model_type"))
+    """Print the prompts of all items."""
     for bench in benchmarks:
         for item in bench.items:
-            print(json.dumps(prompts.dry_run(bench.task, item, bench.demos, layout), ensure_ascii=False))
+            line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
+            print(json.dumps(line, ensure_ascii=False))
 
 
 def rescore(argv):

@@ -49,10 +49,6 @@ def comma_list(parse):
     return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
 
 
-def token_ids(text):
-    return [number(int, 0)(part) for part in text.split(",")]
-
-
 def method_name(known):
     """argparse type: the name of a method."""
     def parse(text):
@@ -107,8 +103,6 @@ OPTIONS = {
         type=number(float, 0), metavar="X",
         help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)")),
     "without_context": (("cad",), dict(action="append", metavar="TEXT", help="the prompt without its context")),
-    "without_context_ids": (("cad",), dict(
-        action="append", type=token_ids, metavar="1,2,3", help="the same as token ids")),
 }
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
@@ -140,7 +134,7 @@ def add_method_arguments(p, methods, sweep=False):
     sweep: those of evaluate.py, which takes lists of some and has its own prompts without context."""
     for name, (users, arguments) in OPTIONS.items():
         used = {method.removesuffix("-lite") for method in users} & set(methods)
-        if not used or (sweep and name.startswith("without_context")):
+        if not used or (sweep and name == "without_context"):
             continue
         if sweep and name in ("num_heads", "alpha", "seed"):
             metavar = arguments["metavar"]

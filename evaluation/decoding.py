@@ -1,20 +1,17 @@
 """One run: a benchmark is decoded with one method, batch by batch, into a file (runs.py)."""
 
 import datetime
-import gc
 import json
 import time
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 import baselines
 from evaluation import runs
 from runtime import files
-from runtime.errors import out_of_memory
 from tasks import Task, prompts
 
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")     # not stored: the data hold them
@@ -37,29 +34,11 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
     header: the first line of the file. settings: the arguments of baselines.generate and score."""
     encoded = encode(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
-    auto = header["batch_size"] == "auto"
-    size = (64 if model.device.type == "cuda" else 16) if auto else header["batch_size"]
-    width = 1 if bench.task.choice else size                # in multiple choice, a batch is one item's candidates
+    width = 1 if bench.task.choice else header["batch_size"]        # of choices, a batch is one item's candidates
 
-    def decode_in_parts(batch):
-        """The lines of a batch. With --batch-size auto it is halved if it runs out of memory, and so are later ones."""
-        nonlocal size
-        lines = []
-        while len(lines) < len(batch):
-            part = batch[len(lines):][:size]
-            try:
-                answers = decode(bench, part, header, settings, model, tokenizer)
-                lines += [questions[e.index] | answer for e, answer in zip(part, answers, strict=True)]
-                continue
-            except RuntimeError as error:
-                # Ranks that share the model cannot halve: the other ranks are in the forward pass.
-                if not out_of_memory(error) or not auto or len(part) == 1 or model.shard.size > 1:
-                    raise
-            size = (len(part) + 1) // 2
-            gc.collect()                                    # after `except`: the error held the tensors
-            if model.device.type != "cpu":
-                getattr(torch, model.device.type).empty_cache()
-        return lines
+    def decode_batch(batch):
+        answers = decode(bench, batch, header, settings, model, tokenizer) if batch else []
+        return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions))
@@ -69,7 +48,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
         batches += [[]] * (-len(batches) % ranks.replicas)          # for replicas without one at the end
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0) as bar:
             for first in range(0, len(batches), ranks.replicas):
-                lines = ranks.gather(partial(decode_in_parts, batches[first + ranks.replica]))
+                lines = ranks.gather(partial(decode_batch, batches[first + ranks.replica]))
                 lines = [line for line in lines if line["index"] not in done]
                 if ranks.rank == 0:
                     files.append(path, lines)

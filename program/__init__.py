@@ -37,7 +37,7 @@ def main(description, generate, decoder, methods, default, compared):
     prompts = model.shard.broadcast(prompts)
     if not prompts:
         prompts, chosen = [read_prompt(EXAMPLE)], list(dict.fromkeys(["greedy", *chosen]))
-        if "cad" in methods and not args.without_context_ids:
+        if "cad" in methods:
             args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
         if not args.json:
             print(prompts[0], end="\n\n", flush=True)
@@ -48,8 +48,8 @@ def main(description, generate, decoder, methods, default, compared):
     for method in chosen:
         try:
             settings = method_settings(method, args, model, amateur)
-            if method == "cad" and (without := (args.without_context or []) + (args.without_context_ids or [])):
-                settings["ids_without_context"] = [encode(prompt, tokenizer, args) for prompt in without]
+            if method == "cad" and args.without_context:
+                settings["ids_without_context"] = [encode(text, tokenizer, args) for text in args.without_context]
             answers.append((decode(generate, method, model, tokenizer, ids, settings, args, width), settings))
         except ValueError as error:
             if method == requested:
@@ -152,7 +152,7 @@ def make_parser(description, methods, default, compared):
     p.add_argument("--prompt", metavar="TEXT", **several, help="several prompts are decoded as one batch; without a "
                    "prompt, standard input is one")
     p.add_argument("--prompt-file", metavar="F", **several, help="a file that is one prompt; - is standard input")
-    p.add_argument("--prompt-ids", metavar="1,2,3", type=cli.token_ids, **several, help="token ids, used as they are")
+    p.add_argument("--prompt-ids", metavar="1,2,3", type=token_ids, **several, help="token ids, used as they are")
     p.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     p.add_argument("--raw", action="store_true", default=None, help="plain text, no chat template")
     p.add_argument("--max-new-tokens", type=cli.positive, default=64, metavar="N",
@@ -204,6 +204,10 @@ def read_prompts(args):
     if not texts + args.prompt_ids and Path(args.model).resolve() != cli.MINIATURE:
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --prompt-ids")
     return texts + args.prompt_ids
+
+
+def token_ids(text):
+    return [cli.number(int, 0)(part) for part in text.split(",")]
 
 
 def read_prompt(path):

@@ -190,7 +190,7 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
 
 
 @pytest.mark.parametrize("arguments, settings", [
-    ("--method=cad --without-context-ids=72 --alpha=2", dict(ids_without_context=[72], alpha=2.0)),
+    ("--method=cad --without-context=i --alpha=2", dict(ids_without_context=[72], alpha=2.0)),
     ("--method=ad --info-layer=2 --relative-top=0", dict(info_layer=2, relative_top=None)),
     ("--method=dola-high --dola-layers=halves", dict(dola_layers="halves")),
     ("--method=cd --amateur={base}", dict(amateur=True)),

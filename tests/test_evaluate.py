@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,27 +109,7 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(start,
     assert status == 2 and "--template-args has no effect" in err
 
 
-# Memory and several ranks
-
-
-def test_a_batch_that_runs_out_of_memory_is_freed_and_halved(start, model, data, tmp_path, monkeypatch):
-    sizes, tensors, alive, generate = [], [], [], baselines.generate
-
-    def scarce(model, prompts, **settings):
-        if settings["max_new_tokens"] > 1:
-            alive.append(sum(tensor() is not None for tensor in tensors))
-            large = torch.zeros(len(prompts))
-            tensors.append(weakref.ref(large))
-            sizes.append(len(prompts))
-            assert len(sizes) < 20, "it would not end"
-            if len(prompts) > 2:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(model, prompts, **settings)
-    monkeypatch.setattr(baselines, "generate", scarce)
-    arguments = [*model, *data["nq-closed"], *GREEDY]
-    _, [out], _ = start(*arguments, "--out", tmp_path)
-    assert out["n"] == 7 and sizes == [7, 4, 2, 2, 2, 1] and not any(alive)      # starts with at most 16
-    assert start(*arguments, "--batch-size", 4, "--out", tmp_path / "fixed")[0] == 2
+# Several ranks
 
 
 def on_two_ranks(folder, *arguments):
@@ -169,19 +147,6 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_pat
     [path] = (tmp_path / "two").glob("*.jsonl")
     ids = [[(row["id"], row["ids"]) for row in content(file)[1:]] for file in (one["run"], path)]
     assert ids[0] == ids[1]
-
-
-def test_ranks_that_share_a_model_end_when_one_runs_out_of_memory(model, data, tmp_path, monkeypatch):
-    def scarce(model, prompts, **settings):
-        if os.environ["RANK"] == "1" and len(prompts) > 2:      # rank 0 is in the model by then
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(model, prompts, **settings)
-
-    generate = baselines.generate
-    monkeypatch.setattr(baselines, "generate", scarce)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)        # a failed rank waits until rank 0 has failed
-    statuses, _, errors = on_two_ranks(tmp_path, *model, *data["nq-closed"], *GREEDY, "--tp", "2", "--out", tmp_path)
-    assert all(statuses) and "rank 1: error: out of memory" in errors[1]
 
 
 # Sweeps
