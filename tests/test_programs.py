@@ -55,8 +55,6 @@ MISTAKES = [
     (decore, "{chat} --prompt Hi --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
     # options without effect, and their values
     (decore, BASE + " --method greedy", "--heads has no effect on greedy; it is an option of masked"),
-    (decore, BASE + " --alpha 9", "--alpha has no effect on decore-entropy; it is an option of decore-static"),
-    (decore, BASE + " --amateur {base}", "--heads has no effect on decore-entropy-lite; it is an option of masked"),
     (decore, BASE + " --seed 0", "--seed has no effect without --random-heads"),
     (decore, BASE + " --random-heads published", "--heads has no effect with --random-heads published"),
     (decore, "{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which masks no"),
@@ -66,7 +64,6 @@ MISTAKES = [
     (decore, BASE + " --stop ''", "--stop: an empty text"),
     (decore, BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
     (decore, BASE + " --html {folder}/no/page.html", "no/page.html cannot be written"),
-    (evaluate, "--task memotrap --method greedy,beam", "method 'beam' is unknown"),
 ]
 
 
