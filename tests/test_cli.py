@@ -9,6 +9,7 @@ import torch
 import baselines
 import cli
 import decore
+import program
 from heads import load_heads, published_random_heads, random_heads
 from heads.sources import find_sources
 from model import Transformer
@@ -170,8 +171,8 @@ def test_options_reach_the_method(objects, base):
     first, *others = (line("--method", "masked", *flags)["entropies"]
                       for flags in ([], ["--mask=query"], ["--mask-prompt"]))
     assert first not in others
-    random = line("--random-heads", "--seed", 2, "--num-heads", 2)
-    assert random["heads"] == labels(random_heads(load_heads(stand_in(), name=base[3]), 2, 2))
+    random = line("--random-heads", "--seed", 0, "--num-heads", 2)
+    assert random["heads"] == labels(random_heads(load_heads(stand_in(), name=base[3]), 2, 0))
     [published] = objects(*base[:2], *FLAGS, "--prompt=Hi", "--method=masked", "--random-heads=published")
     assert published["heads"] == labels(published_random_heads(2, 3, 4))
 
@@ -211,6 +212,25 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
     lines = objects(*command, "--stop", "never there", "--stop", stop)
     assert [line["text"] for line in lines] == [first.partition(stop)[0], second] and stop not in second
     assert lines[0]["stop"] == "stop" and len(lines[0]["ids"]) < 24
+
+
+def test_on_a_cpu_small_models_that_are_not_quantized_are_float32_and_others_are_refused_before_their_download(
+        tmp_path, monkeypatch):
+    write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, dtype=torch.bfloat16))
+    args = program.make_parser("", decore.METHODS, "", ()).parse_args(["--device", "cpu"])
+    assert cli.load_model(tmp_path, args)[0].dtype == torch.float32
+    monkeypatch.setattr("runtime.hf.HFModel.load", lambda name, device, dtype, device_map: dtype)
+    args.transformers = True
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, dtype in (({}, "float32"), ({"quantization_config": {"bits": 4}}, None)):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        assert cli.load_model(tmp_path, args)[0] == dtype
+    args.transformers = False
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
+    monkeypatch.setattr("runtime.weights.checkpoint_folder",
+                        lambda name, weights=True: weights and pytest.fail("downloaded") or tmp_path)
+    with pytest.raises(ValueError, match="gemma"):
+        cli.load_model(tmp_path, args)
 
 
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):

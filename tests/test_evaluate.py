@@ -2,9 +2,7 @@
 
 import datetime
 import json
-import multiprocessing
-import os
-import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import torch
 
 import baselines
 import cli
-import evaluate
 from heads import choose_heads
 from model import Transformer
 from runtime.weights import fingerprint
@@ -109,41 +106,24 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(start,
     assert status == 2 and "--template-args has no effect" in err
 
 
+@pytest.mark.parametrize("template, family, layout", [(None, "llama3", "plain"), (TEMPLATE, "mistral", "mistral")])
+def test_the_layout_is_the_models(start, data, tmp_path, template, family, layout):
+    write_tokenizer(write_checkpoint(tmp_path, family, vocab_size=259, max_position_embeddings=2048), template)
+    _, [out], _ = start("--model", tmp_path, *data["nq-closed"], *GREEDY, "--limit", 1, "--out", tmp_path / "out")
+    assert content(out["run"])[0]["layout"] == layout
+
+
 # Several ranks
-
-
-def on_two_ranks(folder, *arguments):
-    """Runs evaluate.py in two forked processes. Returns their exit statuses, standard outputs and errors."""
-    context = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def work(rank):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port))
-        sys.argv = ["evaluate.py", *map(str, arguments)]
-        with open(folder / f"out{rank}", "w") as sys.stdout, open(folder / f"err{rank}", "w") as sys.stderr:
-            status = cli.run(evaluate.main)
-        os._exit(status)
-
-    processes = [context.Process(target=work, args=[rank], daemon=True) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-    return [process.exitcode for process in processes], *([(folder / f"{name}{rank}").read_text() for rank in (0, 1)]
-                                                          for name in ("out", "err"))
 
 
 @pytest.mark.parametrize("more", [[], ["--tp", "2"]], ids=["replicas", "one model"])
 def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_path, more):
-    arguments = [*model, *heads, *data["nq-closed"], *DECORE, "--batch-size", "2"]
+    arguments = [*model, *heads, *data["nq-closed"], *DECORE, "--batch-size", "3"]              # 3 batches, 2 replicas
     _, [one], _ = start(*arguments, "--out", tmp_path / "one")
-    statuses, outputs, errors = on_two_ranks(tmp_path, *arguments, *more, "--out", tmp_path / "two")
-    assert statuses == [0, 0], errors
-    assert outputs[0].count("\n") == 1 and outputs[1] == ""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "evaluate.py"]
+    done = subprocess.run([*torchrun, *map(str, [*arguments, *more, "--out", tmp_path / "two"])], text=True,
+                          cwd=cli.MINIATURE.parent, capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr           # rank 0 alone prints
     [path] = (tmp_path / "two").glob("*.jsonl")
     ids = [[(row["id"], row["ids"]) for row in content(file)[1:]] for file in (one["run"], path)]
     assert ids[0] == ids[1]
@@ -227,12 +207,14 @@ def test_an_option_without_effect_is_refused_before_a_model_is_loaded(start, dat
 # Multiple choice and CAD
 
 
-@pytest.mark.parametrize("method", ["greedy", "decore-entropy"])
-def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, heads, data, tmp_path, method):
-    options = [*heads, "--num-heads", 2] if method == "decore-entropy" else []
+@pytest.mark.parametrize("method, more", [("greedy", []), ("decore-entropy", []),
+                                          ("decore-entropy", ["--no-renormalise"])])
+def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, heads, data, tmp_path, method, more):
+    options = [*heads, "--num-heads", 2, *more] if method == "decore-entropy" else []
     _, [out], _ = start(*model, *options, *data["truthfulqa-mc"], "--method", method, "--out", tmp_path)
     settings, row = content(out["run"])[:2]
-    assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None and settings["renormalise"] is True
+    assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
+    assert settings["renormalise"] == (not more)
     tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
     demo = "<|turn|>user:Q: q\nA:<|end|><|turn|>assistant:a<|end|>"
     text = f"<|turn|>system:{TASKS['truthfulqa-mc'].instruction}<|end|>{demo * 2}<|turn|>user:Q: Why?\nA:<|end|>"
@@ -240,7 +222,7 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, he
     # The template strips the blank before a candidate. The end of the turn is one token.
     answers = [tokenizer.encode(text, bos=False) + [257] for text in ("Because.", "So.", "No.", "Never.", "Not.")]
     arguments = {"heads": choose_heads(loaded, heads[1], 2)} if options else {}
-    scores = baselines.score(loaded, prompt, answers, method=method, **arguments)
+    scores = baselines.score(loaded, prompt, answers, method=method, renormalise=not more, **arguments)
     assert row["scores_true"] == pytest.approx(scores[:2]) and row["scores_false"] == pytest.approx(scores[2:])
     assert row["best_position"] == 0 and row["merged"] == 0
 

@@ -52,18 +52,23 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     assert "<script" not in text and "&lt;" in text and "entropy" in text and "favourite" not in text
 
 
-class Letters:
-    """A tokenizer with one token per letter."""
+class Bytes:
+    """A tokenizer with one token per byte. As with SentencePiece, a text's first blank is not decoded."""
     def decode(self, ids):
-        return "".join(map(chr, ids))
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+def test_pieces_are_whole_characters_and_join_to_the_text():
+    assert page.pieces(Bytes(), [*"é a文".encode(), 0xf0]) == [
+        ("é", range(2)), (" ", range(2, 3)), ("a", range(3, 4)), ("文", range(4, 7)), ("\ufffd", range(7, 8))]
 
 
 @pytest.mark.parametrize("sources", [[[(2, 1.0), (0, 0.75)], [], [(1, 0.5), (2, 0.25)], []], None])
 def test_pointing_at_a_token_highlights_its_source_and_the_reverse(sources):
     line = dict(ids=[*map(ord, "<bc.")], alphas=[0.5] * 4, entropies=[0.1, 1, 9, 0], stop="eos",
                 prompt_ids=[*map(ord, '<"z')], sources=sources)
-    prompt = dict(name="p0", pieces=page.pieces(Letters(), line["prompt_ids"]))
-    text = page.render(title="<x>", parts=[prompt, page.answer_part(Letters(), "<title>", "g0", line, prompt)])
+    prompt = dict(name="p0", pieces=page.pieces(Bytes(), line["prompt_ids"]))
+    text = page.render(title="<x>", parts=[prompt, page.answer_part(Bytes(), "<title>", "g0", line, prompt)])
     rules = re.findall(r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) {[^/}]*/ ([\d.]+)\) }", text)
     pairs = {("g0t0", "p0s0"): "0.75", ("g0t0", "p0s2"): "1.00", ("g0t2", "p0s1"): "0.50", ("g0t2", "p0s2"): "0.25"}
     # Of the title: the largest shares of the answer's tokens.

@@ -13,7 +13,6 @@ import torch
 
 import cli
 import decore
-import evaluate
 from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 

@@ -1,11 +1,8 @@
 """Run files: reading, the lock, when a run may continue; fingerprints of checkpoints."""
 
 import json
-import multiprocessing
-import time
 
 import pytest
-import rouge_score.rouge_scorer  # noqa: F401 (imported once, before the forks)
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -99,25 +96,7 @@ def test_a_file_that_is_not_a_run_is_never_overwritten(path, text):
     assert path.read_text() == text
 
 
-# Several processes
-
-
-def test_a_second_process_is_refused_until_the_first_has_died(path):
-    fork = multiprocessing.get_context("fork")
-    has_lock = fork.Event()
-
-    def hold():
-        with locked(path):
-            has_lock.set()
-            time.sleep(100)
-
-    holder = fork.Process(target=hold, daemon=True)
-    holder.start()
-    assert has_lock.wait(30)
-    with pytest.raises(OSError, match="being written by another process"), locked(path):
-        pass
-    holder.kill()
-    holder.join()
+def test_a_file_that_is_being_written_is_refused_and_its_lock_goes(path):
     with locked(path), pytest.raises(OSError, match="being written by another process"), locked(path):
         pass
     assert not list(path.parent.iterdir())                  # no lock file remains
