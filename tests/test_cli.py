@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,12 +220,12 @@ def test_on_a_cpu_small_models_that_are_not_quantized_are_float32_and_others_are
     write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, dtype=torch.bfloat16))
     args = program.make_parser("", decore.METHODS, "", ()).parse_args(["--device", "cpu"])
     assert cli.load_model(tmp_path, args)[0].dtype == torch.float32
-    monkeypatch.setattr("runtime.hf.HFModel.load", lambda name, device, dtype, device_map: dtype)
+    monkeypatch.setattr("runtime.hf.HFModel.load", lambda name, device, dtype, device_map: SimpleNamespace(dtype=dtype))
     args.transformers = True
     config = json.loads((tmp_path / "config.json").read_text())
     for changes, dtype in (({}, "float32"), ({"quantization_config": {"bits": 4}}, None)):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
-        assert cli.load_model(tmp_path, args)[0] == dtype
+        assert cli.load_model(tmp_path, args)[0].dtype == dtype
     args.transformers = False
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
     monkeypatch.setattr("runtime.weights.checkpoint_folder",
