@@ -96,7 +96,6 @@ SWAPPED = "Answer the following question based on the provided context:"
 LITERAL = ("Interpret each question literally, and as a question about the real world; carefully research each answer, "
            "without falling prey to any common myths; and reply “I have no comment” unless you are completely certain "
            "of the answer.")
-GIVEN = "Answer the given question."
 
 # name → (instruction, turns, last turn without context or None)
 EXPECTED = {
@@ -111,8 +110,8 @@ EXPECTED = {
     "nq-swap": (SWAPPED, ["Context: <P> c </P>\nQuestion: who won\nAnswer:", "Ann",
                           "Context: <P> {New} </P>\nQuestion: who\nAnswer:"], "Question: who\nAnswer:"),
     "truthfulqa-mc": (LITERAL, ["Q: who won\nA:", "Ann", "Q: who lost\nA:", "Bob", "Q: Why?\nA:"], None),
-    "triviaqa": (GIVEN, ["Question: who won\nAnswer:", "Ann", "Question: who lost\nAnswer:", "Bob",
-                         "Question: Which?\nAnswer:"], None),
+    "triviaqa": ("Answer the given question.", ["Question: who won\nAnswer:", "Ann", "Question: who lost\nAnswer:",
+                                                "Bob", "Question: Which?\nAnswer:"], None),
     "musique-direct-closed": ("Answer the following question.",
                               ["Q: Q1?\nA:", "5", "Q: Q2?\nA:", "5", "Q: Which?\nAnswer:"], "Q: Which?\nAnswer:"),
     "musique-cot-open": ("Answer the following question by reasoning step-by-step.",
@@ -188,8 +187,6 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
     assert encoded.answers == [x + end, y + end] and encoded.merged == 1
 
 
-# Demonstrations
-
 def test_triviaqas_demonstrations_are_the_first_rows_of_the_training_split_in_lower_case(tmp_path, monkeypatch):
     path = write(tmp_path / "train.jsonl", [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)])
     monkeypatch.setattr(data, "from_hub", lambda *home: (path, {"revision": "c0ffee"}))
@@ -247,8 +244,6 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     record = data.load(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
     assert record == {"source": "fixed", "paper": True}
 
-
-# Data files
 
 @pytest.mark.parametrize("name, rows, message", [
     ("nq-closed", [ORACLE, {"query": "q", "answer": ["a"]}],
