@@ -1,4 +1,4 @@
-"""Text to ids and back: the checkpoint's tokenizer.json, its chat template, and streaming of whole characters."""
+"""Text to ids and back: tokenizer.json, chat templates, and streaming of whole characters."""
 
 import json
 import os
@@ -22,15 +22,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, name):
-        """Loads from a folder or a hub id. ValueError or OSError if a file is missing or damaged."""
+        """Of a folder or a hub id. ValueError or OSError if a file is missing or damaged."""
         return cls(checkpoint_folder(name, weights=False), name)
 
     def __init__(self, folder, name):
-        self.name, self.today = name, None      # today: the date that templates print; None: the clock's
+        self.name, self.today = name, None      # today: the date in templates; None: the clock's
         self.core = read_tokenizer(folder / "tokenizer.json")
         self.hidden = {i for i, token in self.core.get_added_tokens_decoder().items() if token.special}
         config = read_optional(folder / "tokenizer_config.json")
-        # "bos_token": "<s>", or in older files {"content": "<s>", …}. Templates may use any of these tokens.
+        # "<s>", or in older files {"content": "<s>", …}. Templates may use any of these tokens.
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
         self.special = {k: v for k, v in tokens.items() if v and isinstance(v, str)}
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
@@ -39,13 +39,13 @@ class Tokenizer:
         self.has_chat_template = self.chat_template is not None
 
     def encode(self, text, bos=True):
-        """Plain text → ids, with one BOS if the tokenizer adds it. bos=False: never (for the answers of `score`)."""
-        text.encode()                                       # UnicodeEncodeError for half of a surrogate pair
+        """Plain text → ids, with one BOS if the tokenizer adds it. bos=False: without (for answers)."""
+        text.encode()                           # UnicodeEncodeError for half of a surrogate pair
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
     def encode_chat(self, messages, generation_prompt=True, template_args=None):
-        """[{"role": …, "content": …}, …] → ids. The chat template writes all special tokens, BOS included."""
+        """[{"role": …, "content": …}, …] → ids. The template writes all special tokens, BOS too."""
         return self.encode(self.render(messages, generation_prompt, template_args), bos=False)
 
     def render(self, messages, generation_prompt=True, template_args=None):
@@ -74,7 +74,7 @@ class Tokenizer:
         return self.has_chat_template and re.search(rf"\b{re.escape(key)}\b", self.chat_template) is not None
 
     def decode(self, ids):
-        """Ids → text, without special tokens and unknown ids. Spaces before punctuation are not removed."""
+        """Ids → text, without special tokens and unknown ids. All spaces stay."""
         # tokenizers 0.23 does not skip special tokens that are "normalized" (first Llama).
         return self.core.decode([int(i) for i in ids if int(i) not in self.hidden])
 
@@ -85,7 +85,7 @@ class Tokenizer:
 class Stream:
     """Decodes ids one at a time. The joined results of `push` and `end` equal `decode` of all ids.
 
-    stop: strings that end the text. `text` ends before the first of them, and `ended` says whether there was one."""
+    stop: strings. `text` ends before the first of them, and `ended` says whether there was one."""
 
     def __init__(self, tokenizer, stop=()):
         self.tokenizer, self.stop, self.held_back = tokenizer, stop, max(map(len, stop), default=1) - 1
@@ -95,7 +95,7 @@ class Stream:
         """Returns the new text that can no longer change, perhaps none."""
         self.ids.append(token)
         spelling = self.tokenizer.core.id_to_token(token)
-        # A run of byte tokens is decoded as a whole, and one bad byte changes all of it: decode after the run.
+        # One bad byte changes the text of a complete run of byte tokens: decode after the run.
         if spelling is None or token in self.tokenizer.hidden or BYTE.fullmatch(spelling):
             return ""
         return self.grow(self.tokenizer.decode(self.ids).removesuffix(UNFINISHED), self.held_back)
@@ -113,7 +113,7 @@ class Stream:
 
 
 def special_ids(folder):
-    """(BOS id or None, end ids, ids of padding: the end ids if there is no padding token) of a checkpoint folder."""
+    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint folder."""
     if not (folder / "tokenizer.json").exists():
         return None, read_eos_ids(folder), ()
     tokenizer = Tokenizer.load(folder)
@@ -123,12 +123,12 @@ def special_ids(folder):
 
 @cache
 def compile_template(text):
-    """A chat template in Jinja's sandbox, with the white space, functions and tags that transformers provides."""
+    """A chat template in Jinja's sandbox, with the white space, functions and tags of transformers."""
     def raise_exception(message):
         raise ValueError(message)
 
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)       # Jinja's own escapes HTML
+    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
     # {% generation %} marks the assistant's text for training: a scope, like {% with %}.
     return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
@@ -152,7 +152,7 @@ def read_optional(path):
 
 
 def read_eos_ids(folder, eos_id=None):
-    """The ids that end a text: generation_config.json's, else the tokenizer's (`eos_id`) and config.json's."""
+    """Ids that end a text: generation_config.json's, else the tokenizer's `eos_id` and config.json's."""
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
         ids = () if ids is None else as_ints(ids, f"{folder / name}: eos_token_id", single=True)
@@ -163,7 +163,7 @@ def read_eos_ids(folder, eos_id=None):
 
 
 def read_chat_template(folder, config):
-    """chat_template.jinja, else "chat_template" of tokenizer_config.json: a text or a list of named texts. Or None."""
+    """chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts), or None."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja")
     text = config.get("chat_template")

@@ -1,11 +1,11 @@
-"""What models and programs stand on. A program imports this package first, so that Ctrl-C is one line at any time."""
+"""What models and programs stand on. Programs import it first, so that Ctrl-C is always one line."""
 
 import sys
 from pathlib import Path
 
 
 def report(kind, error, trace):
-    """sys.excepthook. `cli.run` catches Ctrl-C only once torch has been imported, which takes seconds."""
+    """sys.excepthook. `cli.run` catches Ctrl-C only after the import of torch, which takes seconds."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

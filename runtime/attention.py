@@ -1,6 +1,6 @@
-"""Attention on plain tensors: `attention` for the few queries of a decoding step, `causal_attention` for a prompt.
+"""Attention on tensors: `attention` for the queries of a step, `causal_attention` for a prompt.
 
-    B batch   H query heads   G key/value heads   N queries per key head   C keys   T new tokens   K head width
+    B batch   H query heads   G key heads   N queries per key head   C keys   T tokens   K head width
 """
 
 import torch
@@ -33,7 +33,7 @@ def product32(a, b):
 
 
 def weighted_sum(probabilities, v):
-    """[B·G, N, C] times [B·G, C, K] → [B·G, N, K]. N is small, so there are few tiles: split over C to fill the GPU."""
+    """[B·G, N, C] times [B·G, C, K] → [B·G, N, K]. N is small: sums are split to fill the GPU."""
     C, parts = probabilities.shape[-1], 1
     while parts < C and (C % (8 * parts) or C // parts > PART):
         parts += 1
@@ -48,15 +48,15 @@ def causal_attention(q, k, v, window):
     """Attention of the last T of C tokens to all C: q [B, H, T, K], k and v [B, G, C, K] → [B, H, T, K]."""
     T, C, grouped, visible = q.shape[2], k.shape[2], q.shape[1] != k.shape[1], None
     if windowed := window is not None and window < C:
-        first = max(0, C - T - window + 1)                      # no query of this chunk sees an earlier key
+        first = max(0, C - T - window + 1)              # no query sees an earlier key
         k, v, C = k[..., first:, :], v[..., first:, :], C - first
     if windowed or C > T and not q.is_cuda:
         age = torch.arange(C - T, C, device=q.device)[:, None] - torch.arange(C, device=q.device)
         visible = (age >= 0) & (age < (window or C))
     elif C > T:
-        from torch.nn.attention.bias import causal_lower_right  # imported only if needed: it takes a second
+        from torch.nn.attention.bias import causal_lower_right  # slow to import
 
-        visible = causal_lower_right(T, C)                      # a GPU's fused kernels do not store it
+        visible = causal_lower_right(T, C)              # a GPU's fused kernels do not store it
     if grouped and q.is_cuda and (windowed or q.dtype == torch.float32):    # only flash attention supports groups
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False

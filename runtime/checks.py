@@ -9,14 +9,14 @@ from runtime.files import one_line
 
 MASKS = ("output", "query")         # output: the paper's Eq. 4 and 5; query: the published runs
 HUGE = 10**9                        # far above any α, and still safe to multiply with
-SHORT = 4096                        # a context of fewer tokens gets a hint to a model that anybody can load
+SHORT = 4096                        # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in bfloat16, head "
           "scores included)")
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
-    """Check the arguments of `generate` → the prompts as lists of ints, the end ids as a set, and the maximum number of
-    new tokens of each text."""
+    """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum number
+    of new tokens of each text."""
     prompts = check_prompts(model, ids)
     check_settings(model, **settings)
     amateur = settings.get("amateur") or model
@@ -29,7 +29,7 @@ def check_generation(model, ids, max_new_tokens, eos_ids, settings):
 
 
 def check_answers(model, prompt_ids, answer_ids, settings):
-    """Check the arguments of `score` → the prompt, and a list of answers."""
+    """The arguments of `score` → the prompt, and a list of answers."""
     prompt, *others = check_prompts(model, prompt_ids)
     if others:
         raise ValueError(f"score takes one prompt, not {1 + len(others)}; call it for each prompt")
@@ -38,14 +38,14 @@ def check_answers(model, prompt_ids, answer_ids, settings):
     if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
         raise ValueError(f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
                          "(tokenizer.encode(text, bos=False))")
-    longest = prompt + max(answers, key=len)[:-1]           # the last token of an answer is not read
+    longest = prompt + max(answers, key=len)[:-1]       # the last token of an answer is not read
     for m in (model, settings.get("amateur") or model):
         check_prompts(m, longest, "prompt with its longest answer")
     return prompt, answers
 
 
 def check_prompts(model, ids, what="prompt"):
-    """One sequence or several → a list of lists of ints in the model's vocabulary and within its context."""
+    """One sequence or several → lists of ints in the model's vocabulary and within its context."""
     sequences, prompts, c = ids if is_batch(ids) and len(ids) else [ids], [], model.config
     for i, sequence in enumerate(sequences, 1):
         name = f"{what} {i} of {len(sequences)}" if len(sequences) > 1 else f"the {what}"
@@ -63,7 +63,7 @@ def check_prompts(model, ids, what="prompt"):
 
 
 def unpadded(ids, attention_mask=None, input_ids=None):
-    """ids, or input_ids in their place; with an attention_mask lists of the tokens for which it is not 0."""
+    """ids, or input_ids in their place; with an attention_mask lists of the tokens where it is not 0."""
     if ids is not None and input_ids is not None:
         raise ValueError("ids and input_ids are two names of one argument; give one of them")
     ids = input_ids if ids is None else ids
@@ -84,13 +84,13 @@ def is_batch(ids):
 
 
 def as_ints(ids, what, single=False):
-    """A list, tuple, numpy array or tensor of whole numbers → a list of ints. single: also one number, or a set."""
+    """A list, tuple, array or tensor of whole numbers → a list. single: also one number, or a set."""
     try:
         x = torch.as_tensor(list(ids) if single and isinstance(ids, set | frozenset) else ids)
         x = x[None] if single and x.ndim == 0 else x
         if x.ndim == 1 and (len(x) == 0 or not x.is_floating_point() and x.dtype != torch.bool):
             return x.tolist()
-    except (RuntimeError, TypeError, ValueError):       # of numbers above 64 bits, texts, lists of several lengths
+    except (RuntimeError, TypeError, ValueError):       # of texts, ragged lists, numbers above 64 bits
         pass
     raise ValueError(f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, a numpy "
                      "array or a tensor")
@@ -117,7 +117,7 @@ def check_settings(model, alpha=0, alpha_cap=None, amateur=None, **others):
 
 
 def check_heads(heads, model):
-    """(layer, head) pairs or "layer-head" → a list of pairs of ints inside the model, each once."""
+    """(layer, head) pairs or "layer-head" → a list of pairs of ints in the model, each once."""
     L, H = model.config.n_layers, model.config.n_heads
     try:
         pairs = [head.split("-") if isinstance(head, str) else as_ints(head, "a head") for head in heads]

@@ -25,18 +25,18 @@ class Config:
     head_dim: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: dict | None                   # {"rope_type": a key of SCALINGS, its fields}, or None
-    qkv_bias: bool                              # Qwen2 yes; Llama and Qwen3 with attention_bias; Mistral no
-    o_bias: bool                                # Llama and Qwen3 with attention_bias; ITI stores its shift in it
-    qk_norm: bool                               # Qwen3 yes
+    rope_scaling: dict | None               # {"rope_type": a key of SCALINGS, its fields}, or None
+    qkv_bias: bool                          # Qwen2 yes; Llama, Qwen3 with attention_bias
+    o_bias: bool                            # Llama and Qwen3 with attention_bias, as ITI's models
+    qk_norm: bool                           # Qwen3 yes
     tied_embeddings: bool
-    windows: tuple[int | None, ...]             # per layer: keys a query may see, itself included; None = all
+    windows: tuple[int | None, ...]         # of each layer: keys that a query sees, or None for all
     max_positions: int
     dtype: torch.dtype
 
     @classmethod
     def from_checkpoint(cls, folder):
-        """Reads config.json as transformers 5 does. ValueError if a field is missing, malformed or unsupported."""
+        """Reads config.json as transformers 5 does. ValueError for missing or unsupported fields."""
         path = Path(folder) / "config.json"
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing; a LoRA adapter must be merged into its model first (peft: "
@@ -55,7 +55,7 @@ class Config:
         if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; the "
                              "number of heads must be a multiple of the latter, and the width must be even")
-        # transformers: attention_bias applies to q, k, v and o of Llama and Qwen3. Qwen2 always has biases of q, k, v.
+        # As in transformers. Qwen2 always has biases of q, k and v, and never one of o.
         bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
         max_positions = need("max_position_embeddings", LENGTH)
         rope_theta, rope_scaling = read_rope(c, path, max_positions)
@@ -70,7 +70,7 @@ class Config:
             dtype=find_dtype(c.get("dtype") or c.get("torch_dtype") or "float32", path))
 
 
-# transformers' values of fields that config.json leaves out. Sizes that every checkpoint has are not among them.
+# transformers' values of absent fields, but not of sizes that every checkpoint has.
 DEFAULTS = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, is_causal=True, tie_word_embeddings=False,
                 use_sliding_window=False, max_window_layers=28, rope_theta=10_000.0, partial_rotary_factor=1)
 FAMILIES = {
@@ -92,8 +92,9 @@ SCALINGS = {                                    # rope_type → its fields and t
 
 
 def field(fields, where, key, kind, null=...):
-    """fields[key]. ValueError if it is not of its kind. null: the value of a field that is null or absent; `...`: it is
-    required."""
+    """fields[key]. ValueError if it is not of that kind.
+
+    null: the value of a field that is null or absent; `...`: it is required."""
     value = fields.get(key)
     if value is None and null is not ...:
         return null
@@ -111,7 +112,7 @@ def field(fields, where, key, kind, null=...):
 
 
 def find_dtype(dtype, where="arguments"):
-    """"bfloat16" or torch.bfloat16 → torch.bfloat16. ValueError if weights cannot have this dtype."""
+    """A name or a dtype of torch → the dtype. ValueError if weights cannot have it."""
     name = str(dtype).removeprefix("torch.")
     return DTYPES[field({"dtype": name}, where, "dtype", [*DTYPES])]
 
@@ -134,7 +135,7 @@ def read_rope(c, path, max_positions):
 
 
 def read_windows(c, path):
-    """One window per layer. Mistral's applies if it is a number; Qwen's only with `use_sliding_window`."""
+    """One window per layer. Mistral's applies if it is a number, Qwen's with `use_sliding_window`."""
     need, n_layers, qwen = partial(field, c, path), c["num_hidden_layers"], c["model_type"].startswith("qwen")
     applies = need("use_sliding_window", bool) if qwen else c["model_type"] == "mistral"
     window = need("sliding_window", LENGTH, null=None) if applies else None
@@ -152,7 +153,7 @@ def read_windows(c, path):
 def rope_frequencies(c):
     """Angle per position of each rotary pair, [K/2] float32.
 
-    The operations and their order are transformers': at position 4,000 one bit of a frequency shows in the logits.
+    Operations and order are transformers': at position 4,000 one bit shows in the logits.
     `linear` slows down all pairs, `llama3` only the slow ones."""
     f, s = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim), c.rope_scaling
     if s is None:

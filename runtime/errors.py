@@ -1,27 +1,26 @@
-"""Limits of the machine and of the network: what an error means, and libraries that do not wait for a missing hub."""
+"""Limits of the machine and of the network: what an error means, and no waiting for a missing hub."""
 
 import re
 
 from runtime.files import one_line
 
-OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")        # in the messages of torch's RuntimeErrors
-
 
 def out_of_memory(error):
     """Whether a device, or the host, is out of memory."""
+    texts = "out of memory", "DefaultCPUAllocator"      # in the messages of torch's RuntimeErrors
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY))
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
 
 
 def offline_if_unreachable():
-    """Work offline in this process if the Hugging Face hub cannot be reached, as with HF_HUB_OFFLINE.
+    """Work offline in this process, as with HF_HUB_OFFLINE, if the hub cannot be reached.
 
-    Libraries then read their cache, or fail at once. Otherwise each of them tries again for half a minute."""
+    Libraries then read their cache, or fail at once. Otherwise each retries for half a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
     try:
         constants.HF_HUB_OFFLINE or get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:                       # those of requests or of httpx, by the library's version
+    except Exception:                   # those of requests or of httpx, by the library's version
         constants.HF_HUB_OFFLINE = True
 
 

@@ -1,4 +1,4 @@
-"""Files of text, JSON and JSON lines: read, append, replace in one step, lock; a hash, and messages in one line."""
+"""Files of text and JSON: read, append, replace in one step, lock; a hash, messages in one line."""
 
 import codecs
 import gzip
@@ -32,10 +32,10 @@ def read_json(path, kind=dict):
 
 
 def json_lines(path, complete=False):
-    """Yields (line number, object) for each line that is not blank. The file may be compressed (.gz).
+    """Yields (line number, object) for each line that is not blank. The file may be gzip (.gz).
 
-    ValueError, with the line, for a line that cannot be parsed. A last line that cannot be parsed is skipped instead,
-    as a killed process leaves one, unless `complete`."""
+    ValueError, with its number, for a line that cannot be parsed. Unless `complete`, the last line
+    is then skipped instead, as a killed process leaves one."""
     try:
         with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rb") as file:
             lines = file.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
@@ -73,7 +73,7 @@ def write(path, rows):
 
 @contextmanager
 def locked(path):
-    """Locks the file while the block runs, and creates its folder. OSError if another process has locked it."""
+    """Locks a file, and creates its folder. OSError if another process has locked it."""
     from filelock import FileLock, Timeout  # slow, and few programs write
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The product that reads a CPU's weights fastest: torch's plain one, or oneDNN's on packed matrices.
+"""The product that reads a CPU's weights fastest: torch's own, or oneDNN's on packed matrices.
 
-Decoding is bound by reading weights, and which product reads them fastest depends on the processor. So the products are
-timed when a model is loaded, with two vectors and a part of the model's largest matrix."""
+Decoding is bound by reading weights, and the fastest product depends on the processor. So the
+products are timed at load, with two vectors and a part of the model's largest matrix."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from torch import nn
 SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
 SAMPLE = 2**27                  # bytes of the largest matrix to time: more than a processor's cache
 SIX = 6                         # vectors of a `Filled` product
-PLAIN = 1.1                     # factor of a plain product's measured time: it is slower for more vectors
+PLAIN = 1.1                     # factor of a plain product's time: it is slower for more vectors
 
 
 class Packed(nn.Module):
@@ -30,9 +30,9 @@ class Packed(nn.Module):
 
 
 class Filled(Packed):
-    """A packed layer that multiplies at least six vectors, because oneDNN often does so in less time than one or two.
+    """A packed layer that fills fewer than six vectors up with zeros.
 
-    Fewer vectors are filled up with zeros."""
+    oneDNN often multiplies six vectors in less time than one or two."""
 
     def forward(self, x):
         n = x.shape[:-1].numel()
@@ -45,27 +45,27 @@ class Filled(Packed):
 def pack(model):
     """Replace the large linear layers of a model on a CPU by the fastest kind.
 
-    A packed layer has no plain weight. But a tied head is packed and the embedding stays plain for looking up rows, so
-    that matrix is in memory twice."""
+    A packed layer has no plain weight. But of a tied head the embedding stays plain for looking up
+    rows, so that matrix is in memory twice."""
     Linear = type(model.embed)                                  # model.py imports this file
     names = [name for name, layer in model.named_modules(remove_duplicate=False)
              if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and name != "embed"]
     if not names:
         return
     kind = fastest(max((model.get_submodule(name).weight for name in names), key=lambda weight: weight.nbytes))
-    for name in names if kind else ():                          # not layers, so that weights can be freed
+    for name in names if kind else ():                  # not layers, so that weights can be freed
         layer = model.get_submodule(name)
         model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
 
 
 def fastest(weight):
-    """The class of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
+    """The kind of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
     weight = weight.detach()[:max(1, SAMPLE // weight[0].nbytes)]
     return min((None, Packed, Filled), key=lambda kind: seconds(kind, weight) * (1 if kind else PLAIN))
 
 
 def seconds(kind, weight):
-    """The time of a kind's product; infinite if it is wrong, or if torch lacks it for this dtype and processor."""
+    """The time of a kind's product; infinite if it is wrong, or torch lacks it here."""
     x, times = weight[:2].clone(), []
     expected = F.linear(x, weight)
     tolerance = 1e-5 if weight.dtype == torch.float32 else 4 * torch.finfo(weight.dtype).eps

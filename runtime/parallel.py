@@ -1,4 +1,4 @@
-"""The processes that torchrun started: they share a model (`Shard`), or the examples of a benchmark (`Ranks`)."""
+"""The processes that torchrun started share a model (`Shard`), or a benchmark's examples (`Ranks`)."""
 
 import os
 from datetime import timedelta
@@ -9,9 +9,10 @@ import torch.distributed as dist
 from runtime.files import one_line
 
 COLLECTIVE = timedelta(minutes=10)      # the longest wait for the other ranks inside a pass
-PATIENT = timedelta(days=30)            # the longest wait for a download or for the batches of other replicas
+PATIENT = timedelta(days=30)            # the longest wait for a download or other replicas' batches
 
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)        # its name before torch 2.13
+# Its name before torch 2.13 is the second.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def call(collective, *args, **kw):
@@ -39,7 +40,7 @@ class Shard:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def part(self, n, copies=False):
-        """This rank's slice of n equal parts. copies: if there are fewer parts than ranks, several ranks share one."""
+        """This rank's slice of n equal parts. copies: of fewer parts than ranks, several share one."""
         if copies and self.size % n == 0:
             start = self.rank * n // self.size
             return slice(start, start + 1)
@@ -70,7 +71,7 @@ class Shard:
 
 
 class Ranks:
-    """All processes: `replicas` copies of the model, each over `tp` of them. They wait for each other's batches.
+    """All processes: `replicas` copies of the model, each over `tp` of them, in step by batch.
 
     world: all ranks. shard: those that share this rank's copy of the model."""
 
@@ -98,7 +99,7 @@ class Ranks:
 
 
 def rank_device(device):
-    """The torch.device of this rank, made the current one. With torchrun "cuda" is a GPU for each rank."""
+    """The torch.device of this rank, made the current one: with torchrun each has its own GPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return device
@@ -110,17 +111,18 @@ def rank_device(device):
         if device.index is not None or local >= n > 1:
             raise ValueError(f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, and "
                              f"--nproc-per-node at most {n}")
-        device = torch.device("cuda", local if n > 1 else 0)    # a scheduler may show each process only its own GPU
+        device = torch.device("cuda", local if n > 1 else 0)    # a process may see only its own GPU
     if device.index is not None:
-        torch.cuda.set_device(device)                           # streams and graphs belong to the current device
+        torch.cuda.set_device(device)           # streams and graphs belong to the current device
     return device
 
 
 def check_split(config, size):
     """ValueError if `size` ranks cannot share the model."""
-    kv_heads = config.n_kv_heads if size % config.n_kv_heads else size          # fewer than ranks: several share one
-    parts = (config.n_heads, "query heads"), (config.d_ff, "feed-forward width"), (kv_heads, "key/value heads")
-    for n, name in parts:
+    parts = {"query heads": config.n_heads, "feed-forward width": config.d_ff}
+    if size % config.n_kv_heads:                # else several ranks share a key/value head
+        parts["key/value heads"] = config.n_kv_heads
+    for name, n in parts.items():
         if n % size:
             raise ValueError(f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them")
 

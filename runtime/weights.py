@@ -1,4 +1,4 @@
-"""A checkpoint: its folder, downloaded from the Hugging Face hub if necessary, its weights and its fingerprint.
+"""A checkpoint: its folder, downloaded from the hub if necessary, its weights, its fingerprint.
 
 huggingface_hub reads HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT."""
 
@@ -23,9 +23,9 @@ FILE = re.compile(r"[^/\\]+\.safetensors")
 
 
 def checkpoint_folder(name, weights=True):
-    """The folder of a checkpoint: `name` itself if it is a folder, else the snapshot of the hub id "owner/name".
+    """`name` itself if it is a folder, else the snapshot of the hub id "owner/name".
 
-    weights: whether to download the weights too. OSError if there is no such checkpoint, or the download fails."""
+    weights: whether to download the weights too. OSError if there is no such checkpoint."""
     name, folder = str(name), Path(name).expanduser()
     if name and folder.is_dir():
         return folder
@@ -34,7 +34,7 @@ def checkpoint_folder(name, weights=True):
                                 "single files, such as .gguf, are not read")
     patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * weights
     try:
-        # Llama and Mistral repositories hold the weights twice: again in original/, or as consolidated*.safetensors.
+        # Llama and Mistral hold the weights again, in original/ or as consolidated*.safetensors.
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:              # the network library raises many kinds
         raise OSError(f"{hub_reason(error)}: cannot download {name}; check the name and the connection, or give a "
@@ -44,7 +44,7 @@ def checkpoint_folder(name, weights=True):
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
-# D model width   F feed-forward width   V vocabulary   H query heads × K   G key/value heads × K   K head width
+# D model width   F feed-forward width   V vocabulary   H query, G key/value heads × K   K head width
 NAMES = {
     "embed.weight": {EMBEDDING: "VD"},
     "norm.weight": {"model.norm.weight": "D"},
@@ -64,7 +64,7 @@ NAMES = {
 
 
 def weight_table(model):
-    """{parameter: {name in the checkpoint: (its shape there, this rank's slices)}}. Ranks split F, V, H and G."""
+    """{parameter: {name in the checkpoint: (shape, this rank's slices)}}. Ranks split F, V, H, G."""
     c, K, part, table = model.config, model.config.head_dim, model.shard.part, {}
     kv = part(c.n_kv_heads, copies=True)
     axes = {"D": (c.d_model, slice(None)), "K": (K, slice(None)),
@@ -80,7 +80,7 @@ def weight_table(model):
 
 
 def named_tensors(model, of=lambda parameter: parameter):
-    """{name in the checkpoint: view of a parameter, or of the tensor of(parameter)} of a model on one rank."""
+    """{name in the checkpoint: view of a parameter, or of of(parameter)} of a model on one rank."""
     tensors = {}
     for parameter, pieces in weight_table(model).items():
         parts = of(model.get_parameter(parameter)).split([shape[0] for shape, _ in pieces.values()])
@@ -89,9 +89,9 @@ def named_tensors(model, of=lambda parameter: parameter):
 
 
 def load_weights(model, folder, device):
-    """Fills the model's parameters from safetensors files. ValueError if tensors are missing, unused or not finite."""
+    """Fills the parameters from safetensors. ValueError for missing, unused or odd tensors."""
     files, table, tied = weight_files(folder), weight_table(model), model.config.tied_embeddings
-    if tied and EMBEDDING not in files:                 # the shared matrix may be stored under its other name
+    if tied and EMBEDDING not in files:                 # the matrix may be stored under its other name
         table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
     names = {name for pieces in table.values() for name in pieces}
     missing = sorted(names - files.keys())
@@ -104,13 +104,13 @@ def load_weights(model, folder, device):
     for parameter, empty in sorted(model.named_parameters(), key=lambda item: -math.prod(item[1].shape)):
         weight, row = torch.zeros(empty.shape, dtype=model.dtype, device=device), 0
         for name, (shape, slices) in table[parameter].items():
-            with safe_open(files[name], "pt") as file:  # opened for each tensor: closing it releases its pages
+            with safe_open(files[name], "pt") as file:  # once per tensor: closing it releases its pages
                 tensor = file.get_slice(name)
                 if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in ("F32", "F16", "BF16"):
                     raise ValueError(f"{files[name]}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json "
                                      f"requires F32, F16 or BF16 {list(shape)}")
                 values = tensor[slices]
-            weight[row:row + len(values)] = values      # the last rank's part of the vocabulary may be shorter
+            weight[row:row + len(values)] = values      # of the vocabulary the last rank may have fewer
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
             raise ValueError(f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; load in "
@@ -120,7 +120,7 @@ def load_weights(model, folder, device):
 
 
 def weight_files(folder):
-    """{name of a tensor: its safetensors file}. Of an index only the names of the files are used."""
+    """{name of a tensor: its safetensors file}. Of an index only the files' names are used."""
     folder, single, index = Path(folder), "model.safetensors", "model.safetensors.index.json"
     if os.path.lexists(folder / single):                # takes precedence, as in transformers
         names = {single}
@@ -144,7 +144,7 @@ def weight_files(folder):
 
 
 def untie(config, files):
-    """The configuration, without tied embeddings if the stored lm_head differs; transformers then uses it too."""
+    """The configuration, without tied embeddings if the stored lm_head differs, as in transformers."""
     if not config.tied_embeddings or EMBEDDING not in files or HEAD not in files:
         return config
     with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
@@ -153,14 +153,14 @@ def untie(config, files):
 
 
 HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8          # bytes; of a tensor larger than LARGE, only BLOCKS blocks are hashed
+LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8          # of tensors above LARGE bytes, BLOCKS blocks are hashed
 
 
 def fingerprint(name):
-    """Identifies a checkpoint by its content: {"weights" or a file's name: hash}. Takes seconds even for 70B.
+    """A checkpoint's content: {"weights" or a file's name: hash}. Takes seconds even for 70B.
 
-    The weights' hash covers every tensor's name, type, shape and bytes; of a large tensor, eight evenly spread blocks.
-    Any training changes it; a change of one row of a large matrix may not. It does not depend on the files."""
+    The weights' hash covers every tensor's name, type, shape and bytes; of a large one, eight evenly
+    spread blocks. Training changes it; a change of one row may not. Files do not matter."""
     folder = checkpoint_folder(name)
     hashes = {file: short_hash((folder / file).read_bytes()) for file in HASHED if (folder / file).is_file()}
     weights = hashlib.sha256()

@@ -158,23 +158,17 @@ def places_in(value):
 
 
 def change(dice, value, times=1, odd=ODD):
-    """Removes, repeats, replaces or renames an entry of a JSON value, so many times."""
-    if times == 0:
-        return value
-    places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []
-    if not places:
-        return copy.deepcopy(dice.choice(odd))
-    parent, key = dice.choice(places if dice.random() < 0.5 else places[:40])
-    how = dice.randrange(4)
-    if how == 0:
-        del parent[key]
-    elif how == 1 and isinstance(parent, dict):
-        parent[dice.choice(["", "x", str(key).upper(), f"{key} "])] = parent.pop(key)
-    elif how == 2 and isinstance(parent, list):
-        parent.insert(key, parent[key])
-    else:
-        parent[key] = copy.deepcopy(dice.choice(odd))
-    return change(dice, value, times - 1, odd)
+    """Removes or replaces an entry of a JSON value, so many times."""
+    for _ in range(times):
+        places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []
+        if not places:
+            return copy.deepcopy(dice.choice(odd))
+        parent, key = dice.choice(places if dice.random() < 0.5 else places[:40])
+        if dice.random() < 0.3:
+            del parent[key]
+        else:
+            parent[key] = copy.deepcopy(dice.choice(odd))
+    return value
 
 
 def damage(dice, content):

@@ -41,11 +41,15 @@ def load_theirs(folder, **more):
     ("llama3", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling: low_freq_factor is missing"),
     ("llama3", dict(rope_scaling=dict(BANDS, low_freq_factor=4)), "low_freq_factor 4 must be less than"),
     ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
+    ("llama3", dict(mlp_bias=True), "mlp_bias is true; it must be false"),
+    ("llama3", dict(is_causal=False), "is_causal is false; it must be true"),
+    ("llama3", dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
     ("llama3", dict(quantization_config=dict(quant_method="awq")), 'quantization_config is .*"awq".*; it must be null'),
     ("llama3", dict(rms_norm_eps=float("nan")), "rms_norm_eps is NaN; it must be a number"),
     ("llama3", dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole number from 1 to 10000"),
     ("llama3", dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1 to"),
-    ("llama3", dict(num_attention_heads=6, num_key_value_heads=4), "6 heads of width 5 with 4 key/value heads"),
+    ("llama3", dict(num_attention_heads=6, num_key_value_heads=4, head_dim=8), "6 heads of width 8 with 4 key"),
+    ("llama3", dict(head_dim=5), "4 heads of width 5 with"),
     ("qwen2", dict(layer_types=["sliding_attention"] * 3), "sliding_window None .* 3 times full"),
 ])
 def test_unsupported_and_malformed_configurations_are_refused_by_field(family, change, words, tmp_path):
@@ -148,8 +152,10 @@ def test_of_an_index_only_the_names_of_files_in_its_folder_are_used_and_one_file
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(shards, tmp_path):
-    hashes = fingerprint(write_checkpoint(tmp_path, "llama3.2", seed=3, shards=shards))
-    assert hashes == {"weights": "eaf221d0b0b7517d", "config.json": "fd4f00275fef4d33"}
+    small, large = (write_checkpoint(tmp_path / str(size), "llama3.2", seed=3, shards=shards, vocab_size=size)
+                    for size in (96, 20_000))                   # of a large matrix only blocks are hashed
+    assert fingerprint(small) == {"weights": "eaf221d0b0b7517d", "config.json": "fd4f00275fef4d33"}
+    assert fingerprint(large) == {"weights": "4d461de8a3044fde", "config.json": "3a5dc2479e215000"}
 
 
 @pytest.mark.weights

@@ -116,22 +116,27 @@ def test_the_number_of_forward_passes_is_the_number_of_new_tokens(llama, monkeyp
 # ------------------------------------------------------------------------------------------------------------- stopping
 
 
-def test_a_text_that_ends_leaves_the_rest_of_its_batch_unchanged(llama):
-    free = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=NEW)
-    eos = [free[1].ids[2]]
-    out = generate(llama, PROMPTS, heads=HEADS, max_new_tokens=NEW, eos_ids=eos)
-    for g, f in zip(out, free, strict=True):
-        end = f.ids.index(eos[0]) + 1 if eos[0] in f.ids else NEW
-        assert g.ids == f.ids[:end]
-        assert g.stop == ("eos" if eos[0] in f.ids else "length")
-        assert len(g.alphas) == len(g.entropies) == len(g.ids)
+def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_the_batch_goes_on(llama, tmp_path):
+    how = dict(heads=HEADS, max_new_tokens=NEW)
+    free = generate(llama, PROMPTS, eos_ids=(), **how)
+    end = free[1].ids[2]
+    expected = [g.ids[:g.ids.index(end) + 1] if end in g.ids else g.ids for g in free]
+    model = Transformer.load(write_checkpoint(tmp_path, "llama3", eos_token_id=[end]))
+    assert [g.ids for g in generate(model, PROMPTS, **how)] == expected
+    assert generate(model, PROMPTS, eos_ids=(), **how) == free
+    for form in (end, [end, end], {end}, torch.tensor(end), torch.tensor([end]), np.array([end])):
+        out = generate(llama, PROMPTS, eos_ids=form, **how)
+        assert [g.ids for g in out] == expected
+        assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
+        assert all(len(g.alphas) == len(g.entropies) == len(g.ids) for g in out)
 
 
 def test_text_ends_with_the_context_of_the_model(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
-    out = generate(model, [random_ids(18), random_ids(5)], method="greedy", max_new_tokens=10**12)
-    assert [len(g.ids) for g in out] == [2, 15]                 # and a cache of 10**12 slots does not fit in memory
-    assert [g.stop for g in out] == ["length", "length"]
+    prompts = [random_ids(n) for n in (20, 18, 5)]
+    out = generate(model, prompts, method="greedy", max_new_tokens=10**12)
+    assert [len(g.ids) for g in out] == [1, 2, 15]              # and a cache of 10**12 slots does not fit in memory
+    assert [g.stop for g in out] == ["length"] * 3
     with pytest.raises(ValueError, match="21 tokens; .* reads 20"):
         generate(model, random_ids(21), method="greedy")
 
@@ -262,19 +267,6 @@ def test_ids_may_come_in_any_form_of_whole_numbers(llama, form):
         assert generate(llama, form(batch), **how) == generate(llama, batch, **how)
     assert score(llama, form([5, 6]), form([7, 8]), heads=HEADS) == score(llama, [5, 6], [7, 8], heads=HEADS)
     assert generate(llama, [5], heads=["1-0", "2-3", "1-2"]) == generate(llama, [5], heads=[form(h) for h in HEADS])
-
-
-def test_end_ids_come_from_the_checkpoint_by_default(llama, tmp_path):
-    text = generate(llama, PROMPTS[1], heads=HEADS, max_new_tokens=12, eos_ids=()).ids
-    ends = text[3]
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3", eos_token_id=[ends, 95]))
-    n = text.index(ends) + 1
-    how = dict(heads=HEADS, max_new_tokens=12)
-    assert generate(model, PROMPTS[1], **how).ids == text[:n]
-    assert generate(model, PROMPTS[1], eos_ids=(), **how).ids == text
-    for form in (ends, [0, ends, 95], {ends}, torch.tensor(ends), torch.tensor([ends]), np.array([ends])):
-        out = generate(llama, PROMPTS[1], eos_ids=form, **how)
-        assert out.ids == text[:n] and out.stop == "eos"
 
 
 def test_an_answer_may_not_begin_with_the_id_that_begins_a_text(llama, monkeypatch):
