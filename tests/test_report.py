@@ -58,7 +58,7 @@ def sweep(tmp_path_factory):
         write_run(folder, "masked", n, right=20 - 4 * n)
         write_run(folder, "decore-entropy", n, right=24 + 2 * n)
         for alpha in (0.0, 0.5, 2.0):
-            write_run(folder, "decore-static", n, alpha, right=20 + round(alpha) * n)
+            write_run(folder, "decore-static", n, alpha, right=20 + round(alpha) * n - (alpha == 0))
         for seed in range(3):
             write_run(folder, "masked", n, random="uniform", seed=seed, right=18 - seed)
             write_run(folder, "masked", n, random="published", seed=seed, right=10 - n)
@@ -98,6 +98,7 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
             t, p = ttest_ind(runs[method], runs[rival], equal_var=equal, alternative="less")
             assert texts[method, f"{name} (below {rival})"] == f"{t:+.2f}, {tables.p_text(p)}"
         assert f"DeCoRe < {rival}: {tables.p_text(p)}" in label and texts[rival, f"{name} (below {rival})"] == "–"
+    assert len(label) == 4
     texts, _ = table(frame, "Base entropy of correct")
     expected = {"task": "conflict", "correct / incorrect": "20 / 20", "nats, mean": "0.129 / 0.179",
                 "Welch t, p": "+7.92, p < .001", "Mann-Whitney U, p": "14, p < .001"}
@@ -192,6 +193,7 @@ def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(tmp_path):
     assert {*typical(frame_of(tmp_path))["num_heads"]} == {4}
     for n, (method, task) in itertools.product((1, 5, 10, 90), (("decore-entropy", "xsum"), ("masked", "nq-swap"))):
         write_run(tmp_path, method, n, task=task, model=LLAMA)
+    write_run(tmp_path, "masked", 5, random="uniform", task="nq-swap", model=LLAMA)            # does not count
     lines = typical(frame_of(tmp_path).query("model == 'Meta-Llama-3-8B-Instruct'"))
     # Every N has one run: 90 is the paper's N, 10 the default.
     assert {*zip(lines["method"], lines["num_heads"], strict=True)} == {("decore-entropy", 90), ("masked", 10)}
@@ -226,7 +228,7 @@ def test_other_conditions_have_tables_of_their_own(tmp_path, call):
     write_run(tmp_path, model="mine/edited", name="iti")
     status, out, _ = call(evaluate.main, "report", tmp_path, "--iti", "edited=miniature")
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
-    assert status == 0 and call(evaluate.main, "report", tmp_path, "--iti", "edited")[0] == 2
+    assert status == 0 and "two names" in call(evaluate.main, "report", tmp_path, "--iti", "edited")[2]
     assert "| ITI " in parts["Miniature: miniature"] and "masked" not in parts["Miniature: miniature"]
     assert "| masked, N = 2 | **75.0** [60.0, 87.5]" in parts["Miniature: miniature, max new tokens 50"]
     lines = csv.DictReader(io.StringIO(call(evaluate.main, "report", tmp_path, "--csv")[1]))
@@ -310,7 +312,9 @@ def test_figures_of_scores_have_a_line_for_each_setup_and_levels_to_compare_with
         "masked", "masked, random heads", "masked, random heads as published", "DeCoRe static, α = 0.5",
         "DeCoRe entropy", "greedy"}
     styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines_of(ax).values()}
-    assert len(styles) == 6 and "r masked, published draws: -" in ax.get_xlabel()
+    assert len(styles) == len({colour for colour, *_ in styles}) == 6
+    assert lines_of(ax)["masked, random heads"].get_linestyle() == "--"
+    assert "r masked, published draws: -" in ax.get_xlabel()
     [ax] = draw("alpha", frame_of(sweep)).axes
     assert [*lines_of(ax)][3:] == ["greedy", "DeCoRe entropy, N = 2"] and ax.get_xlabel() == "α"
     # At α = 0 DeCoRe static is greedy.
@@ -327,6 +331,9 @@ def test_retrieval_scores_by_rank_are_the_papers(call):
 def test_a_map_of_heads_has_layer_0_at_the_bottom(tmp_path):
     scores = {f"{layer}-{head}": 0.5 * (layer == 0) for layer in range(2) for head in range(3)}
     (tmp_path / "mine.json").write_text(json.dumps({"samples": 7, "scores": scores}))
-    [image] = figures.head_maps({tmp_path / "mine.json": load_scores(tmp_path / "mine.json")}).axes[0].images
+    files = {tmp_path / "mine.json": load_scores(tmp_path / "mine.json")}
+    assert tables.heads_table(files)[0][["samples", "above 0.1", "rank 1", "rank 10"]].values.tolist() == [
+        ["7", "3", "0.5000", "–"]]
+    [image] = figures.head_maps(files).axes[0].images
     assert image.origin == "lower"
     assert image.get_array().tolist() == [[0.5] * 3, [0.0] * 3]
