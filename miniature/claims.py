@@ -171,7 +171,7 @@ def table(folder):
     items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())
     about = greedy["open"].header
     return "\n".join([*lines, "", f"Items: {items}. {about['dtype']}, {about['device']}, torch "
-                      f"{about['versions']['torch']}, commit {about['commit'][:8]}, {about['date']}."])
+                      f"{about['versions']['torch']}, commit {str(about['commit'])[:8]}, {about['date']}."])
 
 
 def main():

@@ -1,7 +1,7 @@
 """Tests and speed of one GPU in ten to fifteen minutes. Weights are random, so nothing is downloaded.
 
     python -m speed.gpu --out speed/results/gpu.json
-    python -m speed.gpu --out dry.json --dry-run            # a tiny shape on a CPU
+    python -m speed.gpu --dry-run           # a tiny shape on a CPU
 
 Each section is a program of its own. The results are printed and written after each section; `failed` lists the
 sections that failed, whose messages are on standard error. One GPU shows nothing about NCCL, which returns at once for
@@ -41,11 +41,12 @@ def dry(command):
 def main():
     p = cli.parser(__doc__.splitlines()[0])
     p.add_argument("--dry-run", action="store_true", help="a tiny shape on a CPU")
-    p.add_argument("--out", type=Path, required=True, help="the results, written after each section")
+    p.add_argument("--out", type=Path, help="also write the results there, after each section")
     args = p.parse_args()
     if not (args.dry_run or torch.cuda.is_available()):
         raise ValueError("this machine has no CUDA device; --dry-run runs the script on a CPU")
-    args.out.touch()                            # an error now, not after the tests
+    if args.out:
+        args.out.touch()                        # an error now, not after the tests
     start, out = time.monotonic(), dict(dry_run=args.dry_run, failed=[])
     for name, (seconds, command) in SECTIONS.items():
         command = [sys.executable, *STRICT, *(dry(command) if args.dry_run else command).split()]
@@ -58,7 +59,8 @@ def main():
             out["failed"].append(f"{name}: {error}")
         out["minutes"] = round((time.monotonic() - start) / 60, 1)
         print(name, json.dumps(out.get(name, out["failed"][-1:])), flush=True)
-        args.out.write_text(json.dumps(out, indent=1) + "\n")
+        if args.out:
+            args.out.write_text(json.dumps(out, indent=1) + "\n")
     print(f"{out['minutes']} minutes; failed: {len(out['failed'])}")
 
 

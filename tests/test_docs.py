@@ -12,9 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/demonstrations.md", "docs/data.md", "docs/differences.md",
                                   "docs/miniature.md", "docs/speed.md", "heads/README.md", "miniature/README.md")]
-DETECT = ("-m heads.detect --needles miniature/detection/needles.jsonl --haystack miniature/detection/haystack.jsonl "
-          "--template 'Context: {context}\\n{question}' --lengths 60:240:20 --runs 20 --max-new-tokens 12 "
-          "--out TMP/heads.json")
+DETECT = "-m heads.detect --runs 20 --out TMP/heads.json"
 RUN = "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query --limit 4 --out TMP/8b"
 
 # How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
