@@ -97,6 +97,7 @@ def test_training_lowers_the_loss_and_never_masks_the_copying_head(tmp_path, mon
     assert together.all() and alone.all(0).nonzero().tolist() == [[1, 2]]
     model, tokenizer = Transformer.load(tmp_path, dtype=torch.float32), Tokenizer.load(tmp_path).core
     tokens, counts = next(train.batches(tokenizer, data.documents(data.COPYING, "test")))
+    assert (counts[tokens == 1] == 1).all() and (counts[tokens == 0] == 0).all()    # the end is part of an answer
     assert train.loss_of(model(tokens[:, :-1]), tokens, counts) < 5.8                           # 6.46 = ln 640 before
 
 
@@ -182,6 +183,8 @@ def test_claims_are_tested_on_the_runs_with_their_settings(tmp_path, monkeypatch
     assert greedy.mean() == accuracy(FOLDER, "conflict", n=32, method="greedy") < top.mean() - 0.03
     assert others.shape == (3, 32) and others.mean() < top.mean()
     assert "nats" in claims.entropies(runs)[1]
+    same = runs | {("conflict", f"{claims.DECORE}, random heads"): runs["conflict", claims.DECORE]}
+    assert not claims.pointing(same)[0]
     monkeypatch.setattr(claims, "CLAIMS", {"1": claims.sparse, "6": claims.masks, "7": claims.pointing})
     _, _, sparse, masks, pointing, _, about = claims.table(tmp_path).split("\n")
     assert sparse.startswith("| 1 | Retrieval heads are few") and "| yes | 9.4% of 32 heads; the best five: " in sparse

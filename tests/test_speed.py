@@ -78,8 +78,8 @@ def test_a_checkpoint_is_measured_as_a_table_without_transformers(call, monkeypa
 
 
 def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_goes_on_after_a_failure(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "SECTIONS", {"bad": (60, "-c raise(ValueError)"), "short": gpu.SECTIONS["short"]})
     assert not any("--no-graph" in gpu.dry(command) for _, command in gpu.SECTIONS.values())    # refused on a CPU
+    monkeypatch.setattr(gpu, "SECTIONS", {"bad": (60, "-c raise(ValueError)"), "short": gpu.SECTIONS["short"]})
     call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     assert [failure.split(":")[0] for failure in result["failed"]] == ["bad"]
