@@ -45,19 +45,21 @@ def main(description, generate, decoder, methods, default, compared):
     check_prompts(model, ids)
     width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
     answers, failure = [], None                         # answers: per method, (a line of --json per prompt, settings)
-    for method in chosen:
-        try:
-            settings = method_settings(method, args, model, amateur)
-            if method == "cad" and args.without_context:
-                settings["ids_without_context"] = [encode(text, tokenizer, args) for text in args.without_context]
-            answers.append((decode(generate, method, model, tokenizer, ids, settings, args, width), settings))
-        except ValueError as error:
-            if method == requested:
-                failure = error
-            else:
-                print(f"{method} is left out: {error}", file=sys.stderr)
-    if len(ids) > 1 and not args.json:
-        print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
+    try:
+        for method in chosen:
+            try:
+                settings = method_settings(method, args, model, amateur)
+                if method == "cad" and args.without_context:
+                    settings["ids_without_context"] = [encode(text, tokenizer, args) for text in args.without_context]
+                answers.append((decode(generate, method, model, tokenizer, ids, settings, args, width), settings))
+            except ValueError as error:
+                if method == requested:
+                    failure = error
+                else:
+                    print(f"{method} is left out: {error}", file=sys.stderr)
+    finally:                                            # also after Ctrl-C
+        if len(ids) > 1 and not args.json:
+            print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
     if args.html and answers:
         write_page(args.html, model, tokenizer, answers, decoder)
         print(f"wrote {args.html}", file=sys.stderr)

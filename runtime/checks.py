@@ -106,8 +106,10 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
         raise ValueError(f"{method} needs heads to mask")
 
 
-def check_settings(model, alpha=0, alpha_cap=None, amateur=None, **others):
-    """ValueError for numbers out of range, and for an amateur of another vocabulary."""
+def check_settings(model, heads=None, alpha=0, alpha_cap=None, amateur=None, **others):
+    """ValueError for heads and numbers out of range, and for an amateur of another vocabulary."""
+    if heads is not None:                       # also of greedy decoding, which masks none
+        check_heads(heads, model)
     check_number(alpha, "alpha", -HUGE)
     if alpha_cap is not None:
         check_number(alpha_cap, "alpha_cap", 0)

@@ -39,8 +39,7 @@ class Config:
         """Reads config.json as transformers 5 does. ValueError for missing or unsupported fields."""
         path = Path(folder) / "config.json"
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing; a LoRA adapter must be merged into its model first (peft: "
-                                    "merge_and_unload), and of .gguf files give the original checkpoint")
+            raise FileNotFoundError(f"{path} is missing; of .gguf files give the original checkpoint")
         c = read_json(path)
         model_type = field(c, path, "model_type", [*FAMILIES])
         c = DEFAULTS | FAMILIES[model_type] | c

@@ -28,6 +28,8 @@ def checkpoint_folder(name, weights=True):
     weights: whether to download the weights too. OSError if there is no such checkpoint."""
     name, folder = str(name), Path(name).expanduser()
     if name and folder.is_dir():
+        if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder} is a LoRA adapter: merge it into its model (peft: merge_and_unload)")
         return folder
     if not HUB_ID.fullmatch(name) or folder.exists():
         raise FileNotFoundError(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
@@ -137,9 +139,12 @@ def weight_files(folder):
     for path in sorted(folder / name for name in names):
         try:
             with safe_open(path, "pt") as file:
+                twice = sorted(files.keys() & set(file.keys()))
                 files |= dict.fromkeys(file.keys(), path)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
+        if twice:
+            raise ValueError(f"{path}: another file has {twice[0]} too; download the checkpoint again")
     return files
 
 
@@ -149,7 +154,8 @@ def untie(config, files):
         return config
     with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
         embedding, head = first.get_tensor(EMBEDDING), second.get_tensor(HEAD)
-    return config if torch.equal(embedding, head) else replace(config, tied_embeddings=False)
+    same = embedding.dtype == head.dtype and torch.equal(embedding, head)
+    return config if same else replace(config, tied_embeddings=False)
 
 
 HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

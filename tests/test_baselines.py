@@ -1,4 +1,4 @@
-"""Each decoder against numpy on float64 logits of transformers without a cache."""
+"""Each decoder against numpy on float64 logits of transformers without a cache; DoLa against recorded runs."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from baselines import DECODERS, exit_layers, generate, score
 from decore import decode
 from model import Transformer
 from tests.checkpoints import CLASSES, random_ids, write_checkpoint
+from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS, strict=True)]
@@ -110,6 +111,15 @@ def reference(method, prompt, without, expert, small, relative_top, **how):
     return new, np.array(all_scores), entropies
 
 
+@torch.inference_mode()
+def generate_with_scores(model, prompts, method, new, **how):
+    """→ Generations, and the scores of each step, [B, T, V]."""
+    decoder = DECODERS[method](model, prompts, new, method, **how)
+    steps = decode(decoder.step, torch.tensor([prompt[-1:] for prompt in prompts]), new)
+    scores = torch.cat([step.scores for _, step in steps], 1).numpy()
+    return generate(model, prompts, method, max_new_tokens=new, **how), scores
+
+
 # ------------------------------------------------------------------------------------------- generation and scoring
 
 
@@ -119,11 +129,7 @@ def test_tokens_and_scores_equal_the_numpy_version(expert, small, method, change
     changes = dict(relative_top=0.4) | CHANGES.get(method, {}) if changed else {}
     monkeypatch.setattr("model.CHUNK", 1 if changed else 2048)          # longer prompts are prefilled in two passes
     how = settings(method, small, ids_without_context=WITHOUT) | changes
-    out = generate(expert.model, PROMPTS, method, max_new_tokens=NEW, **how)
-    with torch.inference_mode():
-        decoder = DECODERS[method](expert.model, PROMPTS, NEW, method, **how)
-        steps = decode(decoder.step, torch.tensor([prompt[-1:] for prompt in PROMPTS]), NEW)
-        scores = torch.cat([step.scores for _, step in steps], 1).numpy()
+    out, scores = generate_with_scores(expert.model, PROMPTS, method, NEW, **how)
     changes = dict(relative_top=None if method in ("cd", "cad") else 0.1) | changes
     for b, (prompt, without) in enumerate(zip(PROMPTS, WITHOUT, strict=True)):
         ids, expected, entropies = reference(method, prompt, without, expert, small, **changes)
@@ -153,6 +159,17 @@ def test_scores_of_answers_equal_the_numpy_version(expert, small, method, renorm
 
 
 # ---------------------------------------------------------------------------------------------------------------- DoLa
+
+
+@pytest.mark.parametrize("half", ["low", "high"])
+@pytest.mark.parametrize("name", DOLA_MODELS)
+def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep):
+    golden, model = np.load(FOLDER / "dola.npz"), deep(*DOLA_MODELS[name])
+    out, scores = generate_with_scores(model, DOLA_PROMPTS, f"dola-{half}", NEW_TOKENS)
+    atol = 1e-3 if name == "llama3-42" else 1e-4                # both float32; early exits grow with depth
+    for b, g in enumerate(out):
+        assert g.ids == golden[f"{name}/{half}/{b}/ids"].tolist()
+        np.testing.assert_allclose(scores[b], golden[f"{name}/{half}/{b}/scores"], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("layers, tied, half, rule, expected", [

@@ -6,6 +6,7 @@ The folder holds safetensors and the tokenizer of 512 tokens."""
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,12 @@ def test_unsupported_and_malformed_configurations_are_refused_by_field(family, c
     assert str(tmp_path / "config.json") in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_folder_without_configuration_gets_a_hint_to_adapters_and_gguf(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json is missing; a LoRA adapter must be merged .* .gguf"):
+def test_a_folder_without_configuration_gets_a_hint_to_adapters_or_gguf(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing; of .gguf files give the original"):
         Config.from_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="is a LoRA adapter: merge it into its model"):
+        Tokenizer.load(tmp_path)
 
 
 def test_a_dtype_is_a_name_or_one_of_torchs():
@@ -146,6 +150,10 @@ def test_of_an_index_only_the_names_of_files_in_its_folder_are_used_and_one_file
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files of its own folder"):
             weight_files(folder)
+    shutil.copy(min(files.values()), folder / "model-00003-of-00002.safetensors")
+    index.write_text(json.dumps({"weight_map": {path.name: path.name for path in folder.glob("*.safetensors")}}))
+    with pytest.raises(ValueError, match="model-00003-of-00002.safetensors: another file has .* too; download"):
+        weight_files(folder)
     write_checkpoint(folder, "llama3", seed=2)                  # as in transformers
     assert torch.equal(Transformer.load(folder).norm.weight, load_theirs(folder).model.norm.weight)
 

@@ -48,6 +48,17 @@ def labels(heads):
     return [f"{layer}-{head}" for layer, head in heads]
 
 
+def test_answers_to_several_prompts_are_printed_also_after_ctrl_c(call, base, monkeypatch):
+    def generate(*args, method, **settings):
+        if method == "decore-entropy":
+            raise KeyboardInterrupt
+        return generated(*args, method=method, **settings)
+    generated = decore.generate
+    monkeypatch.setattr("decore.generate", generate)
+    status, out, _ = call(decore.main, *base, *FLAGS, "--compare", "--prompt", "Hi", "--prompt", "Ho")
+    assert status == 130 and out.count("greedy") == out.count("masked") == 2
+
+
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
     [line] = objects(*base, *FLAGS, "--prompt", "Hi", "--sources")
     model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])

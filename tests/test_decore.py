@@ -215,6 +215,7 @@ def test_ids_that_are_not_whole_numbers_of_the_vocabulary_are_refused(llama, ids
     (dict(heads=[(3, 0)]), r"head 3-0 is outside .* \(3 layers, 4 heads\)"),
     (dict(heads=[(0, 4)]), "head 0-4 is outside"), (dict(heads=[(1, 0), (1, 0)]), "head 1-0 is listed twice"),
     (dict(heads=["1-0", "1"]), "'1'. are not a list"), (dict(heads=[(1.5, 0)]), "are not a list"),
+    (dict(heads=[(3, 0)], method="greedy"), "head 3-0 is outside"),
     (dict(heads=None), "decore-entropy needs heads"), (dict(heads=[3]), "are not a list"),
     (dict(heads="1-0"), "heads '1-0' are not a list"), (dict(heads=torch.tensor(2)), "are not a list"),
     (dict(method="beam"), "method 'beam' is unknown; known: greedy, masked"),

@@ -2,6 +2,7 @@
 
 import resource
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -10,8 +11,8 @@ import model as model_file
 from decore import make_head_mask, pad
 from model import Cache, Transformer
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.golden.make import FOLDER, PROMPTS
 
-PROMPTS = [random_ids(5, seed=1), random_ids(24, seed=2), random_ids(40, seed=3)]     # two exceed the window of 8
 HEADS = [(1, 0), (1, 3), (2, 2)]
 ATOL = 1e-5                                     # float32: sums in another order; logits are of the order of 2
 
@@ -35,6 +36,13 @@ def assert_close(tensor, expected, atol=ATOL):
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("i", range(len(PROMPTS)))
+def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
+    golden = np.load(FOLDER / "logits.npz")[f"{family}/{i}"]
+    np.testing.assert_allclose(model(torch.tensor([PROMPTS[i]]))[0].numpy(), golden, atol=ATOL, rtol=0)
+
 
 GRID = {name: {} for name in FAMILIES} | {
     "llama3, one kv head": dict(num_key_value_heads=1),
