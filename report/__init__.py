@@ -1,30 +1,28 @@
 """Tables, figures and pages from stored runs and head files.
 
-    stored.py   files → runs with their setups         published.py   the paper's tables
-    frame.py    runs → one table of all their values   figures.py     runs, head files → the paper's figures
-    tables.py   that table → tables in Markdown        item.py        one item of a run as a page"""
+    stored.py        files → runs with their setups         published.py   the paper's tables
+    frame.py         runs → one table of all their values   figures.py     runs, head files → the paper's figures
+    tables.py        that table → tables in Markdown        heads.py       head files → table of scores by rank
+    significance.py  statistical tests                      item.py        one item of a run as a page"""
 
 import sys
-from pathlib import Path
+from importlib import import_module
 
 import cli
 
 
 def main(argv):
     """`evaluate.py report …`: DIR, `page RUN.jsonl --item K` or `heads [MODEL|FILE …]`."""
+    programs = {"page": "report.item", "heads": "report.heads"}
     try:
-        if argv[:1] == ["page"]:
-            from report import item
-            item.main(argv[1:])
-        elif argv[:1] == ["heads"]:
-            report_heads(argv[1:])
-        else:
-            report_runs(argv)
+        if argv and argv[0] in programs:
+            return import_module(programs[argv[0]]).main(argv[1:])
+        report(argv)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: pip install pandas scipy, and matplotlib for --plots") from None
+        raise ImportError(f"{error}: pip install pandas scipy statsmodels, and matplotlib for --plots") from None
 
 
-def report_runs(argv):
+def report(argv):
     from report import stored, tables
     from report.frame import make_frame
     p = cli.parser("Markdown tables of all runs of a folder with the paper's values. Two more commands, each with a "
@@ -41,34 +39,15 @@ def report_runs(argv):
     if args.plots:
         from report import figures
     runs, skipped = stored.collect(args.folder, stored.ITI | dict(pair.split("=") for pair in args.iti))
-    frame, repeated = make_frame(runs) if runs else (None, [])
+    frame, repeated = make_frame(runs)
     for path, reason in skipped + repeated:
         print(f"skipped: {path}: {reason}", file=sys.stderr)
-    if not runs:
+    if frame.empty:
         raise ValueError(f"{args.folder}: no runs to report")
-    pictures = figures.draw_all(frame, Path(args.plots)) if args.plots else []
+    pictures = figures.draw_all(frame, args.plots) if args.plots else []
     if args.csv:
-        values = frame.drop(columns=["run", "setup", "title", "headline", "cell"]).rename(columns={"file": "run"})
+        values = frame.drop(columns=["run", "setup", "title", "cell"]).rename(columns={"file": "run"})
         return print(values.to_csv(index=False), end="")
     tables.print_tables(tables.all_tables(frame))
-    for path in pictures:
-        print(f"![{path.stem}]({path.parent.name}/{path.name})\n")
-
-
-def report_heads(argv):
-    from heads import find_file, load_scores
-    from report import published, tables
-    p = cli.parser("Retrieval scores by rank, with the paper's.")
-    p.prog += " report heads"
-    p.add_argument("files", nargs="*", default=[row["model"] for row in published.table("paper_heads")],
-                   metavar="MODEL|FILE", help="models with a head file, or head files (default: the paper's models)")
-    p.add_argument("--plots", metavar="OUT", help="draw a map of the heads into this folder")
-    args = p.parse_args(argv)
-    files = {path: load_scores(path) for path in map(find_file, args.files)}
-    tables.print_tables([("Retrieval scores", *tables.heads_table(files))])
-    if args.plots:
-        from report import figures
-        path = Path(args.plots, "head-maps.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figures.head_maps(files).savefig(path)
-        print(path)
+    for path, caption in pictures:
+        print(f"![{caption}]({path.parent.name}/{path.name})\n")

@@ -9,7 +9,8 @@ from pathlib import Path
 import cli
 from program.page import answer_part, render
 from report.stored import describe, read_lines
-from tasks import find, metrics
+from tasks import find, metrics, prompts
+from tasks.data import load
 from tokenizer import Tokenizer
 
 VERDICTS = ("substring_match", "exact_match", "mc1", "micro")       # the first that a task has says right or wrong
@@ -28,7 +29,7 @@ def main(argv):
     args = p.parse_args(argv)
     items = [read_item(path, args.item) for path in [args.run, *args.against]]
     header, line = items[0]
-    parts = [{"label": "question", "text": line.get("question") or line.get("prompt") or "not stored"}]
+    parts = [question_of(header, line)]
     parts += [{"label": name, "text": "; ".join(line[name])} for name in ("references", "memory") if line.get(name)]
     for number, (other, answer) in enumerate(items):
         if other["task"] != header["task"]:
@@ -51,6 +52,15 @@ def read_item(path, index):
     raise ValueError(f"{path} has no item {index}; it has {len(lines)} items, counted from 0")
 
 
+def question_of(header, line):
+    """The question. Runs store no passages: the miniature's prompts are made again."""
+    task = find(header["task"])
+    if task.made_by:
+        items, _, demos, _ = load(task, limit=line["index"] + 1)
+        return {"label": "prompt", "text": prompts.plain_text(task, items[-1], demos)}
+    return {"label": "question", "text": line.get("question") or line.get("prompt") or "not stored"}
+
+
 def answer_of(header, line, title, name, model):
     """One run's answer for page.html; for multiple choice its candidates, best first.
 
@@ -61,8 +71,9 @@ def answer_of(header, line, title, name, model):
     value = next((values[metric] for metric in VERDICTS if values.get(metric) is not None), None)
     verdict = None if value is None else "right" if value == 1 else "wrong"
     if task.choice:
-        is_true = [True] * len(line["scores_true"]) + [False] * len(line["scores_false"])
-        candidates = zip(line["scores_true"] + line["scores_false"], is_true, line["candidates"], strict=True)
+        true, false = line["scores_true"], line["scores_false"]
+        is_true = [True] * len(true) + [False] * len(false)
+        candidates = zip(true + false, is_true, line["candidates"], strict=True)
         candidates = sorted(candidates, key=itemgetter(0), reverse=True)
         return dict(name=name, title=title, verdict=verdict, candidates=candidates, footer="log-probability in nats")
     tokenizer = Tokenizer.load(model or header["model"])

@@ -6,7 +6,7 @@ decoding from a checkpoint of ITI is the method `iti` of the model that ITI edit
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -17,15 +17,12 @@ from evaluation.runs import read_run
 from heads import find_heads, load_scores
 from runtime.files import json_lines, short_hash, write
 from tasks import find, metrics
-from tasks.items import located, require
 
-METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe static",
-           "decore-entropy": "DeCoRe entropy", "decore-static-lite": "DeCoRe static-lite",
-           "decore-entropy-lite": "DeCoRe entropy-lite", "iti": "ITI", "cd": "CD", "cad": "CAD",
-           "dola-low": "DoLa low", "dola-high": "DoLa high", "ad": "Activation Decoding"}
+METHODS = {"greedy": "greedy", "masked": "masked", "decore-static": "DeCoRe static", "decore-entropy": "DeCoRe entropy",
+           "decore-static-lite": "DeCoRe static-lite", "decore-entropy-lite": "DeCoRe entropy-lite", "iti": "ITI",
+           "cd": "CD", "cad": "CAD", "dola-low": "DoLa low", "dola-high": "DoLa high", "ad": "Activation Decoding"}
 ITI = {"honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",     # checkpoint → the model it was made from
        "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct"}
-SLOW = 5                                        # seconds: metric values that take longer are stored
 
 
 @dataclass(frozen=True)
@@ -37,17 +34,15 @@ class Setup:
     amateur: str | None
     random_heads: str | None    # their sampler: "uniform" or "published"; None for retrieval heads
     options: str                # the other options that are not the paper's
+    variant: str = ""           # dtype, demonstrations and data, if other runs of the model differ in them
 
-    def text(self, *without):
-        """The setup as a text, without some of its fields."""
-        parts = {"method": METHODS[self.method], "num_heads": f"N = {self.num_heads}",
-                 "alpha": f"α = {self.alpha or 0:g}", "mask": "query mask" * (self.mask == "query"),
-                 "amateur": f"amateur {self.amateur}", "options": self.options,
-                 "random_heads": "random heads" + " as published" * (self.random_heads == "published")}
-        return ", ".join(part for name, part in parts.items()
-                         if part and name not in without and getattr(self, name) is not None)
-
-    __str__ = text
+    def __str__(self):
+        parts = (METHODS[self.method], self.num_heads is not None and f"N = {self.num_heads}",
+                 self.alpha is not None and f"α = {self.alpha:g}", self.mask == "query" and "query mask",
+                 self.amateur and f"amateur {self.amateur}", self.options,
+                 self.random_heads and "random heads" + " as published" * (self.random_heads == "published"),
+                 self.variant)
+        return ", ".join(part for part in parts if part)
 
 
 @dataclass(eq=False)
@@ -68,6 +63,11 @@ class Run:
     def title(self):
         return self.model + f", {self.conditions}" * bool(self.conditions)
 
+    @property
+    def plain(self):
+        """The setup as a text, without what distinguishes its variants."""
+        return str(replace(self.setup, variant=""))
+
 
 def describe(header, iti=ITI):
     """(model, conditions, Setup) of a run's header."""
@@ -84,9 +84,11 @@ def describe(header, iti=ITI):
     options = {"mask_prompt": False, "alpha_cap": None, "scale_alpha": False, "relative_top": None, "info_layer": 24,
                "renormalise": True, "dola_layers": "halves" if task.choice else "transformers",
                "repetition_penalty": penalty, "heads": None}
-    heads, best = header.get("heads") or [], best_heads(amateur or header["model"])
+    heads = header.get("heads") or []
+    best = best_heads(amateur or header["model"])
     usual = header.get("random_heads") or best is None or {*heads} == {*best[:len(heads)]}
     settings = header | {"repetition_penalty": header.get("repetition_penalty") or 1.0,
+                         "template_args": header.get("template_args") or None,
                          "heads": None if usual else "of another file"}
     return model, differences(settings, conditions), Setup(
         method, *(header.get(name) for name in ("num_heads", "alpha", "mask")), amateur and Path(amateur).name,
@@ -96,7 +98,7 @@ def describe(header, iti=ITI):
 def differences(settings, paper):
     """The settings that are not the paper's, as a text such as "mask prompt True, alpha cap 0.5"."""
     return ", ".join(f"{name.replace('_', ' ')} {settings[name]}" for name, value in paper.items()
-                     if settings.get(name) not in (None, {}, value))
+                     if settings.get(name) not in (None, value))
 
 
 @cache
@@ -116,6 +118,8 @@ def collect(folder, iti=ITI):
             runs.append(read(path, iti))
         except ValueError as error:
             skipped.append((path, str(error).removeprefix(f"{path}: ")))
+        except KeyError as error:
+            skipped.append((path, f"its header lacks {error}"))
     return runs, skipped
 
 
@@ -134,9 +138,8 @@ def read(path, iti=ITI):
     if not lines:
         raise ValueError("no examples yet")
     lines = judges.judge(lines, path, task)
-    values = values_of(path, task, lines)
     entropies = metrics.map_lines(lambda line: np.mean(line["entropies"]) if line.get("entropies") else None, lines)
-    values = [of_line | {"entropy": mean} for of_line, mean in zip(values, entropies, strict=True)]
+    values = [line | {"entropy": mean} for line, mean in zip(values_of(path, task, lines), entropies, strict=True)]
     return Run(path, header, *describe(header, iti), lines, values)
 
 
@@ -145,8 +148,6 @@ def read_lines(path):
     header, lines = read_run(path)
     if header is None:
         raise ValueError(f"{path}: its first line has no header, so it is not a run of evaluate.py")
-    with located(f"{path}: header"):
-        require(header, ("task", "version", "n", "model", "method"))
     return header, lines
 
 
@@ -160,7 +161,7 @@ def values_of(path, task, lines):
             return entry["values"]
     start = time.perf_counter()
     values = metrics.compute(task, lines)
-    if not metrics.problems(task) and time.perf_counter() - start > SLOW:
+    if not metrics.problems(task) and time.perf_counter() - start > 5:          # seconds
         write(store, [{"key": key, "values": values}])
     return values
 
