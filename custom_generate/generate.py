@@ -44,7 +44,7 @@ def generate(model, *, heads=None, num_heads=None, method="decore-entropy", alph
         raise ValueError("DeCoRe needs a causal language model, and greedy search or sampling without an assistant")
     for name, allowed in ALLOWED.items():
         value = arguments.get(name, getattr(config, name, None))
-        if isinstance(value, torch.Tensor) or value not in allowed:
+        if value not in allowed:
             raise ValueError(f"DeCoRe works only with {name}={allowed[0]}")
 
     def exponent(base, masked):
@@ -86,20 +86,20 @@ def contrasted(model, heads, mask, exponent):
         B, T = inputs["input_ids"].shape
         last = {name: x[..., -1:] for name, x in inputs.items() if name in PER_TOKEN and x is not None}
         if not texts:
-            cache = inputs["past_key_values"]
+            cache = inputs.get("past_key_values")
             if any(getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")):
                 raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
             if T > 1:
                 names = [name for name in (*last, "attention_mask") if inputs.get(name) is not None]
-                forward(**inputs | {name: inputs[name][..., :-1] for name in names})
+                cache = forward(**inputs | {name: inputs[name][..., :-1] for name in names}).past_key_values
             cache.reorder_cache(torch.arange(B).repeat_interleave(2))
             texts = B
         twice = {name: x.repeat_interleave(2, -2) for name, x in (inputs | last).items()
                  if isinstance(x, torch.Tensor) and x.shape[-2:-1] == (B,)}
         called.clear()
         masking = True
-        out = forward(**inputs | last | twice)
-        masking = False
+        out = forward(**inputs | last | twice | dict(past_key_values=cache))
+        masking, cache = False, out.past_key_values
         if called != heads.keys():
             raise ValueError(f"layer {min(heads.keys() - called)} does not call its projection: cannot mask")
         out.logits = exponent(*out.logits[:, -1:].float().log_softmax(-1).unflatten(0, (B, 2)).unbind(1))
@@ -118,12 +118,13 @@ def contrasted(model, heads, mask, exponent):
 def find_projection(model, layer, mask):
     """The module whose input ("output") or output ("query") is a layer's heads side by side → (module, H, K)."""
     c, modules = model.config.get_text_config(), (model.get_decoder() or model.base_model).modules()
-    layers = next(m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == c.num_hidden_layers)
-    found = [(m, getattr(m, output)) for name, m in layers[layer].named_modules() for output in OUTPUT
+    layers = [m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == c.num_hidden_layers]
+    named = layers[0][layer].named_modules() if layers else ()
+    found = [(m, getattr(m, output)) for name, m in named for output in OUTPUT
              if name.rpartition(".")[2] in ATTENTION and hasattr(m, output)]
     attention, module = found[0] if found else (None, None)
-    widths = [getattr(attention, name, None) for name in ("v_head_dim", "head_dim")]
-    K = next(filter(None, widths), c.hidden_size // c.num_attention_heads)
+    width = getattr(attention, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    K = getattr(attention, "v_head_dim", None) or width
     if found and mask == "query":                       # a norm over all heads, or with a bias, mixes them again
         norms = [(name, p) for name, p in attention.named_parameters() if name.startswith("q") and "norm" in name]
         mixed = any(p.numel() > K or name.endswith("bias") for name, p in norms)

@@ -149,8 +149,7 @@ class HFModel(nn.Module):
         head_mask: [R, L, H] of 0 and 1. changes: the stack of contexts that the hooks live in."""
         L, H, called = self.config.n_layers, self.config.n_heads, {}
         if head_mask.shape[1:] != (L, H):
-            raise ValueError(f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} heads; "
-                             f"{self.name} has {L} of {H}")
+            raise ValueError(f"the head mask is [R, L, H] = {list(head_mask.shape)}; {self.name} has L = {L}, H = {H}")
 
         def silence(layer, heads, module, args, *output):
             """x [R·B, T, H·K], the input of the output projection or the result of the query projection."""
@@ -165,10 +164,12 @@ class HFModel(nn.Module):
             if a is None or (head_mask[:, layer, a.heads:] == 0).any():
                 raise ValueError(f"{self.name}: layer {layer} has {a.heads if a else 'no attention and no'} heads: "
                                  "mask others")
-            if mask not in a.hooks:
+            if mask not in a.projections:
                 raise ValueError(f"{self.name} ({self.config.model_type}) has no {mask} projection whose heads stay "
                                  "apart: use --mask output")
-            changes.enter_context(a.hooks[mask](partial(silence, layer, a.heads)))
+            module = a.projections[mask]
+            add = module.register_forward_pre_hook if mask == "output" else module.register_forward_hook
+            changes.enter_context(add(partial(silence, layer, a.heads)))
             called[layer] = False
         return called
 
@@ -274,43 +275,43 @@ def alike(x, y, dtype):
 
 
 def find_attention(decoder, n_layers, run):
-    """{layer: the number of `heads` of its attention, and `hooks`: for each mask, the function that adds a hook}.
+    """{layer: the number of `heads` of its attention, and for each mask the `projections` whose hook can mask them}.
 
     Attention is the innermost module of a layer that returns its probabilities, [1, H, T, T], and the result of a child
     that reads the heads side by side, [1, T, H·K]: the output projection. A layer without attention is left out;
     ValueError if heads are not found. run: a pass that lets attention return its probabilities."""
-    calls, seen, found = {}, {}, {}                     # module → its first argument and result; layer → …
+    calls, seen, found = {}, {}, {}             # module → layer, first argument, results; layer → …
 
-    def look(layer, module, args, out):
-        result, *others = out if isinstance(out, tuple) else (out,)
-        calls[module] = args[0] if args else None, result
-        p = next((x for x in others if torch.is_tensor(x) and x.dim() == 4), None)
-        if layer in found or p is None or p.shape[2] != p.shape[3]:
-            return
-        seen[layer], H = type(module).__name__, p.shape[1]
-        for child in module.children():
-            x, y = calls.get(child, (None, None))
-            has_matrix = any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))          # norms have none
-            if has_matrix and torch.is_tensor(y) and torch.equal(y, result) and x.shape[-1] % H == 0:
-                found[layer] = SimpleNamespace(heads=H, hooks=dict(output=child.register_forward_pre_hook))
-                _, q = calls.get(query := getattr(module, "q_proj", None), (None, None))
-                if q is not None and q.shape == x.shape and heads_stay_apart(module, x.shape[-1] // H):
-                    found[layer].hooks["query"] = query.register_forward_hook
+    def record(layer, module, args, out):
+        calls[module] = layer, args[0] if args else None, out if isinstance(out, tuple) else (out,)
 
     layers = next((m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers), ())
     with ExitStack() as hooks:
         for i, layer in enumerate(layers):
-            for module in list(layer.modules())[1:]:    # without the layer itself
-                hooks.enter_context(module.register_forward_hook(partial(look, i)))
+            for module in list(layer.modules())[1:]:            # without the layer itself
+                hooks.enter_context(module.register_forward_hook(partial(record, i)))
         run()
+    for module, (layer, _, (result, *others)) in calls.items():                             # innermost first
+        p = next((x for x in others if torch.is_tensor(x) and x.dim() == 4), None)
+        if layer in found or p is None or p.shape[2] != p.shape[3]:
+            continue
+        seen[layer], H = type(module).__name__, p.shape[1]
+        for child in (m for m in module.children() if m in calls):
+            _, x, (y, *_) = calls[child]
+            has_matrix = any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))  # norms have none
+            if has_matrix and torch.is_tensor(y) and torch.equal(y, result) and x.shape[-1] % H == 0:
+                query = {"query": module.q_proj} if separate_queries(module, calls, x.shape, x.shape[-1] // H) else {}
+                found[layer] = SimpleNamespace(heads=H, projections={"output": child} | query)
     if missing := seen.keys() - found.keys():
         raise ValueError(f"{seen[min(missing)]} has no output projection that reads its heads side by side")
-    if not found or len({a.hooks["output"] for a in found.values()}) < len(found):      # layers may share an attention
+    if not found or len({a.projections["output"] for a in found.values()}) < len(found):    # layers may share one
         raise ValueError("no layer has an attention of its own whose heads can be masked")
     return found
 
 
-def heads_stay_apart(attention, width):
-    """Whether a query of zeros stays zero and changes no other head: no norm of queries mixes heads, or adds a bias."""
+def separate_queries(attention, calls, shape, width):
+    """Whether a query projection has the heads side by side, and no norm mixes them or adds a bias to zeros."""
+    if getattr(attention, "q_proj", None) not in calls or calls[attention.q_proj][2][0].shape != shape:
+        return False
     norms = [(name, p) for name, p in attention.named_parameters() if name.startswith("q") and "norm" in name]
     return all(p.numel() <= width and not name.endswith("bias") for name, p in norms)

@@ -48,7 +48,7 @@ def without_heads(model, heads):
     other, names = copy.deepcopy(model.hf), {module: name for name, module in model.hf.named_modules()}
     for layer, head in heads:
         a = model.attention[layer]
-        projection = other.get_submodule(names[a.hooks["output"].__self__])
+        projection = other.get_submodule(names[a.projections["output"]])
         weight = projection.weight.data.T if type(projection).__name__ == "Conv1D" else projection.weight.data
         weight.unflatten(1, (a.heads, -1))[:, head] = 0                         # [D, H·K]
     return other

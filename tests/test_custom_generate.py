@@ -171,6 +171,9 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, wrap):
     assert new_tokens(llama, heads=path, num_heads=3) == new_tokens(llama)
     first = new_tokens(llama, heads=HEADS[:2])          # equal scores: in the order of the file
     assert new_tokens(llama, heads=str(path), num_heads=2) == first
+    for n in 0, 13:
+        with pytest.raises(ValueError, match=f"num_heads is {n}; the model has 3 layers of 4"):
+            new_tokens(llama, heads=path, num_heads=n)
     for wrong in scores | {"3-0": 1}, {h.replace("-3", "-4"): 1 for h in scores}:
         path.write_text(json.dumps(wrap(wrong)))
         with pytest.raises(ValueError, match="heads, num_heads is 10; the model has 3 layers of 4"):

@@ -225,35 +225,35 @@ def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
 def test_programs_give_the_same_answers_with_both_engines(call, data, chat_model, tmp_path):
     heads, answers, runs = ["--heads", chat_model / "heads.json", "--model", chat_model], [], []
     for engine in [], ["--transformers"]:
-        status, out, err = call(decore.main, *heads, "--prompt", "Who?", "--max-new-tokens", 6, "--json", *engine)
-        answers.append(json.loads(out))
-        status, _, err = call(evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out",
-                              tmp_path / f"runs{len(runs)}", *engine)
+        out = tmp_path / f"runs{len(runs)}"
+        _, answer, _ = call(decore.main, *heads, "--prompt", "Who?", "--max-new-tokens", 6, "--json", *engine)
+        answers.append(json.loads(answer)["ids"])
+        status, _, err = call(evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", out, *engine)
         assert status == 0, err
-        [path] = (tmp_path / f"runs{len(runs)}").glob("*.jsonl")
-        runs.append([json.loads(line) for line in path.read_text().splitlines()])
-    (first, *lines), (second, *others) = runs
-    assert answers[0]["ids"] == answers[1]["ids"] and [x["ids"] for x in lines] == [x["ids"] for x in others]
-    assert first["header"]["engine"] == "own" and second["header"]["engine"] == "transformers"
-    assert second["header"]["versions"]["transformers"] == transformers.__version__
-    status, _, err = call(evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", tmp_path / "runs1")
+        [path] = out.glob("*.jsonl")
+        header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+        runs.append((header["header"], [line["ids"] for line in lines]))
+    (own, ids), (hf, their_ids) = runs
+    assert answers[0] == answers[1] and ids == their_ids
+    assert (own["engine"], hf["engine"], hf["versions"]["transformers"]) == (
+        "own", "transformers", transformers.__version__)
+    status, _, err = call(evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", out)
     assert status == 2 and 'engine: "transformers" there, "own" now' in err
 
 
 def test_a_detection_with_transformers_continues_and_finds_what_ours_does(call, tmp_path):
-    results = []
-    for engine in [], ["--transformers"]:
-        path = tmp_path / f"heads{len(results)}.json"
+    results, engines = [], ["own", "transformers", "transformers"]          # the third continues the second
+    for engine in engines:
+        path = tmp_path / f"{engine}.json"
+        status, _, err = call(detect.main, "--runs", 4, "--batch-size", 2, "--min-success", 1, "--out", path,
+                              *["--transformers"] * (engine == "transformers"))
+        assert status == 0, err
+        results.append(json.loads(path.read_text()))
         runs = Path(f"{path}.runs.jsonl")
-        for _ in range(2):                              # the second time from the first half of its runs
-            status, _, err = call(detect.main, "--runs", 4, "--batch-size", 2, "--min-success", 1, *engine,
-                                  "--out", path)
-            assert status == 0, err
-            results.append(json.loads(path.read_text()))
-            runs.write_bytes(b"".join(runs.read_bytes().splitlines(keepends=True)[:2]))
-            path.unlink()
-    assert all(result["scores"] == results[0]["scores"] for result in results)
-    assert [result["facts"]["engine"] for result in results] == ["own"] * 2 + ["transformers"] * 2
+        runs.write_bytes(b"".join(runs.read_bytes().splitlines(keepends=True)[:2]))
+        path.unlink()
+    assert results[0]["scores"] == results[1]["scores"] == results[2]["scores"]
+    assert [result["facts"]["engine"] for result in results] == engines
 
 
 def test_device_map_needs_transformers_and_that_needs_its_package(call, chat_model, monkeypatch):
