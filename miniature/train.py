@@ -3,7 +3,7 @@
     python -m miniature.train --out miniature/checkpoint
     python -m miniature.train --amateur --out miniature/amateur
 
-On one CPU thread the model takes about 25 minutes and the amateur 5. The output is a Llama checkpoint in float16."""
+On one CPU thread the model takes about 25 minutes and the amateur 3. The output is a Llama checkpoint in float16."""
 
 import json
 import sys
