@@ -21,8 +21,8 @@ HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, use_cache=True)
 FOLDER = dict(custom_generate=str(Path(__file__).parents[1]), trust_remote_code=True, heads=HEADS)
-CASES = [{}, dict(scale_alpha=True), dict(alpha_cap=0.7), dict(method="decore-static", alpha=1.5),
-         dict(method="masked")]
+CASES = [{}, dict(scale_alpha=True), dict(alpha_cap=0.7), dict(method="masked"), dict(method="decore-static"),
+         dict(method="decore-static", alpha=1.5)]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,11 @@ def test_other_families_give_the_tokens_of_hf_model(family):
             assert_same_tokens(model, HFModel(model), mask=mask, **settings)
 
 
-@pytest.mark.parametrize("family", NO_QUERY)                     # fused, or normalised over all heads together
+@pytest.mark.parametrize("family", [*sorted(NO_QUERY), "phi"])
 def test_queries_that_cannot_be_masked_one_by_one_are_refused(family):
+    """They are fused, normalised over all heads together, or have a norm with a bias."""
     with pytest.raises(ValueError, match="query|does not have 4 heads"):
-        new_tokens(random_model(family), mask="query")
+        new_tokens(random_model(family, **dict(qk_layernorm=True) if family == "phi" else {}), mask="query")
 
 
 @torch.no_grad()
@@ -156,6 +157,12 @@ def test_what_cannot_keep_its_meaning_is_refused_in_a_line(llama, options, name)
     assert "\n" not in str(error.value) and len(str(error.value)) < 160
 
 
+def test_an_encoder_decoder_is_refused():
+    config = transformers.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="needs a causal language model"):
+        new_tokens(transformers.T5ForConditionalGeneration(config))
+
+
 @pytest.mark.parametrize("make", [lambda c: transformers.StaticCache(config=c, max_cache_len=32),
                                   lambda c: DynamicCache(config=c, offloading=True)])
 def test_caches_that_cannot_be_doubled_are_refused_when_they_are_passed_in(llama, make):
@@ -163,7 +170,9 @@ def test_caches_that_cannot_be_doubled_are_refused_when_they_are_passed_in(llama
         new_tokens(llama, past_key_values=make(llama.config))
 
 
-@pytest.mark.parametrize("wrap", [lambda scores: {"scores": scores}, lambda s: {h: [x, x + 2] for h, x in s.items()}])
+@pytest.mark.parametrize("wrap", [
+    lambda scores: {"scores": scores},
+    lambda scores: {h: [x, x] if x == 9 else [x - 20, x + 20] for h, x in scores.items()}])
 def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, wrap):
     scores = {f"{layer}-{head}": -layer - head / 10 for layer in range(3) for head in range(4)}
     path = tmp_path / "heads.json"

@@ -167,13 +167,18 @@ def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_
     folder = write_checkpoint(tmp_path / "llama", weights=weights)
     with pytest.raises(ValueError, match="missing .*layers.1.self_attn.o_proj.weight"):
         HFModel.load(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="Pickles .* are not read"):
+        HFModel.load(folder)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="ranks of torchrun do not share a model of transformers: .*--device-map auto"):
         HFModel.load(folder)
 
 
-def test_heads_of_a_layer_without_attention_are_refused():
+def test_heads_of_a_layer_without_attention_are_refused_and_attend_to_the_last_key():
     model = HFModel(random_model("lfm2"))
+    p = masked_attention(model, PROMPTS[0], [])[0]
+    assert (p[..., -1] == 1).all() and (p[..., :-1] == 0).all()
     with pytest.raises(ValueError, match="lfm2: layer 0 has no attention and no heads"):
         generate(model, PROMPTS, heads=[(1, 0), (0, 2)])
 
@@ -195,6 +200,21 @@ def test_a_mask_that_does_not_reach_a_layer_is_an_error(mask, name):
     setattr(attention, name, torch.nn.Linear(projection.in_features, projection.out_features))  # after loading
     with pytest.raises(ValueError, match=r"gemma3_text: layers \[1\] were not masked"):
         generate(model, PROMPTS, heads=HEADS, mask=mask)
+
+
+def test_a_bias_of_the_norm_of_queries_excludes_masking_them():
+    with pytest.raises(ValueError, match="phi.* has no query projection whose heads stay apart"):
+        generate(HFModel(random_model("phi", qk_layernorm=True)), PROMPTS, heads=HEADS, mask="query")
+
+
+def test_logits_are_float32_without_a_graph_and_ids_and_context_are_those_of_the_model():
+    hf, ids = random_model("gemma2").bfloat16(), torch.tensor(PROMPTS[:1])
+    hf.generation_config.eos_token_id = [5, 7]
+    model = HFModel(hf)
+    assert (model.eos_ids, model.pad_ids, model.config.max_positions) == ((5, 7), (0,), 256)
+    assert model(ids).dtype == torch.float32 and not model(ids).requires_grad
+    with pytest.raises(ValueError, match=r"the head mask is \[R, L, H\] = \[1, 2, 4\]; gemma2 has L = 3, H = 4"):
+        model(ids, head_mask=torch.ones(1, 2, 4))
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was():
@@ -219,6 +239,7 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
 def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
     args = dict(device="cpu", dtype="auto", device_map=None)
     own, hf = (cli.load_model(chat_model, Namespace(**args, transformers=engine))[0] for engine in (False, True))
+    assert own.name == hf.name
     assert (own.bos_id, own.eos_ids, own.pad_ids) == (hf.bos_id, hf.eos_ids, hf.pad_ids) == (256, (257,), (257,))
 
 
