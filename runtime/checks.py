@@ -16,9 +16,9 @@ LONGER = (", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (n
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
     """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum number
-    of new tokens of each text."""
+    of new tokens of each text. Makes pairs of the heads in `settings`."""
     prompts = check_prompts(model, ids)
-    check_settings(model, **settings)
+    settings |= check_settings(model, **settings)
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
@@ -29,12 +29,12 @@ def check_generation(model, ids, max_new_tokens, eos_ids, settings):
 
 
 def check_answers(model, prompt_ids, answer_ids, settings):
-    """The arguments of `score` → the prompt, and a list of answers."""
+    """The arguments of `score` → the prompt, and a list of answers. Makes pairs of the heads in `settings`."""
     prompt, *others = check_prompts(model, prompt_ids)
     if others:
         raise ValueError(f"score takes one prompt, not {1 + len(others)}; call it for each prompt")
     answers = check_prompts(model, answer_ids, "answer")
-    check_settings(model, **settings)
+    settings |= check_settings(model, **settings)
     if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
         raise ValueError(f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
                          "(tokenizer.encode(text, bos=False))")
@@ -107,15 +107,14 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
 
 
 def check_settings(model, heads=None, alpha=0, alpha_cap=None, amateur=None, **others):
-    """ValueError for heads and numbers out of range, and for an amateur of another vocabulary."""
-    if heads is not None:                       # also of greedy decoding, which masks none
-        check_heads(heads, model)
+    """{"heads": pairs} if there are heads. ValueError for numbers out of range and an amateur of another vocabulary."""
     check_number(alpha, "alpha", -HUGE)
     if alpha_cap is not None:
         check_number(alpha_cap, "alpha_cap", 0)
     if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
         raise ValueError(f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
                          f"{amateur.config.vocab_size}; contrasting needs one vocabulary")
+    return {} if heads is None else {"heads": check_heads(heads, model)}
 
 
 def check_heads(heads, model):

@@ -196,6 +196,11 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
     assert [value for value, _ in pairs] == score(llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS)
 
 
+def test_heads_may_be_an_iterator(llama):
+    for how in dict(), dict(mask_prompt=True):
+        assert generate(llama, PROMPTS, heads=iter(HEADS), **how) == generate(llama, PROMPTS, heads=HEADS, **how)
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
