@@ -25,8 +25,8 @@ from runtime.parallel import Shard, check_split, rank_device
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 from tokenizer import special_ids
 
-CHUNK = 2048                    # tokens per prefill pass, summed over the batch; at least 16 of each prompt
-BLOCK = 64                      # P and S are multiples of this
+CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
+BLOCK = 64  # P and S are multiples of this
 
 
 class Attention(nn.Module):
@@ -34,7 +34,9 @@ class Attention(nn.Module):
         super().__init__()
         self.shard, self.width = shard, c.head_dim
         self.heads, self.kv_heads = c.n_heads // shard.size, max(1, c.n_kv_heads // shard.size)
-        self.qkv = Linear(c.d_model, (self.heads + 2 * self.kv_heads) * c.head_dim, c.qkv_bias, **kw)
+        self.qkv = Linear(
+            c.d_model, (self.heads + 2 * self.kv_heads) * c.head_dim, c.qkv_bias, **kw
+        )
         self.o = Linear(self.heads * c.head_dim, c.d_model, **kw)
         # The bias is not in `o`, because it is added once, after the sum over ranks.
         self.o_bias = nn.Parameter(torch.zeros(c.d_model, **kw)) if c.o_bias else None
@@ -49,11 +51,15 @@ class Attention(nn.Module):
         qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
-        q, k = rotate(qk, *view.rope).split((H, G), -2)         # [R, B, T, H, K], [R, B, T, G, K]
-        if head_mask is not None and mask == "query":           # a query of zeros averages the values of all its keys
+        q, k = rotate(qk, *view.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
+        if (
+            head_mask is not None and mask == "query"
+        ):  # a query of zeros averages the values of all its keys
             q = q * head_mask
         y = view.attend(layer, q, k, v)
-        if head_mask is not None and mask == "output":          # Eq. 4 and 5: a masked head adds exactly zero
+        if (
+            head_mask is not None and mask == "output"
+        ):  # Eq. 4 and 5: a masked head adds exactly zero
             y = y * head_mask
         y = self.shard.all_reduce(self.o(y.flatten(-2)))
         return y if self.o_bias is None else y + self.o_bias
@@ -74,7 +80,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, shard, **kw):
         super().__init__()
-        self.attn_norm, self.attn = nn.RMSNorm(c.d_model, c.norm_eps, **kw), Attention(c, shard, **kw)
+        self.attn_norm, self.attn = (
+            nn.RMSNorm(c.d_model, c.norm_eps, **kw),
+            Attention(c, shard, **kw),
+        )
         self.mlp_norm, self.mlp = nn.RMSNorm(c.d_model, c.norm_eps, **kw), MLP(c, shard, **kw)
 
     def forward(self, x, layer, view, head_mask, mask):
@@ -91,8 +100,10 @@ class Transformer(nn.Module):
         check_split(config, shard.size)
         self.config, self.shard, self.name, self.folder = config, shard, config.model_type, None
         self.bos_id, self.eos_ids, self.pad_ids = None, (), ()
-        vocab = -(-config.vocab_size // shard.size)             # of one rank, rounded up
-        self.embed = Linear(config.d_model, vocab, **kw)        # one kind of layer, since it may also be the head
+        vocab = -(-config.vocab_size // shard.size)  # of one rank, rounded up
+        self.embed = Linear(
+            config.d_model, vocab, **kw
+        )  # one kind of layer, since it may also be the head
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps, **kw)
         self.lm_head = self.embed if config.tied_embeddings else Linear(config.d_model, vocab, **kw)
@@ -100,12 +111,16 @@ class Transformer(nn.Module):
 
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)
-    can_record = property(lambda self: self.device.type == "cuda")      # whether a step can be a CUDA graph
+    can_record = property(
+        lambda self: self.device.type == "cuda"
+    )  # whether a step can be a CUDA graph
 
     def __repr__(self):
         c = self.config
-        return (f"Transformer({self.name}: {c.model_type}, {c.n_layers} layers of {c.n_heads} heads, "
-                f"{self.dtype} on {self.device})")
+        return (
+            f"Transformer({self.name}: {c.model_type}, {c.n_layers} layers of {c.n_heads} heads, "
+            f"{self.dtype} on {self.device})"
+        )
 
     def _apply(self, *args, **kw):
         """Called by `.to`. The weights move and are converted; the rotary frequencies move, and stay float32."""
@@ -118,7 +133,11 @@ class Transformer(nn.Module):
 
         cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1. mask: one of MASKS.
         probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is appended, float32."""
-        view = Decode(self, cache, ids.shape[1], probabilities) if cache else Prefill(self, 0, ids.shape[1])
+        view = (
+            Decode(self, cache, ids.shape[1], probabilities)
+            if cache
+            else Prefill(self, 0, ids.shape[1])
+        )
         for x in self.hidden_states(ids, view, head_mask, mask):
             last = x
         logits = self.logits(self.norm(last))
@@ -132,7 +151,7 @@ class Transformer(nn.Module):
         are numbered as in `read_layers`."""
         size = max(16, CHUNK // len(ids))
         for start in range(0, ids.shape[1], size):
-            chunk = ids[:, start:start + size]
+            chunk = ids[:, start : start + size]
             view = Prefill(self, start, chunk.shape[1], cache)
             for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
                 if on_layer:
@@ -156,11 +175,13 @@ class Transformer(nn.Module):
             raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
         if head_mask is not None:
             if head_mask.shape[1:] != (c.n_layers, c.n_heads):
-                raise ValueError(f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} heads; "
-                                 f"{self.name} has {c.n_layers} of {c.n_heads}")
+                raise ValueError(
+                    f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} heads; "
+                    f"{self.name} has {c.n_layers} of {c.n_heads}"
+                )
             rows = len(head_mask)
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
-            layer_masks = head_mask[:, :, None, None, :, None].unbind(1)        # L of [R, 1, 1, H, 1]
+            layer_masks = head_mask[:, :, None, None, :, None].unbind(1)  # L of [R, 1, 1, H, 1]
         x = self.embedding(ids).expand(rows, -1, -1, -1)
         yield x
         for i, layer in enumerate(self.layers):
@@ -173,11 +194,13 @@ class Transformer(nn.Module):
             return F.embedding(ids, self.embed.weight)
         local = ids - self.shard.part(self.config.vocab_size).start
         inside = (local >= 0) & (local < self.embed.weight.shape[0])
-        return self.shard.all_reduce(F.embedding(local.where(inside, 0), self.embed.weight) * inside[..., None])
+        return self.shard.all_reduce(
+            F.embedding(local.where(inside, 0), self.embed.weight) * inside[..., None]
+        )
 
     def logits(self, x):
         """The language-model head: x [R, B, T, D], after the final norm → [R, B, T, V] float32."""
-        return self.shard.all_gather(self.lm_head(x)).float()[..., :self.config.vocab_size]
+        return self.shard.all_gather(self.lm_head(x)).float()[..., : self.config.vocab_size]
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, shard=None):
@@ -239,7 +262,7 @@ class Cache:
         shape = 2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width
         self.kv = [torch.zeros(shape, **kw) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
-        self.slots = torch.tensor(0, device=model.device)       # on the device, for CUDA graphs
+        self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
 
     def repeat(self, n):
         """A cache with each text n times."""
@@ -259,16 +282,21 @@ class Prefill:
     rows = 1
 
     def __init__(self, model, start, T, cache=None):
-        self.windows, self.cache, self.start, self.end = model.config.windows, cache, start, start + T
+        self.windows, self.cache, self.start, self.end = (
+            model.config.windows,
+            cache,
+            start,
+            start + T,
+        )
         self.rope = rope(model, torch.arange(start, start + T, device=model.device)[None])
 
     def attend(self, layer, q, k, v):
         """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K], in memory linear in the prompt."""
         shape = q.shape
-        q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))          # [R·B, H|G, T, K]
+        q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))  # [R·B, H|G, T, K]
         if self.cache:
-            kv = self.cache.kv[layer][..., :self.end, :]
-            kv[..., self.start:, :] = torch.stack([k, v])
+            kv = self.cache.kv[layer][..., : self.end, :]
+            kv[..., self.start :, :] = torch.stack([k, v])
             k, v = kv
         return causal_attention(q, k, v, self.windows[layer]).transpose(1, 2).reshape(shape)
 
@@ -279,11 +307,13 @@ class Decode:
     def __init__(self, model, cache, T, probabilities=None):
         R, device = cache.rows, model.device
         self.rows, self.cache, self.windows = R, cache, model.config.windows
-        self.probabilities, self.biases = probabilities, {}                     # window → [B, 1, R·T·H/G, C]
-        slots = cache.slots + torch.arange(T, device=device)                    # [T]
-        self.positions = cache.lengths[:, None] + slots                         # [B, T]
+        self.probabilities, self.biases = probabilities, {}  # window → [B, 1, R·T·H/G, C]
+        slots = cache.slots + torch.arange(T, device=device)  # [T]
+        self.positions = cache.lengths[:, None] + slots  # [B, T]
         self.rope = rope(model, self.positions)
-        self.keys = (cache.P + slots[:, None] * R + torch.arange(R, device=device)).flatten()           # [T·R]
+        self.keys = (
+            cache.P + slots[:, None] * R + torch.arange(R, device=device)
+        ).flatten()  # [T·R]
         cache.slots += T
         # Steps that are recorded attend to the whole buffer, so that all have the same shapes; others to the used part.
         used = cache.S if model.can_record else min(cache.S, round_up(int(cache.slots)))
@@ -294,15 +324,19 @@ class Decode:
 
         The queries of all rows that share a key head are side by side, so that each key is read once."""
         G, window, buffer = k.shape[3], self.windows[layer], self.cache.kv[layer]
-        new = torch.stack([k, v]).permute(0, 2, 4, 3, 1, 5).flatten(3, 4)       # [2, B, G, T·R, K]
+        new = torch.stack([k, v]).permute(0, 2, 4, 3, 1, 5).flatten(3, 4)  # [2, B, G, T·R, K]
         buffer.index_copy_(3, self.keys, new)
-        k, v = buffer[..., :self.C, :]                                          # [B, G, C, K]
-        q = q.unflatten(3, (G, -1)).permute(1, 3, 0, 2, 4, 5)                   # [B, G, R, T, H/G, K]
+        k, v = buffer[..., : self.C, :]  # [B, G, C, K]
+        q = q.unflatten(3, (G, -1)).permute(1, 3, 0, 2, 4, 5)  # [B, G, R, T, H/G, K]
         sizes = q.shape[2:5]
         if window not in self.biases:
             visible = self.visible(window).flatten(1, 2).repeat_interleave(sizes[2], 1)[:, None]
-            self.biases[window] = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf)
-        y, probabilities = attention(q.flatten(2, 4), k, v, self.biases[window], self.probabilities is not None)
+            self.biases[window] = torch.zeros_like(visible, dtype=q.dtype).masked_fill(
+                ~visible, -math.inf
+            )
+        y, probabilities = attention(
+            q.flatten(2, 4), k, v, self.biases[window], self.probabilities is not None
+        )
         if probabilities is not None:
             self.probabilities.append(by_row(probabilities, sizes))
         return by_row(y, sizes)
@@ -312,10 +346,10 @@ class Decode:
         P, R, lengths = self.cache.P, self.cache.rows, self.cache.lengths[:, None]
         key = torch.arange(self.C, device=lengths.device)
         in_prompt, slot, row = key < P, (key - P) // R, (key - P) % R
-        position = torch.where(in_prompt, key, lengths + slot)                              # [B, C]
-        age = self.positions[..., None] - position[:, None]                                 # [B, T, C]
+        position = torch.where(in_prompt, key, lengths + slot)  # [B, C]
+        age = self.positions[..., None] - position[:, None]  # [B, T, C]
         seen = (age >= 0) & (age < (window or 2**30)) & ~(in_prompt & (key >= lengths))[:, None]
-        own_row = in_prompt | (row == torch.arange(R, device=key.device)[:, None])          # [R, C]
+        own_row = in_prompt | (row == torch.arange(R, device=key.device)[:, None])  # [R, C]
         return seen[:, None] & own_row[:, None]
 
 

@@ -13,8 +13,8 @@ from runtime.checks import as_ints
 from runtime.files import one_line, read_json, read_text
 from runtime.weights import checkpoint_folder
 
-BYTE = re.compile(r"<0x[0-9A-F]{2}>")       # a token of one byte in SentencePiece vocabularies
-UNFINISHED = "\ufffd"                       # decoded from the first bytes of a character
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
+UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 
 class Tokenizer:
@@ -26,21 +26,29 @@ class Tokenizer:
         return cls(checkpoint_folder(name, weights=False), name)
 
     def __init__(self, folder, name):
-        self.name, self.today = name, None      # today: the date in templates; None: the clock's
+        self.name, self.today = name, None  # today: the date in templates; None: the clock's
         self.core = read_tokenizer(folder / "tokenizer.json")
-        self.hidden = {i for i, token in self.core.get_added_tokens_decoder().items() if token.special}
+        self.hidden = {
+            i for i, token in self.core.get_added_tokens_decoder().items() if token.special
+        }
         config = read_optional(folder / "tokenizer_config.json")
         # "<s>", or in older files {"content": "<s>", …}. Templates may use any of these tokens.
-        tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+        tokens = {
+            k: v.get("content") if isinstance(v, dict) else v
+            for k, v in config.items()
+            if k.endswith("_token")
+        }
         self.special = {k: v for k, v in tokens.items() if v and isinstance(v, str)}
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
-        self.eos_ids = read_eos_ids(folder, self.core.token_to_id(self.special.get("eos_token", "")))
+        self.eos_ids = read_eos_ids(
+            folder, self.core.token_to_id(self.special.get("eos_token", ""))
+        )
         self.chat_template = read_chat_template(folder, config)
         self.has_chat_template = self.chat_template is not None
 
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it. bos=False: without (for answers)."""
-        text.encode()                           # UnicodeEncodeError for half of a surrogate pair
+        text.encode()  # UnicodeEncodeError for half of a surrogate pair
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
@@ -53,25 +61,40 @@ class Tokenizer:
 
         template_args: more variables of the template, for example {"enable_thinking": False}."""
         if not self.has_chat_template:
-            raise ValueError(f"{self.name} has no chat template, like most base models: use plain text (--raw)")
+            raise ValueError(
+                f"{self.name} has no chat template, like most base models: use plain text (--raw)"
+            )
         for key in template_args or ():
             if not self.template_reads(key):
                 raise ValueError(f"{self.name}: the chat template has no argument {key!r}")
-        variables = dict(messages=messages, add_generation_prompt=generation_prompt, tools=None, documents=None,
-                         strftime_now=lambda form: (self.today or datetime.now()).strftime(form), **self.special)
+        variables = dict(
+            messages=messages,
+            add_generation_prompt=generation_prompt,
+            tools=None,
+            documents=None,
+            strftime_now=lambda form: (self.today or datetime.now()).strftime(form),
+            **self.special,
+        )
         try:
             text = compile_template(self.chat_template).render(variables | (template_args or {}))
-        except Exception as error:                          # a template can raise anything
-            raise ValueError(f"{self.name}: the chat template rejects these messages: {one_line(error)}") from None
+        except Exception as error:  # a template can raise anything
+            raise ValueError(
+                f"{self.name}: the chat template rejects these messages: {one_line(error)}"
+            ) from None
         for key, token in self.special.items():
             if token in text and self.core.token_to_id(token) is None and self.template_reads(key):
-                raise ValueError(f"{self.name}: the chat template writes {key} {token!r}, which is not in "
-                                 "tokenizer.json; download the checkpoint again")
+                raise ValueError(
+                    f"{self.name}: the chat template writes {key} {token!r}, which is not in "
+                    "tokenizer.json; download the checkpoint again"
+                )
         return text
 
     def template_reads(self, key):
         """Whether the chat template mentions a variable, for example `enable_thinking`."""
-        return self.has_chat_template and re.search(rf"\b{re.escape(key)}\b", self.chat_template) is not None
+        return (
+            self.has_chat_template
+            and re.search(rf"\b{re.escape(key)}\b", self.chat_template) is not None
+        )
 
     def decode(self, ids):
         """Ids → text, without special tokens and unknown ids. All spaces stay."""
@@ -88,7 +111,11 @@ class Stream:
     stop: strings. `text` ends before the first of them, and `ended` says whether there was one."""
 
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop, self.held_back = tokenizer, stop, max(map(len, stop), default=1) - 1
+        self.tokenizer, self.stop, self.held_back = (
+            tokenizer,
+            stop,
+            max(map(len, stop), default=1) - 1,
+        )
         self.ids, self.text, self.ended = [], "", False
 
     def push(self, token):
@@ -106,9 +133,12 @@ class Stream:
 
     def grow(self, text, held_back=0):
         """held_back: characters at the end that may become a stop string."""
-        places, before = [text.index(string) for string in self.stop if string in text], len(self.text)
+        places, before = (
+            [text.index(string) for string in self.stop if string in text],
+            len(self.text),
+        )
         self.ended = bool(places)
-        self.text = text[:min(places, default=max(before, len(text) - held_back))]
+        self.text = text[: min(places, default=max(before, len(text) - held_back))]
         return self.text[before:]
 
 
@@ -124,11 +154,14 @@ def special_ids(folder):
 @cache
 def compile_template(text):
     """A chat template in Jinja's sandbox, with the white space, functions and tags of transformers."""
+
     def raise_exception(message):
         raise ValueError(message)
 
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = raise_exception
     # {% generation %} marks the assistant's text for training: a scope, like {% with %}.
     return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
@@ -136,27 +169,32 @@ def compile_template(text):
 
 def read_tokenizer(path):
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; to make it from tokenizer.model or vocab.json, load the folder "
-                                "with transformers' AutoTokenizer and call save_pretrained")
+        raise FileNotFoundError(
+            f"{path} is missing; to make it from tokenizer.model or vocab.json, load the folder "
+            "with transformers' AutoTokenizer and call save_pretrained"
+        )
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:      # the library raises nothing more precise
-        raise ValueError(f"tokenizers {tokenizers.__version__} cannot read {path}: {one_line(error)}") from None
-    core.no_truncation()            # some files still contain the settings of a training run
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(
+            f"tokenizers {tokenizers.__version__} cannot read {path}: {one_line(error)}"
+        ) from None
+    core.no_truncation()  # some files still contain the settings of a training run
     core.no_padding()
     return core
 
 
 def read_optional(path):
-    return read_json(path) if os.path.lexists(path) else {}         # a dangling link is an error
+    return read_json(path) if os.path.lexists(path) else {}  # a dangling link is an error
 
 
 def read_eos_ids(folder, eos_id=None):
     """Ids that end a text: generation_config.json's, else the tokenizer's `eos_id` and config.json's."""
+
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
         ids = () if ids is None else as_ints(ids, f"{folder / name}: eos_token_id", single=True)
-        return [i for i in ids if i >= 0]                           # -1: none
+        return [i for i in ids if i >= 0]  # -1: none
 
     defaults = [] if eos_id is None else [eos_id]
     return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))
@@ -168,7 +206,12 @@ def read_chat_template(folder, config):
         return read_text(folder / "chat_template.jinja")
     text = config.get("chat_template")
     if isinstance(text, list):
-        text = next((t.get("template") for t in text if isinstance(t, dict) and t.get("name") == "default"), text)
+        text = next(
+            (t.get("template") for t in text if isinstance(t, dict) and t.get("name") == "default"),
+            text,
+        )
     if not isinstance(text, str | None):
-        raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a text, or a list with a 'default'")
+        raise ValueError(
+            f"{folder}/tokenizer_config.json: chat_template must be a text, or a list with a 'default'"
+        )
     return text

@@ -3,5 +3,19 @@
 
 from cli.entry import explain, run
 from cli.models import benchmark_template_args, limit_threads, load_model, load_models
-from cli.options import (DEFAULTS, MINIATURE, OPTIONS, SEED, add_method_arguments, add_model_arguments, check_options,
-                         comma_list, full_names, method_name, number, parser, positive, refuse_unused)
+from cli.options import (
+    DEFAULTS,
+    MINIATURE,
+    OPTIONS,
+    SEED,
+    add_method_arguments,
+    add_model_arguments,
+    check_options,
+    comma_list,
+    full_names,
+    method_name,
+    number,
+    parser,
+    positive,
+    refuse_unused,
+)

@@ -16,19 +16,27 @@ def run(main):
 
     Under torchrun rank 0 alone prints. Another rank prints its error after ten seconds: if rank 0 has failed too,
     torchrun has ended that rank by then."""
-    program, rank, nowhere = Path(sys.argv[0]).name, os.environ.get("RANK", "0"), open(os.devnull, "r+")
+    program, rank, nowhere = (
+        Path(sys.argv[0]).name,
+        os.environ.get("RANK", "0"),
+        open(os.devnull, "r+"),
+    )
     # A stream that the shell has closed is None.
-    sys.stdin, stdout, stderr = (stream or nowhere for stream in (sys.stdin, sys.stdout, sys.stderr))
+    sys.stdin, stdout, stderr = (
+        stream or nowhere for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
     out, err = (stdout, stderr) if rank == "0" else (nowhere, nowhere)
-    warnings.showwarning = lambda message, *_: print(f"{program}: warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(
+        f"{program}: warning: {message}", file=sys.stderr
+    )
     try:
         with redirect_stdout(out), redirect_stderr(err):
             main()
-            if "runtime.parallel" in sys.modules:       # else torch has not been loaded
+            if "runtime.parallel" in sys.modules:  # else torch has not been loaded
                 sys.modules["runtime.parallel"].leave()
             sys.stdout.flush()
         return 0
-    except BrokenPipeError:                             # the reader, such as `head`, has ended
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         sys.stdout = nowhere
         return 0
     except KeyboardInterrupt:
@@ -39,13 +47,13 @@ def run(main):
         if message is None:
             raise
         if isinstance(error, OSError) and error.strerror and not error.filename:
-            sys.stdout = nowhere                        # a full disk: Python's exit would fail in the same way
+            sys.stdout = nowhere  # a full disk: Python's exit would fail in the same way
     if rank != "0":
         time.sleep(10)
         program += f": rank {rank}"
     print(f"{program}: error: {message}", file=stderr, flush=True)
     if "runtime.parallel" in sys.modules and sys.modules["runtime.parallel"].dist.is_initialized():
-        os._exit(2)                                     # the threads of a broken group may abort a normal exit
+        os._exit(2)  # the threads of a broken group may abort a normal exit
     return 2
 
 
@@ -54,5 +62,7 @@ def explain(error):
     if out_of_memory(error):
         return "out of memory: use fewer or shorter prompts, bfloat16, or more devices (torchrun)"
     if isinstance(error, OSError) and error.strerror:
-        return one_line(f"{error.filename or 'writing'}: {error.strerror[0].lower()}{error.strerror[1:]}", 1000)
+        return one_line(
+            f"{error.filename or 'writing'}: {error.strerror[0].lower()}{error.strerror[1:]}", 1000
+        )
     return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None

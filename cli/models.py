@@ -2,8 +2,8 @@
 
 import os
 
-SMALL = 1_000_000_000           # parameters up to which a CPU computes in float32 by default
-TINY = 20_000_000               # parameters up to which a CPU computes with one thread by default
+SMALL = 1_000_000_000  # parameters up to which a CPU computes in float32 by default
+TINY = 20_000_000  # parameters up to which a CPU computes with one thread by default
 
 
 def load_models(args, shard=None):
@@ -14,7 +14,9 @@ def load_models(args, shard=None):
         return model, tokenizer, None
     amateur, other = load_model(args.amateur, args, shard)
     if other.core.get_vocab() != tokenizer.core.get_vocab():
-        raise ValueError(f"{args.model} and {args.amateur} have different vocabularies; contrasting needs one")
+        raise ValueError(
+            f"{args.model} and {args.amateur} have different vocabularies; contrasting needs one"
+        )
     return model, tokenizer, amateur
 
 
@@ -27,24 +29,32 @@ def load_model(name, args, shard=None):
     from runtime.files import read_json
     from runtime.weights import checkpoint_folder
     from tokenizer import Tokenizer, special_ids
+
     gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
     devices += ["mps"] * torch.backends.mps.is_available()
     device = devices[0] if args.device == "auto" else args.device
     if device not in devices:
-        raise ValueError(f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}")
+        raise ValueError(
+            f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}"
+        )
     if args.device_map and (not args.transformers or args.device != "auto"):
         raise ValueError("--device-map needs --transformers, and excludes --device")
     tokenizer, dtype = Tokenizer.load(name), None if args.dtype == "auto" else args.dtype
     if not args.transformers:
-        Config.from_checkpoint(checkpoint_folder(name, weights=False))      # refuses others before they are downloaded
+        Config.from_checkpoint(
+            checkpoint_folder(name, weights=False)
+        )  # refuses others before they are downloaded
     folder = checkpoint_folder(name)
     if dtype is None and device == "cpu" and not args.device_map:
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))      # two bytes a parameter, or four
+        stored = sum(
+            path.stat().st_size for path in folder.glob("*.safetensors")
+        )  # two bytes a parameter, or four
         quantized = read_json(folder / "config.json").get("quantization_config")
         dtype = None if quantized or stored >= 2 * SMALL else "float32"
     if args.transformers:
         from runtime.hf import HFModel
+
         model = HFModel.load(name, device, dtype, args.device_map)
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         return model, tokenizer
@@ -54,7 +64,10 @@ def load_model(name, args, shard=None):
 def limit_threads(model):
     """Use one thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set: starting threads would take longer."""
     import torch
-    tiny = sum(x.numel() for x in (*model.parameters(), *model.buffers())) < TINY      # packed weights are buffers
+
+    tiny = (
+        sum(x.numel() for x in (*model.parameters(), *model.buffers())) < TINY
+    )  # packed weights are buffers
     if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         for text in sys.argv[1:] if args is None else args:
-            if re.fullmatch("--[a-z-]+=--", text):              # Python 3.11 makes it an empty list
+            if re.fullmatch("--[a-z-]+=--", text):  # Python 3.11 makes it an empty list
                 self.error(f"{text}: '--' is not a value")
         return super().parse_known_args(args, namespace)
 
@@ -31,6 +31,7 @@ def parser(description, **more):
 
 def number(kind, low=-math.inf, high=math.inf):
     """argparse type: a finite int or float in [low, high]."""
+
     def parse(text):
         with suppress(ValueError):
             value = kind(text)
@@ -38,6 +39,7 @@ def number(kind, low=-math.inf, high=math.inf):
                 return value
         name = "whole" if kind is int else "finite"
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name} number in [{low}, {high}]")
+
     return parse
 
 
@@ -51,58 +53,119 @@ def comma_list(parse):
 
 def method_name(known):
     """argparse type: the name of a method."""
+
     def parse(text):
         if text not in known:
-            raise argparse.ArgumentTypeError(f"method {text!r} is unknown; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"method {text!r} is unknown; known: {', '.join(known)}"
+            )
         return text
+
     return parse
 
 
 def json_object(text):
-    return json.loads(text) | {}            # TypeError, which argparse reports, if it is not an object
+    return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
 
 
 # --------------------------------------------------------------------------------------------------- options of methods
 
-MASKING = ("masked", "decore-static", "decore-entropy")         # mask heads of the model itself
-LITE = ("decore-static-lite", "decore-entropy-lite")            # contrast with an amateur, whose heads are masked
+MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
+LITE = (
+    "decore-static-lite",
+    "decore-entropy-lite",
+)  # contrast with an amateur, whose heads are masked
 BASELINES = ("cd", "cad", "dola-low", "dola-high", "ad")
 CONTRASTING = (*MASKING[1:], *LITE)
 
 # Option → the methods that use it, and its arguments for argparse. Its value is None if it is not on the command line.
 OPTIONS = {
-    "heads": (MASKING, dict(
-        metavar="FILE", help="head scores, or a model's name (default: by the model's name)")),
-    "num_heads": (MASKING + LITE, dict(
-        type=positive, metavar="N", help="retrieval heads to mask (default: 10; of a tiny model, an eighth)")),
-    "random_heads": (MASKING, dict(
-        nargs="?", const="uniform", choices=("uniform", "published"),
-        help="mask random heads instead of retrieval heads; published: with the paper's sampler")),
+    "heads": (
+        MASKING,
+        dict(metavar="FILE", help="head scores, or a model's name (default: by the model's name)"),
+    ),
+    "num_heads": (
+        MASKING + LITE,
+        dict(
+            type=positive,
+            metavar="N",
+            help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
+        ),
+    ),
+    "random_heads": (
+        MASKING,
+        dict(
+            nargs="?",
+            const="uniform",
+            choices=("uniform", "published"),
+            help="mask random heads instead of retrieval heads; published: with the paper's sampler",
+        ),
+    ),
     "seed": (MASKING, dict(type=number(int), metavar="S", help="of random heads (default: 1234)")),
-    "alpha": (("decore-static", "cd", "cad", "ad", "decore-static-lite"), dict(
-        type=number(float), metavar="A", help="a constant α (default: 0.5)")),
+    "alpha": (
+        ("decore-static", "cd", "cad", "ad", "decore-static-lite"),
+        dict(type=number(float), metavar="A", help="a constant α (default: 0.5)"),
+    ),
     "alpha_cap": (CONTRASTING, dict(type=number(float, 0), metavar="X", help="α = min(α, X)")),
-    "scale_alpha": (("decore-entropy", "decore-entropy-lite"), dict(
-        action="store_true", default=None, help="α = H / ln V")),
-    "mask": (MASKING + LITE, dict(
-        choices=("output", "query"), help="output: the paper's equation; query: its runs (default: output)")),
-    "mask_prompt": (MASKING + LITE, dict(
-        action="store_true", default=None, help="mask heads at every position, those of the prompt included")),
-    "amateur": ((*LITE, "cd"), dict(
-        metavar="M2", help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite")),
+    "scale_alpha": (
+        ("decore-entropy", "decore-entropy-lite"),
+        dict(action="store_true", default=None, help="α = H / ln V"),
+    ),
+    "mask": (
+        MASKING + LITE,
+        dict(
+            choices=("output", "query"),
+            help="output: the paper's equation; query: its runs (default: output)",
+        ),
+    ),
+    "mask_prompt": (
+        MASKING + LITE,
+        dict(
+            action="store_true",
+            default=None,
+            help="mask heads at every position, those of the prompt included",
+        ),
+    ),
+    "amateur": (
+        (*LITE, "cd"),
+        dict(
+            metavar="M2",
+            help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite",
+        ),
+    ),
     "amateur_heads": (LITE, dict(metavar="FILE", help="its head scores (default: by its name)")),
-    "relative_top": (BASELINES, dict(
-        type=number(float, 0, 1), metavar="X",
-        help="drop tokens less likely than X times the likeliest one (default: 0.1 for dola and ad, else 0)")),
-    "info_layer": (("ad",), dict(type=positive, metavar="L", help="the information layer (default: 24)")),
-    "dola_layers": (("dola-low", "dola-high"), dict(
-        choices=("transformers", "halves"),
-        help="transformers: of models with more than 40 layers the lowest or uppermost 20, else a half; halves: a half "
-        "of any depth (default: as published, transformers to generate, halves to score)")),
-    "repetition_penalty": (("dola-low", "dola-high"), dict(
-        type=number(float, 0), metavar="X",
-        help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)")),
-    "without_context": (("cad",), dict(action="append", metavar="TEXT", help="the prompt without its context")),
+    "relative_top": (
+        BASELINES,
+        dict(
+            type=number(float, 0, 1),
+            metavar="X",
+            help="drop tokens less likely than X times the likeliest one (default: 0.1 for dola and ad, else 0)",
+        ),
+    ),
+    "info_layer": (
+        ("ad",),
+        dict(type=positive, metavar="L", help="the information layer (default: 24)"),
+    ),
+    "dola_layers": (
+        ("dola-low", "dola-high"),
+        dict(
+            choices=("transformers", "halves"),
+            help="transformers: of models with more than 40 layers the lowest or uppermost 20, else a half; halves: a half "
+            "of any depth (default: as published, transformers to generate, halves to score)",
+        ),
+    ),
+    "repetition_penalty": (
+        ("dola-low", "dola-high"),
+        dict(
+            type=number(float, 0),
+            metavar="X",
+            help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)",
+        ),
+    ),
+    "without_context": (
+        ("cad",),
+        dict(action="append", metavar="TEXT", help="the prompt without its context"),
+    ),
 }
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
@@ -113,19 +176,43 @@ def flag(name):
 
 
 def add_model_arguments(p):
-    p.add_argument("--model", metavar="M", default=str(MINIATURE), help="folder or hub id (default: the miniature)")
-    p.add_argument("--device", default="auto", metavar="D",
-                   help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu). On a busy "
-                   "machine OMP_NUM_THREADS=1 is faster than several threads")
-    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
-                   help="(default: the checkpoint's; on a CPU float32 for models below a billion parameters)")
-    p.add_argument("--transformers", action="store_true",
-                   help="load models with transformers: any causal language model, quantized ones too")
-    p.add_argument("--device-map", metavar="MAP", choices=("auto", "balanced", "balanced_low_0", "sequential"),
-                   help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 or "
-                   "sequential (needs accelerate)")
-    p.add_argument("--template-args", type=json_object, metavar="JSON",
-                   help="arguments of the chat template, such as '{\"enable_thinking\": false}'")
+    p.add_argument(
+        "--model",
+        metavar="M",
+        default=str(MINIATURE),
+        help="folder or hub id (default: the miniature)",
+    )
+    p.add_argument(
+        "--device",
+        default="auto",
+        metavar="D",
+        help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu). On a busy "
+        "machine OMP_NUM_THREADS=1 is faster than several threads",
+    )
+    p.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="(default: the checkpoint's; on a CPU float32 for models below a billion parameters)",
+    )
+    p.add_argument(
+        "--transformers",
+        action="store_true",
+        help="load models with transformers: any causal language model, quantized ones too",
+    )
+    p.add_argument(
+        "--device-map",
+        metavar="MAP",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"),
+        help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 or "
+        "sequential (needs accelerate)",
+    )
+    p.add_argument(
+        "--template-args",
+        type=json_object,
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
+    )
 
 
 def add_method_arguments(p, methods, sweep=False):
@@ -138,8 +225,12 @@ def add_method_arguments(p, methods, sweep=False):
             continue
         if sweep and name in ("num_heads", "alpha", "seed"):
             metavar = arguments["metavar"]
-            arguments = arguments | dict(type=comma_list(arguments["type"]), metavar=f"{metavar}[,{metavar}…]")
-        only = "" if set(users) >= set(MASKING) or set(users) >= set(LITE) else ", ".join(users) + ": "
+            arguments = arguments | dict(
+                type=comma_list(arguments["type"]), metavar=f"{metavar}[,{metavar}…]"
+            )
+        only = (
+            "" if set(users) >= set(MASKING) or set(users) >= set(LITE) else ", ".join(users) + ": "
+        )
         p.add_argument(flag(name), **arguments | dict(help=only + arguments["help"]))
 
 
@@ -159,8 +250,14 @@ def refuse_unused(args, reasons):
 
 def check_options(args, methods, seeded=False):
     """ValueError for an option that none of the methods uses. seeded: --seed has another effect too."""
-    refuse_unused(args, {name: f"on {', '.join(methods)}; it is an option of {', '.join(users)}"
-                         for name, (users, _) in OPTIONS.items() if not set(users) & set(methods)})
+    refuse_unused(
+        args,
+        {
+            name: f"on {', '.join(methods)}; it is an option of {', '.join(users)}"
+            for name, (users, _) in OPTIONS.items()
+            if not set(users) & set(methods)
+        },
+    )
     if not args.random_heads and not seeded:
         refuse_unused(args, {"seed": "without --random-heads"})
     if args.random_heads == "published":

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 
-import runtime  # isort: skip  # noqa: F401
 import numpy as np
 
 from runtime.files import read_json
@@ -34,13 +33,17 @@ def load_heads(model, n=None, name=None, option="--heads"):
     scores, made_for = load_scores(path), read_json(path).get("model")
     if other := scores.keys() ^ set(product(range(c.n_layers), range(c.n_heads))):
         layer, head = min(other)
-        raise ValueError(f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; only "
-                         f"one has head {layer}-{head}: use a file made for this model (heads.detect makes one)")
+        raise ValueError(
+            f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; only "
+            f"one has head {layer}-{head}: use a file made for this model (heads.detect makes one)"
+        )
     if n is not None and not 0 <= n <= len(scores):
         raise ValueError(f"--num-heads {n}: {model.name} has {len(scores)} heads")
     if made_for and plain_name(made_for) != plain_name(model.name):
-        warnings.warn(f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2)
-    return sorted(scores, key=scores.get, reverse=True)[:n]     # stable, also in reverse
+        warnings.warn(
+            f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
+        )
+    return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
 
 
 def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
@@ -62,7 +65,7 @@ def random_heads(ranked, n, seed=1234):
     half = len(ranked) // 2
     if n > half:
         raise ValueError(f"{n} random heads are too many: at most {half} are not among the n best")
-    heads = sorted(ranked[max(n, min(100, half)):])
+    heads = sorted(ranked[max(n, min(100, half)) :])
     random.Random(seed).shuffle(heads)
     return heads[:n]
 
@@ -71,15 +74,19 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     """Draws n heads as the published runs did: layer and head are one draw of two from the shuffled layer numbers.
 
     Retrieval heads are not left out. ValueError if it draws a head number that the model does not have."""
-    if n > n_layers ** 2:
-        raise ValueError(f"--num-heads {n}: the published sampler draws at most {n_layers ** 2} heads")
+    if n > n_layers**2:
+        raise ValueError(
+            f"--num-heads {n}: the published sampler draws at most {n_layers**2} heads"
+        )
     rng, heads, numbers = random.Random(seed), [], list(range(n_layers))
     rng.shuffle(numbers)
     while len(heads) < n:
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
-            raise ValueError(f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it takes "
-                             "head numbers from the number of layers; use uniform random heads")
+            raise ValueError(
+                f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it takes "
+                "head numbers from the number of layers; use uniform random heads"
+            )
         if head not in heads:
             heads.append(head)
     return heads
@@ -91,14 +98,20 @@ def load_scores(name):
     content = read_json(path)
     entries, scores = content.get("scores", content), {}
     if not isinstance(entries, dict) or not entries:
-        raise ValueError(f'{path}: "scores" must be an object with one entry "layer-head": score per head')
+        raise ValueError(
+            f'{path}: "scores" must be an object with one entry "layer-head": score per head'
+        )
     for key, value in entries.items():
         match, values = KEY.fullmatch(key), value if isinstance(value, list) else [value]
         finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)  # NaN is not < 1e9
         if not match or not values or not finite:
-            raise ValueError(f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a finite '
-                             "number, or a list of one per sample")
-        scores[int(match[1]), int(match[2])] = float(np.mean(values))   # its last digit decides published ties
+            raise ValueError(
+                f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a finite '
+                "number, or a list of one per sample"
+            )
+        scores[int(match[1]), int(match[2])] = float(
+            np.mean(values)
+        )  # its last digit decides published ties
     return scores
 
 
@@ -106,8 +119,10 @@ def find_file(name):
     """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
-        raise FileNotFoundError(f"{name} is neither a head file nor a model of heads/README.md; "
-                                "python -m heads.detect finds the heads of any other model")
+        raise FileNotFoundError(
+            f"{name} is neither a head file nor a model of heads/README.md; "
+            "python -m heads.detect finds the heads of any other model"
+        )
     return path
 
 
@@ -124,13 +139,18 @@ def no_file(model, option):
         content = read_json(path)
         if (content.get("n_layers"), content.get("n_heads")) == shape:
             names[plain_name(path.stem)] = path.stem
-    similar = get_close_matches(plain_name(model.name), names)          # three at most, best first
+    similar = get_close_matches(plain_name(model.name), names)  # three at most, best first
     hints = ", ".join(f"{option} {names[name]}" for name in similar)
-    local = model.folder and Path(model.folder).resolve().name == model.name        # else a folder of the hub's cache
-    return (f"no head scores are known for {model.name}: " + f"try those of a related model ({hints}), " * bool(hints)
-            + f"give {option} FILE, or measure them: python -m heads.detect --model "
-            f"{shlex.quote(str(model.folder if local else model.name))} "
-            f"--out heads/{shlex.quote(Path(model.name).name)}.json")
+    local = (
+        model.folder and Path(model.folder).resolve().name == model.name
+    )  # else a folder of the hub's cache
+    return (
+        f"no head scores are known for {model.name}: "
+        + f"try those of a related model ({hints}), " * bool(hints)
+        + f"give {option} FILE, or measure them: python -m heads.detect --model "
+        f"{shlex.quote(str(model.folder if local else model.name))} "
+        f"--out heads/{shlex.quote(Path(model.name).name)}.json"
+    )
 
 
 def plain_name(model_name):

@@ -31,15 +31,20 @@ from runtime.weights import fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
 TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
-SUCCESS = 0.5                               # an answer is right if its ROUGE-1 recall is larger
-EARLY = 20                                  # after so many runs, print how many answers are right
-NEWLINE, STOP_ID = "<0x0A>", 144            # published runs end an answer at this token or this id
+SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
+EARLY = 20  # after so many runs, print how many answers are right
+NEWLINE, STOP_ID = "<0x0A>", 144  # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
 
 DETECTION = cli.MINIATURE / "detection"
-BUNDLED = dict(                             # defaults for the bundled models, which read only their own language
-    needles=DETECTION / "needles.jsonl", haystack=DETECTION / "haystack.jsonl", lengths=spread(60, 240, 5), runs=300,
-    template="Context: {context}\n{question}", max_new_tokens=12)
+BUNDLED = dict(  # defaults for the bundled models, which read only their own language
+    needles=DETECTION / "needles.jsonl",
+    haystack=DETECTION / "haystack.jsonl",
+    lengths=spread(60, 240, 5),
+    runs=300,
+    template="Context: {context}\n{question}",
+    max_new_tokens=12,
+)
 
 
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
@@ -49,9 +54,13 @@ def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), publishe
     did."""
     prompt_ids = [int(i) for i in prompt_ids]
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
-        raise ValueError(f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
-                         "give (first token, last token + 1)")
-    [(ids, positions)] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+        raise ValueError(
+            f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
+            "give (first token, last token + 1)"
+        )
+    [(ids, positions)] = answer_batch(
+        model, [prompt_ids], [needle], max_new_tokens, eos_ids, published
+    )
     return head_scores(positions, ids, prompt_ids, needle, published), ids
 
 
@@ -65,22 +74,22 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     cache = model.new_cache([len(ids) - 1 for ids in prompts], max_new_tokens)
     tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
     model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
-    token, keys = torch.stack([ids[-1:] for ids in tokens]), []     # [B, 1]
+    token, keys = torch.stack([ids[-1:] for ids in tokens]), []  # [B, 1]
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
     answers, ended = [[] for _ in prompts], [False] * len(prompts)
     while not all(ended):
-        layers = []                                                 # L × [1, B, 1, H, C]
+        layers = []  # L × [1, B, 1, H, C]
         token = model(token, cache, probabilities=layers)[0].argmax(-1)
-        keys.append(torch.stack([p[0, :, 0].argmax(-1) for p in layers]))   # [L, B, H]
+        keys.append(torch.stack([p[0, :, 0].argmax(-1) for p in layers]))  # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
             if not ended[b]:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
                 ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
-    keys = model.shard.all_gather(torch.stack(keys))            # [S, L, B, H], heads of all ranks
+    keys = model.shard.all_gather(torch.stack(keys))  # [S, L, B, H], heads of all ranks
     # Keys of new tokens are numbered from P on, after those of the padded prompts.
     positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
-    return [(ids, positions[:len(ids), :, b]) for b, ids in enumerate(answers)]
+    return [(ids, positions[: len(ids), :, b]) for b, ids in enumerate(answers)]
 
 
 def head_scores(positions, generated, prompt_ids, needle, published=False):
@@ -91,7 +100,7 @@ def head_scores(positions, generated, prompt_ids, needle, published=False):
     start, end = needle
     ids, tokens = torch.tensor(prompt_ids), torch.tensor(generated)
     inside = (positions >= start) & (positions < end)
-    copies = inside & (ids[positions.where(inside, 0)] == tokens[:, None, None])     # [S, L, H]
+    copies = inside & (ids[positions.where(inside, 0)] == tokens[:, None, None])  # [S, L, H]
     if published:
         return copies.sum(0).double() / max(end - start, 1)
     distinct = set(prompt_ids[start:end])
@@ -105,7 +114,7 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
     if records:
         print(f"{path} has {len(records)} of {len(prompts)} runs", file=sys.stderr)
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
-        batch = run_batch(model, tokenizer, prompts[i:i + size], needles, facts, rouge)
+        batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts, rouge)
         if rank == 0:
             files.append(path, batch)
         records += batch
@@ -122,7 +131,9 @@ def stored_runs(path, facts):
     header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
     stored = header.get("header", {})
     if other := sorted(name for name in stored | facts if stored.get(name) != facts.get(name)):
-        raise ValueError(f"{path} is a detection with another {', '.join(other)}; delete it, or choose another --out")
+        raise ValueError(
+            f"{path} is a detection with another {', '.join(other)}; delete it, or choose another --out"
+        )
     files.write(path, [header, *records])
     return records
 
@@ -137,9 +148,17 @@ def run_batch(model, tokenizer, prompts, needles, facts, rouge):
         scores = head_scores(positions, answer, prompt, place["span"], published)
         text = tokenizer.decode(answer).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
-        records.append(place | {
-            "answer": text, "recall": round(recall, 4), "right": recall > SUCCESS,
-            "scores": {f"{i}-{j}": round(scores[i, j].item(), 6) for i, j in scores.nonzero().tolist()}})
+        records.append(
+            place
+            | {
+                "answer": text,
+                "recall": round(recall, 4),
+                "right": recall > SUCCESS,
+                "scores": {
+                    f"{i}-{j}": round(scores[i, j].item(), 6) for i, j in scores.nonzero().tolist()
+                },
+            }
+        )
     return records
 
 
@@ -147,7 +166,9 @@ def load_rouge():
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ImportError("heads.detect compares answers with rouge-score: pip install rouge-score") from None
+        raise ImportError(
+            "heads.detect compares answers with rouge-score: pip install rouge-score"
+        ) from None
     return RougeScorer(["rouge1"], use_stemmer=True)
 
 
@@ -164,12 +185,23 @@ def mean_scores(model, records, facts, min_success):
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c, right = model.config, [record["scores"] for record in records if record["right"]]
     if len(right) < min_success or not any(right):
-        raise ValueError(f"{summary(records)} (--min-success {min_success}); "
-                         f"{len(set().union(*right))} heads copied in right ones")
+        raise ValueError(
+            f"{summary(records)} (--min-success {min_success}); "
+            f"{len(set().union(*right))} heads copied in right ones"
+        )
     heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
-    means = {head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads}
-    return {"model": model.name, "n_layers": c.n_layers, "n_heads": c.n_heads, "samples": len(right),
-            "success_rate": round(len(right) / len(records), 4), "facts": facts, "scores": means}
+    means = {
+        head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads
+    }
+    return {
+        "model": model.name,
+        "n_layers": c.n_layers,
+        "n_heads": c.n_heads,
+        "samples": len(right),
+        "success_rate": round(len(right) / len(records), 4),
+        "facts": facts,
+        "scores": means,
+    }
 
 
 # The command line
@@ -185,8 +217,14 @@ def lengths(text):
 
 def template(text):
     """argparse type: a text with {context}, once, and {question}."""
-    if text.count("{context}") != 1 or "{question}" not in text or re.search("[\ud800-\udfff]", text):
-        raise argparse.ArgumentTypeError("must be UTF-8 text that contains {context}, once, and {question}")
+    if (
+        text.count("{context}") != 1
+        or "{question}" not in text
+        or re.search("[\ud800-\udfff]", text)
+    ):
+        raise argparse.ArgumentTypeError(
+            "must be UTF-8 text that contains {context}, once, and {question}"
+        )
     return text.replace("\\n", "\n")
 
 
@@ -194,24 +232,83 @@ def parse_args():
     p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
     add = p.add_argument
     cli.add_model_arguments(p)
-    add("--out", required=True, metavar="FILE", type=Path, help="head scores; FILE.runs.jsonl holds the runs")
-    add("--lengths", type=lengths, metavar="A:B:N", help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
-        "the model's context; with --published 1000 and 3579)")
-    add("--depths", type=cli.positive, default=10, metavar="N", help="needle depths, 0 to 100 %% (default 10)")
-    add("--needles", type=Path, default=HAYSTACK / "needles.jsonl", metavar="FILE", help="JSON Lines: needle, "
-        "question, real_needle, the part that answers (default: heads/haystack/needles.jsonl, or the miniature's)")
-    add("--haystack", type=Path, default=HAYSTACK, metavar="DIR|FILE",
-        help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn (default: heads/haystack)")
-    add("--runs", type=cli.positive, metavar="N", help="draw N runs, needles in turn (default: every combination)")
+    add(
+        "--out",
+        required=True,
+        metavar="FILE",
+        type=Path,
+        help="head scores; FILE.runs.jsonl holds the runs",
+    )
+    add(
+        "--lengths",
+        type=lengths,
+        metavar="A:B:N",
+        help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
+        "the model's context; with --published 1000 and 3579)",
+    )
+    add(
+        "--depths",
+        type=cli.positive,
+        default=10,
+        metavar="N",
+        help="needle depths, 0 to 100 %% (default 10)",
+    )
+    add(
+        "--needles",
+        type=Path,
+        default=HAYSTACK / "needles.jsonl",
+        metavar="FILE",
+        help="JSON Lines: needle, "
+        "question, real_needle, the part that answers (default: heads/haystack/needles.jsonl, or the miniature's)",
+    )
+    add(
+        "--haystack",
+        type=Path,
+        default=HAYSTACK,
+        metavar="DIR|FILE",
+        help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn (default: heads/haystack)",
+    )
+    add(
+        "--runs",
+        type=cli.positive,
+        metavar="N",
+        help="draw N runs, needles in turn (default: every combination)",
+    )
     add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
     add("--raw", action="store_true", default=None, help="plain text, no chat template")
-    add("--template", type=template, metavar="TEXT",
-        help="contains {context} and {question}; \\n is a new line (default: the text, then the question)")
-    add("--max-new-tokens", type=cli.positive, default=50, metavar="N", help="of an answer (default 50)")
-    add("--batch-size", type=cli.positive, default=4, metavar="N", help="runs decoded together (default 4)")
-    add("--min-success", type=cli.positive, default=10, metavar="N", help="right answers needed (default 10)")
-    add("--published", action="store_true", help="as the published runs: needle inserted and located by token ids, "
-        "their prompt, repeated tokens counted, answers end only at a new line's token or id 144")
+    add(
+        "--template",
+        type=template,
+        metavar="TEXT",
+        help="contains {context} and {question}; \\n is a new line (default: the text, then the question)",
+    )
+    add(
+        "--max-new-tokens",
+        type=cli.positive,
+        default=50,
+        metavar="N",
+        help="of an answer (default 50)",
+    )
+    add(
+        "--batch-size",
+        type=cli.positive,
+        default=4,
+        metavar="N",
+        help="runs decoded together (default 4)",
+    )
+    add(
+        "--min-success",
+        type=cli.positive,
+        default=10,
+        metavar="N",
+        help="right answers needed (default 10)",
+    )
+    add(
+        "--published",
+        action="store_true",
+        help="as the published runs: needle inserted and located by token ids, "
+        "their prompt, repeated tokens counted, answers end only at a new line's token or id 144",
+    )
     args = p.parse_args()
     bundled = Path(args.model).resolve() in (cli.MINIATURE, cli.MINIATURE / "amateur")
     if bundled and not args.published and args.haystack == HAYSTACK == args.needles.parent:
@@ -222,28 +319,48 @@ def parse_args():
 
 def make_facts(args, model, tokenizer, needles, texts):
     """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
-    published, chat = args.published, tokenizer.has_chat_template and not args.raw and not args.published
+    published, chat = (
+        args.published,
+        tokenizer.has_chat_template and not args.raw and not args.published,
+    )
     unused = ["template", "raw"] + ["seed"] * (not args.runs) if published else []
     cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
     cli.refuse_unused(args, {} if chat else {"template_args": "on plain text"})
     libraries = "torch", "tokenizers", "rouge-score", *["transformers"] * args.transformers
     longest = model.config.max_positions - args.max_new_tokens
     last = min(5000, longest)
-    first = max(last // 5, min(400, 3 * last // 4))         # in a short context the needle takes most of a prompt
+    first = max(
+        last // 5, min(400, 3 * last // 4)
+    )  # in a short context the needle takes most of a prompt
     prompt_lengths = args.lengths or (PUBLISHED_LENGTHS if published else spread(first, last, 5))
     if prompt_lengths[-1] > longest:
-        raise ValueError(f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
-                         f"{args.max_new_tokens} new ones; use lengths up to {longest}")
+        raise ValueError(
+            f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
+            f"{args.max_new_tokens} new ones; use lengths up to {longest}"
+        )
     return {
-        "model": model.name, "fingerprint": fingerprint(args.model), "lengths": prompt_lengths, "depths": args.depths,
-        "runs": args.runs, "seed": args.seed or 0, "needles": files.short_hash(json.dumps(needles).encode()),
+        "model": model.name,
+        "fingerprint": fingerprint(args.model),
+        "lengths": prompt_lengths,
+        "depths": args.depths,
+        "runs": args.runs,
+        "seed": args.seed or 0,
+        "needles": files.short_hash(json.dumps(needles).encode()),
         "haystack": files.short_hash(json.dumps(texts).encode()),
-        "template": PUBLISHED if published else args.template or TEMPLATE, "chat": chat,
-        "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {}) if chat else None,
-        "published": published, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
-        "device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "ranks": model.shard.size,
+        "template": PUBLISHED if published else args.template or TEMPLATE,
+        "chat": chat,
+        "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {})
+        if chat
+        else None,
+        "published": published,
+        "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "ranks": model.shard.size,
         "engine": "transformers" if args.transformers else "own",
-        "versions": {name: version(name) for name in libraries}}
+        "versions": {name: version(name) for name in libraries},
+    }
 
 
 def main():
@@ -252,7 +369,9 @@ def main():
         raise ValueError(f"--out {args.out} is a folder; give the name of a file")
     runs = Path(f"{args.out}.runs.jsonl")
     if args.out.exists() and not runs.exists():
-        raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; delete it, or choose another --out")
+        raise ValueError(
+            f"--out {args.out} exists, and its runs ({runs}) do not; delete it, or choose another --out"
+        )
     rouge, needles, texts = load_rouge(), read_needles(args.needles), read_haystack(args.haystack)
     model, tokenizer = cli.load_model(args.model, args)
     cli.limit_threads(model)
@@ -269,8 +388,11 @@ def main():
         result = mean_scores(model, records, facts, args.min_success)
         files.write(args.out, [result])
     best = sorted(result["scores"].items(), key=lambda item: -item[1])[:5]
-    print(f"{summary(records)}; best heads " + ", ".join(f"{head} {score:.3f}" for head, score in best)
-          + f"; wrote {args.out}")
+    print(
+        f"{summary(records)}; best heads "
+        + ", ".join(f"{head} {score:.3f}" for head, score in best)
+        + f"; wrote {args.out}"
+    )
 
 
 if __name__ == "__main__":

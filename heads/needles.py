@@ -16,29 +16,33 @@ from typing import NamedTuple
 
 from runtime.files import json_lines, read_text
 
-NEAR = 5                        # largest distance of the needle from its depth, in % of the context
+NEAR = 5  # largest distance of the needle from its depth, in % of the context
 PUBLISHED = "{context}Based on the content of the book, Question: {question}\nAnswer:"
-FULL_STOPS = (29889, 869)       # the published runs' ids of a full stop: Llama 2's, for every vocabulary
-SPARED = 200                    # tokens of the length that they left for question and answer
-COVERED = 0.9                   # share of the needle's token set by which they located it
+FULL_STOPS = (29889, 869)  # the published runs' ids of a full stop: Llama 2's, for every vocabulary
+SPARED = 200  # tokens of the length that they left for question and answer
+COVERED = 0.9  # share of the needle's token set by which they located it
 
 
 class Needle(NamedTuple):
     needle: str
     question: str
-    real_needle: str            # the part of the needle that answers the question; heads are scored on its tokens
+    real_needle: (
+        str  # the part of the needle that answers the question; heads are scored on its tokens
+    )
 
 
 class Sample(NamedTuple):
     book: int
-    length: int                 # tokens of the prompt, at most
-    depth: int                  # % of the haystack before the needle
+    length: int  # tokens of the prompt, at most
+    depth: int  # % of the haystack before the needle
     needle: int
 
 
 # A full stop and the like, closing quotes, white space, and what looks like a beginning; not after Mr. or an initial.
-SENTENCE_END = re.compile(r"""(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)(?<!\b[A-Z])"""
-                          r"""[.!?]["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])|[。！？]\s*""")
+SENTENCE_END = re.compile(
+    r"""(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)(?<!\b[A-Z])"""
+    r"""[.!?]["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])|[。！？]\s*"""
+)
 
 
 def read_needles(path):
@@ -47,7 +51,9 @@ def read_needles(path):
     for number, row in json_lines(path, complete=True):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
         if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
-            raise ValueError(f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of needle')
+            raise ValueError(
+                f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of needle'
+            )
         needles.append(needle)
     if not needles:
         raise ValueError(f"{path} holds no needles")
@@ -62,10 +68,14 @@ def read_haystack(path):
     if path.suffix == ".jsonl":
         texts = [str(row.get("text", "")).strip() for _, row in json_lines(path, complete=True)]
     else:
-        files = sorted(path.glob("*.txt")) or sorted(path.glob("*/*.txt")) if path.is_dir() else [path]
+        files = (
+            sorted(path.glob("*.txt")) or sorted(path.glob("*/*.txt")) if path.is_dir() else [path]
+        )
         texts = [read_text(file).strip() for file in files]
     if not any(texts):
-        raise ValueError(f"--haystack {path} holds no text; give a text file, or a folder with .txt files")
+        raise ValueError(
+            f"--haystack {path} holds no text; give a text file, or a folder with .txt files"
+        )
     return texts
 
 
@@ -77,16 +87,30 @@ def make_prompts(facts, needles, texts, tokenizer):
     lengths, published, prompts = facts["lengths"], facts["published"], {}
     samples = plan(len(needles), len(texts), lengths, facts["depths"], facts["runs"], facts["seed"])
     if not published:
-        texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in range(min(len(texts), len(needles)))]
+        texts = [
+            make_book(tokenizer, texts, i, lengths[-1])
+            for i in range(min(len(texts), len(needles)))
+        ]
     for sample in samples:
         arguments = sample, needles[sample.needle], texts[sample.book], tokenizer
-        ids, span, at = make_published_prompt(*arguments) if published else make_prompt(*arguments, facts)
-        record = {"needle": sample.needle, "length": sample.length, "depth": sample.depth, "at": at,
-                  "tokens": len(ids), "span": list(span)}
+        ids, span, at = (
+            make_published_prompt(*arguments) if published else make_prompt(*arguments, facts)
+        )
+        record = {
+            "needle": sample.needle,
+            "length": sample.length,
+            "depth": sample.depth,
+            "at": at,
+            "tokens": len(ids),
+            "span": list(span),
+        }
         prompts[sample if published else tuple(ids)] = ids, record
     if len(prompts) < len(samples):
-        warnings.warn(f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a prompt: in "
-                      "short --lengths a needle has few places", stacklevel=2)
+        warnings.warn(
+            f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a prompt: in "
+            "short --lengths a needle has few places",
+            stacklevel=2,
+        )
     return list(prompts.values())
 
 
@@ -94,9 +118,15 @@ def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another length and depth."""
     rng, grid = random.Random(seed), list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
-    samples = [Sample(i % n_books, *place, i) for turn in zip(*places, strict=True) for i, place in enumerate(turn)]
+    samples = [
+        Sample(i % n_books, *place, i)
+        for turn in zip(*places, strict=True)
+        for i, place in enumerate(turn)
+    ]
     if runs and runs > len(samples):
-        raise ValueError(f"--runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs")
+        raise ValueError(
+            f"--runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs"
+        )
     return sorted(samples[:runs])
 
 
@@ -110,7 +140,7 @@ def make_book(tokenizer, texts, first, length):
 
     Returns the text, the characters at which its sentences start, 0 first, and the number of tokens before each."""
     joined = "".join(text + "\n\n" for text in texts[first:] + texts[:first])
-    size = 16 * length                                          # characters: longer tokens are rare
+    size = 16 * length  # characters: longer tokens are rare
     text = (joined * math.ceil(size / len(joined)))[:size]
     bounds = [0] + [match.end() for match in SENTENCE_END.finditer(text)]
     starts = [start for start, _ in tokenizer.core.encode(text, add_special_tokens=False).offsets]
@@ -123,22 +153,28 @@ def make_prompt(sample, needle, book, tokenizer, facts):
     facts: "template" contains {context} and {question}; "template_args" are the arguments of the chat template, None
     without one; "seed". Returns the ids, the needle's tokens (first, last + 1), its depth in %."""
     text, bounds, counts = book
-    head, tail = (part.replace("{question}", needle.question) for part in facts["template"].split("{context}"))
+    head, tail = (
+        part.replace("{question}", needle.question) for part in facts["template"].split("{context}")
+    )
     encode_chat = partial(encode_message, tokenizer, template_args=facts["template_args"])
     room = sample.length - len(encode_chat(f"{head}{needle.needle} {tail}")[0])
     # The joined text may have more tokens than its parts, so the first attempt may be too long.
     for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
         end, rng = bounds[last], random.Random(f"{facts['seed']} {sample}")
-        at = choose_boundary(bounds[:last + 1], sample.depth, rng)
+        at = choose_boundary(bounds[: last + 1], sample.depth, rng)
         context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
         ids, offsets, shift = encode_chat(head + context + tail)
         if len(ids) <= sample.length:
             break
     else:
-        raise ValueError(f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which takes "
-                         f"{len(ids)} with its question")
+        raise ValueError(
+            f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which takes "
+            f"{len(ids)} with its question"
+        )
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
-    inside = [i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first]
+    inside = [
+        i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first
+    ]
     return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)
 
 
@@ -152,10 +188,16 @@ def choose_boundary(bounds, depth, rng):
 def encode_message(tokenizer, message, template_args):
     """Ids of a prompt, the characters [start, end) of each, and the position of the message in the rendered text."""
     plain = template_args is None
-    text = message if plain else tokenizer.render([{"role": "user", "content": message}], template_args=template_args)
+    text = (
+        message
+        if plain
+        else tokenizer.render([{"role": "user", "content": message}], template_args=template_args)
+    )
     start = text.find(message.strip())
     if start < 0:
-        raise ValueError("the chat template rewrites the message, so the needle cannot be located in it; use --raw")
+        raise ValueError(
+            "the chat template rewrites the message, so the needle cannot be located in it; use --raw"
+        )
     encoding = tokenizer.core.encode(text, add_special_tokens=plain)
     return encoding.ids, encoding.offsets, start - (len(message) - len(message.lstrip()))
 
@@ -168,22 +210,32 @@ def make_published_prompt(sample, needle, text, tokenizer):
     located by the first window of its length with more than 90 % of its token set, by (-1, -1) without one."""
     decode = partial(tokenizer.core.decode, skip_special_tokens=False)
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
-    context = encode(tokenizer, decode(encode(tokenizer, text)[:sample.length]))
+    context = encode(tokenizer, decode(encode(tokenizer, text)[: sample.length]))
     inserted = encode(tokenizer, needle.needle)
     if len(context) + len(inserted) > sample.length - SPARED:
-        context = context[:sample.length - SPARED - len(inserted)]      # the end may be negative, as in their code
+        context = context[
+            : sample.length - SPARED - len(inserted)
+        ]  # the end may be negative, as in their code
     at = len(context)
     if sample.depth < 100:
         at = int(at * (sample.depth / 100))
         while at and context[at - 1] not in FULL_STOPS:
             at -= 1
     haystack = decode(context[:at] + inserted + context[at:])
-    ids = encode(tokenizer, PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question))
+    ids = encode(
+        tokenizer, PUBLISHED.replace("{context}", haystack).replace("{question}", needle.question)
+    )
     needle_ids = tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids
     n, tokens = len(needle_ids), set(needle_ids)
-    starts = (i for i in range(len(ids)) if len(tokens & set(ids[i:i + n])) / len(tokens) > COVERED)
+    starts = (
+        i for i in range(len(ids)) if len(tokens & set(ids[i : i + n])) / len(tokens) > COVERED
+    )
     start = next(starts, None)
-    return ids, (-1, -1) if start is None else (start, start + n), round(100 * at / max(len(context), 1), 2)
+    return (
+        ids,
+        (-1, -1) if start is None else (start, start + n),
+        round(100 * at / max(len(context), 1), 2),
+    )
 
 
 @lru_cache(maxsize=4)

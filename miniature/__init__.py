@@ -1,1 +1,0 @@
-import runtime  # noqa: F401

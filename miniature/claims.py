@@ -17,11 +17,11 @@ import cli
 from heads import load_scores
 from heads.sources import attended
 from model import Transformer
-from report import stored
-from tasks import metrics
+from paper.report import stored
+from paper.tasks import metrics
 from tokenizer import Tokenizer
 
-NUMBERS = (1, 4)                        # of heads that are masked; for each there are runs with random heads
+NUMBERS = (1, 4)  # of heads that are masked; for each there are runs with random heads
 DECORE = "DeCoRe entropy, N = 4"
 
 
@@ -37,8 +37,12 @@ def read_runs(folder):
 def right(runs, split, setup="greedy"):
     """1 for each item with the right answer and 0 for the others, [draws, items]. One draw unless heads are random."""
     if (split, setup) not in runs:
-        raise ValueError(f"there is no run of {setup} on miniature-{split}: run python -m miniature.make")
-    return np.array([[row["exact_match"] for row in run.values] for run in runs[split, setup]], float)
+        raise ValueError(
+            f"there is no run of {setup} on miniature-{split}: run python -m miniature.make"
+        )
+    return np.array(
+        [[row["exact_match"] for row in run.values] for run in runs[split, setup]], float
+    )
 
 
 class Percent:
@@ -66,12 +70,15 @@ def change(runs, split, setup, other="greedy"):
 # Each function tests the claim in its docstring. It returns whether the claim holds, and the measured numbers. What
 # counts as holding was fixed before the numbers were known, except for claim 7.
 
+
 def sparse(runs):
     """Retrieval heads are few: at most a fifth of the heads score above 0.1, the best above 0.5"""
     scores = np.array(sorted(load_scores("miniature").values(), reverse=True))
     share = np.mean(scores > 0.1)
     best = ", ".join(f"{score:.3f}" for score in scores[:5])
-    return 0 < share <= 0.2 and scores[0] > 0.5, f"{share:.1%} of {len(scores)} heads; the best five: {best}"
+    return 0 < share <= 0.2 and scores[
+        0
+    ] > 0.5, f"{share:.1%} of {len(scores)} heads; the best five: {best}"
 
 
 def reading(runs):
@@ -79,8 +86,13 @@ def reading(runs):
     greedy = right(runs, "open")
     holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
-        top, others = right(runs, "open", f"masked, N = {n}"), right(runs, "open", f"masked, N = {n}, random heads")
-        holds.append(top.mean() < greedy.mean() / 2 < others.mean() and Percent(others.mean(0) - top).low > 0)
+        top, others = (
+            right(runs, "open", f"masked, N = {n}"),
+            right(runs, "open", f"masked, N = {n}, random heads"),
+        )
+        holds.append(
+            top.mean() < greedy.mean() / 2 < others.mean() and Percent(others.mean(0) - top).low > 0
+        )
         measured += f"; N = {n}: {Percent(top)}, random heads {Percent(others)}"
     return all(holds), measured
 
@@ -89,7 +101,9 @@ def recall(runs):
     """Masking the top N heads costs less closed-book recall than answers from the passage"""
     holds, measured = [], []
     for n in NUMBERS:
-        closed, opened = (change(runs, split, "greedy", f"masked, N = {n}") for split in ("closed", "open"))
+        closed, opened = (
+            change(runs, split, "greedy", f"masked, N = {n}") for split in ("closed", "open")
+        )
         holds.append(closed.high < opened.low)
         measured.append(f"N = {n}: {closed} against {opened}")
     return all(holds), "points lost at " + "; ".join(measured)
@@ -100,65 +114,101 @@ def faithful(runs):
     greedy = right(runs, "conflict")
     holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
-        top, others = (right(runs, "conflict", f"DeCoRe entropy, N = {n}{heads}") for heads in ("", ", random heads"))
+        top, others = (
+            right(runs, "conflict", f"DeCoRe entropy, N = {n}{heads}")
+            for heads in ("", ", random heads")
+        )
         holds.append(Percent(top - greedy).low > 0 and Percent(top - others.mean(0)).low > 0)
-        measured += (f"; N = {n}: {Percent(top)}, won {(top > greedy).sum()}, lost {(top < greedy).sum()}, "
-                     f"random heads {Percent(others)}")
+        measured += (
+            f"; N = {n}: {Percent(top)}, won {(top > greedy).sum()}, lost {(top < greedy).sum()}, "
+            f"random heads {Percent(others)}"
+        )
     return all(holds), measured
 
 
 def cost(runs):
     """Without a conflict DeCoRe entropy (N = 4) costs less than a point"""
     changes = {split: change(runs, split, DECORE) for split in ("open", "closed", "irrelevant")}
-    return (all(won.low > -1 for won in changes.values()),
-            "change " + ", ".join(f"{split} {won}" for split, won in changes.items()))
+    return (
+        all(won.low > -1 for won in changes.values()),
+        "change " + ", ".join(f"{split} {won}" for split, won in changes.items()),
+    )
 
 
 def entropies(runs):
     """On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N = 4)"""
     correct = right(runs, "conflict")[0] == 1
-    base, contrasted = (stored.base_entropies(runs["conflict", setup][0]) for setup in ("greedy", DECORE))
+    base, contrasted = (
+        stored.base_entropies(runs["conflict", setup][0]) for setup in ("greedy", DECORE)
+    )
     t = ttest_ind(base[correct], base[~correct], equal_var=False, alternative="less").pvalue
     u = mannwhitneyu(base[correct], base[~correct], alternative="less").pvalue
-    return (max(t, u) < 0.05 and Percent((contrasted - base)[None]).high < 0,
-            f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats (p = {t:.2g}, t-test; "
-            f"{u:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats")
+    return (
+        max(t, u) < 0.05 and Percent((contrasted - base)[None]).high < 0,
+        f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats (p = {t:.2g}, t-test; "
+        f"{u:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats",
+    )
 
 
 def masks(runs):
     """Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than 2 points"""
-    query, prompt = (change(runs, "conflict", f"{DECORE}, {option}", DECORE)
-                     for option in ("query mask", "mask prompt True"))
-    return (all(-2 < won.low and won.high < 2 for won in (query, prompt)), f"query {query}, masked prompt {prompt}")
+    query, prompt = (
+        change(runs, "conflict", f"{DECORE}, {option}", DECORE)
+        for option in ("query mask", "mask prompt True")
+    )
+    return (
+        all(-2 < won.low and won.high < 2 for won in (query, prompt)),
+        f"query {query}, masked prompt {prompt}",
+    )
 
 
 def pointing(runs):
     """Retrieval heads point at what is copied, random heads do not: the place that most of them attend to is in the
     passage's answer for more than half of DeCoRe's right answers (N = 4)"""
     [run] = runs["conflict", DECORE]
-    sets = [[tuple(map(int, name.split("-"))) for name in one.header["heads"]]
-            for one in (run, *runs["conflict", f"{DECORE}, random heads"])]
-    model, tokenizer = Transformer.load(cli.MINIATURE, dtype=torch.float32), Tokenizer.load(cli.MINIATURE)
+    sets = [
+        [tuple(map(int, name.split("-"))) for name in one.header["heads"]]
+        for one in (run, *runs["conflict", f"{DECORE}, random heads"])
+    ]
+    model, tokenizer = (
+        Transformer.load(cli.MINIATURE, dtype=torch.float32),
+        Tokenizer.load(cli.MINIATURE),
+    )
     hits = []
     for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
         if not correct:
             continue
         text, answer = line["question"], line["references"][0]
-        before = f"he {text.rpartition('Answer: The ')[2]} "                # "he capital of X is "
+        before = f"he {text.rpartition('Answer: The ')[2]} "  # "he capital of X is "
         start = text.index(f"{before}{answer}.") + len(before)
         prompt = tokenizer.core.encode(text)
-        span = {i for i, (first, end) in enumerate(prompt.offsets) if first < start + len(answer) and end > start}
-        places = attended(model, prompt.ids, line["ids"][:1])[0].tolist()   # [L][H]
+        span = {
+            i
+            for i, (first, end) in enumerate(prompt.offsets)
+            if first < start + len(answer) and end > start
+        }
+        places = attended(model, prompt.ids, line["ids"][:1])[0].tolist()  # [L][H]
         # Of several positions that most heads attend to, the first in the order of the heads.
-        tops = [Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0] for heads in sets]
+        tops = [
+            Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0]
+            for heads in sets
+        ]
         hits.append([top in span for top in tops])
-    top, others = np.split(np.array(hits, float).T, [1])                    # [1, items], [draws, items]
+    top, others = np.split(np.array(hits, float).T, [1])  # [1, items], [draws, items]
     top, others = Percent(top), Percent(others)
     return top.low > 50 > others.high, f"{top} of {len(hits)}, random heads {others}"
 
 
-CLAIMS = {"1": sparse, "2": reading, "3": recall, "4": faithful, "4, cost": cost, "5": entropies, "6": masks,
-          "7": pointing}
+CLAIMS = {
+    "1": sparse,
+    "2": reading,
+    "3": recall,
+    "4": faithful,
+    "4, cost": cost,
+    "5": entropies,
+    "6": masks,
+    "7": pointing,
+}
 
 
 def table(folder):
@@ -166,12 +216,20 @@ def table(folder):
     runs, lines = read_runs(folder), ["| | claim | holds | measured |", "|---|---|---|---|"]
     for name, claim in CLAIMS.items():
         holds, measured = claim(runs)
-        lines.append(f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |")
+        lines.append(
+            f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |"
+        )
     greedy = {split: run for (split, setup), [run, *_] in runs.items() if setup == "greedy"}
     items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())
     about = greedy["open"].header
-    return "\n".join([*lines, "", f"Items: {items}. {about['dtype']}, {about['device']}, torch "
-                      f"{about['versions']['torch']}, commit {str(about['commit'])[:8]}, {about['date']}."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Items: {items}. {about['dtype']}, {about['device']}, torch "
+            f"{about['versions']['torch']}, commit {str(about['commit'])[:8]}, {about['date']}.",
+        ]
+    )
 
 
 def main():

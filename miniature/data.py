@@ -26,37 +26,60 @@ import cli
 
 N_COUNTRIES = 64
 RELATIONS = ("capital", "ruler", "longest river", "language", "founder")
-N_TRAINED_CONFLICTS = 64        # of the 320 facts; only test splits contradict the others
-POPULARITY = 10                 # the most frequent fact is ten times as frequent as the rarest; log-uniform between
+N_TRAINED_CONFLICTS = 64  # of the 320 facts; only test splits contradict the others
+POPULARITY = (
+    10  # the most frequent fact is ten times as frequent as the rarest; log-uniform between
+)
 
 # Shares of the kinds: first the model learns to copy, then it learns facts, and a little about conflicts.
 COPYING = {"open": 0.95, "closed": 0.05}
 EVERYTHING = {"closed": 0.30, "open": 0.33, "agree": 0.12, "irrelevant": 0.15, "conflict": 0.10}
 
 SPLITS = ("conflict", "conflict-known", "open", "closed", "irrelevant", "needle")
-MOST = (5, 4)                   # facts and filler sentences in a passage
+MOST = (5, 4)  # facts and filler sentences in a passage
 
 ONSETS, VOWELS = "b br c d dr f g gr h k kr l m n p r s st t th tr v w z".split(), "aeiou"
 CODAS = ("", "", "", "l", "m", "n", "r", "s", "rn", "nd", "lt", "v")
 PEOPLE = "a ric wyn mund as ina or elle ard eus is old".split()
 ENDINGS = {
     "country": "ia land mark or esse ovia un eth ara und mar ica".split(),
-    "capital": "holm burg ton haven mouth stad mere ford gard port wick dal".split(), "ruler": PEOPLE,
+    "capital": "holm burg ton haven mouth stad mere ford gard port wick dal".split(),
+    "ruler": PEOPLE,
     "longest river": "a el ine esk une ava ow is en ira ond ey".split(),
-    "language": "ish ic an ese ari esh in ul ak onian ene ot".split(), "founder": PEOPLE}
+    "language": "ish ic an ese ari esh in ul ak onian ene ot".split(),
+    "founder": PEOPLE,
+}
 
-OPENERS = ("Today ", "Travellers know that ", "Every child learns that ", "The old maps agree that ", "As a rule, ",
-           "The chronicle says that ", "In our time ", "Merchants will tell you that ")
+OPENERS = (
+    "Today ",
+    "Travellers know that ",
+    "Every child learns that ",
+    "The old maps agree that ",
+    "As a rule, ",
+    "The chronicle says that ",
+    "In our time ",
+    "Merchants will tell you that ",
+)
 
 # {a} adjective, {n} goods, {p} place, {d} time of day, {s} season
 FILLERS = (
-    "Snow lies on the {a} hills until late {s}.", "The market by the {p} opens at {d}.",
-    "A cold wind blows from the {p}.", "Nobody crosses the {p} before {d}.",
-    "The {n} is kept in a {a} house near the {p}.", "Bread and {n} are sold at the {p}.",
-    "Old people still sing about the {a} {p}.", "The road to the {p} is {a} and slow.",
-    "At {d} the bells ring over the {p}.", "A {a} path leads to the {p}.", "Children carry {n} to the {p} at {d}.",
-    "The {p} is {a} at {d}.", "Few visitors have seen the {a} {p}.", "The guide pays in {n} and sleeps until {d}.",
-    "Rain fills the {p} every {s}.", "There is {n} in every kitchen.", "The harvest ends in {s} with songs and {n}.",
+    "Snow lies on the {a} hills until late {s}.",
+    "The market by the {p} opens at {d}.",
+    "A cold wind blows from the {p}.",
+    "Nobody crosses the {p} before {d}.",
+    "The {n} is kept in a {a} house near the {p}.",
+    "Bread and {n} are sold at the {p}.",
+    "Old people still sing about the {a} {p}.",
+    "The road to the {p} is {a} and slow.",
+    "At {d} the bells ring over the {p}.",
+    "A {a} path leads to the {p}.",
+    "Children carry {n} to the {p} at {d}.",
+    "The {p} is {a} at {d}.",
+    "Few visitors have seen the {a} {p}.",
+    "The guide pays in {n} and sleeps until {d}.",
+    "Rain fills the {p} every {s}.",
+    "There is {n} in every kitchen.",
+    "The harvest ends in {s} with songs and {n}.",
     "Boats bring {n} to the {a} {p}.",
 )
 WORDS = {
@@ -89,7 +112,9 @@ def new_name(rng, kind, unseen, avoid):
     """Draw a name of two to four syllables. unseen: whether it is one of the held-out names."""
     while True:
         length = rng.choice((1, 1, 2))
-        stem = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(length))
+        stem = "".join(
+            rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(length)
+        )
         name = (stem + rng.choice(ENDINGS[kind])).capitalize()
         if held_out(name) == unseen and name not in avoid:
             return name
@@ -123,10 +148,13 @@ def other_facts(rng, fact, n, unseen):
     others = {}
     while len(others) < n:
         kind = rng.random()
-        if kind < 0.15:         # another fact of the same country
+        if kind < 0.15:  # another fact of the same country
             relation = rng.choice([r for r in RELATIONS if r != fact.relation])
-            other = (next(f for f in FACTS if f[:2] == (fact.country, relation)) if fact.country in NAMES
-                     else made_up(rng, unseen, fact.country, relation))
+            other = (
+                next(f for f in FACTS if f[:2] == (fact.country, relation))
+                if fact.country in NAMES
+                else made_up(rng, unseen, fact.country, relation)
+            )
         elif kind < 0.30:
             other = rng.choice(FACTS)
         else:
@@ -186,12 +214,21 @@ def documents(mixture, seed, most=MOST):
 def make_split(name, n, seed=0):
     """Make n test items of a split (see README.md). Passages use held-out names, except in facts of the world."""
     if name == "closed" and n > len(FACTS):
-        raise ValueError(f"--n {n}: the closed split has {len(FACTS)} facts; ask for at most as many")
+        raise ValueError(
+            f"--n {n}: the closed split has {len(FACTS)} facts; ask for at most as many"
+        )
     rng = random.Random(f"{name}/{seed}")
     facts = [fact for fact in FACTS if not (name.startswith("conflict") and fact in CONFLICTS)]
     rng.shuffle(facts)
-    return [make_item(rng, name, made_up(rng, unseen=True) if name in ("open", "needle") else fact, unseen=True)
-            for fact in islice(cycle(facts), n)]
+    return [
+        make_item(
+            rng,
+            name,
+            made_up(rng, unseen=True) if name in ("open", "needle") else fact,
+            unseen=True,
+        )
+        for fact in islice(cycle(facts), n)
+    ]
 
 
 def main():

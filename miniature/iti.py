@@ -18,19 +18,24 @@ from miniature.data import make_split
 from model import Transformer
 from tokenizer import Tokenizer
 
-HEADS, STRENGTH = 4, 5.0                # heads to shift, and how far, in standard deviations
-ITEMS, SEED = 128, 2                    # the claims are tested on the items of seed 0
+HEADS, STRENGTH = 4, 5.0  # heads to shift, and how far, in standard deviations
+ITEMS, SEED = 128, 2  # the claims are tested on the items of seed 0
 
 
 def make_shifts():
     """{(layer, head): shift [K]}."""
-    items, fit = make_split("conflict", ITEMS, SEED), ITEMS // 2                # the other half measures the accuracy
-    right = head_outputs([f"{item.prompt} {item.answer}" for item in items])                    # [items, L, H, K]
+    items, fit = (
+        make_split("conflict", ITEMS, SEED),
+        ITEMS // 2,
+    )  # the other half measures the accuracy
+    right = head_outputs([f"{item.prompt} {item.answer}" for item in items])  # [items, L, H, K]
     wrong = head_outputs([f"{item.prompt} {item.memory}" for item in items])
-    direction = F.normalize(right[:fit].mean(0) - wrong[:fit].mean(0), dim=-1)                  # [L, H, K]
-    right, wrong = (right * direction).sum(-1), (wrong * direction).sum(-1)                     # [items, L, H]
+    direction = F.normalize(right[:fit].mean(0) - wrong[:fit].mean(0), dim=-1)  # [L, H, K]
+    right, wrong = (right * direction).sum(-1), (wrong * direction).sum(-1)  # [items, L, H]
     middle = (right[:fit].mean(0) + wrong[:fit].mean(0)) / 2
-    accuracy = (right > middle)[fit:].float().mean(0) + (wrong <= middle)[fit:].float().mean(0)     # times two
+    accuracy = (right > middle)[fit:].float().mean(0) + (wrong <= middle)[fit:].float().mean(
+        0
+    )  # times two
     deviation = torch.cat([right[:fit], wrong[:fit]]).std(0)
     best = accuracy.flatten().argsort(descending=True)[:HEADS].tolist()
     heads = [divmod(i, accuracy.shape[1]) for i in best]
@@ -40,10 +45,15 @@ def make_shifts():
 @torch.inference_mode()
 def head_outputs(texts):
     """Output of each of the miniature's heads at the last token, before the output projection: [texts, L, H, K]."""
-    model, tokenizer = Transformer.load(cli.MINIATURE, dtype=torch.float32), Tokenizer.load(cli.MINIATURE)
+    model, tokenizer = (
+        Transformer.load(cli.MINIATURE, dtype=torch.float32),
+        Tokenizer.load(cli.MINIATURE),
+    )
     outputs, c = [], model.config
     for layer in model.layers:
-        layer.attn.o.register_forward_pre_hook(lambda _, args: outputs.append(args[0].flatten(0, -2)[-1]))
+        layer.attn.o.register_forward_pre_hook(
+            lambda _, args: outputs.append(args[0].flatten(0, -2)[-1])
+        )
     for text in texts:
         model(torch.tensor([tokenizer.encode(text)]))
     return torch.stack(outputs).view(len(texts), c.n_layers, c.n_heads, c.head_dim)
@@ -53,7 +63,9 @@ def write(folder, shifts):
     """Write the miniature with biases on q, k, v (zeros) and o. shifts: {(layer, head): [K]}."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in cli.MINIATURE.glob("*.json"):
-        text = path.read_text(encoding="utf-8").replace('"attention_bias": false', '"attention_bias": true')
+        text = path.read_text(encoding="utf-8").replace(
+            '"attention_bias": false', '"attention_bias": true'
+        )
         (folder / path.name).write_text(text, encoding="utf-8")
     weights = load_file(cli.MINIATURE / "model.safetensors")
     for name in [name for name in weights if "self_attn" in name]:
@@ -67,7 +79,9 @@ def write(folder, shifts):
 
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new checkpoint")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the new checkpoint"
+    )
     args, shifts = parser.parse_args(), make_shifts()
     write(args.out, shifts)
     print("shifted heads " + ", ".join(f"{layer}-{head}" for layer, head in shifts))

@@ -27,19 +27,44 @@ from runtime.weights import named_tensors
 BOS, EOS = "<|begin|>", "<|end|>"
 VOCAB = 640
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 192,
-    "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
-    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
-    "torch_dtype": "float16"}
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float16",
+}
 GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
-TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "model_max_length": 256,
-             "clean_up_tokenization_spaces": False}
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": BOS,
+    "eos_token": EOS,
+    "model_max_length": 256,
+    "clean_up_tokenization_spaces": False,
+}
 # The amateur of contrastive decoding and of DeCoRe entropy-lite has a quarter of the parameters. It also trains for
 # fewer steps: after 2,400 it knew as much as the miniature.
 AMATEUR_STEPS = 1000
-AMATEUR = CONFIG | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-STEPS, WARMUP, DECAY = 2800, 60, 0.4                          # decay: linear, over the last share of the steps
+AMATEUR = CONFIG | {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+STEPS, WARMUP, DECAY = 2800, 60, 0.4  # decay: linear, over the last share of the steps
 # First step: mixture of documents, largest numbers of facts and of filler sentences in a passage. Short passages come
 # first: the model then copies after 120 steps; with long passages it did not copy after 650.
 STAGES = {0: (data.COPYING, (1, 1)), 250: (data.COPYING, (3, 2)), 600: (data.EVERYTHING, data.MOST)}
@@ -49,14 +74,22 @@ ALONE, MASKED = 1200, 0.1
 BATCH, LENGTH = 8, 256
 MUON = {"lr": 0.015, "momentum": 0.95, "weight_decay": 0.05}  # matrices
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
-TEXT_WEIGHT = 0.05                                            # of the loss outside answers, where it is 1
+TEXT_WEIGHT = 0.05  # of the loss outside answers, where it is 1
 
 
 def make_tokenizer():
     """Train a byte-level BPE. Encoding adds the BOS; a document is BOS, text, EOS."""
-    tokenizer, documents = ByteLevelBPETokenizer(), islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000)
-    tokenizer.train_from_iterator((f"{item.prompt} {item.answer}." for item in documents), VOCAB, min_frequency=0,
-                                  special_tokens=[BOS, EOS], show_progress=False)
+    tokenizer, documents = (
+        ByteLevelBPETokenizer(),
+        islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000),
+    )
+    tokenizer.train_from_iterator(
+        (f"{item.prompt} {item.answer}." for item in documents),
+        VOCAB,
+        min_frequency=0,
+        special_tokens=[BOS, EOS],
+        show_progress=False,
+    )
     tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     return tokenizer
 
@@ -73,7 +106,7 @@ def batches(tokenizer, documents):
                 answer = tokenizer.encode(f" {item.answer}.{EOS}", add_special_tokens=False).ids
                 text += prompt + answer
                 counts += [0.0] + [TEXT_WEIGHT] * (len(prompt) - 1) + [1.0] * len(answer)
-            batch.append((text[:LENGTH + 1], counts[:LENGTH + 1]))
+            batch.append((text[: LENGTH + 1], counts[: LENGTH + 1]))
         tokens, counts = zip(*batch, strict=True)
         yield torch.tensor(tokens), torch.tensor(counts)
 
@@ -88,7 +121,7 @@ def loss_of(logits, tokens, counts):
 def initialise(parameters):
     """Draw matrices from a normal distribution and set norms to one. parameters: checkpoint name → tensor."""
     generator = torch.Generator().manual_seed(0)
-    for _, parameter in sorted(parameters.items()):         # the order fixes which numbers a matrix gets
+    for _, parameter in sorted(parameters.items()):  # the order fixes which numbers a matrix gets
         if parameter.ndim == 2:
             parameter.normal_(0, 0.02, generator=generator)
         else:
@@ -116,12 +149,12 @@ def choose_copier(model, tokens, counts, generator):
     """The head of the last layer whose masking raises the loss most. Reinitialises the layer's other heads."""
     c, attn = model.config, model.layers[-1].attn
     head_mask = make_head_mask([[(c.n_layers - 1, head)] for head in range(c.n_heads)], model)
-    rows = model(tokens[:, :-1], None, head_mask)                                   # [H, B, T, V]
+    rows = model(tokens[:, :-1], None, head_mask)  # [H, B, T, V]
     copier = int(torch.stack([loss_of(logits, tokens, counts) for logits in rows]).argmax())
     for head in range(c.n_heads):
         if head != copier:
             part = slice(head * c.head_dim, (head + 1) * c.head_dim)
-            for weight in (attn.qkv.weight[part], attn.o.weight[:, part]):          # queries and outputs
+            for weight in (attn.qkv.weight[part], attn.o.weight[:, part]):  # queries and outputs
                 weight.normal_(0, 0.02, generator=generator)
     return copier
 
@@ -129,7 +162,9 @@ def choose_copier(model, tokens, counts, generator):
 def train(model, tokenizer, steps):
     """Train the model in place."""
     initialise(named_tensors(model))
-    others = [p for name, p in model.named_parameters() if ".attn." not in name and ".mlp." not in name]
+    others = [
+        p for name, p in model.named_parameters() if ".attn." not in name and ".mlp." not in name
+    ]
     adamw = torch.optim.AdamW(others, **ADAMW)
     matrices = {name: part for name, part in named_tensors(model).items() if "_proj" in name}
     velocities = {name: torch.zeros_like(matrix) for name, matrix in matrices.items()}
@@ -148,11 +183,13 @@ def train(model, tokenizer, steps):
         loss = loss_of(model(tokens[:, :-1], None, head_mask)[0], tokens, counts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scale = min(1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps))       # warm-up, constant, decay to zero
+        scale = min(
+            1, (step + 1) / WARMUP, (steps - step) / (DECAY * steps)
+        )  # warm-up, constant, decay to zero
         adamw.param_groups[0]["lr"] = ADAMW["lr"] * scale
         adamw.step()
         gradients = named_tensors(model, lambda parameter: parameter.grad)
-        for name, matrix in matrices.items():           # the separate matrices of fused ones
+        for name, matrix in matrices.items():  # the separate matrices of fused ones
             muon_step(matrix, gradients[name], velocities[name], scale)
         model.zero_grad()
         progress.set_postfix(loss=loss.item(), refresh=False)
@@ -163,7 +200,11 @@ def write_checkpoint(folder, config, steps):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    for name, value in (("config", config), ("generation_config", GENERATION), ("tokenizer_config", TOKENIZER)):
+    for name, value in (
+        ("config", config),
+        ("generation_config", GENERATION),
+        ("tokenizer_config", TOKENIZER),
+    ):
         (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
     model = Transformer(Config.from_checkpoint(folder))
     train(model, tokenizer, steps)
@@ -173,7 +214,9 @@ def write_checkpoint(folder, config, steps):
 
 def main():
     parser = cli.parser(__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoint"
+    )
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
     args = parser.parse_args()
     torch.set_num_threads(1)

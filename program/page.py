@@ -10,8 +10,10 @@ from statistics import fmean
 import torch
 from jinja2 import Environment, FileSystemLoader
 
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-render = TEMPLATES.get_template("page.html").render             # (title=…, parts=[…]) → the page as a text
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+)
+render = TEMPLATES.get_template("page.html").render  # (title=…, parts=[…]) → the page as a text
 
 
 def write_page(path, model, tokenizer, answers, decoder):
@@ -25,7 +27,11 @@ def write_page(path, model, tokenizer, answers, decoder):
         for i, (line, (batch, settings)) in enumerate(zip(lines, answers, strict=True)):
             is_decore = line["method"].startswith("decore")
             favourites = masked_favourites(model, line, settings, decoder) if is_decore else None
-            parts.append(answer_part(tokenizer, line["method"], f"g{i * len(batch) + b}", line, prompt, favourites))
+            parts.append(
+                answer_part(
+                    tokenizer, line["method"], f"g{i * len(batch) + b}", line, prompt, favourites
+                )
+            )
     if model.shard.rank == 0:
         Path(path).write_text(render(title=model.name, parts=parts), encoding="utf-8")
 
@@ -48,21 +54,34 @@ def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verd
     written, tokens = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids), []
     for text, positions in written:
         notes = [note for p in positions for note in notes_on(tokenizer, line, p, favourites)]
-        tokens.append(dict(text=text, note="\n".join(notes), entropy=max(entropies[p] for p in positions),
-                           differs=favourites and any(favourites[p][0] != ids[p] for p in positions)))
+        tokens.append(
+            dict(
+                text=text,
+                note="\n".join(notes),
+                entropy=max(entropies[p] for p in positions),
+                differs=favourites and any(favourites[p][0] != ids[p] for p in positions),
+            )
+        )
     footer = f"{len(ids)} tokens, mean base entropy {fmean(entropies or [0]):.3f} nats, stop: {line['stop']}"
-    return dict(name=name, title=title, verdict=verdict, tokens=tokens, footer=footer, contrasted=favourites,
-                links=find_links(name, written, prompt, sources) if sources else {})
+    return dict(
+        name=name,
+        title=title,
+        verdict=verdict,
+        tokens=tokens,
+        footer=footer,
+        contrasted=favourites,
+        links=find_links(name, written, prompt, sources) if sources else {},
+    )
 
 
 def pieces(tokenizer, ids):
     """[(text, positions of its ids)]. A character may span several tokens, and special tokens have no text."""
-    out, last, start = [], 0, 0                     # the last piece is that of ids[last:start]
+    out, last, start = [], 0, 0  # the last piece is that of ids[last:start]
     for end in range(1, len(ids) + 1):
         # Decoded with the last piece, since a text's first blank is not decoded.
         before, text = (tokenizer.decode(ids[last:at]) for at in (start, end))
         if len(text) > len(before) and (end == len(ids) or not text.endswith("\ufffd")):
-            out.append((text[len(before):], range(start, end)))
+            out.append((text[len(before) :], range(start, end)))
             last, start = start, end
     return out
 
@@ -84,10 +103,16 @@ def find_links(name, written, prompt, sources):
     """{(id pointed at, id marked): largest share of the heads}, ids of elements.
 
     A generated piece points at the pieces that it was copied from, and the reverse; the title points at all of them."""
-    piece_of = {p: f"{prompt['name']}s{i}" for i, (_, positions) in enumerate(prompt["pieces"]) for p in positions}
+    piece_of = {
+        p: f"{prompt['name']}s{i}"
+        for i, (_, positions) in enumerate(prompt["pieces"])
+        for p in positions
+    }
     links = {}
     for t, (_, positions) in enumerate(written):
-        for position, share in (source for p in positions for source in sources[p] if source[0] in piece_of):
+        for position, share in (
+            source for p in positions for source in sources[p] if source[0] in piece_of
+        ):
             source, token = piece_of[position], f"{name}t{t}"
             for pair in ((token, source), (source, token), (f"{name}h", source)):
                 links[pair] = max(share, links.get(pair, 0))

@@ -7,7 +7,7 @@ from heads import choose_heads
 
 
 def method_settings(method, args, model, amateur):
-    """The arguments of `baselines.generate` and `score` for a method, from the command line."""
+    """The arguments of `decoders.generate` and `score` for a method, from the command line."""
     settings = dict(method=method.removesuffix("-lite"))
     for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
         value = getattr(args, name, None)
@@ -15,13 +15,19 @@ def method_settings(method, args, model, amateur):
             settings[name] = DEFAULTS[name] if value is None else value
     n = args.num_heads or default_num_heads(model)
     if method in MASKING:
-        settings["heads"] = choose_heads(model, args.heads or bundled_heads(args.model), n, draw=args.random_heads,
-                                         seed=SEED if args.seed is None else args.seed)
+        settings["heads"] = choose_heads(
+            model,
+            args.heads or bundled_heads(args.model),
+            n,
+            draw=args.random_heads,
+            seed=SEED if args.seed is None else args.seed,
+        )
     if method in OPTIONS["amateur"][0]:
         settings["amateur"] = amateur
     if method in LITE:
-        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads or bundled_heads(args.amateur), n,
-                                                 "--amateur-heads")
+        settings["amateur_heads"] = choose_heads(
+            amateur, args.amateur_heads or bundled_heads(args.amateur), n, "--amateur-heads"
+        )
     return settings
 
 

@@ -1,13 +1,13 @@
 """Attention on tensors: `attention` for the queries of a step, `causal_attention` for a prompt.
 
-    B batch   H query heads   G key heads   N queries per key head   C keys   T tokens   K head width
+B batch   H query heads   G key heads   N queries per key head   C keys   T tokens   K head width
 """
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-PART = 1024                     # keys in one partial sum of values on a GPU
+PART = 1024  # keys in one partial sum of values on a GPU
 # Without cuDNN's attention, which spends up to half a second on each new length of a prompt.
 PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -20,7 +20,9 @@ def attention(q, k, v, bias, return_probabilities=False):
     # Each key head has few queries, so fused kernels would leave most of a GPU idle.
     scores = product32(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, k.shape[:2])
     probabilities = torch.add(bias, scores, alpha=q.shape[-1] ** -0.5).softmax(-1)
-    y = weighted_sum(probabilities.to(v.dtype).flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2])
+    y = weighted_sum(probabilities.to(v.dtype).flatten(0, 1), v.flatten(0, 1)).unflatten(
+        0, v.shape[:2]
+    )
     return y, probabilities if return_probabilities else None
 
 
@@ -39,8 +41,10 @@ def weighted_sum(probabilities, v):
         parts += 1
     if parts == 1:
         return torch.bmm(probabilities, v)
-    y = torch.bmm(probabilities.unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1),
-                  v.unflatten(1, (parts, -1)).flatten(0, 1))
+    y = torch.bmm(
+        probabilities.unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1),
+        v.unflatten(1, (parts, -1)).flatten(0, 1),
+    )
     return y.unflatten(0, (-1, parts)).sum(1, dtype=torch.float32).to(v.dtype)
 
 
@@ -48,7 +52,7 @@ def causal_attention(q, k, v, window):
     """Attention of the last T of C tokens to all C: q [B, H, T, K], k and v [B, G, C, K] → [B, H, T, K]."""
     T, C, grouped, visible = q.shape[2], k.shape[2], q.shape[1] != k.shape[1], None
     if windowed := window is not None and window < C:
-        first = max(0, C - T - window + 1)              # no query sees an earlier key
+        first = max(0, C - T - window + 1)  # no query sees an earlier key
         k, v, C = k[..., first:, :], v[..., first:, :], C - first
     if windowed or C > T and not q.is_cuda:
         age = torch.arange(C - T, C, device=q.device)[:, None] - torch.arange(C, device=q.device)
@@ -56,9 +60,13 @@ def causal_attention(q, k, v, window):
     elif C > T:
         from torch.nn.attention.bias import causal_lower_right  # slow to import
 
-        visible = causal_lower_right(T, C)              # a GPU's fused kernels do not store it
-    if grouped and q.is_cuda and (windowed or q.dtype == torch.float32):    # only flash attention supports groups
+        visible = causal_lower_right(T, C)  # a GPU's fused kernels do not store it
+    if (
+        grouped and q.is_cuda and (windowed or q.dtype == torch.float32)
+    ):  # only flash attention supports groups
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = False
     with sdpa_kernel(PREFILL):
-        return F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, visible, is_causal=visible is None, enable_gqa=grouped
+        )

@@ -7,11 +7,13 @@ import torch
 
 from runtime.files import one_line
 
-MASKS = ("output", "query")         # output: the paper's Eq. 4 and 5; query: the published runs
-HUGE = 10**9                        # far above any α, and still safe to multiply with
-SHORT = 4096                        # contexts of fewer tokens get a hint to a model that anybody can load
-LONGER = (", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in bfloat16, head "
-          "scores included)")
+MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
+HUGE = 10**9  # far above any α, and still safe to multiply with
+SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
+LONGER = (
+    ", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in bfloat16, head "
+    "scores included)"
+)
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
@@ -36,9 +38,11 @@ def check_answers(model, prompt_ids, answer_ids, settings):
     answers = check_prompts(model, answer_ids, "answer")
     settings |= check_settings(model, **settings)
     if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
-        raise ValueError(f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
-                         "(tokenizer.encode(text, bos=False))")
-    longest = prompt + max(answers, key=len)[:-1]       # the last token of an answer is not read
+        raise ValueError(
+            f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
+            "(tokenizer.encode(text, bos=False))"
+        )
+    longest = prompt + max(answers, key=len)[:-1]  # the last token of an answer is not read
     for m in (model, settings.get("amateur") or model):
         check_prompts(m, longest, "prompt with its longest answer")
     return prompt, answers
@@ -53,12 +57,18 @@ def check_prompts(model, ids, what="prompt"):
         if not p:
             raise ValueError(f"{name} is empty; give at least one token")
         if getattr(ids, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
-            raise ValueError(f"{name} begins or ends in padding; pass the attention_mask too, or lists without padding")
+            raise ValueError(
+                f"{name} begins or ends in padding; pass the attention_mask too, or lists without padding"
+            )
         if bad := [t for t in p if not 0 <= t < c.vocab_size]:
-            raise ValueError(f"{name} contains the id {bad[0]}; {model.name} knows 0 to {c.vocab_size - 1}")
+            raise ValueError(
+                f"{name} contains the id {bad[0]}; {model.name} knows 0 to {c.vocab_size - 1}"
+            )
         if len(p) > c.max_positions:
-            raise ValueError(f"{name} has {len(p)} tokens; {model.name} reads {c.max_positions}: shorten it"
-                             + LONGER * (c.max_positions < SHORT))
+            raise ValueError(
+                f"{name} has {len(p)} tokens; {model.name} reads {c.max_positions}: shorten it"
+                + LONGER * (c.max_positions < SHORT)
+            )
     return prompts
 
 
@@ -71,9 +81,15 @@ def unpadded(ids, attention_mask=None, input_ids=None):
         return ids
     try:
         ids, kept = torch.as_tensor(ids), torch.as_tensor(attention_mask).bool()
-        return [x[k].tolist() for x, k in zip(ids, kept, strict=True)] if ids.ndim > 1 else ids[kept].tolist()
+        return (
+            [x[k].tolist() for x, k in zip(ids, kept, strict=True)]
+            if ids.ndim > 1
+            else ids[kept].tolist()
+        )
     except (IndexError, RuntimeError, TypeError, ValueError):
-        raise ValueError("attention_mask must have the shape of the ids, with 1 for tokens and 0 for padding") from None
+        raise ValueError(
+            "attention_mask must have the shape of the ids, with 1 for tokens and 0 for padding"
+        ) from None
 
 
 def is_batch(ids):
@@ -90,18 +106,24 @@ def as_ints(ids, what, single=False):
         x = x[None] if single and x.ndim == 0 else x
         if x.ndim == 1 and (len(x) == 0 or not x.is_floating_point() and x.dtype != torch.bool):
             return x.tolist()
-    except (RuntimeError, TypeError, ValueError):       # of texts, ragged lists, numbers above 64 bits
+    except (RuntimeError, TypeError, ValueError):  # of texts, ragged lists, numbers above 64 bits
         pass
-    raise ValueError(f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, a numpy "
-                     "array or a tensor")
+    raise ValueError(
+        f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, a numpy "
+        "array or a tensor"
+    )
 
 
 def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
     """ValueError for an unknown method, or one of DeCoRe's without the heads that it masks."""
     if method not in known:
         raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}")
-    if amateur is not None and not (method.startswith("decore") and heads is None and amateur_heads is not None):
-        raise ValueError("an amateur needs a decore method and its own amateur_heads ([] for none), and excludes heads")
+    if amateur is not None and not (
+        method.startswith("decore") and heads is None and amateur_heads is not None
+    ):
+        raise ValueError(
+            "an amateur needs a decore method and its own amateur_heads ([] for none), and excludes heads"
+        )
     if amateur is None and heads is None and method != "greedy":
         raise ValueError(f"{method} needs heads to mask")
 
@@ -112,8 +134,10 @@ def check_settings(model, heads=None, alpha=0, alpha_cap=None, amateur=None, **o
     if alpha_cap is not None:
         check_number(alpha_cap, "alpha_cap", 0)
     if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
-        raise ValueError(f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
-                         f"{amateur.config.vocab_size}; contrasting needs one vocabulary")
+        raise ValueError(
+            f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
+            f"{amateur.config.vocab_size}; contrasting needs one vocabulary"
+        )
     return {} if heads is None else {"heads": check_heads(heads, model)}
 
 
@@ -121,15 +145,21 @@ def check_heads(heads, model):
     """(layer, head) pairs or "layer-head" → a list of pairs of ints in the model, each once."""
     L, H = model.config.n_layers, model.config.n_heads
     try:
-        pairs = [head.split("-") if isinstance(head, str) else as_ints(head, "a head") for head in heads]
+        pairs = [
+            head.split("-") if isinstance(head, str) else as_ints(head, "a head") for head in heads
+        ]
         pairs = [(int(layer), int(number)) for layer, number in pairs]
     except (TypeError, ValueError):
-        raise ValueError(f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts like "
-                         "'3-1'") from None
+        raise ValueError(
+            f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts like "
+            "'3-1'"
+        ) from None
     for layer, number in pairs:
         if not (0 <= layer < L and 0 <= number < H):
-            raise ValueError(f"head {layer}-{number} is outside {model.name} ({L} layers, {H} heads); "
-                             "use a head file made for this model")
+            raise ValueError(
+                f"head {layer}-{number} is outside {model.name} ({L} layers, {H} heads); "
+                "use a head file made for this model"
+            )
         if pairs.count((layer, number)) > 1:
             raise ValueError(f"head {layer}-{number} is listed twice")
     return pairs
@@ -137,12 +167,16 @@ def check_heads(heads, model):
 
 def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
-        raise ValueError(f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at least "
-                         f"{low} and at most {high}")
+        raise ValueError(
+            f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at least "
+            f"{low} and at most {high}"
+        )
 
 
 def check_finite(value, model):
     """ValueError if logits have given a number that is not finite."""
     if not math.isfinite(value):
-        raise ValueError(f"{model.name} gives logits that are not finite; try float32 or bfloat16, or look for damaged "
-                         "weights")
+        raise ValueError(
+            f"{model.name} gives logits that are not finite; try float32 or bfloat16, or look for damaged "
+            "weights"
+        )

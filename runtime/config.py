@@ -25,12 +25,12 @@ class Config:
     head_dim: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: dict | None               # {"rope_type": a key of SCALINGS, its fields}, or None
-    qkv_bias: bool                          # Qwen2 yes; Llama, Qwen3 with attention_bias
-    o_bias: bool                            # Llama and Qwen3 with attention_bias, as ITI's models
-    qk_norm: bool                           # Qwen3 yes
+    rope_scaling: dict | None  # {"rope_type": a key of SCALINGS, its fields}, or None
+    qkv_bias: bool  # Qwen2 yes; Llama, Qwen3 with attention_bias
+    o_bias: bool  # Llama and Qwen3 with attention_bias, as ITI's models
+    qk_norm: bool  # Qwen3 yes
     tied_embeddings: bool
-    windows: tuple[int | None, ...]         # of each layer: keys that a query sees, or None for all
+    windows: tuple[int | None, ...]  # of each layer: keys that a query sees, or None for all
     max_positions: int
     dtype: torch.dtype
 
@@ -39,7 +39,9 @@ class Config:
         """Reads config.json as transformers 5 does. ValueError for missing or unsupported fields."""
         path = Path(folder) / "config.json"
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing; of .gguf files give the original checkpoint")
+            raise FileNotFoundError(
+                f"{path} is missing; of .gguf files give the original checkpoint"
+            )
         c = read_json(path)
         model_type = field(c, path, "model_type", [*FAMILIES])
         c = DEFAULTS | FAMILIES[model_type] | c
@@ -52,26 +54,48 @@ class Config:
         n_kv_heads = need("num_key_value_heads", SIZE, null=n_heads)
         head_dim = need("head_dim", SIZE, null=d_model // n_heads)
         if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
-            raise ValueError(f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; the "
-                             "number of heads must be a multiple of the latter, and the width must be even")
+            raise ValueError(
+                f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; the "
+                "number of heads must be a multiple of the latter, and the width must be even"
+            )
         # As in transformers. Qwen2 always has biases of q, k and v, and never one of o.
         bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
         max_positions = need("max_position_embeddings", LENGTH)
         rope_theta, rope_scaling = read_rope(c, path, max_positions)
         return cls(
-            model_type=model_type, vocab_size=need("vocab_size", (int, 1, 10**7)), d_model=d_model,
-            d_ff=need("intermediate_size", SIZE), n_layers=need("num_hidden_layers", (int, 1, 10**4)),
-            n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
-            norm_eps=float(need("rms_norm_eps", (float, 1e-30, 1))), rope_theta=rope_theta, rope_scaling=rope_scaling,
-            qkv_bias=bias or model_type == "qwen2", o_bias=bias, qk_norm=model_type == "qwen3",
-            tied_embeddings=need("tie_word_embeddings", bool), windows=read_windows(c, path),
+            model_type=model_type,
+            vocab_size=need("vocab_size", (int, 1, 10**7)),
+            d_model=d_model,
+            d_ff=need("intermediate_size", SIZE),
+            n_layers=need("num_hidden_layers", (int, 1, 10**4)),
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            norm_eps=float(need("rms_norm_eps", (float, 1e-30, 1))),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            qkv_bias=bias or model_type == "qwen2",
+            o_bias=bias,
+            qk_norm=model_type == "qwen3",
+            tied_embeddings=need("tie_word_embeddings", bool),
+            windows=read_windows(c, path),
             max_positions=max_positions,
-            dtype=find_dtype(c.get("dtype") or c.get("torch_dtype") or "float32", path))
+            dtype=find_dtype(c.get("dtype") or c.get("torch_dtype") or "float32", path),
+        )
 
 
 # transformers' values of absent fields, but not of sizes that every checkpoint has.
-DEFAULTS = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, is_causal=True, tie_word_embeddings=False,
-                use_sliding_window=False, max_window_layers=28, rope_theta=10_000.0, partial_rotary_factor=1)
+DEFAULTS = dict(
+    hidden_act="silu",
+    attention_bias=False,
+    mlp_bias=False,
+    is_causal=True,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+    max_window_layers=28,
+    rope_theta=10_000.0,
+    partial_rotary_factor=1,
+)
 FAMILIES = {
     "llama": {},
     "mistral": dict(num_key_value_heads=8, sliding_window=4096),
@@ -81,12 +105,23 @@ FAMILIES = {
 
 # Kinds of fields: a type; a type with the lowest and the highest value; a list of all values.
 SIZE, LENGTH, POSITIVE = (int, 1, 10**6), (int, 1, 2**30), (float, 1e-30, 1e30)
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
 TRAINED = "original_max_position_embeddings"
-SCALINGS = {                                    # rope_type → its fields and their kinds
+SCALINGS = {  # rope_type → its fields and their kinds
     "default": {},
     "linear": {"factor": POSITIVE},
-    "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, TRAINED: LENGTH},
+    "llama3": {
+        "factor": POSITIVE,
+        "low_freq_factor": POSITIVE,
+        "high_freq_factor": POSITIVE,
+        TRAINED: LENGTH,
+    },
 }
 
 
@@ -102,7 +137,9 @@ def field(fields, where, key, kind, null=...):
         expected += "" if key == "dtype" else " (--transformers decodes with others)"
     else:
         kind, low, high = kind if isinstance(kind, tuple) else (kind, None, None)
-        valid = (type(value) is kind or (type(value), kind) == (int, float)) and (low is None or low <= value <= high)
+        valid = (type(value) is kind or (type(value), kind) == (int, float)) and (
+            low is None or low <= value <= high
+        )
         expected = KINDS[kind] + (f" from {low} to {high}" if low is not None else "")
     if not valid:
         present = one_line(json.dumps(value), 80) if key in fields else "missing"
@@ -120,32 +157,52 @@ def read_rope(c, path, max_positions):
     """(base of the rotary frequencies, `rope_scaling` for Config)."""
     key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
     inner = field({key: c.get(key) or {}}, path, key, dict)
-    rope = {"rope_type": inner.get("type", "default"), "rope_theta": c["rope_theta"], TRAINED: max_positions,
-            "partial_rotary_factor": c["partial_rotary_factor"]} | inner
-    rope[TRAINED] = c.get(TRAINED, rope[TRAINED])       # the outer one takes precedence
+    rope = {
+        "rope_type": inner.get("type", "default"),
+        "rope_theta": c["rope_theta"],
+        TRAINED: max_positions,
+        "partial_rotary_factor": c["partial_rotary_factor"],
+    } | inner
+    rope[TRAINED] = c.get(TRAINED, rope[TRAINED])  # the outer one takes precedence
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", [1], null=1)
     rope_type, theta = need("rope_type", [*SCALINGS]), float(need("rope_theta", (float, 2, 1e30)))
     scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ValueError(f"{path}: {key}: low_freq_factor {scaling['low_freq_factor']} must be less than "
-                         f"high_freq_factor {scaling['high_freq_factor']}")
+        raise ValueError(
+            f"{path}: {key}: low_freq_factor {scaling['low_freq_factor']} must be less than "
+            f"high_freq_factor {scaling['high_freq_factor']}"
+        )
     return theta, {"rope_type": rope_type} | scaling if scaling else None
 
 
 def read_windows(c, path):
     """One window per layer. Mistral's applies if it is a number, Qwen's with `use_sliding_window`."""
-    need, n_layers, qwen = partial(field, c, path), c["num_hidden_layers"], c["model_type"].startswith("qwen")
+    need, n_layers, qwen = (
+        partial(field, c, path),
+        c["num_hidden_layers"],
+        c["model_type"].startswith("qwen"),
+    )
     applies = need("use_sliding_window", bool) if qwen else c["model_type"] == "mistral"
     window = need("sliding_window", LENGTH, null=None) if applies else None
     if not qwen:
         return (window,) * n_layers
-    full, sliding, first = "full_attention", "sliding_attention", need("max_window_layers", (int, 0, 2**30))
-    kinds = need("layer_types", list, null=[sliding if window and i >= first else full for i in range(n_layers)])
+    full, sliding, first = (
+        "full_attention",
+        "sliding_attention",
+        need("max_window_layers", (int, 0, 2**30)),
+    )
+    kinds = need(
+        "layer_types",
+        list,
+        null=[sliding if window and i >= first else full for i in range(n_layers)],
+    )
     known = [full, sliding] if window else [full]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
-        raise ValueError(f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} it must be "
-                         f"{n_layers} times {' or '.join(known)}")
+        raise ValueError(
+            f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} it must be "
+            f"{n_layers} times {' or '.join(known)}"
+        )
     return tuple(window if kind == sliding else None for kind in kinds)
 
 
@@ -163,4 +220,6 @@ def rope_frequencies(c):
     wavelength = 2 * math.pi / f
     blend = (trained / wavelength - low) / (high - low)
     between = (1 - blend) * f / factor + blend * f
-    return f.where(wavelength < trained / high, (f / factor).where(wavelength > trained / low, between))
+    return f.where(
+        wavelength < trained / high, (f / factor).where(wavelength > trained / low, between)
+    )

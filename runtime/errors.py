@@ -7,9 +7,10 @@ from runtime.files import one_line
 
 def out_of_memory(error):
     """Whether a device, or the host, is out of memory."""
-    texts = "out of memory", "DefaultCPUAllocator"      # in the messages of torch's RuntimeErrors
+    texts = "out of memory", "DefaultCPUAllocator"  # in the messages of torch's RuntimeErrors
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
 
 
 def offline_if_unreachable():
@@ -18,15 +19,17 @@ def offline_if_unreachable():
     Libraries then read their cache, or fail at once. Otherwise each retries for half a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
+
     try:
         constants.HF_HUB_OFFLINE or get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:                   # those of requests or of httpx, by the library's version
+    except Exception:  # those of requests or of httpx, by the library's version
         constants.HF_HUB_OFFLINE = True
 
 
 def hub_reason(error):
     """Why a download failed, in a few words."""
     from huggingface_hub import constants
+
     if constants.HF_HUB_OFFLINE:
         return f"no connection to {constants.ENDPOINT.split('//')[-1]}, or HF_HUB_OFFLINE is set"
     return one_line(re.split(r"\n| \(Request", str(error))[0].removeprefix("Got: "), 60)

@@ -46,13 +46,17 @@ def json_lines(path, complete=False):
             continue
         try:
             value = json.loads(line.decode())
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()     # fails for NaN and lone surrogates
+            json.dumps(
+                value, ensure_ascii=False, allow_nan=False
+            ).encode()  # fails for NaN and lone surrogates
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__} instead of an object")
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not complete:
                 return
-            raise ValueError(f"{path}, line {number}: not JSON in UTF-8 ({one_line(error)})") from None
+            raise ValueError(
+                f"{path}, line {number}: not JSON in UTF-8 ({one_line(error)})"
+            ) from None
         yield number, value
 
 
@@ -84,7 +88,9 @@ def locked(path):
             finally:
                 os.unlink(lock.lock_file)
     except Timeout:
-        raise OSError(f"{path} is being written by another process; wait for it, or choose another --out") from None
+        raise OSError(
+            f"{path} is being written by another process; wait for it, or choose another --out"
+        ) from None
 
 
 def one_line(error, limit=300):
@@ -100,5 +106,7 @@ def short_hash(content):
 def commit():
     """The commit that is checked out; None without git."""
     with suppress(FileNotFoundError):
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
         return git.stdout.strip() or None

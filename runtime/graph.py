@@ -18,16 +18,16 @@ def recorded(decoder, tokens):
     fixed, graph, problem = tokens.clone(), torch.cuda.CUDAGraph(), None
     try:
         with torch.cuda.device(tokens.device):
-            decoder.step(fixed)                 # the allocator and NCCL need one run before the recording
-            gc.collect()                        # freeing a graph during a recording would make it fail
+            decoder.step(fixed)  # the allocator and NCCL need one run before the recording
+            gc.collect()  # freeing a graph during a recording would make it fail
             with torch.cuda.graph(graph):
                 result = decoder.step(fixed)
-    except (RuntimeError, ConnectionError) as error:    # ConnectionError: from a collective
+    except (RuntimeError, ConnectionError) as error:  # ConnectionError: from a collective
         problem = str(error).partition("\n")[0]
     for slots, before in counts:
         slots.copy_(before)
     failed = torch.tensor(float(problem is not None), device=tokens.device)
-    if decoder.sessions[0].model.shard.all_reduce(failed):      # a replay needs all ranks
+    if decoder.sessions[0].model.shard.all_reduce(failed):  # a replay needs all ranks
         problem = problem or "another rank has none"
         warnings.warn(f"decoding goes on without CUDA graphs: {problem}", stacklevel=3)
         return decoder.step

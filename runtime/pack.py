@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SMALL = 2**20                   # bytes up to which the call costs more than reading the matrix
-SAMPLE = 2**27                  # bytes of the largest matrix to time: more than a processor's cache
-SIX = 6                         # vectors of a `Filled` product
-PLAIN = 1.1                     # factor of a plain product's time: it is slower for more vectors
+SMALL = 2**20  # bytes up to which the call costs more than reading the matrix
+SAMPLE = 2**27  # bytes of the largest matrix to time: more than a processor's cache
+SIX = 6  # vectors of a `Filled` product
+PLAIN = 1.1  # factor of a plain product's time: it is slower for more vectors
 
 
 class Packed(nn.Module):
@@ -38,7 +38,9 @@ class Filled(Packed):
         n = x.shape[:-1].numel()
         if n >= SIX:
             return super().forward(x)
-        return super().forward(F.pad(x.reshape(n, -1), (0, 0, 0, SIX - n)))[:n].view(*x.shape[:-1], -1)
+        return (
+            super().forward(F.pad(x.reshape(n, -1), (0, 0, 0, SIX - n)))[:n].view(*x.shape[:-1], -1)
+        )
 
 
 @torch.no_grad()
@@ -47,21 +49,28 @@ def pack(model):
 
     A packed layer has no plain weight. But of a tied head the embedding stays plain for looking up
     rows, so that matrix is in memory twice."""
-    Linear = type(model.embed)                                  # model.py imports this file
-    names = [name for name, layer in model.named_modules(remove_duplicate=False)
-             if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and name != "embed"]
+    Linear = type(model.embed)  # model.py imports this file
+    names = [
+        name
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and name != "embed"
+    ]
     if not names:
         return
-    kind = fastest(max((model.get_submodule(name).weight for name in names), key=lambda weight: weight.nbytes))
-    for name in names if kind else ():                  # not layers, so that weights can be freed
+    kind = fastest(
+        max((model.get_submodule(name).weight for name in names), key=lambda weight: weight.nbytes)
+    )
+    for name in names if kind else ():  # not layers, so that weights can be freed
         layer = model.get_submodule(name)
         model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
 
 
 def fastest(weight):
     """The kind of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
-    weight = weight.detach()[:max(1, SAMPLE // weight[0].nbytes)]
-    return min((None, Packed, Filled), key=lambda kind: seconds(kind, weight) * (1 if kind else PLAIN))
+    weight = weight.detach()[: max(1, SAMPLE // weight[0].nbytes)]
+    return min(
+        (None, Packed, Filled), key=lambda kind: seconds(kind, weight) * (1 if kind else PLAIN)
+    )
 
 
 def seconds(kind, weight):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from runtime.files import one_line
 
-COLLECTIVE = timedelta(minutes=10)      # the longest wait for the other ranks inside a pass
-PATIENT = timedelta(days=30)            # the longest wait for a download or other replicas' batches
+COLLECTIVE = timedelta(minutes=10)  # the longest wait for the other ranks inside a pass
+PATIENT = timedelta(days=30)  # the longest wait for a download or other replicas' batches
 
 # Its name before torch 2.13 is the second.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -20,8 +20,10 @@ def call(collective, *args, **kw):
     try:
         collective(*args, **kw)
     except RuntimeError as error:
-        raise ConnectionError(f"{collective.__name__} failed ({one_line(error)}); another rank may have ended; start "
-                              "all of them with torchrun") from error
+        raise ConnectionError(
+            f"{collective.__name__} failed ({one_line(error)}); another rank may have ended; start "
+            "all of them with torchrun"
+        ) from error
 
 
 class Shard:
@@ -36,7 +38,9 @@ class Shard:
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return cls()
         if not dist.is_initialized():
-            call(dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE)
+            call(
+                dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE
+            )
         return cls(dist.get_rank(), dist.get_world_size())
 
     def part(self, n, copies=False):
@@ -76,15 +80,28 @@ class Ranks:
     world: all ranks. shard: those that share this rank's copy of the model."""
 
     def __init__(self, tp=1, device="auto"):
-        world = Shard.from_environment("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        world = Shard.from_environment(
+            "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        )
         if world.size % tp:
-            raise ValueError(f"--tp {tp} does not divide the {world.size} ranks; start torchrun with --nproc-per-node")
-        self.rank, self.tp, self.replicas, self.replica = world.rank, tp, world.size // tp, world.rank // tp
+            raise ValueError(
+                f"--tp {tp} does not divide the {world.size} ranks; start torchrun with --nproc-per-node"
+            )
+        self.rank, self.tp, self.replicas, self.replica = (
+            world.rank,
+            tp,
+            world.size // tp,
+            world.rank // tp,
+        )
         self.world, self.shard = world, Shard()
         if world.size > 1:
-            groups = [dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, world.size, tp)]
+            groups = [
+                dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, world.size, tp)
+            ]
             self.shard = Shard(world.rank % tp, tp, groups[self.replica])
-            self.world = Shard(world.rank, world.size, dist.new_group(backend="gloo", timeout=PATIENT))
+            self.world = Shard(
+                world.rank, world.size, dist.new_group(backend="gloo", timeout=PATIENT)
+            )
 
     def share(self, work):
         """Rank 0's work(), on every rank."""
@@ -95,7 +112,7 @@ class Ranks:
         lists = [work()] * self.world.size
         if self.world.size > 1:
             call(dist.all_gather_object, lists, lists[0], group=self.world.group)
-        return [line for lines in lists[::self.tp] for line in lines]
+        return [line for lines in lists[:: self.tp] for line in lines]
 
 
 def rank_device(device):
@@ -105,26 +122,32 @@ def rank_device(device):
         return device
     n = torch.cuda.device_count()
     if (device.index or 0) >= n:
-        raise ValueError(f"device {device} is not on this machine: torch finds {n} GPUs; choose another, or cpu")
+        raise ValueError(
+            f"device {device} is not on this machine: torch finds {n} GPUs; choose another, or cpu"
+        )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         local = int(os.environ.get("LOCAL_RANK", 0))
         if device.index is not None or local >= n > 1:
-            raise ValueError(f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, and "
-                             f"--nproc-per-node at most {n}")
-        device = torch.device("cuda", local if n > 1 else 0)    # a process may see only its own GPU
+            raise ValueError(
+                f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, and "
+                f"--nproc-per-node at most {n}"
+            )
+        device = torch.device("cuda", local if n > 1 else 0)  # a process may see only its own GPU
     if device.index is not None:
-        torch.cuda.set_device(device)           # streams and graphs belong to the current device
+        torch.cuda.set_device(device)  # streams and graphs belong to the current device
     return device
 
 
 def check_split(config, size):
     """ValueError if `size` ranks cannot share the model."""
     parts = {"query heads": config.n_heads, "feed-forward width": config.d_ff}
-    if size % config.n_kv_heads:                # else several ranks share a key/value head
+    if size % config.n_kv_heads:  # else several ranks share a key/value head
         parts["key/value heads"] = config.n_kv_heads
     for name, n in parts.items():
         if n % size:
-            raise ValueError(f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them")
+            raise ValueError(
+                f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them"
+            )
 
 
 def leave():

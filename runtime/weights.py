@@ -29,18 +29,28 @@ def checkpoint_folder(name, weights=True):
     name, folder = str(name), Path(name).expanduser()
     if name and folder.is_dir():
         if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-            raise FileNotFoundError(f"{folder} is a LoRA adapter: merge it into its model (peft: merge_and_unload)")
+            raise FileNotFoundError(
+                f"{folder} is a LoRA adapter: merge it into its model (peft: merge_and_unload)"
+            )
         return folder
     if not HUB_ID.fullmatch(name) or folder.exists():
-        raise FileNotFoundError(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
-                                "single files, such as .gguf, are not read")
+        raise FileNotFoundError(
+            f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
+            "single files, such as .gguf, are not read"
+        )
     patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * weights
     try:
         # Llama and Mistral hold the weights again, in original/ or as consolidated*.safetensors.
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
-    except Exception as error:              # the network library raises many kinds
-        raise OSError(f"{hub_reason(error)}: cannot download {name}; check the name and the connection, or give a "
-                      "folder; a gated one needs its terms accepted and HF_TOKEN") from None
+        return Path(
+            snapshot_download(
+                name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+            )
+        )
+    except Exception as error:  # the network library raises many kinds
+        raise OSError(
+            f"{hub_reason(error)}: cannot download {name}; check the name and the connection, or give a "
+            "folder; a gated one needs its terms accepted and HF_TOKEN"
+        ) from None
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -52,9 +62,16 @@ NAMES = {
     "norm.weight": {"model.norm.weight": "D"},
     "lm_head.weight": {HEAD: "VD"},
     "attn_norm.weight": {"input_layernorm.weight": "D"},
-    "attn.qkv.weight": {"self_attn.q_proj.weight": "HD", "self_attn.k_proj.weight": "GD",
-                        "self_attn.v_proj.weight": "GD"},
-    "attn.qkv.bias": {"self_attn.q_proj.bias": "H", "self_attn.k_proj.bias": "G", "self_attn.v_proj.bias": "G"},
+    "attn.qkv.weight": {
+        "self_attn.q_proj.weight": "HD",
+        "self_attn.k_proj.weight": "GD",
+        "self_attn.v_proj.weight": "GD",
+    },
+    "attn.qkv.bias": {
+        "self_attn.q_proj.bias": "H",
+        "self_attn.k_proj.bias": "G",
+        "self_attn.v_proj.bias": "G",
+    },
     "attn.q_norm.weight": {"self_attn.q_norm.weight": "K"},
     "attn.k_norm.weight": {"self_attn.k_norm.weight": "K"},
     "attn.o.weight": {"self_attn.o_proj.weight": "DH"},
@@ -69,9 +86,14 @@ def weight_table(model):
     """{parameter: {name in the checkpoint: (shape, this rank's slices)}}. Ranks split F, V, H, G."""
     c, K, part, table = model.config, model.config.head_dim, model.shard.part, {}
     kv = part(c.n_kv_heads, copies=True)
-    axes = {"D": (c.d_model, slice(None)), "K": (K, slice(None)),
-            "G": (c.n_kv_heads * K, slice(kv.start * K, kv.stop * K))}
-    axes |= {axis: (n, part(n)) for axis, n in (("F", c.d_ff), ("V", c.vocab_size), ("H", c.n_heads * K))}
+    axes = {
+        "D": (c.d_model, slice(None)),
+        "K": (K, slice(None)),
+        "G": (c.n_kv_heads * K, slice(kv.start * K, kv.stop * K)),
+    }
+    axes |= {
+        axis: (n, part(n)) for axis, n in (("F", c.d_ff), ("V", c.vocab_size), ("H", c.n_heads * K))
+    }
     for parameter, _ in model.named_parameters():
         layer, name = re.fullmatch(r"(layers\.\d+\.)?(.+)", parameter).groups()
         table[parameter] = {}
@@ -93,30 +115,48 @@ def named_tensors(model, of=lambda parameter: parameter):
 def load_weights(model, folder, device):
     """Fills the parameters from safetensors. ValueError for missing, unused or odd tensors."""
     files, table, tied = weight_files(folder), weight_table(model), model.config.tied_embeddings
-    if tied and EMBEDDING not in files:                 # the matrix may be stored under its other name
+    if tied and EMBEDDING not in files:  # the matrix may be stored under its other name
         table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
     names = {name for pieces in table.values() for name in pieces}
     missing = sorted(names - files.keys())
     # Old checkpoints store inv_freq, a buffer.
-    unused = sorted(n for n in files.keys() - names if not (tied and n == HEAD) and not n.endswith("inv_freq"))
+    unused = sorted(
+        n for n in files.keys() - names if not (tied and n == HEAD) and not n.endswith("inv_freq")
+    )
     if missing or unused:
-        raise ValueError(f"{folder}: missing {missing[:4]}, unused {unused[:4]}; do config.json and the safetensors "
-                         "files belong together?")
+        raise ValueError(
+            f"{folder}: missing {missing[:4]}, unused {unused[:4]}; do config.json and the safetensors "
+            "files belong together?"
+        )
     # Large matrices first: then the peak of the host's memory is the weights alone.
-    for parameter, empty in sorted(model.named_parameters(), key=lambda item: -math.prod(item[1].shape)):
+    for parameter, empty in sorted(
+        model.named_parameters(), key=lambda item: -math.prod(item[1].shape)
+    ):
         weight, row = torch.zeros(empty.shape, dtype=model.dtype, device=device), 0
         for name, (shape, slices) in table[parameter].items():
-            with safe_open(files[name], "pt") as file:  # once per tensor: closing it releases its pages
+            with safe_open(
+                files[name], "pt"
+            ) as file:  # once per tensor: closing it releases its pages
                 tensor = file.get_slice(name)
-                if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in ("F32", "F16", "BF16"):
-                    raise ValueError(f"{files[name]}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json "
-                                     f"requires F32, F16 or BF16 {list(shape)}")
+                if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in (
+                    "F32",
+                    "F16",
+                    "BF16",
+                ):
+                    raise ValueError(
+                        f"{files[name]}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json "
+                        f"requires F32, F16 or BF16 {list(shape)}"
+                    )
                 values = tensor[slices]
-            weight[row:row + len(values)] = values      # of the vocabulary the last rank may have fewer
+            weight[row : row + len(values)] = (
+                values  # of the vocabulary the last rank may have fewer
+            )
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
-            raise ValueError(f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; load in "
-                             "float32 or download the file again")
+            raise ValueError(
+                f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; load in "
+                "float32 or download the file again"
+            )
         module, _, attribute = parameter.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
@@ -124,17 +164,21 @@ def load_weights(model, folder, device):
 def weight_files(folder):
     """{name of a tensor: its safetensors file}. Of an index only the files' names are used."""
     folder, single, index = Path(folder), "model.safetensors", "model.safetensors.index.json"
-    if os.path.lexists(folder / single):                # takes precedence, as in transformers
+    if os.path.lexists(folder / single):  # takes precedence, as in transformers
         names = {single}
     elif os.path.lexists(folder / index):
         weight_map = read_json(folder / index).get("weight_map")
         names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
         if not names or not all(map(FILE.fullmatch, names)):
-            raise ValueError(f"{folder / index}: weight_map must map tensors to safetensors files of its own folder; "
-                             "download it again")
+            raise ValueError(
+                f"{folder / index}: weight_map must map tensors to safetensors files of its own folder; "
+                "download it again"
+            )
     else:
-        raise FileNotFoundError(f"{folder}: no {single}. Pickles (.bin, .pt, .pth) are not read, because they can run "
-                                "code. If you trust one, load it with transformers and call save_pretrained")
+        raise FileNotFoundError(
+            f"{folder}: no {single}. Pickles (.bin, .pt, .pth) are not read, because they can run "
+            "code. If you trust one, load it with transformers and call save_pretrained"
+        )
     files = {}
     for path in sorted(folder / name for name in names):
         try:
@@ -144,7 +188,9 @@ def weight_files(folder):
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
         if twice:
-            raise ValueError(f"{path}: another file has {twice[0]} too; download the checkpoint again")
+            raise ValueError(
+                f"{path}: another file has {twice[0]} too; download the checkpoint again"
+            )
     return files
 
 
@@ -158,8 +204,14 @@ def untie(config, files):
     return config if same else replace(config, tied_embeddings=False)
 
 
-HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8          # of tensors above LARGE bytes, BLOCKS blocks are hashed
+HASHED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8  # of tensors above LARGE bytes, BLOCKS blocks are hashed
 
 
 def fingerprint(name):
@@ -168,7 +220,11 @@ def fingerprint(name):
     The weights' hash covers every tensor's name, type, shape and bytes; of a large one, eight evenly
     spread blocks. Training changes it; a change of one row may not. Files do not matter."""
     folder = checkpoint_folder(name)
-    hashes = {file: short_hash((folder / file).read_bytes()) for file in HASHED if (folder / file).is_file()}
+    hashes = {
+        file: short_hash((folder / file).read_bytes())
+        for file in HASHED
+        if (folder / file).is_file()
+    }
     weights = hashlib.sha256()
     for tensor, path in sorted(weight_files(folder).items()):
         with open(path, "rb") as file:

@@ -36,7 +36,14 @@ from model import Transformer
 from runtime.config import DTYPES
 from runtime.files import commit
 from runtime.pack import pack
-from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, weight_bytes, with_shared_weights
+from speed.shapes import (
+    SHAPES,
+    random_model,
+    spread_heads,
+    transformers_model,
+    weight_bytes,
+    with_shared_weights,
+)
 
 # ---------------------------------------------------------------------------------------------------------- contestants
 # Each is a function decode(tick) → ids of the first text. It calls tick for each new token.
@@ -49,20 +56,29 @@ def this_project(model, prompts, new, heads, method, graph=None):
 
 def on_hf_model(twin, prompts, new, heads, method):
     from runtime.hf import HFModel
+
     return this_project(HFModel(twin, "transformers"), prompts, new, heads, method)
 
 
 def by_generate(twin, prompts, new, heads, custom):
     """generate() of transformers: greedy, or with custom_generate/."""
     ids = torch.tensor(prompts, device=twin.device)
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[1] / "integrations")
     options = dict(custom_generate=root, trust_remote_code=True, heads=heads) if custom else {}
 
     def decode(tick):
         # A streamer receives the prompts first, [B, P], then the tokens of each step, [B].
-        streamer = SimpleNamespace(put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None)
-        return twin.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new + 1,
-                             streamer=streamer, **options)[0, ids.shape[1]:].tolist()
+        streamer = SimpleNamespace(
+            put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None
+        )
+        return twin.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new + 1,
+            streamer=streamer,
+            **options,
+        )[0, ids.shape[1] :].tolist()
 
     return decode
 
@@ -75,7 +91,7 @@ def two_pass(base, prompts, new, heads):
     for layer, head in heads:
         attention = masked.model.layers[layer].self_attn
         mask = torch.ones(attention.o_proj.in_features, device=base.device, dtype=base.dtype)
-        mask[head * attention.head_dim:(head + 1) * attention.head_dim] = 0
+        mask[head * attention.head_dim : (head + 1) * attention.head_dim] = 0
         attention.o_proj.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
 
     def decode(tick):
@@ -83,8 +99,10 @@ def two_pass(base, prompts, new, heads):
         base(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
         caches = cache, copy.deepcopy(cache)
         for _ in range(new + 1):
-            log_p = [model(token, past_key_values=cache).logits.float().log_softmax(-1)
-                     for model, cache in zip((base, masked), caches, strict=True)]
+            log_p = [
+                model(token, past_key_values=cache).logits.float().log_softmax(-1)
+                for model, cache in zip((base, masked), caches, strict=True)
+            ]
             token = decore.contrast(*log_p, decore.entropy(log_p[0])).argmax(-1)
             out.append(int(token[0]))
             tick()
@@ -106,19 +124,27 @@ PEERS = {
 def contestants(model, prompts, new, names, graph=None):
     """{name: contestant}. Packs a model on a CPU, as loading does."""
     heads, peers = spread_heads(model.config), [name for name in names if name in PEERS]
-    twin = transformers_model(model) if peers else None         # before packing: it needs plain weights
+    twin = transformers_model(model) if peers else None  # before packing: it needs plain weights
     runs = {name: PEERS[name](with_shared_weights(twin), prompts, new, heads) for name in peers}
     if model.device.type == "cpu":
         pack(model)
-    return runs | {name: this_project(model, prompts, new, heads, name, graph) for name in names if name not in PEERS}
+    return runs | {
+        name: this_project(model, prompts, new, heads, name, graph)
+        for name in names
+        if name not in PEERS
+    }
 
 
 def bytes_per_token(model, length, batch):
     """Bytes that decoding reads for a token of one text: its keys and values, and its share of the weights."""
     c = model.config
     # A pass reads one row of the embedding, but all of it if it is the head too.
-    weights = weight_bytes(model) - (0 if model.lm_head is model.embed else model.embed.weight.nbytes)
-    cache = 2 * c.n_layers * model.layers[0].attn.kv_heads * c.head_dim * length * model.dtype.itemsize
+    weights = weight_bytes(model) - (
+        0 if model.lm_head is model.embed else model.embed.weight.nbytes
+    )
+    cache = (
+        2 * c.n_layers * model.layers[0].attn.kv_heads * c.head_dim * length * model.dtype.itemsize
+    )
     return weights / batch + cache
 
 
@@ -130,7 +156,7 @@ def bandwidth_meter(device):
     large = torch.ones(10**9 if device.type == "cuda" else 3 * 10**8, device=device)
 
     def measure():
-        large[0].item()                         # waits for a GPU, which may still compute the step that nobody reads
+        large[0].item()  # waits for a GPU, which may still compute the step that nobody reads
         start = time.perf_counter()
         large.sum().item()
         return large.nbytes / (time.perf_counter() - start)
@@ -150,13 +176,18 @@ def measure(runs, rounds, bandwidth):
     results, speeds, names = {name: [] for name in runs}, [], list(runs)
     for i in range(1 + rounds):
         speeds.append(bandwidth())
-        for name in names[i % len(names):] + names[:i % len(names)]:        # each round starts with another contestant
+        for name in (
+            names[i % len(names) :] + names[: i % len(names)]
+        ):  # each round starts with another contestant
             results[name].append(clock(runs[name]))
     return {name: values[1:] for name, values in results.items()}, speeds[1:]
 
 
 # A contestant → those that must decode its tokens. Their speed is given relative to it.
-SAME_TOKENS = {"transformers": ("greedy", "hf-greedy"), "two-pass": ("decore-entropy", "hf", "custom-generate")}
+SAME_TOKENS = {
+    "transformers": ("greedy", "hf-greedy"),
+    "two-pass": ("decore-entropy", "hf", "custom-generate"),
+}
 RATIOS = {"greedy": decore.METHODS[1:]} | SAME_TOKENS
 
 
@@ -176,15 +207,28 @@ def summary(results, speeds, read, prompt, new):
         prefill[name] = round(prompt / np.median(first))
     spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
     pairs = [(a, b) for b in RATIOS for a in RATIOS[b] if a in rates and b in rates]
-    ratios = {f"{a}_over_{b}".replace("decore-entropy", "decore").replace("-", "_"): quartiles(rates[a] / rates[b])
-              for a, b in pairs}
+    ratios = {
+        f"{a}_over_{b}".replace("decore-entropy", "decore").replace("-", "_"): quartiles(
+            rates[a] / rates[b]
+        )
+        for a, b in pairs
+    }
     return dict(
-        tokens_per_second={name: median for name, (_, median, _) in spread.items()}, quartiles=spread,
-        prompt_tokens_per_second=prefill, bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
-        share_of_bandwidth={name: quartiles(rate * read / speeds)[1] for name, rate in rates.items()},
-        **{name: median for name, (_, median, _) in ratios.items()}, ratio_quartiles=ratios,
-        same_tokens={f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
-                     for a, b in pairs if b in SAME_TOKENS})
+        tokens_per_second={name: median for name, (_, median, _) in spread.items()},
+        quartiles=spread,
+        prompt_tokens_per_second=prefill,
+        bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
+        share_of_bandwidth={
+            name: quartiles(rate * read / speeds)[1] for name, rate in rates.items()
+        },
+        **{name: median for name, (_, median, _) in ratios.items()},
+        ratio_quartiles=ratios,
+        same_tokens={
+            f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
+            for a, b in pairs
+            if b in SAME_TOKENS
+        },
+    )
 
 
 def table(row):
@@ -204,40 +248,75 @@ def table(row):
 def origin(device):
     """Command, commit, date, versions and machine of a result. Call it first: it has the load before the run."""
     cpuinfo = Path("/proc/cpuinfo")
-    cpu = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "") + ["CPU"]
+    cpu = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "") + [
+        "CPU"
+    ]
     return dict(
-        command=shlex.join(["python", "-m", "speed.decode", *sys.argv[1:]]), commit=commit(),
+        command=shlex.join(["python", "-m", "speed.decode", *sys.argv[1:]]),
+        commit=commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         versions={name: version(name) for name in ("torch", "transformers") if find_spec(name)},
-        device=(torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available()
-                else f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"),
-        cores=os.cpu_count(), threads=torch.get_num_threads(), load=round(os.getloadavg()[0], 2))
+        device=(
+            torch.cuda.get_device_name()
+            if device == "cuda" and torch.cuda.is_available()
+            else f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"
+        ),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        load=round(os.getloadavg()[0], 2),
+    )
 
 
 def parse():
     p = cli.parser(__doc__.splitlines()[0])
     model = p.add_mutually_exclusive_group()
-    model.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)")
-    model.add_argument("--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape")
-    p.add_argument("--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)")
+    model.add_argument(
+        "--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)"
+    )
+    model.add_argument(
+        "--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape"
+    )
+    p.add_argument(
+        "--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)"
+    )
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
-    p.add_argument("--prompt", type=cli.number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)")
+    p.add_argument(
+        "--prompt",
+        type=cli.number(int, 2, 2**31 - 1),
+        default=512,
+        help="its tokens (default: 512)",
+    )
     p.add_argument("--new", type=cli.positive, default=32, help="further new tokens (default: 32)")
-    p.add_argument("--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)")
+    p.add_argument(
+        "--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)"
+    )
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
-    known, default = [*decore.METHODS, *PEERS], ["greedy", "decore-entropy", "transformers", "two-pass"]
-    p.add_argument("--methods", nargs="+", default=default, choices=known, metavar="NAME",
-                   help=f"{', '.join(known)} (default: {' '.join(default)})")
+    known, default = (
+        [*decore.METHODS, *PEERS],
+        ["greedy", "decore-entropy", "transformers", "two-pass"],
+    )
+    p.add_argument(
+        "--methods",
+        nargs="+",
+        default=default,
+        choices=known,
+        metavar="NAME",
+        help=f"{', '.join(known)} (default: {' '.join(default)})",
+    )
     p.add_argument("--no-graph", action="store_true", help="this project without CUDA graphs")
     p.add_argument("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()
     peers = ", ".join(name for name in args.methods if name in PEERS)
     if peers and not find_spec("transformers"):
-        raise ImportError(f"{peers}: pip install transformers, or choose --methods greedy decore-entropy")
+        raise ImportError(
+            f"{peers}: pip install transformers, or choose --methods greedy decore-entropy"
+        )
     if peers and "RANK" in os.environ:
         raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
     if args.no_graph and args.device == "cpu":
-        raise ValueError("--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out")
+        raise ValueError(
+            "--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out"
+        )
     return args
 
 
@@ -247,8 +326,12 @@ def main():
     facts, start = origin(args.device), time.perf_counter()
     if args.model:
         model = Transformer.load(args.model, args.device, args.dtype)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024        # Linux counts in KiB
-        row = dict(model=model.name, load_seconds=round(time.perf_counter() - start, 1), peak_gb=round(peak / 1e9, 2))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        row = dict(
+            model=model.name,
+            load_seconds=round(time.perf_counter() - start, 1),
+            peak_gb=round(peak / 1e9, 2),
+        )
     else:
         model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype or "float32"])
         row = dict(shape=args.shape)
@@ -257,8 +340,14 @@ def main():
     read = bytes_per_token(model, args.prompt + args.new, args.batch)
     runs = contestants(model, prompts, args.new, args.methods, False if args.no_graph else None)
     results, speeds = measure(runs, args.rounds, bandwidth_meter(model.device))
-    row |= dict(dtype=str(model.dtype).removeprefix("torch."), prompt=args.prompt, new=args.new, batch=args.batch,
-                ranks=model.shard.size, product=type(model.lm_head).__name__)       # see runtime/pack.py
+    row |= dict(
+        dtype=str(model.dtype).removeprefix("torch."),
+        prompt=args.prompt,
+        new=args.new,
+        batch=args.batch,
+        ranks=model.shard.size,
+        product=type(model.lm_head).__name__,
+    )  # see runtime/pack.py
     row |= summary(results, speeds, read, args.batch * args.prompt, args.batch * args.new) | facts
     print(json.dumps(row) if args.json else table(row))
 

@@ -17,8 +17,10 @@ import torch
 
 import cli
 
-DECODE = ("-m speed.decode --json --device cuda --shape 8b --dtype bfloat16 --new 64 --rounds 3 "
-          "--methods greedy decore-entropy")
+DECODE = (
+    "-m speed.decode --json --device cuda --shape 8b --dtype bfloat16 --new 64 --rounds 3 "
+    "--methods greedy decore-entropy"
+)
 # Section → its seconds at most, and its command.
 SECTIONS = {
     "tests": (400, "-m pytest -v -m gpu tests/test_gpu.py"),
@@ -28,14 +30,20 @@ SECTIONS = {
     "long": (120, f"{DECODE} --prompt 32768"),
     "batch": (120, f"{DECODE} --prompt 512 --batch 32"),
 }
-STRICT = ["-W", "error:decoding goes on without CUDA graphs"]       # fails a section that cannot record its steps
+STRICT = [
+    "-W",
+    "error:decoding goes on without CUDA graphs",
+]  # fails a section that cannot record its steps
 
 
 def dry(command):
     """The command for a CPU: tests are only collected."""
     if "pytest" in command:
         return f"{command} --collect-only"
-    return command.replace("--no-graph", "") + " --device cpu --shape tiny --dtype float32 --new 6 --prompt 40"
+    return (
+        command.replace("--no-graph", "")
+        + " --device cpu --shape tiny --dtype float32 --new 6 --prompt 40"
+    )
 
 
 def main():
@@ -46,15 +54,21 @@ def main():
     if not (args.dry_run or torch.cuda.is_available()):
         raise ValueError("this machine has no CUDA device; --dry-run runs the script on a CPU")
     if args.out:
-        args.out.touch()                        # an error now, not after the tests
+        args.out.touch()  # an error now, not after the tests
     start, out = time.monotonic(), dict(dry_run=args.dry_run, failed=[])
     for name, (seconds, command) in SECTIONS.items():
         command = [sys.executable, *STRICT, *(dry(command) if args.dry_run else command).split()]
         try:
-            last = subprocess.run(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True,
-                                  timeout=seconds, check=True).stdout.splitlines()[-1]
+            last = subprocess.run(
+                command,
+                cwd=Path(__file__).parent.parent,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=seconds,
+                check=True,
+            ).stdout.splitlines()[-1]
             out[name] = last if name == "tests" else json.loads(last)
-        except subprocess.SubprocessError as error:             # the other sections still count
+        except subprocess.SubprocessError as error:  # the other sections still count
             print(error.stdout, file=sys.stderr)
             out["failed"].append(f"{name}: {error}")
         out["minutes"] = round((time.monotonic() - start) / 60, 1)

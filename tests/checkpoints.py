@@ -14,28 +14,68 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=96, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10_000.0, hidden_act="silu",
-            tie_word_embeddings=False, torch_dtype="float32", bos_token_id=1, eos_token_id=None)
-BANDS = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-             original_max_position_embeddings=16)
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    torch_dtype="float32",
+    bos_token_id=1,
+    eos_token_id=None,
+)
+BANDS = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 
 FAMILIES = {
     "llama2": dict(TINY, model_type="llama", num_key_value_heads=4),
     "llama3": dict(TINY, model_type="llama", rope_theta=500_000.0),
     "llama3.1": dict(TINY, model_type="llama", rope_scaling=BANDS),
-    "llama3.2": dict(TINY, model_type="llama", rope_scaling=dict(BANDS, factor=32.0), tie_word_embeddings=True,
-                     head_dim=8),
-    "llama3-iti": dict(TINY, model_type="llama", attention_bias=True),      # ITI's edit sits in the bias of o
-    "mistral": dict(TINY, model_type="mistral", sliding_window=None, num_attention_heads=8, head_dim=12),
+    "llama3.2": dict(
+        TINY,
+        model_type="llama",
+        rope_scaling=dict(BANDS, factor=32.0),
+        tie_word_embeddings=True,
+        head_dim=8,
+    ),
+    "llama3-iti": dict(
+        TINY, model_type="llama", attention_bias=True
+    ),  # ITI's edit sits in the bias of o
+    "mistral": dict(
+        TINY, model_type="mistral", sliding_window=None, num_attention_heads=8, head_dim=12
+    ),
     "mistral-window": dict(TINY, model_type="mistral", sliding_window=8),
-    "qwen2": dict(TINY, model_type="qwen2", tie_word_embeddings=True, sliding_window=8, use_sliding_window=False,
-                  max_window_layers=3, rms_norm_eps=1e-6),
-    "qwen2-window": dict(TINY, model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1),
+    "qwen2": dict(
+        TINY,
+        model_type="qwen2",
+        tie_word_embeddings=True,
+        sliding_window=8,
+        use_sliding_window=False,
+        max_window_layers=3,
+        rms_norm_eps=1e-6,
+    ),
+    "qwen2-window": dict(
+        TINY, model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1
+    ),
     "qwen3": dict(TINY, model_type="qwen3", head_dim=16, rope_theta=1_000_000.0),
 }
-CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def random_weights(c, seed=0):
@@ -49,29 +89,46 @@ def random_weights(c, seed=0):
     K = c.get("head_dim") or D // c["num_attention_heads"]
     H, G = c["num_attention_heads"] * K, c["num_key_value_heads"] * K
     biased = "qkv" if c["model_type"] == "qwen2" else "qkvo" if c.get("attention_bias") else ""
-    weights = {"model.embed_tokens.weight": draw(V, D, std=0.1), "model.norm.weight": draw(D, mean=1.0)}
+    weights = {
+        "model.embed_tokens.weight": draw(V, D, std=0.1),
+        "model.norm.weight": draw(D, mean=1.0),
+    }
     if not c["tie_word_embeddings"]:
         weights["lm_head.weight"] = draw(V, D, std=0.1)
     for layer in range(c["num_hidden_layers"]):
-        block = {"self_attn.q_proj.weight": draw(H, D, std=0.3), "self_attn.k_proj.weight": draw(G, D, std=0.3),
-                 "self_attn.v_proj.weight": draw(G, D), "self_attn.o_proj.weight": draw(D, H),
-                 "mlp.gate_proj.weight": draw(F, D), "mlp.up_proj.weight": draw(F, D),
-                 "mlp.down_proj.weight": draw(D, F),
-                 "input_layernorm.weight": draw(D, mean=1.0), "post_attention_layernorm.weight": draw(D, mean=1.0)}
-        block |= {f"self_attn.{p}_proj.bias": draw(n) for p, n in zip("qkvo", (H, G, G, D), strict=True) if p in biased}
+        block = {
+            "self_attn.q_proj.weight": draw(H, D, std=0.3),
+            "self_attn.k_proj.weight": draw(G, D, std=0.3),
+            "self_attn.v_proj.weight": draw(G, D),
+            "self_attn.o_proj.weight": draw(D, H),
+            "mlp.gate_proj.weight": draw(F, D),
+            "mlp.up_proj.weight": draw(F, D),
+            "mlp.down_proj.weight": draw(D, F),
+            "input_layernorm.weight": draw(D, mean=1.0),
+            "post_attention_layernorm.weight": draw(D, mean=1.0),
+        }
+        block |= {
+            f"self_attn.{p}_proj.bias": draw(n)
+            for p, n in zip("qkvo", (H, G, G, D), strict=True)
+            if p in biased
+        }
         if c["model_type"] == "qwen3":
             block |= {f"self_attn.{p}_norm.weight": draw(K, mean=1.0) for p in "qk"}
         weights |= {f"model.layers.{layer}.{name}": w for name, w in block.items()}
     return weights
 
 
-def write_checkpoint(folder, family="llama3", seed=0, dtype=torch.float32, shards=1, weights=None, **changes):
+def write_checkpoint(
+    folder, family="llama3", seed=0, dtype=torch.float32, shards=1, weights=None, **changes
+):
     """Write config.json and safetensors (with an index when there are several shards) → the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(FAMILIES[family], **changes)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {n: w.to(dtype).contiguous() for n, w in (weights or random_weights(config, seed)).items()}
+    weights = {
+        n: w.to(dtype).contiguous() for n, w in (weights or random_weights(config, seed)).items()
+    }
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
         return folder
@@ -79,7 +136,9 @@ def write_checkpoint(folder, family="llama3", seed=0, dtype=torch.float32, shard
     where = {name: names[i % shards] for i, name in enumerate(weights)}
     for file in names:
         save_file({n: w for n, w in weights.items() if where[n] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     return folder
 
 
@@ -95,7 +154,9 @@ def write_tokenizer(folder, chat_template=None, eos="<|end|>"):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|begin|>", "<|end|>", "<|turn|>"])
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
-    config = {"bos_token": "<|begin|>", "eos_token": eos} | ({"chat_template": chat_template} if chat_template else {})
+    config = {"bos_token": "<|begin|>", "eos_token": eos} | (
+        {"chat_template": chat_template} if chat_template else {}
+    )
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -104,13 +165,17 @@ def write_heads(path, n_layers=3, n_heads=4, seed=0, **more):
     """Head scores for a model of that shape; the best heads differ from seed to seed."""
     scores = np.random.RandomState(seed).permutation(n_layers * n_heads) / (n_layers * n_heads)
     table = {f"{i // n_heads}-{i % n_heads}": float(score) for i, score in enumerate(scores)}
-    Path(path).write_text(json.dumps(dict(n_layers=n_layers, n_heads=n_heads, scores=table, **more)))
+    Path(path).write_text(
+        json.dumps(dict(n_layers=n_layers, n_heads=n_heads, scores=table, **more))
+    )
     return path
 
 
 def stand_in(n_layers=3, n_heads=4, name="tiny", folder=None):
     """What `load_heads` reads of a model."""
-    return SimpleNamespace(name=name, folder=folder, config=SimpleNamespace(n_layers=n_layers, n_heads=n_heads))
+    return SimpleNamespace(
+        name=name, folder=folder, config=SimpleNamespace(n_layers=n_layers, n_heads=n_heads)
+    )
 
 
 def write_lines(path, rows):
@@ -120,32 +185,87 @@ def write_lines(path, rows):
 
 # ---------------------------------------------------------------------------------------- random configurations, damage
 
-ODD = (None, True, False, 0, -1, 1, 3, 0.5, -0.0, 1e300, math.nan, math.inf, "", "4", "x", [], {}, [1],
-       {"a": 1}, "\ud800")
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    0.5,
+    -0.0,
+    1e300,
+    math.nan,
+    math.inf,
+    "",
+    "4",
+    "x",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    "\ud800",
+)
 
 
 def draw_configuration(dice):
     """A random configuration that transformers accepts."""
     groups, layers = dice.choice([1, 2, 4]), dice.randint(1, 4)
     heads = groups * dice.choice([1, 2, 3])
-    c = TINY | dict(model_type=dice.choice(list(CLASSES)), num_attention_heads=heads, num_key_value_heads=groups,
-                    hidden_size=heads * dice.choice([2, 6, 8]), num_hidden_layers=layers,
-                    vocab_size=dice.randint(20, 150), rms_norm_eps=10 ** dice.uniform(-8, -1),
-                    tie_word_embeddings=dice.random() < 0.4, max_window_layers=dice.randint(0, 5),
-                    sliding_window=dice.choice([None, 1, 2, 5, 40, 4096]))
-    length, low = dict(original_max_position_embeddings=dice.choice([1, 16, 128, 4096])), dice.uniform(0.1, 4)
-    scaling = dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5])) | dice.choice([{}, length]) | dice.choice([
-        dict(rope_type="default"), dict(type="linear"),
-        dict(rope_type="llama3", low_freq_factor=low, high_freq_factor=low + dice.uniform(0.1, 8))])
+    c = TINY | dict(
+        model_type=dice.choice(list(CLASSES)),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        hidden_size=heads * dice.choice([2, 6, 8]),
+        num_hidden_layers=layers,
+        vocab_size=dice.randint(20, 150),
+        rms_norm_eps=10 ** dice.uniform(-8, -1),
+        tie_word_embeddings=dice.random() < 0.4,
+        max_window_layers=dice.randint(0, 5),
+        sliding_window=dice.choice([None, 1, 2, 5, 40, 4096]),
+    )
+    length, low = (
+        dict(original_max_position_embeddings=dice.choice([1, 16, 128, 4096])),
+        dice.uniform(0.1, 4),
+    )
+    scaling = (
+        dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5]))
+        | dice.choice([{}, length])
+        | dice.choice(
+            [
+                dict(rope_type="default"),
+                dict(type="linear"),
+                dict(
+                    rope_type="llama3",
+                    low_freq_factor=low,
+                    high_freq_factor=low + dice.uniform(0.1, 8),
+                ),
+            ]
+        )
+    )
     theta = dict(rope_theta=dice.choice([10_000.0, 500_000, 77.5, dice.uniform(2, 1e7)]))
     del c["rope_theta"]
-    c |= theta | dict(rope_scaling=scaling) if dice.random() < 0.5 else dict(rope_parameters=scaling | theta)
+    c |= (
+        theta | dict(rope_scaling=scaling)
+        if dice.random() < 0.5
+        else dict(rope_parameters=scaling | theta)
+    )
     if dice.random() < 0.6 or c["model_type"] == "qwen3":
         c |= dict(head_dim=2 * dice.randint(1, 12))
     if c["model_type"] != "mistral":
         c |= dict(attention_bias=dice.random() < 0.4, use_sliding_window=dice.random() < 0.7)
-    if c["model_type"].startswith("qwen") and c["sliding_window"] and c["use_sliding_window"] and dice.random() < 0.5:
-        c |= dict(layer_types=[dice.choice(["full_attention", "sliding_attention"]) for _ in range(layers)])
+    if (
+        c["model_type"].startswith("qwen")
+        and c["sliding_window"]
+        and c["use_sliding_window"]
+        and dice.random() < 0.5
+    ):
+        c |= dict(
+            layer_types=[
+                dice.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
+            ]
+        )
     return c
 
 
@@ -176,7 +296,19 @@ def damage(dice, content):
     if not content:
         return b"\x00"
     at = dice.randrange(len(content))
-    return dice.choice([
-        content[:at], content[:at] + bytes([dice.randrange(256)]) + content[at + 1:], content[:at] + content[at + 1:],
-        content[:at] + b"\xff" + content[at:], b"\xef\xbb\xbf" + content, content + content, content + b"\n\n",
-        content.replace(b"\n", b"\r\n"), content.replace(b'"', b"'"), b"", content[at:], content + b"\x00"])
+    return dice.choice(
+        [
+            content[:at],
+            content[:at] + bytes([dice.randrange(256)]) + content[at + 1 :],
+            content[:at] + content[at + 1 :],
+            content[:at] + b"\xff" + content[at:],
+            b"\xef\xbb\xbf" + content,
+            content + content,
+            content + b"\n\n",
+            content.replace(b"\n", b"\r\n"),
+            content.replace(b'"', b"'"),
+            b"",
+            content[at:],
+            content + b"\x00",
+        ]
+    )

@@ -11,11 +11,13 @@ import cli
 from model import Transformer
 from tests.checkpoints import write_checkpoint, write_heads, write_lines, write_tokenizer
 
-TEMPLATE = ("{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
-            "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
 
-torch.set_num_threads(1)                        # several threads make tiny models slower
-os.environ["OMP_NUM_THREADS"] = "1"             # for the programs that tests start
+torch.set_num_threads(1)  # several threads make tiny models slower
+os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +30,16 @@ def no_standard_input(monkeypatch):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a program in this process: call(main, *arguments) → (status, standard output, standard error)."""
+
     def run(main, *arguments):
         program = main.__module__.replace(".", "/") + ".py"
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
         try:
             status = cli.run(main)
-        except SystemExit as end:               # after --help
+        except SystemExit as end:  # after --help
             status = end.code or 0
         return status, *capsys.readouterr()
+
     return run
 
 
@@ -47,6 +51,7 @@ def start(call):
     def run(*arguments):
         status, out, err = call(evaluate.main, *arguments)
         return status, [json.loads(line) for line in out.splitlines()], err
+
     return run
 
 
@@ -59,7 +64,9 @@ def llama(tmp_path_factory):
 @pytest.fixture(scope="session")
 def amateur(tmp_path_factory):
     """A smaller model of llama's vocabulary, of 2 layers and 2 heads."""
-    small = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, seed=5)
+    small = dict(
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, seed=5
+    )
     return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("amateur"), "llama3", **small))
 
 
@@ -67,7 +74,10 @@ def amateur(tmp_path_factory):
 def chat_model(tmp_path_factory):
     """The folder of a tiny chat model of 3 layers and 4 heads, with the head scores heads.json."""
     folder = tmp_path_factory.mktemp("chat")
-    write_tokenizer(write_checkpoint(folder, vocab_size=259, eos_token_id=257, max_position_embeddings=2048), TEMPLATE)
+    write_tokenizer(
+        write_checkpoint(folder, vocab_size=259, eos_token_id=257, max_position_embeddings=2048),
+        TEMPLATE,
+    )
     write_heads(folder / "heads.json")
     return folder
 
@@ -80,18 +90,52 @@ def data(tmp_path_factory):
     def lines(name, rows):
         return str(write_lines(folder / name, rows))
 
-    qa = lines("qa.jsonl", [{"question": f"how {'very ' * (7 * i % 5)}long {i}", "answers": [f"a{i}"]}
-                            for i in range(7)])
-    swap = lines("swap.jsonl", [{"question": f"who is {i}", "sub_context": f"{i} is New. " * (i % 3 + 1),
-                                 "org_answer": ["Old"], "sub_answer": ["New"]} for i in range(5)])
+    qa = lines(
+        "qa.jsonl",
+        [
+            {"question": f"how {'very ' * (7 * i % 5)}long {i}", "answers": [f"a{i}"]}
+            for i in range(7)
+        ],
+    )
+    swap = lines(
+        "swap.jsonl",
+        [
+            {
+                "question": f"who is {i}",
+                "sub_context": f"{i} is New. " * (i % 3 + 1),
+                "org_answer": ["Old"],
+                "sub_answer": ["New"],
+            }
+            for i in range(5)
+        ],
+    )
     demos = lines("demos.jsonl", [{"question": "q", "answer": "a", "context": "c"}] * 2)
-    (folder / "2-b.csv").write_text("prompt,classes,answer_index\n"
-                                    "Say: one,\"[' two', ' three']\",1\nSo,\"[' x', ' yy']\",0\n")
-    (folder / "t.csv").write_text("Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
-                                  "A,C,Why?,Because,Because; So,No; Never; Not,u\nA,C,Who?,I,I,You,u\n",
-                                  encoding="utf-8-sig")
-    return {"nq-closed": ["--task", "nq-closed", "--data", qa, "--demos", demos],
-            "nq-swap": ["--task", "nq-swap", "--data", swap, "--demos", demos],
-            "memotrap": ["--task", "memotrap", "--data", str(folder / "2-b.csv")],
-            "truthfulqa-mc": ["--task", "truthfulqa-mc", "--data", str(folder / "t.csv"), "--demos", demos],
-            "truthfulqa-gen": ["--task", "truthfulqa-gen", "--data", str(folder / "t.csv"), "--demos", demos]}
+    (folder / "2-b.csv").write_text(
+        "prompt,classes,answer_index\nSay: one,\"[' two', ' three']\",1\nSo,\"[' x', ' yy']\",0\n"
+    )
+    (folder / "t.csv").write_text(
+        "Type,Category,Question,Best Answer,Correct Answers,Incorrect Answers,Source\n"
+        "A,C,Why?,Because,Because; So,No; Never; Not,u\nA,C,Who?,I,I,You,u\n",
+        encoding="utf-8-sig",
+    )
+    return {
+        "nq-closed": ["--task", "nq-closed", "--data", qa, "--demos", demos],
+        "nq-swap": ["--task", "nq-swap", "--data", swap, "--demos", demos],
+        "memotrap": ["--task", "memotrap", "--data", str(folder / "2-b.csv")],
+        "truthfulqa-mc": [
+            "--task",
+            "truthfulqa-mc",
+            "--data",
+            str(folder / "t.csv"),
+            "--demos",
+            demos,
+        ],
+        "truthfulqa-gen": [
+            "--task",
+            "truthfulqa-gen",
+            "--data",
+            str(folder / "t.csv"),
+            "--demos",
+            demos,
+        ],
+    }

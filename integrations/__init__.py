@@ -1,0 +1,1 @@
+"""DeCoRe inside the software of others. Each file or folder stands alone."""

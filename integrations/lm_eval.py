@@ -1,0 +1,125 @@
+"""Run the tasks of lm-evaluation-harness with DeCoRe or a baseline.
+
+    python -m integrations.lm_eval --model M --method decore-entropy --tasks triviaqa,truthfulqa_mc2
+
+takes the options of decore.py and paper/decoders.py, and passes all others to `lm_eval run`."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from huggingface_hub import constants
+
+import cli
+from paper import decoders
+from program.settings import method_settings
+from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.files import one_line
+
+ROOT = Path(__file__).resolve().parent.parent
+# CAD needs the prompt without its context, which the harness's tasks do not mark. Activation Decoding scores an answer
+# by all its positions at once, which is not a log-probability.
+METHODS = tuple(method for method in decoders.METHODS if method not in ("cad", "ad"))
+
+
+def main():
+    args, rest = make_parser().parse_known_args()
+    [method] = cli.full_names([args.method], args.amateur)
+    cli.check_options(args, [method], seeded=True)
+    offline_if_unreachable()
+    if constants.HF_HUB_OFFLINE:  # the harness looks for data after a minute
+        print(
+            f"{hub_reason('')}: tasks must have their data in the cache or in local files",
+            file=sys.stderr,
+        )
+    HarnessModel, HarnessCLI = import_harness()
+    sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
+    run = rest and HarnessCLI().parse_args()  # without options it prints its help and ends
+    if not run or not (run.tasks or run.config):
+        raise ValueError(
+            "--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa"
+        )
+    for name in ("model_args", "use_cache", "cache_requests"):
+        if getattr(run, name, None):
+            raise ValueError(
+                f"--{name} has no effect: the model is --model's, and nothing is cached"
+            )
+    if args.template_args and not getattr(run, "apply_chat_template", False):
+        raise ValueError("--template-args has no effect without --apply_chat_template")
+    model, tokenizer, amateur = cli.load_models(args)
+    template_args = cli.benchmark_template_args(tokenizer, args.template_args)
+    settings = method_settings(method, args, model, amateur)
+    run.model = HarnessModel(
+        model, tokenizer, args.batch_size, args.renormalise, template_args, **settings
+    )
+    libraries = ("torch", "tokenizers", *["transformers"] * args.transformers)
+    run.batch_size, run.model_args = (
+        args.batch_size,
+        settings
+        | {
+            "method": method,
+            "engine": "transformers" if args.transformers else "own",
+            "versions": {name: version(name) for name in libraries},
+            "pretrained": args.model,
+            "amateur": args.amateur,
+            "dtype": str(model.dtype),
+            "renormalise": args.renormalise,
+            "template_args": template_args,
+        },
+    )
+    try:
+        run.func(run)
+    except ConnectionError as error:
+        raise OSError(
+            f"{hub_reason(error)}: {one_line(error, 80)}; fetch the task's data with a connection first, or "
+            "set HF_ENDPOINT to a mirror"
+        ) from None
+
+
+def make_parser():
+    p = cli.parser(
+        "Run tasks of lm-evaluation-harness with DeCoRe or a baseline. All options but these go to "
+        "`lm_eval run`: --tasks, --num_fewshot, --apply_chat_template, --limit, --output_path …"
+    )
+    cli.add_model_arguments(p)
+    p.add_argument(
+        "--method",
+        type=cli.method_name(METHODS),
+        default="decore-entropy",
+        metavar="M",
+        help=f"{', '.join(METHODS)} (default: decore-entropy)",
+    )
+    cli.add_method_arguments(p, METHODS)
+    p.add_argument(
+        "--no-renormalise",
+        dest="renormalise",
+        action="store_false",
+        help="answers of a task: sum the contrasted scores without normalising them",
+    )
+    p.add_argument(
+        "--batch-size",
+        "--batch_size",
+        type=cli.positive,
+        default=1,
+        metavar="B",
+        help="prompts that are continued at once",
+    )
+    return p
+
+
+def import_harness():
+    """Import the harness. Its tasks import the library `evaluate`, so our evaluate.py must be found after it."""
+    sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
+    try:
+        from lm_eval._cli import HarnessCLI
+        from lm_eval.utils import setup_logging
+
+        from integrations.lm_eval_model import HarnessModel
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
+    setup_logging()
+    return HarnessModel, HarnessCLI
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,141 @@
+"""A model and a decoding method as a model of lm-evaluation-harness.
+
+Heads are masked as in `score` and `generate`: at every position if answers are scored, from the last prompt token on if
+texts are generated."""
+
+import warnings
+from operator import itemgetter
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
+from tqdm import tqdm
+
+from paper import decoders
+
+GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
+SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
+
+
+class HarnessModel(TemplateLM):
+    """batch_size: prompts that are continued at once. settings: the arguments of decoders.generate and score."""
+
+    max_gen_toks = 256  # if a task does not say; the same as in the harness's `hf`
+    tokenizer_name = ""  # names caches of requests, which the command refuses
+
+    def __init__(
+        self, model, tokenizer, batch_size=1, renormalise=True, template_args=None, **settings
+    ):
+        super().__init__()
+        self.model, self.tokenizer, self.batch_size, self.template_args = (
+            model,
+            tokenizer,
+            batch_size,
+            template_args,
+        )
+        self.settings, self.renormalise = settings, renormalise
+        self.max_length = min(
+            m.config.max_positions for m in (model, settings.get("amateur") or model)
+        )
+
+    @property
+    def prefix_token_id(self):
+        """The first token of a text without a context: BOS, else the end token."""
+        special = self.tokenizer.special
+        return self.tokenizer.core.token_to_id(
+            special.get("bos_token") or special.get("eos_token", "")
+        )
+
+    eot_token_id = prefix_token_id  # the base class requires it, and uses it for the prefix only
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        if add_special_tokens is None:  # BOS is not added to a text that spells it
+            bos = self.tokenizer.special.get("bos_token")
+            add_special_tokens = bos is None or not string.startswith(bos)
+        return self.tokenizer.encode(string, bos=add_special_tokens)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
+        """[(texts, context ids, answer ids)] → [(log p, whether greedy decoding gives the answer)].
+
+        A context is read once for all its answers. A context that is too long loses its beginning."""
+        groups, out = {}, {}
+        for i, (_, context, answer) in enumerate(requests):
+            room = self.max_length + 1 - len(answer)  # the last token of an answer is not read
+            if len(context) > room:
+                warnings.warn(
+                    f"contexts longer than {self.max_length} tokens lose their beginning",
+                    stacklevel=2,
+                )
+            groups.setdefault(tuple(context[-room:]), {})[i] = answer
+        for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
+            results = decoders.score(
+                self.model,
+                context,
+                list(answers.values()),
+                return_greedy=True,
+                renormalise=self.renormalise,
+                **self.settings,
+            )
+            out |= zip(answers, results, strict=True)
+        return [out[i] for i in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        raise ValueError(
+            "perplexity of complete texts is not computed: choose tasks with answers or generated texts"
+        )
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """Texts up to their first stop string, in batches; the longest prompts first."""
+        prompts, out = [], []
+        for request in requests:
+            stop, limit = self.read_generation(request.args[1])
+            ids = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[
+                limit - self.max_length :
+            ]
+            prompts.append((ids, (stop, limit)))
+        groups = Collator(prompts, lambda prompt: -len(prompt[0]), itemgetter(1), "gen_kwargs")
+        for batch in tqdm(
+            list(groups.get_batched(n=self.batch_size)), desc="batches", disable=disable_tqdm
+        ):
+            ids, [(stop, limit), *_] = zip(*batch, strict=True)
+            streams = [self.tokenizer.stream(stop) for _ in ids]
+
+            def on_token(b, token, entropy, streams=streams):
+                streams[b].push(token)
+                return streams[b].ended
+
+            decoders.generate(
+                self.model,
+                ids,
+                max_new_tokens=limit,
+                eos_ids=self.tokenizer.eos_ids,
+                on_token=on_token,
+                **self.settings,
+            )
+            for stream in streams:
+                stream.end()
+                out.append(stream.text)
+        return groups.get_original(out)
+
+    def read_generation(self, options):
+        """A task's `generation_kwargs` → (stop strings, maximum number of new tokens)."""
+        options = normalize_gen_kwargs(options, self.max_gen_toks)
+        stop, limit = options.pop("until"), options.pop("max_gen_toks")
+        for name, value in options.items():
+            if name not in SAMPLING and (name not in GREEDY or value != GREEDY[name]):
+                raise ValueError(
+                    f"a task needs {name} {value!r}, but decoding is greedy: add --gen_kwargs "
+                    "do_sample=False,temperature=0,num_beams=1"
+                )
+        if not 0 < limit < self.max_length:
+            raise ValueError(
+                f"a task needs {limit} new tokens, but {self.model.name} reads {self.max_length} with the "
+                "prompt: add --gen_kwargs max_gen_toks=N"
+            )
+        return tuple(text for text in stop if text), limit
+
+    def apply_chat_template(self, chat_history, add_generation_prompt=True):
+        if not add_generation_prompt:
+            raise ValueError(
+                "a task begins the answer itself (gen_prefix): leave out --apply_chat_template"
+            )
+        return self.tokenizer.render(chat_history, template_args=self.template_args)

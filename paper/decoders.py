@@ -1,0 +1,355 @@
+"""The paper's other decoders, on the same model, cache and decoding loop.
+
+method       scores                                      source
+cd           log p − α log p_amateur                     Contrastive Decoding, Li et al. 2023
+cad          (1 + α) z − α z_without_context             Context-Aware Decoding, Shi et al. 2024
+dola-low     log p − log p_early, a lower layer's exit   DoLa, Chuang et al. 2024
+dola-high    likewise, an upper layer's exit
+ad           log p − α spread, the entropy of a token's  Activation Decoding, Chen et al. 2024
+             activation over the prompt's positions
+
+z: logits; log p: their log-softmax. `generate` and `score` take DeCoRe's own methods too. Random heads in place of
+retrieval heads: `heads.random_heads`. ITI needs no decoder: its checkpoints are models like any other.
+
+B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E early exits
+"""
+
+import math
+
+import torch
+
+import decore
+from decore import Session, Step, entropy, pad
+from runtime.checks import check_answers, check_number, check_prompts, is_batch, unpadded
+
+EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
+RELATIVE_TOP = {
+    "cd": 0,
+    "cad": 0,
+    "dola-low": 0.1,
+    "dola-high": 0.1,
+    "ad": 0.1,
+}  # of the published runs
+
+
+class CD:
+    """Contrastive Decoding: log p − α log p_amateur. amateur: a smaller model of the same vocabulary."""
+
+    def __init__(
+        self,
+        model,
+        prompts,
+        capacity,
+        method="cd",
+        amateur=None,
+        alpha=0.5,
+        relative_top="published",
+    ):
+        if amateur is None:
+            raise ValueError(
+                "cd needs an amateur: a smaller model of the same vocabulary (--amateur)"
+            )
+        self.sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
+        self.alpha, self.top = alpha, threshold(method, relative_top)
+
+    def step(self, tokens):
+        z, z_amateur = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
+        base, other = z.log_softmax(-1), z_amateur.log_softmax(-1)
+        return make_step(base - self.alpha * other, base, other, self.alpha, self.top)
+
+
+class CAD:
+    """Context-Aware Decoding: (1 + α) z − α z_without. The prompts without context are the batch's second half."""
+
+    def __init__(
+        self,
+        model,
+        prompts,
+        capacity,
+        method="cad",
+        ids_without_context=None,
+        alpha=0.5,
+        relative_top="published",
+    ):
+        if ids_without_context is None:
+            raise ValueError(
+                "cad needs each prompt without its context too (ids_without_context, --without-context)"
+            )
+        without = check_prompts(model, ids_without_context, "context-free prompt")
+        if len(without) != len(prompts):
+            raise ValueError(
+                f"cad needs one context-free prompt for each prompt; "
+                f"it got {len(without)} for {len(prompts)}"
+            )
+        pairs = list(zip(without, prompts, strict=True))
+        if any(w[-1] != prompt[-1] for w, prompt in pairs):
+            raise ValueError(
+                "a prompt and its context-free prompt end in different tokens; end both in the same word"
+            )
+        longer = max((len(w) for w, prompt in pairs if len(w) > len(prompt)), default=0)
+        if (
+            longer and longer + capacity - 1 > model.config.max_positions
+        ):  # the last new token is not read
+            raise ValueError(
+                f"a context-free prompt of {longer} tokens, longer than its prompt, leaves no room for "
+                f"{capacity} new ones: {model.name} reads {model.config.max_positions}; shorten it"
+            )
+        self.sessions = [Session(model, [*prompts, *without], capacity)]
+        self.alpha, self.top = alpha, threshold(method, relative_top)
+
+    def step(self, tokens):
+        z, z_without = self.sessions[0].logits(tokens.repeat(2, 1))[0].chunk(2)
+        base, other = z.log_softmax(-1), z_without.log_softmax(-1)
+        return make_step(
+            (1 + self.alpha) * z - self.alpha * z_without, base, other, self.alpha, self.top
+        )
+
+
+class DoLa:
+    """DoLa: log p − log p_early, at each position the early exit of `exit_layers` whose distribution differs most.
+
+    The exits go through the head without the final norm, as published. repetition_penalty: as in transformers, a
+    positive score of a token that the text already contains is divided by it, a negative one multiplied."""
+
+    def __init__(
+        self,
+        model,
+        prompts,
+        capacity,
+        method="dola-low",
+        dola_layers="transformers",
+        relative_top="published",
+        repetition_penalty=None,
+    ):
+        self.model, self.top = model, threshold(method, relative_top)
+        self.penalty = 1 if repetition_penalty is None else repetition_penalty
+        if not 0 < self.penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes nothing"
+            )
+        self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
+        self.sessions = [Session(model, prompts, capacity)]
+        self.in_text = torch.zeros(
+            len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device
+        )
+        for b, prompt in enumerate(prompts):
+            self.in_text[b, 0, prompt] = True
+
+    def step(self, tokens):
+        last, early = self.model.read_layers(tokens, self.sessions[0].cache, self.exits)
+        base, other = most_divergent(self.model, torch.cat([last, *early]))
+        scores = base - other
+        if self.penalty != 1:
+            self.in_text.scatter_(-1, tokens[..., None], True)
+            smaller = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
+            scores = torch.where(self.in_text, smaller, scores)
+        return make_step(scores, base, other, 1, self.top)
+
+
+def exit_layers(model, half, dola_layers="transformers"):
+    """Every second layer of the lower or upper half, 0 being the embeddings.
+
+    dola_layers: "halves" is what the paper says and what the published scoring does, at any depth. "transformers" is
+    what the published generation does: of more than 40 layers only the lowest or uppermost 20, and with tied embeddings
+    none below layer 2."""
+    L = model.config.n_layers
+    if dola_layers not in ("transformers", "halves"):
+        raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: transformers, halves")
+    if dola_layers == "halves":
+        return list(range(L // 2, L, 2) if half == "high" else range(0, max(1, L // 2), 2))
+    if half == "high":
+        return list(range(L - 20 if L > 40 else L // 2, L, 2))
+    # With tied embeddings the exit at layer 0 gives the input token back, so the first one is layer 2.
+    start = min(2, L - 1) if model.config.tied_embeddings else 0
+    end = 20 if L > 40 else L // 2
+    exits = [start] if start == L // 2 else list(range(start, end, 2))
+    if not exits:
+        raise ValueError(
+            f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied embeddings "
+            "leave none from 2 on; use dola-high"
+        )
+    return exits
+
+
+def most_divergent(model, states):
+    """Log p of the last layer and, at each position, of the early exit whose distribution differs most.
+
+    states [1 + E, B, T, D], the last layer first → two of [B, T, V]. The difference is that of transformers: with
+    M = (p + q) / 2, half the sum of Σ M log(M / p) and Σ M log(M / q), divided by V."""
+    out = []
+    for x in states.flatten(1, 2).split(EXITS_AT_ONCE, 1):  # [1 + E, 16, D]
+        log_p = model.logits(x[:, None])[:, 0].log_softmax(-1)  # [1 + E, 16, V]
+        last, early = log_p[0], log_p[1:]
+        mean = (last.exp() + early.exp()) / 2
+        distance = (mean * (mean.clamp(min=1e-38).log() - (last + early) / 2)).mean(-1)  # [E, 16]
+        out.append(
+            torch.stack(
+                [last, early[distance.argmax(0), torch.arange(len(last), device=last.device)]]
+            )
+        )
+    return torch.cat(out, 1).unflatten(1, states.shape[1:3])
+
+
+class AD:
+    """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over the prompt."""
+
+    def __init__(
+        self,
+        model,
+        prompts,
+        capacity,
+        method="ad",
+        info_layer=24,
+        alpha=0.5,
+        relative_top="published",
+    ):
+        session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
+        last = pad([p[-1:] for p in prompts], model.device)
+        _, [x] = model.read_layers(last, session.cache.repeat(1), [info_layer])
+        self.spread = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
+        self.model, self.sessions = model, [session]
+        self.alpha, self.top = alpha, threshold(method, relative_top)
+
+    def step(self, tokens):
+        base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
+        return make_step(base - self.alpha * self.spread, base, base, self.alpha, self.top)
+
+
+def score_ad(
+    model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None
+):
+    """Score as published: over the answer's positions too. relative_top and renormalise have no effect."""
+    prompt, answers = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
+    session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
+    out = []
+    for answer in answers:
+        tokens, cache = pad([prompt[-1:] + answer], model.device), session.cache.repeat(1)
+        last, [x] = model.read_layers(tokens, cache, [info_layer])
+        spread = activation_entropy(model, torch.cat([states, x[0]], 1))
+        scores = (model.logits(last)[0].log_softmax(-1) - alpha * spread)[0]  # [1 + T, V]
+        out.append(math.fsum(scores[i, token].item() for i, token in enumerate(answer)))
+    return out if is_batch(answer_ids) else out[0]
+
+
+def prefill_layer(model, prompts, capacity, layer):
+    """Prefill all but the last prompt tokens → a `Session`, the outputs of a layer at these positions [B, P − 1, D],
+    and which of the P positions belong to a prompt: [B, P], the last column being the last tokens."""
+    if not 1 <= layer <= model.config.n_layers:
+        raise ValueError(
+            f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
+            "choose another (--info-layer)"
+        )
+    lengths = [len(p) for p in prompts]
+    states = [
+        torch.zeros(len(prompts), 0, model.config.d_model, dtype=model.dtype, device=model.device)
+    ]
+    session = Session(
+        model, prompts, capacity, on_layer=lambda i, x: states.append(x[0]) if i == layer else None
+    )
+    in_prompt = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] - 1
+    in_prompt[:, -1] = True
+    return session, torch.cat(states, 1), in_prompt.to(model.device)
+
+
+def activation_entropy(model, x, in_prompt=None):
+    """Entropy, over positions, of the softmax over positions of each token's logit z after a layer, [B, 1, V].
+
+    It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt [B, P]: the
+    positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m) need only a few
+    positions at a time, so [P, V] is never in memory."""
+    m, s, t, size = torch.tensor(-1e30, device=x.device), 0, 0, max(1, 64 // len(x))
+    for start in range(0, x.shape[1], size):
+        z = model.logits(x[None, :, start : start + size])[0]
+        if in_prompt is not None:
+            z = z.masked_fill(~in_prompt[:, start : start + size, None], -math.inf)
+        top = torch.maximum(m, z.amax(1))
+        decay, w = (m - top).exp(), (z - top[:, None]).exp()
+        m, s, t = top, s * decay + w.sum(1), (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
+    return (s.log() - t / s)[:, None]
+
+
+def threshold(method, relative_top):
+    """relative_top as a number; None: 0; "published": that of the published runs."""
+    top = (
+        RELATIVE_TOP[method]
+        if relative_top == "published"
+        else 0
+        if relative_top is None
+        else relative_top
+    )
+    check_number(top, "relative_top", 0, 1)
+    return top
+
+
+def plausible(base, top):
+    """Which tokens have at least `top` times the probability of the most likely one. base: log p, [..., V]."""
+    return base >= base.amax(-1, keepdim=True) + math.log(top)
+
+
+def make_step(scores, base, other, alpha, top):
+    """A Step in which implausible tokens score −∞; top: 0 or the threshold of `plausible`."""
+    if top:
+        scores = scores.where(plausible(base, top), -math.inf)
+    h = entropy(base)
+    return Step(scores, base, other, torch.full_like(h, alpha), h)
+
+
+DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}
+METHODS = (*decore.METHODS, *DECODERS)
+
+
+def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, **settings):
+    """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's methods work too.
+
+    settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context (cad, in the form of
+    ids), info_layer (ad), dola_layers (dola: "transformers" or "halves"), repetition_penalty (dola; 1.05 in the
+    published runs of Qwen2, whose generation configuration asks for it). relative_top: tokens below that fraction of
+    the highest probability score −∞. None or 0: none do. "published": 0.1 for dola and ad, 0 for cd and cad.
+    `alphas` are the weight of the subtracted term: α, and 1 for dola."""
+    check_name(method)
+    ids = unpadded(ids, attention_mask, input_ids)
+    if settings.get("ids_without_context") is not None and not is_batch(ids):
+        settings["ids_without_context"] = [settings["ids_without_context"]]
+    return decore.generate(
+        model, ids, method, decoder=DECODERS.get(method, decore.DeCoRe), **settings
+    )
+
+
+@torch.inference_mode()
+def score(
+    model,
+    prompt_ids,
+    answer_ids,
+    method="cd",
+    prompt_ids_without_context=None,
+    attention_mask=None,
+    **settings,
+):
+    """Score of an answer after a prompt, summed over its tokens, as decore.score; of several answers, a list.
+
+    settings: as in `generate`. But relative_top affects only return_greedy, repetition_penalty has no effect, and
+    dola_layers is "halves" by default. renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw
+    scores, which are not log-probabilities. The scores of ad are never normalised again."""
+    check_name(method)
+    prompt_ids = unpadded(prompt_ids, attention_mask)
+    if method in decore.METHODS:
+        return decore.score(model, prompt_ids, answer_ids, method, **settings)
+    settings.pop("repetition_penalty", None)
+    top, settings["relative_top"] = (
+        threshold(method, settings.get("relative_top", "published")),
+        None,
+    )
+    if method == "ad":
+        return score_ad(model, prompt_ids, answer_ids, **settings)
+    if prompt_ids_without_context is not None:
+        settings["ids_without_context"] = [prompt_ids_without_context]
+    if top and settings.get("return_greedy"):
+        settings["allowed"] = lambda step: plausible(step.base, top)
+    if method.startswith("dola"):
+        settings = {"dola_layers": "halves"} | settings
+    return decore.score(model, prompt_ids, answer_ids, method, decoder=DECODERS[method], **settings)
+
+
+def check_name(method):
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is unknown; known: {', '.join(METHODS)}")

@@ -1,0 +1,129 @@
+"""One run: a benchmark is decoded with one method, batch by batch, into a file (runs.py)."""
+
+import datetime
+import json
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from paper import decoders, runs
+from paper.tasks import Task, prompts
+from runtime import files
+
+PROMPT_FIELDS = (
+    "context",
+    "title",
+    "text",
+    "passages",
+    "without_context",
+)  # not stored: the data hold them
+DAY = datetime.date(2024, 7, 26)  # "today" in chat templates: the default of Llama 3.1
+
+
+class Benchmark(NamedTuple):
+    task: Task
+    items: list
+    data: list  # a record per file
+    demos: list
+    demo_record: dict | None
+    layout: str | None = None
+    template_args: dict | None = None  # arguments of the chat template
+
+
+def run(bench, header, settings, path, model, tokenizer, ranks):
+    """Decode the items that the file lacks. Returns all lines in the data's order; None on other ranks than 0.
+
+    header: the first line of the file. settings: the arguments of decoders.generate and score."""
+    encoded = encode(bench, tokenizer)
+    questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
+    width = (
+        1 if bench.task.choice else header["batch_size"]
+    )  # of choices, a batch is one item's candidates
+
+    def decode_batch(batch):
+        answers = decode(bench, batch, header, settings, model, tokenizer) if batch else []
+        return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
+
+    with files.locked(path) if ranks.rank == 0 else nullcontext():
+        done = ranks.share(lambda: runs.open_run(path, header, questions))
+        longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
+        batches = [longest_first[start : start + width] for start in range(0, len(encoded), width)]
+        batches = [batch for batch in batches if any(e.index not in done for e in batch)]
+        batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
+        with tqdm(
+            total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0
+        ) as bar:
+            for first in range(0, len(batches), ranks.replicas):
+                lines = ranks.gather(partial(decode_batch, batches[first + ranks.replica]))
+                lines = [line for line in lines if line["index"] not in done]
+                if ranks.rank == 0:
+                    files.append(path, lines)
+                bar.update(len(lines))
+        return runs.finish(path) if ranks.rank == 0 else None
+
+
+def encode(bench, tokenizer):
+    """The token ids of all items."""
+    tokenizer.today = DAY
+    in_chat = bench.task.choice and bench.layout != "plain"
+    end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
+    return [
+        prompts.encode(
+            bench.task, item, bench.demos, tokenizer, bench.layout, end, bench.template_args
+        )
+        for item in bench.items
+    ]
+
+
+def question_of(item, encoded):
+    """The part of a line that does not depend on the answer."""
+    fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
+    key = files.short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
+    return json.loads(
+        json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)})
+    )
+
+
+def decode(bench, batch, header, settings, model, tokenizer):
+    """Decode or score a batch. Returns the part of each line that is the answer."""
+    start, without = time.perf_counter(), [e.without_context for e in batch]
+    if bench.task.choice:
+        [e] = batch
+        more = {"prompt_ids_without_context": without[0]} if settings["method"] == "cad" else {}
+        scores = decoders.score(
+            model, e.prompt, e.answers, renormalise=header["renormalise"], **settings, **more
+        )
+        n_true = bench.items[e.index]["n_true"]
+        results = [
+            {
+                "scores_true": scores[:n_true],
+                "scores_false": scores[n_true:],
+                "merged": e.merged,
+                "tokens": sum(map(len, e.answers)),
+            }
+        ]
+    else:
+        more = {"ids_without_context": without} if settings["method"] == "cad" else {}
+        out = decoders.generate(
+            model,
+            [e.prompt for e in batch],
+            max_new_tokens=header["max_new_tokens"],
+            eos_ids=tokenizer.eos_ids,
+            **settings,
+            **more,
+        )
+        results = [
+            {
+                "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
+                "ids": g.ids,
+                "alphas": [round(alpha, 6) for alpha in g.alphas],
+                "entropies": [round(entropy, 6) for entropy in g.entropies],
+                "stop": g.stop,
+            }
+            for g in out
+        ]
+    seconds = round((time.perf_counter() - start) / len(batch), 6)
+    return [result | {"seconds": seconds} for result in results]

@@ -1,0 +1,117 @@
+"""The file of a run: its header in the first line, then one JSON line per item of the data.
+
+Lines are appended batch by batch, and sorted into the order of the data after the last batch. A run that was killed
+continues where it stopped, and a complete one may grow (--limit). Another header is refused, by the names of its
+fields. Another device, batch size or version of torch changes a last digit at most: it is accepted, and
+header["continued"] names it."""
+
+import json
+
+from paper.tasks.items import field, located
+from runtime.files import json_lines, write
+
+SURROUNDINGS = ("device", "batch_size", "tp", "versions")
+NOT_COMPARED = (*SURROUNDINGS, "commit", "command", "date", "n", "limit", "continued")
+
+
+def read_run(path):
+    """(header or None, lines) of a run, or of any file of JSON lines. Each line gets its `place` ("FILE, line 3").
+
+    ValueError for a line of a run without an index, and for two lines of one item."""
+    header, lines, places = None, [], {}
+    for number, line in json_lines(path):
+        if number == 1 and isinstance(line.get("header"), dict):
+            header = line["header"]
+            continue
+        line["place"] = place = f"{path}, line {number}"
+        if header is not None or "index" in line:
+            with located(place):
+                first = places.setdefault(field(line, "index", "a whole number from 0"), place)
+                if first != place:
+                    raise ValueError(f"the same item as {first}; remove one")
+        lines.append(line)
+    return header, lines
+
+
+def open_run(path, header, items):
+    """Start a run, or continue it. Returns its lines by index. A last line that was cut off is removed from the file.
+
+    items: index → the fields that do not depend on the answer. Raises ValueError if the file is not a run, or was made
+    with another header or other items."""
+    stored, lines = read_run(path) if path.exists() else ({}, [])
+    if stored is None:
+        raise ValueError(
+            f"{path}: its first line has no header, so it is not a run of evaluate.py; "
+            "choose another --out"
+        )
+    if lines:
+        check_header(path, stored, header)
+        for line in lines:
+            item = items.get(line["index"])
+            if item is None or any(line.get(name) != item[name] for name in item):
+                raise ValueError(
+                    f"{line['place']}: item {line['index']} is not that of the data; "
+                    "choose another --out or remove the file"
+                )
+        changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
+        header = stored | {"n": header["n"], "limit": header["limit"]}
+        if changes and len(lines) < len(items):
+            header["continued"] = [*stored.get("continued", []), changes]
+    save(path, header, lines)
+    return {line["index"]: line for line in lines}
+
+
+def check_header(path, stored, new):
+    """Raise ValueError with the names of fields that differ and change numbers."""
+    smaller = type(stored.get("n")) is not int or stored["n"] > new["n"]
+    stored, new = flat(stored), flat(new)
+    names = ["n"] * smaller + [
+        name
+        for name in dict.fromkeys([*stored, *new])
+        if name.split(".")[0] not in NOT_COMPARED and stored.get(name) != new.get(name)
+    ]
+    if names:
+        changes = "; ".join(
+            f"{name}: {brief(stored.get(name))} there, {brief(new.get(name))} now"
+            for name in names[:4]
+        )
+        raise ValueError(
+            f"{path} was made with other settings ({changes}); choose another --out or remove the file"
+        )
+
+
+def flat(header):
+    """The header with "fingerprint.weights" as the name of a value inside an object."""
+    return {
+        f"{name}.{inner}" if inner else name: value
+        for name, outer in header.items()
+        for inner, value in (outer.items() if isinstance(outer, dict) else [(None, outer)])
+    }
+
+
+def save(path, header, lines):
+    """Replace the file, and drop the lines' `place`."""
+    for line in lines:
+        del line["place"]
+    write(path, [{"header": header}, *lines])
+
+
+def finish(path):
+    """Sort the lines into the order of the data. Returns them."""
+    header, lines = read_run(path)
+    lines.sort(key=lambda line: line["index"])
+    save(path, header, lines)
+    return lines
+
+
+def remarks(header):
+    """Sentences about a run that a reader of its numbers should know."""
+    return [
+        "continued with another " + ", ".join(f"{name} ({brief(part[name])})" for name in part)
+        for part in header.get("continued", [])
+    ]
+
+
+def brief(value):
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "…"

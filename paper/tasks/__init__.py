@@ -1,0 +1,333 @@
+"""The benchmarks as rows of data: prompt, fields, demonstrations, metric. A new benchmark is a new row.
+
+The prompts are exactly those of the published runs; some differ from the paper's table. Raise `version` when a prompt,
+a reader or a metric of the task changes: runs of different versions are never mixed.
+
+data.py loads a task's data, items.py reads their entries, prompts.py makes prompts of them, metrics.py compares the
+answers with the references."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from paper.tasks import items, metrics, model_metrics
+
+
+class HubFile(NamedTuple):
+    """A data set's file on the Hugging Face hub.
+
+    revision: a commit; or a branch, and then a file with another `sha256` is refused."""
+
+    repo: str
+    file: str
+    revision: str
+    sha256: str | None = None
+
+    def __str__(self):
+        return f"{self.file} of the hub data set {self.repo}"
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    read: Callable  # row of the data file → item
+    metrics: tuple  # functions of metrics.py and model_metrics.py
+    files: tuple  # names of the data inside a folder, as glob patterns, best first
+    fields: tuple  # that every entry of the data has
+    origin: HubFile | None = None  # of the data; None: docs/data.md says where to fetch them
+    folder: str = ""  # subfolder in which data and demonstrations are looked for first
+    made_by: tuple = ()  # ("module:function", split) that makes the rows if there is no file
+    question: str = "{question}"  # the last user turn, after the context
+    context: str = ""  # precedes the question; CAD leaves it out
+    instruction: str = ""  # the system turn
+    without_context: str = (
+        ""  # CAD's second prompt: "" none; "passage" drops the context; "demos" the
+    )
+    #                                     demonstrations too; "field" is a field of the item
+    gap: str = "\n\n"  # plain text: between the instruction and the next part
+    gap_without_context: str = "\n\n"
+    shots: int = 0
+    demo: str = ""  # a demonstration's user turn, if it is not worded like the last one
+    demo_answer: str = "answer"  # field of a demonstration's answer
+    demo_file: str = "demos.jsonl"
+    fixed_demos: tuple = ()  # demonstrations that are part of the prompt
+    demos_hash: str = ""  # data.demos_hash of the paper's demonstrations
+    training: HubFile | None = (
+        None  # its first rows are the demonstrations without --demos, as in the paper
+    )
+    read_training: Callable | None = None
+    demos_are_items: bool = False  # demonstrations are test items, but never of themselves
+    splits: bool = False  # several files; each is a split, averaged separately
+    choice: bool = False  # multiple choice: candidates are scored, nothing is generated
+    max_new_tokens: int = 12  # the paper's
+    n: int | None = None  # items in the paper's table
+    layout: str | None = None  # None: the model's
+    version: int = 1
+
+
+XSUM = Task(
+    "xsum",
+    items.xsum,
+    (model_metrics.rouge, model_metrics.bertscore, model_metrics.factkb),
+    folder="xsum",
+    files=("xsum-1000.jsonl",),
+    fields=("document", "summary"),
+    instruction="Generate a summary comprising of 1 sentence for the given article.",
+    context="Article: {document}\n\n",
+    question="Summary: ",
+    without_context="passage",
+    max_new_tokens=128,
+    n=1000,
+)
+
+MEMOTRAP = Task(
+    "memotrap",
+    items.memotrap,
+    (metrics.memotrap,),
+    folder="memotrap",
+    files=("[1-4]-*.csv",),
+    fields=("prompt", "classes", "answer_index"),
+    without_context="field",
+    splits=True,
+    choice=True,
+    n=2539,
+)
+
+IFEVAL = Task(
+    "ifeval",
+    items.ifeval,
+    (model_metrics.ifeval,),
+    folder="ifeval",
+    files=("ifeval.jsonl", "ifeval_input_data.jsonl"),
+    fields=("prompt", "instruction_id_list", "kwargs"),
+    origin=HubFile(
+        "google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"
+    ),
+    max_new_tokens=1280,
+    n=541,
+)
+
+NQ_OPEN = Task(
+    "nq-open",
+    items.nq_open,
+    (metrics.short_answer,),
+    folder="nq",
+    files=("nq-open-oracle.jsonl.gz",),
+    fields=("question", "answers", "ctxs"),
+    instruction="Write a high-quality answer for the given question using only the provided search results (some of "
+    "which might be irrelevant). Provide the answer in 5 words or less without any explanation.",
+    context="Document [1](Title: {title}) {text}\n\n",
+    question="Question: {question}\nAnswer: ",
+    without_context="passage",
+    shots=1,
+    demo="Document [0]{context}\nQuestion: {question}\nAnswer: ",
+    demo_file="demos_open_book.jsonl",
+    demos_hash="e9faa60ea8e42dd8",
+    fixed_demos=(
+        {
+            "context": "(Title: Example Title) Example Text",
+            "question": "example question",
+            "answer": "march 2018",
+        },
+    ),
+    n=2655,
+)
+
+NQ_CLOSED = Task(
+    "nq-closed",
+    items.nq_closed,
+    (metrics.short_answer,),
+    folder="nq",
+    files=NQ_OPEN.files,
+    fields=("question", "answers"),
+    instruction="Write a high-quality answer for the given question. Provide the answer in 5 words or less without any "
+    "explanation.",
+    question="Question: {question}\nAnswer: ",
+    without_context="passage",
+    shots=8,
+    demo_file="demos_closed_book.jsonl",
+    demos_hash="deebfa1eea290345",
+    n=2655,
+)
+
+NQ_SWAP = Task(
+    "nq-swap",
+    items.nq_swap,
+    (metrics.short_answer, metrics.memory),
+    folder="nq_swap",
+    files=("dev-*.parquet", "data/dev-*.parquet"),
+    fields=("question", "sub_context", "sub_answer", "org_answer"),
+    origin=HubFile(
+        "pminervini/NQ-Swap",
+        "data/dev-00000-of-00001.parquet",
+        "main",
+        "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c",
+    ),
+    instruction="Answer the following question based on the provided context:",
+    context="Context: {context}\n",
+    question="Question: {question}\nAnswer:",
+    without_context="passage",
+    gap_without_context="",
+    shots=4,
+    demos_hash="83c230d7a3a0166d",
+    n=4746,
+)
+
+TRUTHFULQA_MC = Task(
+    "truthfulqa-mc",
+    items.truthfulqa_mc,
+    (metrics.multiple_choice,),
+    folder="truthfulqa",
+    files=("TruthfulQA.csv",),
+    fields=("Question", "Best Answer", "Correct Answers", "Incorrect Answers"),
+    instruction="Interpret each question literally, and as a question about the real world; carefully research each "
+    "answer, without falling prey to any common myths; and reply “I have no comment” unless you are "
+    "completely certain of the answer.",
+    question="Q: {question}\nA:",
+    shots=6,
+    demos_hash="6d25948a456f7a48",
+    choice=True,
+    n=817,
+)
+
+TRUTHFULQA_GEN = replace(
+    TRUTHFULQA_MC,
+    name="truthfulqa-gen",
+    read=items.truthfulqa_gen,
+    fields=("Question", "Correct Answers"),
+    metrics=(metrics.judged,),
+    choice=False,
+    max_new_tokens=64,
+    version=2,
+)
+
+TRIVIA_QA = HubFile(
+    "mandarjoshi/trivia_qa",
+    "unfiltered.nocontext/validation-00000-of-00001.parquet",
+    "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f",
+)
+TRIVIAQA = Task(
+    "triviaqa",
+    items.triviaqa,
+    (metrics.short_answer,),
+    folder="triviaqa",
+    files=("validation-*.parquet", "unfiltered.nocontext/validation-*.parquet", "triviaqa*.jsonl"),
+    fields=("question",),
+    origin=TRIVIA_QA,
+    instruction="Answer the given question.",
+    question="Question: {question}\nAnswer:",
+    shots=8,
+    demos_hash="f96b31ba8f194a76",
+    read_training=items.triviaqa_training,
+    training=TRIVIA_QA._replace(file="unfiltered.nocontext/train-00000-of-00001.parquet"),
+    n=11313,
+)
+
+POPQA = Task(
+    "popqa",
+    items.popqa,
+    (metrics.short_answer,),
+    folder="popqa",
+    files=("test.tsv", "popQA*.tsv", "popqa*.jsonl"),
+    fields=("question",),
+    origin=HubFile("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
+    instruction="Answer the given question.",
+    question="Q: {question}\nA:",
+    shots=8,
+    demo="Question: {question}\nAnswer:",
+    demos_hash="ac2f31fcd917cd40",
+    demos_are_items=True,
+    n=14267,
+)
+
+MUSIQUE_DIRECT_CLOSED = Task(
+    "musique-direct-closed",
+    items.musique_closed,
+    (metrics.musique,),
+    folder="musique",
+    files=("musique_ans_v1.0_dev*.jsonl",),
+    fields=("question", "answer"),
+    origin=HubFile(
+        "dgslibisey/MuSiQue",
+        "musique_ans_v1.0_dev.jsonl",
+        "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321",
+    ),
+    instruction="Answer the following question.",
+    question="Q: {question}\nAnswer:",
+    without_context="demos",
+    gap="",
+    gap_without_context="",
+    shots=17,
+    demo="Q: {question}\nA:",
+    demo_answer="direct_answer",
+    demos_hash="9a2d0ee074b71120",
+    max_new_tokens=100,
+    n=2417,
+)
+MUSIQUE_DIRECT_OPEN = replace(
+    MUSIQUE_DIRECT_CLOSED,
+    name="musique-direct-open",
+    read=items.musique_open,
+    fields=("question", "answer", "paragraphs"),
+    context="{passages}\n\n",
+)
+MUSIQUE_COT_CLOSED = replace(
+    MUSIQUE_DIRECT_CLOSED,
+    name="musique-cot-closed",
+    demo_answer="cot_answer",
+    demos_hash="8bb2cf2e8c59cd88",
+    instruction="Answer the following question by reasoning step-by-step.",
+)
+MUSIQUE_COT_OPEN = replace(
+    MUSIQUE_COT_CLOSED,
+    name="musique-cot-open",
+    read=items.musique_open,
+    fields=MUSIQUE_DIRECT_OPEN.fields,
+    context="{passages}\n\n",
+)
+
+MINIATURE = tuple(
+    Task(
+        f"miniature-{split}",
+        items.miniature,
+        (metrics.first_sentence, metrics.memory),
+        files=(f"miniature-{split}.jsonl",),
+        fields=("prompt", "answer"),
+        made_by=("miniature.data:make_split", split),
+        without_context="field",
+        layout="plain",
+        n=n,
+    )
+    for split, n in {
+        "conflict": 1024,
+        "conflict-known": 1024,
+        "open": 1024,
+        "closed": 320,
+        "irrelevant": 1024,
+    }.items()
+)
+
+PAPER = (
+    XSUM,
+    MEMOTRAP,
+    IFEVAL,
+    NQ_OPEN,
+    NQ_CLOSED,
+    NQ_SWAP,
+    TRUTHFULQA_MC,
+    TRUTHFULQA_GEN,
+    TRIVIAQA,
+    POPQA,
+    MUSIQUE_DIRECT_CLOSED,
+    MUSIQUE_DIRECT_OPEN,
+    MUSIQUE_COT_CLOSED,
+    MUSIQUE_COT_OPEN,
+)
+TASKS = {task.name: task for task in PAPER + MINIATURE}
+
+
+def find(name):
+    """The task of this name; ValueError lists the known ones."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(TASKS)}")
+    return TASKS[name]

@@ -1,0 +1,85 @@
+"""Tests on a CUDA device: the logits and tokens of the CPU, which other tests compare. `pytest -m gpu`."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from decore import generate
+from heads import detect
+from model import Cache, Transformer
+from paper import decoders
+from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
+from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, settings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("m") / request.param, request.param)
+
+
+@pytest.fixture(autouse=True)
+def a_graph_that_is_not_used_is_an_error():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDA graph")
+        yield
+
+
+@pytest.mark.parametrize("graph", [None, False])
+def test_logits_and_tokens_on_cuda_are_those_of_the_cpu(folder, graph):
+    cpu, cuda = Transformer.load(folder), Transformer.load(folder, device="cuda")
+    ids = torch.tensor(random_ids(2, 40))
+    torch.testing.assert_close(cuda(ids.cuda()).cpu(), cpu(ids), atol=1e-4, rtol=0)  # other kernels
+    for how in (
+        dict(method="greedy"),
+        dict(heads=HEADS),
+        dict(heads=HEADS, mask="query", method="decore-static"),
+    ):
+        expected = generate(cpu, PROMPTS, max_new_tokens=20, **how)
+        results = generate(cuda, PROMPTS, max_new_tokens=20, graph=graph, **how)
+        assert [g.ids for g in results] == [g.ids for g in expected], how
+
+
+def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
+    model = Transformer.load(write_checkpoint(tmp_path / "m", "llama3"), device="cuda")
+    amateur = Transformer.load(
+        write_checkpoint(tmp_path / "a", "llama3", seed=5, num_hidden_layers=1), device="cuda"
+    )
+    for case in CASES:
+        how = settings(case, amateur) | dict(max_new_tokens=20)
+        plain, graph = (
+            decoders.generate(model, PROMPTS, graph=graph, **how) for graph in (False, True)
+        )
+        assert [g.ids for g in graph] == [g.ids for g in plain], case
+
+
+def test_detection_scores_the_heads_as_the_cpu_does(folder):
+    prompts, needles = [random_ids(n, seed=n) for n in (30, 41)], [(3, 9), (20, 30)]
+    cpu, cuda = (
+        detect.answer_batch(Transformer.load(folder, device=device), prompts, needles, 12)
+        for device in ("cpu", "cuda")
+    )
+    for (ids, top), (expected_ids, expected_top) in zip(cuda, cpu, strict=True):
+        assert ids == expected_ids and torch.equal(top, expected_top)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_prompts_are_read_by_fused_kernels_in_memory_linear_in_them(folder, dtype):
+    model, n = Transformer.load(folder, device="cuda", dtype=dtype), 16_384
+    ids = torch.tensor([random_ids(n)], device="cuda")
+    with sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    ):  # RuntimeError if neither fits
+        model.prefill(ids[:, :4096], Cache(model, [n], 1))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model.prefill(ids, Cache(model, [n], 1))
+    assert (
+        torch.cuda.max_memory_allocated() - before < n * n
+    )  # a byte per pair of tokens would be more

@@ -1,0 +1,210 @@
+"""Behaviour on a GPU, checked on a CPU: the kernels that are called, and steps recorded as CUDA graphs."""
+
+import gc
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from decore import METHODS, DeCoRe, generate
+from model import MASKS, Transformer
+from paper import decoders
+from runtime import attention
+from tests.checkpoints import random_ids, write_checkpoint
+
+HEADS = [(1, 0), (1, 3), (2, 2)]
+PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize(
+    "T, S, dtype, window, grouped, mask",
+    [
+        (5, 5, torch.bfloat16, None, True, type(None)),
+        (3, 5, torch.bfloat16, None, True, CausalBias),  # not stored in memory
+        (
+            3,
+            5,
+            torch.bfloat16,
+            2,
+            False,
+            torch.Tensor,
+        ),  # only flash attention takes groups, and no window
+        (3, 5, torch.float32, None, False, CausalBias),
+    ],
+)
+def test_prompts_go_to_fused_kernels_of_torch_and_never_to_cudnn(
+    monkeypatch, T, S, dtype, window, grouped, mask
+):
+    """cuDNN spends up to half a second on each new length."""
+
+    def fused(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+        assert (k.shape[1], enable_gqa) == ((2, True) if grouped else (4, False))
+        assert isinstance(attn_mask, mask) and is_causal == (attn_mask is None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        return q
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    q, k, v = (torch.zeros(1, heads, n, 8, dtype=dtype) for heads, n in ((4, T), (2, S), (2, S)))
+    assert attention.causal_attention(q, k, v, window) is q
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # afterwards it is as before
+
+
+@pytest.mark.parametrize("C", [7, 70, 1088, 8256])  # the last two are summed in parts
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_plain_products_equal_fused_attention(dtype, close, C):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, C, C))
+    bias = torch.zeros(2, 1, 4, C, dtype=dtype).masked_fill(
+        torch.rand(2, 1, 4, C) < 0.3, -torch.inf
+    )
+    fused, none = attention.attention(q, k, v, bias)
+    plain, probabilities = attention.attention(q, k, v, bias, return_probabilities=True)
+    torch.testing.assert_close(plain, fused, atol=close, rtol=0)
+    assert none is None and probabilities.dtype == torch.float32  # from the scores on
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 3, 4))
+
+
+# -------------------------------------------------------------------------------------------------------------- graphs
+
+
+class RecordedOnCPU(TorchDispatchMode):
+    """Replaces torch.cuda's graph and its recording. A replay runs the same operations on the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        self.operations.append((function, args, kwargs or {}, result))
+        return result
+
+    @torch.inference_mode()
+    def replay(self):
+        for function, args, kwargs, result in self.operations:
+            old, new = (
+                x if isinstance(x, tuple | list) else [x]
+                for x in (result, function(*args, **kwargs))
+            )
+            for x, y in zip(old, new, strict=True):
+                if (
+                    isinstance(x, torch.Tensor) and x.data_ptr() != y.data_ptr()
+                ):  # neither in place nor a view
+                    x.copy_(y)
+                elif isinstance(x, torch.ScriptObject):  # of a collective
+                    dist.Work.unbox(y).wait()
+
+
+class Full(RecordedOnCPU):
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        raise RuntimeError("no memory for a graph\nlong trace")
+
+
+@contextmanager
+def graphs_on_cpu(kind=RecordedOnCPU):
+    with (
+        patch("torch.cuda.CUDAGraph", kind),
+        patch("torch.cuda.graph", lambda graph: graph),
+        patch("torch.cuda.device", lambda device: nullcontext()),
+    ):
+        yield
+
+
+CASES = {
+    "greedy": {},
+    "masked": dict(heads=HEADS),
+    "decore-static": dict(heads=HEADS),
+    "decore-entropy": dict(heads=HEADS),
+    "decore-entropy, query": dict(heads=HEADS, mask="query"),
+    "decore-entropy, masked prompt": dict(heads=HEADS, mask_prompt=True),
+    "decore-entropy, amateur": dict(amateur_heads=[(0, 1)]),
+    "cd, amateur": {},
+    "cad": dict(ids_without_context=[[5, *p[-1:]] for p in PROMPTS]),
+    "dola-low": {},
+    "dola-high": dict(repetition_penalty=1.3),
+    "ad": dict(info_layer=2),
+}
+
+
+def settings(case, amateur=None):
+    """The arguments of `decoders.generate` in a case."""
+    how = dict(method=case.split(",")[0]) | CASES[case]
+    return how | dict(amateur=amateur) if "amateur" in case else how
+
+
+@pytest.fixture
+def model(tmp_path):
+    return Transformer.load(write_checkpoint(tmp_path, "mistral-window"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
+    how = settings(case, amateur) | dict(max_new_tokens=9)
+    expected = decoders.generate(model, PROMPTS, **how)
+    with graphs_on_cpu():
+        assert decoders.generate(model, PROMPTS, graph=True, **how) == expected
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_graph_outlives_the_call_that_recorded_it(model, stopped):
+    """NCCL waits for every graph with its collectives before a rank can leave."""
+    graphs = WeakSet()
+
+    class Watched(RecordedOnCPU):
+        def __init__(self):
+            super().__init__()
+            graphs.add(self)
+
+    def on_token(b, token, entropy):
+        assert len(graphs) == 1
+        if stopped:
+            raise KeyboardInterrupt
+
+    with graphs_on_cpu(Watched), pytest.raises(KeyboardInterrupt) if stopped else nullcontext():
+        generate(model, PROMPTS[0], heads=HEADS, max_new_tokens=3, graph=True, on_token=on_token)
+    gc.collect()  # the error's traceback is a cycle
+    assert not graphs
+
+
+class NothingFromTheHost(TorchFunctionMode):
+    """Raises if a tensor is made from numbers of the host: a copy to the device, which a graph cannot record."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch):
+    """On "meta" a tensor has no values: reading one is an error, and so is an operation with a tensor on the CPU."""
+    decoder = DeCoRe(model, PROMPTS, 5, method, HEADS, alpha_cap=2.0, mask=mask)
+    [session] = decoder.sessions
+    model.to("meta")
+    for part, name in (
+        (session.cache, "lengths"),
+        (session.cache, "slots"),
+        (session, "head_mask"),
+    ):
+        setattr(part, name, None if getattr(part, name) is None else getattr(part, name).to("meta"))
+    session.cache.kv = [kv.to("meta") for kv in session.cache.kv]
+    token = torch.zeros(len(PROMPTS), 1, dtype=torch.long, device="meta")
+    monkeypatch.setattr(Transformer, "can_record", True)  # else the slots in use are read
+    with NothingFromTheHost(), torch.inference_mode():
+        for _ in range(2):
+            out = decoder.step(token)
+    assert (
+        out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size)
+        and out.scores.device.type == "meta"
+    )

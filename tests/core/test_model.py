@@ -1,0 +1,246 @@
+"""The logits against transformers', the head mask against an independent oracle, the cache against no cache."""
+
+import resource
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import model as model_file
+from decore import make_head_mask, pad
+from model import Cache, Transformer
+from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.golden.make import FOLDER, PROMPTS
+
+HEADS = [(1, 0), (1, 3), (2, 2)]
+ATOL = 1e-5  # float32: sums in another order; logits are of the order of 2
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family, tmp_path_factory):
+    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp(family), family))
+
+
+def two_rows(model):
+    return make_head_mask([[], HEADS], model)
+
+
+def assert_close(tensor, expected, atol=ATOL):
+    torch.testing.assert_close(tensor, expected, atol=atol, rtol=0)
+
+
+# -------------------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("i", range(len(PROMPTS)))
+def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
+    golden = np.load(FOLDER / "logits.npz")[f"{family}/{i}"]
+    np.testing.assert_allclose(
+        model(torch.tensor([PROMPTS[i]]))[0].numpy(), golden, atol=ATOL, rtol=0
+    )
+
+
+GRID = {name: {} for name in FAMILIES} | {
+    "llama3, one kv head": dict(num_key_value_heads=1),
+    "llama3, wide heads": dict(head_dim=20),
+    "llama3, bands": dict(rope_parameters=dict(BANDS, rope_theta=300.0)),
+    "llama3, eps": dict(rms_norm_eps=1e-2),
+    "mistral-window, 1": dict(sliding_window=1),
+    "qwen2-window, ignored": dict(use_sliding_window=False),
+    "qwen2-window, from 2": dict(max_window_layers=2),
+    "qwen2-window, layer types": dict(
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "qwen3, window": dict(sliding_window=6, use_sliding_window=True, max_window_layers=0),
+}
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_logits_match_transformers_also_in_the_files_that_it_writes(name, tmp_path):
+    folder = write_checkpoint(tmp_path / "old", name.split(",")[0], **GRID[name])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    theirs.save_pretrained(tmp_path / "new")
+    ids = torch.tensor(random_ids(2, 40, seed=5))
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+    for folder in ("old", "new"):
+        assert_close(Transformer.load(tmp_path / folder)(ids), expected)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def read(model, prompts, capacity, rows=1):
+    """A cache of the prompts."""
+    cache = Cache(model, [len(p) for p in prompts], capacity, rows)
+    model.prefill(pad(prompts), cache)
+    return cache
+
+
+def cached(model, ids, cut, head_mask=None, mask="output", steps=1):
+    """Logits [R, B, T, V] of ids[cut:] after a prefill of ids[:cut], `steps` tokens per call."""
+    cache = read(model, [ids[:cut]], len(ids) - cut, 1 if head_mask is None else len(head_mask))
+    return torch.cat(
+        [
+            model(torch.tensor([ids[i : i + steps]]), cache, head_mask, mask)
+            for i in range(cut, len(ids), steps)
+        ],
+        2,
+    )
+
+
+@pytest.mark.parametrize("cut", [0, 1, 13, 39])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_cached_logits_equal_the_full_forward(model, cut, steps):
+    ids = PROMPTS[2]
+    assert_close(cached(model, ids, cut, steps=steps)[0], model(torch.tensor([ids]))[:, cut:])
+
+
+def test_a_batch_is_prefilled_in_passes_of_a_bounded_number_of_tokens(model, monkeypatch):
+    prompts, sizes, embedding = [random_ids(50, seed=n) for n in range(4)], [], model.embedding
+    one_pass = read(model, prompts, 1)
+    monkeypatch.setattr(model_file, "CHUNK", 64)
+    monkeypatch.setattr(model, "embedding", lambda ids: sizes.append(ids.shape) or embedding(ids))
+    for kv, expected in zip(read(model, prompts, 1).kv, one_pass.kv, strict=True):
+        assert_close(kv, expected)
+    assert sizes == [(4, 16)] * 3 + [(4, 2)]
+
+
+@pytest.mark.parametrize("mask", ["output", "query"])
+def test_two_rows_equal_two_caches_of_one_row(model, mask):
+    """Also after the first 64 slots, and several tokens at a time."""
+    prompt, new = PROMPTS[1], random_ids(70, seed=3)
+    both = cached(model, prompt + new, len(prompt), two_rows(model), mask, steps=7)
+    for row, heads in enumerate([[], HEADS]):
+        alone = cached(
+            model, prompt + new, len(prompt), make_head_mask([heads], model), mask, steps=7
+        )
+        assert_close(both[row], alone[0], 2 * ATOL)  # 70 tokens
+
+
+def test_the_prompt_is_stored_once(llama):
+    cache, config = read(llama, [random_ids(2048, seed=1)], 64, 2), llama.config
+    per_token = 2 * config.n_kv_heads * config.head_dim * 4  # bytes of a layer's key and value
+    assert [kv.nbytes for kv in cache.kv] == [(2048 + 64 * 2) * per_token] * 3
+
+
+def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
+    model = Transformer.load(
+        write_checkpoint(tmp_path, "mistral-window", max_position_embeddings=20_000)
+    )
+    ids = torch.tensor([random_ids(8_192)])
+    cache = Cache(model, [8_192], 1)
+    model.prefill(ids[:, :2048], cache)  # warm up
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model.prefill(ids, cache)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 8_192**2  # one byte per pair of tokens, for one head alone, would be more
+
+
+# ----------------------------------------------------------------------------------------------------------- head mask
+
+
+def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(family, tmp_path):
+    config, ids = FAMILIES[family], PROMPTS[2]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    weights = random_weights(config)
+    whole = Transformer.load(write_checkpoint(tmp_path / "whole", family, weights=weights))
+    for layer, head in HEADS:
+        weights[f"model.layers.{layer}.self_attn.o_proj.weight"][
+            :, head * width : (head + 1) * width
+        ] = 0
+    cut = Transformer.load(write_checkpoint(tmp_path / "cut", family, weights=weights))
+    assert_close(whole(torch.tensor([ids]), head_mask=two_rows(whole))[1], cut(torch.tensor([ids])))
+    later = cut(
+        torch.tensor([ids[25:]]), read(whole, [ids[:25]], len(ids) - 25)
+    )  # `whole` reads the prompt
+    assert_close(cached(whole, ids, 25, two_rows(whole))[1], later[0])
+
+
+def test_a_mask_for_another_model_is_refused(llama):
+    with pytest.raises(ValueError, match=r"2 layers of 4 heads; llama3 has 3 of 4"):
+        llama(torch.tensor([[5]]), head_mask=torch.ones(2, 2, 4))
+    with pytest.raises(ValueError, match="known: output, query"):
+        llama(torch.tensor([[5]]), mask="keys")
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_have_the_dtype_of_the_checkpoint_or_the_chosen_one(tmp_path, dtype):
+    folder = write_checkpoint(
+        tmp_path, "qwen2", dtype=dtype, torch_dtype=str(dtype).removeprefix("torch.")
+    )
+    assert repr(Transformer.load(folder)).endswith(f"qwen2, 3 layers of 4 heads, {dtype} on cpu)")
+    assert Transformer.load(folder, dtype="bfloat16").dtype == torch.bfloat16
+    wide = Transformer.load(folder, dtype=torch.float32)
+    weight = random_weights(FAMILIES["qwen2"])["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(wide.layers[0].mlp.gate_up.weight[len(weight) :], weight.to(dtype).float())
+
+
+def test_rotary_frequencies_stay_float32_whatever_the_weights_are(tmp_path):
+    model = Transformer.load(write_checkpoint(tmp_path, "llama3.1"))
+    before = model.frequencies.clone()
+    for dtype in (torch.bfloat16, torch.float32):
+        model = model.to(dtype)
+        assert model.dtype == dtype and model.frequencies.dtype == torch.float32
+        assert torch.equal(model.frequencies, before)
+
+
+def test_shards_hold_the_same_model_and_old_rotary_buffers_are_ignored(tmp_path):
+    weights = random_weights(FAMILIES["qwen3"])
+    one = Transformer.load(write_checkpoint(tmp_path / "one", "qwen3", weights=weights))
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    many = Transformer.load(write_checkpoint(tmp_path / "many", "qwen3", weights=weights, shards=3))
+    assert all(map(torch.equal, one.parameters(), many.parameters()))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda w: w.pop("model.norm.weight"), r"missing \['model.norm.weight'\], unused \[\]"),
+        (
+            lambda w: w.update({"model.norm.bias": torch.ones(32)}),
+            r"missing \[\], unused \['model.norm.bias'\]",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(31)}),
+            r"model.norm.weight is F32 \[31\]; .* BF16 \[32\]",
+        ),
+        (
+            lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("nan")),
+            "lm_head.weight is not finite",
+        ),
+        (
+            lambda w: w["lm_head.weight"].view(-1)[7:8].fill_(float("inf")),
+            "lm_head.weight is not finite",
+        ),
+    ],
+)
+def test_weights_are_strict_both_ways(change, words, tmp_path):
+    weights = random_weights(FAMILIES["llama3"])
+    change(weights)
+    with pytest.raises(ValueError, match=words):
+        Transformer.load(write_checkpoint(tmp_path, "llama3", weights=weights))
+
+
+def test_a_pickle_is_refused_with_the_reason_and_a_missing_shard_is_named(tmp_path):
+    write_checkpoint(tmp_path / "pickle", "llama3")
+    (tmp_path / "pickle" / "model.safetensors").rename(tmp_path / "pickle" / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="Pickles .* can run code"):
+        Transformer.load(tmp_path / "pickle")
+    (
+        write_checkpoint(tmp_path / "shards", "llama3", shards=2)
+        / "model-00002-of-00002.safetensors"
+    ).unlink()
+    with pytest.raises(ValueError, match="00002-of-00002.safetensors is missing or damaged"):
+        Transformer.load(tmp_path / "shards")

@@ -1,0 +1,385 @@
+"""Chat templates against transformers; streamed text equals decoded text.
+
+The tokenizers are of the two kinds that checkpoints use: byte-level (Llama 3, Qwen) and SentencePiece with byte
+fallback (Llama 2, Mistral)."""
+
+import datetime
+import itertools
+import json
+import random
+import re
+
+import pytest
+import transformers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as Core
+
+import decore
+import paper.decoders
+from model import Transformer
+from tests.checkpoints import write_checkpoint, write_tokenizer
+from tokenizer import Tokenizer, special_ids
+
+WORDS = "the capital of France is Paris and the river runs through it . Größe naïve 中文 Ελλάδα 🙂 don't 1234 <b>&amp;"
+TEXTS = [
+    "",
+    "The capital of France is Paris.",
+    "two  spaces\n\n\ttab ",
+    "Größe, naïve, 中文字, Ελλάδα",
+    "🙂🙃👩\u200d👧 in 🙂 it",
+]
+SPECIAL = ["<s>", "</s>", "<|start|>", "<|end|>", "[INST]", "[/INST]"]
+
+
+def byte_level():
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        [WORDS] * 3,
+        trainers.BpeTrainer(
+            vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return core
+
+
+def sentence_piece():
+    pieces = ["<unk>"] + SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)] + ["▁"]
+    pieces += sorted(set("abcdefghijklmnopqrstuvwxyzTFPG.,ößï\n文 ") - {" "}) + [
+        "th",
+        "▁th",
+        "▁the",
+        "is",
+        "▁is",
+        "▁▁",
+    ]
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("i", "s"), ("▁", "is"), ("▁", "▁")]
+    core = Core(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    core.add_special_tokens(["<unk>"] + SPECIAL)
+    return core
+
+
+KINDS = {"byte-level": byte_level, "sentence-piece": sentence_piece}
+
+
+@pytest.fixture(params=KINDS)
+def core(request):
+    return KINDS[request.param]()
+
+
+def save(folder, core, files=None, bos=True, **tokenizer_config):
+    """Writes a folder with only a tokenizer, and the other `files` by name, and loads it."""
+    if bos:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", core.token_to_id("<s>"))]
+        )
+    core.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>"} | tokenizer_config
+    for name, content in ({"tokenizer_config": tokenizer_config} | (files or {})).items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    return Tokenizer.load(folder)
+
+
+# Templates with the constructs of each family.
+TEMPLATES = {
+    "llama-3": """{{- bos_token }}
+{%- if tools is not none %}{{ "tools: " + tools | tojson(indent=4) }}{%- endif %}
+{{- "Today: " + strftime_now("%d %b %Y") + "\\n" }}
+{%- for message in messages %}
+    {{- '<|start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n\\n' }}{%- endif %}
+""",
+    "qwen3": """{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == "user" %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- break %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is not string %}{%- continue %}{%- endif %}
+    {%- set content = message.content %}
+    {%- if message.role == "assistant" and '</think>' in content and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|start|>' + message.role + '\\n' + content + '<|end|>' + '\\n' }}
+{%- endfor %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if tools %}{{- '# Tools' }}{%- endif %}
+""",
+    "generation": """{{ bos_token }}
+{{ messages | tojson }}{{ documents is none }}{{ unknown }}
+{% for message in messages %}
+    {% if message.role == 'assistant' %}
+        {% generation %}
+{{ message.content }}
+        {% endgeneration %}
+    {% else %}
+        {%- generation -%}  {{ loop.index }} {{ message.content }}  {%- endgeneration -%}
+    {% endif %}
+{% endfor %}{% generation %}{% set inner = 1 %}{{ inner }}{% endgeneration %}{{ inner is defined }}
+""",
+}
+CONVERSATIONS = [
+    [{"role": "user", "content": " What is <b>the</b> capital? 中文 "}],
+    [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "the one"},
+        {"role": "assistant", "content": "<think>x</think>\n\nthe two "},
+        {"role": "user", "content": "the three"},
+    ],
+]
+
+
+def oracle(folder, template, bos="<s>", eos="</s>"):
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json",
+        bos_token=bos,
+        eos_token=eos,
+        chat_template=template,
+    )
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_chat_templates_give_the_ids_of_transformers(template, core, tmp_path):
+    tokenizer = save(tmp_path, core, chat_template=template)
+    reference = oracle(tmp_path, template)
+    for messages, prompt in itertools.product(CONVERSATIONS, (True, False)):
+        ids = reference.apply_chat_template(
+            messages, add_generation_prompt=prompt, return_dict=False
+        )
+        assert tokenizer.encode_chat(messages, prompt) == ids
+
+
+def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
+    reference = oracle(tmp_path, TEMPLATES["qwen3"])
+    messages = CONVERSATIONS[1]
+    for arguments in (
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        {"tools": [{"name": "f"}]},
+    ):
+        ids = reference.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **arguments
+        )
+        assert tokenizer.encode_chat(messages, template_args=arguments) == ids
+    with pytest.raises(ValueError, match="the chat template has no argument 'thinking'"):
+        tokenizer.render(messages, template_args={"thinking": 1})
+
+
+def test_templates_print_the_date_of_the_tokenizer_or_today(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
+    assert f"Today: {datetime.date.today():%d %b %Y}" in tokenizer.render(CONVERSATIONS[0])
+    tokenizer.today = datetime.date(2024, 7, 26)
+    assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (None, "no chat template, like most base models: use plain text (--raw)"),
+        ("{{ raise_exception('no\nlines') }}", "no lines"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages[5]['content'] }}", "no element 5"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ bos_token }}hello", "writes bos_token '<bos>', which is not in tokenizer.json"),
+        ("{{ messages[1].content }}", "surrogates not allowed"),
+    ],
+)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(template, words, tmp_path):
+    tokenizer = save(
+        tmp_path,
+        byte_level(),
+        bos=False,
+        bos_token="<bos>",
+        pad_token="<pad>",
+        chat_template=template,
+    )
+    messages = [{"role": "user", "content": "a <pad>"}, {"role": "user", "content": "\ud800"}]
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        tokenizer.encode_chat(messages)
+    assert "\n" not in str(error.value)
+
+
+def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
+    core.enable_truncation(4)  # the settings of a training run have no effect
+    core.enable_padding(length=64)
+    assert 0 not in save(tmp_path, core, bos=False).encode("the river runs")
+    tokenizer = save(tmp_path, core)
+    ids = tokenizer.encode("the river runs")
+    assert (
+        ids[0] == tokenizer.bos_id == core.token_to_id("<s>") and ids.count(tokenizer.bos_id) == 1
+    )
+    assert tokenizer.decode(ids) == "the river runs"
+    assert tokenizer.encode("<s>the river").count(tokenizer.bos_id) == 1
+    assert tokenizer.encode("") == [tokenizer.bos_id]
+    assert tokenizer.encode("the river runs", bos=False) == ids[1:]
+
+
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_path):
+    """Of texts, and of random ids: special tokens and unknown ids have no text."""
+    core.add_special_tokens(
+        [AddedToken("<s>", normalized=True, special=True)]
+    )  # as in the first Llama
+    tokenizer = save(tmp_path, core)
+    for text in TEXTS + [WORDS, "中文 the 🙂 " * 30]:
+        ids, stream = tokenizer.encode(text), tokenizer.stream()
+        pieces = [
+            stream.push(i)
+            for i in [*ids, *tokenizer.eos_ids, tokenizer.core.get_vocab_size(), 2**31]
+        ]
+        assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
+        assert text != WORDS or sum(map(bool, pieces)) > len(ids) / 4  # it streams before the end
+    dice, n_ids = random.Random(1), tokenizer.core.get_vocab_size()
+    for n in [3, 40, 150] * 10:
+        ids = [dice.randrange(dice.choice([300, n_ids + 20])) for _ in range(n)]
+        stream = tokenizer.stream()
+        assert "".join(map(stream.push, ids)) + stream.end() == tokenizer.decode(ids)
+
+
+def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_one(core, tmp_path):
+    tokenizer, pieces = save(tmp_path, core), []
+    stream = tokenizer.stream(stop=("\n\nQ:", "END"))
+    for token in tokenizer.encode("a\n\nb ENE\n\nQ: c END"):
+        pieces.append(stream.push(token))
+        assert "a\n\nb ENE".startswith("".join(pieces)) and stream.text == "".join(pieces)
+        if stream.ended:
+            break
+    assert (
+        stream.ended
+        and "".join(pieces) + stream.end() == stream.text == "a\n\nb ENE"
+        and any(pieces[:-1])
+    )
+    both = tokenizer.stream(stop=("e", "h"))  # in one token
+    assert "".join(map(both.push, tokenizer.encode("the", bos=False))).strip() == "t" and both.ended
+    unfinished = tokenizer.stream(stop=("END",))
+    assert [*map(unfinished.push, tokenizer.encode("an E", bos=False))][
+        -1
+    ] == "" or unfinished.text != "an E"
+    assert unfinished.end() and unfinished.text == "an E" and not unfinished.ended
+
+
+@pytest.mark.parametrize(
+    "generation, token, config, eos",
+    [
+        ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": 5}, (7, 9)),
+        ({"eos_token_id": 7}, "</s>", None, (7,)),
+        (
+            {"eos_token_id": -1},
+            "</s>",
+            {"eos_token_id": 5},
+            (1, 5),
+        ),  # none, as transformers reads it
+        ({}, {"content": "</s>", "lstrip": False}, {"eos_token_id": 5}, (1, 5)),
+        (None, "</s>", {"eos_token_id": [7, 1, 9]}, (1, 7, 9)),
+        (None, "<no-such-token>", {"eos_token_id": 0}, (0,)),
+    ],
+)
+def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_and_the_configs(
+    generation, token, config, eos, tmp_path
+):
+    files = {"generation_config": generation, "config": config}
+    tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
+    assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos, eos)
+
+
+def test_special_ids_are_those_of_the_tokenizer_or_without_one_of_the_configuration(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert special_ids(tmp_path) == (None, (3, 4), ())
+    save(tmp_path, byte_level(), pad_token="[INST]")
+    assert special_ids(tmp_path) == (0, (1, 3, 4), (4,))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_of_transformers_decode_and_score_as_their_prompts_one_by_one(
+    side, tmp_path
+):
+    model = Transformer.load(write_tokenizer(write_checkpoint(tmp_path, vocab_size=259)))
+    theirs, texts = oracle(tmp_path, None, "<|begin|>", "<|end|>"), ["Who?", "Where is the river?"]
+    theirs.pad_token, theirs.padding_side = "<|end|>", side
+    inputs = theirs(texts, return_tensors="pt", padding=True)
+    prompts = [*map(Tokenizer.load(tmp_path).encode, texts)]
+    how = dict(method="decore-entropy", heads=[(0, 1), (2, 3)], max_new_tokens=8, eos_ids=())
+    for module in (decore, paper.decoders):
+        assert [g.ids for g in module.generate(model, **inputs, **how)] == [
+            module.generate(model, prompt, **how).ids for prompt in prompts
+        ]
+        one = dict(attention_mask=inputs.attention_mask[0])
+        assert module.generate(model, inputs.input_ids[0], **one, **how) == module.generate(
+            model, prompts[0], **how
+        )
+        padded = module.score(
+            model, inputs.input_ids[:1], [5, 6], "greedy", attention_mask=inputs.attention_mask[:1]
+        )
+        assert padded == module.score(model, prompts[0], [5, 6], "greedy")
+    for ids in (inputs.input_ids, inputs.input_ids.numpy()):
+        with pytest.raises(
+            ValueError, match="prompt 1 of 2 begins or ends in padding; pass the attention_mask too"
+        ):
+            decore.generate(model, ids, **how)
+    with pytest.raises(ValueError, match="attention_mask must have the shape of the ids"):
+        decore.generate(model, inputs.input_ids, attention_mask=[[1, 1], [1, 1]], **how)
+
+
+def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(
+    tmp_path,
+):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "river"}]
+    assert save(tmp_path, byte_level(), chat_template=named).render(CONVERSATIONS[0]) == "river"
+    (tmp_path / "chat_template.jinja").write_text("Paris")
+    assert Tokenizer.load(tmp_path).render(CONVERSATIONS[0]) == "Paris"
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", "[]", "cannot read"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "rag", "template": "x"}]}',
+            "chat_template must be a text",
+        ),
+        ("generation_config.json", "[]", "must contain a JSON object"),
+        ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(name, content, words, tmp_path):
+    save(tmp_path, byte_level())
+    (tmp_path / name).unlink(missing_ok=True)
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, OSError), match=words) as error:
+        Tokenizer.load(tmp_path)
+    assert name in str(error.value) and "\n" not in str(error.value)

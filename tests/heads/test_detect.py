@@ -1,0 +1,427 @@
+"""Detection of retrieval heads: scores, prompts, resuming, the command line. Sources of generated tokens."""
+
+import json
+import re
+import shutil
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoModelForCausalLM
+
+import cli
+from decore import generate
+from heads import FOLDER, detect, load_heads, needles
+from heads.sources import find_sources
+from model import Transformer
+from runtime.parallel import Shard
+from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_tokenizer
+from tests.conftest import TEMPLATE
+from tokenizer import Tokenizer
+
+NEEDLE = needles.Needle(
+    "The night watch hid the keys under the blue stone.",
+    "Where did the night watch hide the keys?",
+    "under the blue stone",
+)
+BOOKS = needles.read_haystack(detect.HAYSTACK)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_model):
+    return Tokenizer.load(chat_model)
+
+
+def load_reference(folder):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+
+
+@torch.no_grad()
+def reference_run(folder, prompt, needle, steps, published):
+    """The definition, with transformers: complete sequences and attention matrices."""
+    reference, ids = load_reference(folder), list(prompt)
+    L, H = reference.config.num_hidden_layers, reference.config.num_attention_heads
+    copied = {(layer, head): [] for layer in range(L) for head in range(H)}
+    for _ in range(steps):
+        out = reference(torch.tensor([ids]), output_attentions=True)
+        token = int(out.logits[0, -1].argmax())
+        for layer, head in copied:
+            at = int(out.attentions[layer][0, head, -1].argmax())
+            if needle[0] <= at < needle[1] and ids[at] == token:
+                copied[layer, head].append(token)
+        ids.append(token)
+    span = prompt[slice(*needle)]
+    scores = {
+        h: len(c) / len(span) if published else len(set(c)) / len(set(span))
+        for h, c in copied.items()
+    }
+    return torch.tensor([[scores[layer, head] for head in range(H)] for layer in range(L)]), ids[
+        len(prompt) :
+    ]
+
+
+class Twice(Shard):
+    """Two ranks with the same heads and the same part of the vocabulary."""
+
+    def all_gather(self, x):
+        return torch.cat([x, x], -1)
+
+
+@pytest.mark.parametrize("family, published", [("llama3", False), ("qwen2", True)])
+def test_a_run_scores_the_heads_of_all_ranks_as_the_attention_of_transformers_does(
+    tmp_path, family, published
+):
+    model = Transformer.load(write_checkpoint(tmp_path, family, vocab_size=12))
+    prompt, needle = (
+        random_ids(40, vocab_size=12),
+        (0, 36),
+    )  # ids 3 … 11 only, so no answer contains them all
+    expected, ids = reference_run(tmp_path, prompt, needle, 16, published)
+    scores, generated = detect.score_run(model, prompt, needle, 16, published=published)
+    assert generated == ids and expected.max() > 0
+    torch.testing.assert_close(
+        scores, expected.double(), atol=1e-6, rtol=0
+    )  # the reference is float32
+    model.shard = Twice()
+    doubled, generated = detect.score_run(model, prompt, needle, 16, published=published)
+    assert generated == ids and torch.equal(doubled, torch.cat([scores, scores], -1))
+
+
+def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
+    model, prompt = (
+        Transformer.load(write_checkpoint(tmp_path, "qwen2", vocab_size=8)),
+        random_ids(40, vocab_size=8),
+    )
+    ids = detect.score_run(model, prompt, (0, 40), 12, published=True)[1]
+    assert ids == [0, 4, 6, 1, 3, 4, 6, 1, 3, 6, 0, 4]
+    assert detect.score_run(model, prompt, (0, 40), 12, eos_ids=(6,))[1] == ids[:3]
+    for start, needle, end in ((1, [3], 5), (2, [6, 6], 7), (16, [4, 3, 4], 6), (0, [7], 12)):
+        span = (start, start + len(needle))
+        assert prompt[slice(*span)] == needle
+        assert detect.score_run(model, prompt, span, 12)[1] == ids[:end]
+    assert detect.score_run(model, prompt, (1, 2), 12, published=True)[1] == ids
+    for span in (5, 5), (-1, 4), (4, 41):
+        with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 40"):
+            detect.score_run(model, prompt, span)
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral-window"])
+def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, family):
+    heads, model = (
+        [(0, 1), (1, 0), (2, 2), (2, 3)],
+        Transformer.load(write_checkpoint(tmp_path, family)),
+    )
+    for prompt in (random_ids(21, seed=1), random_ids(1, seed=2)):
+        ids = generate(model, prompt, heads=heads, max_new_tokens=19, eos_ids=()).ids
+        with torch.no_grad():
+            layers = load_reference(tmp_path)(
+                torch.tensor([prompt + ids[:-1]]), output_attentions=True
+            ).attentions
+        for t, places in enumerate(find_sources(model, prompt, ids, heads), len(prompt) - 1):
+            expected = [
+                int(layers[layer][0, head, t, : len(prompt)].argmax()) for layer, head in heads
+            ]
+            assert dict(places) == {place: expected.count(place) / len(heads) for place in expected}
+            assert [share for _, share in places] == sorted(
+                (share for _, share in places), reverse=True
+            )
+
+
+@pytest.mark.parametrize("template_args", [None, {}])
+@pytest.mark.parametrize("depth", [0, 33, 100])
+def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(
+    tokenizer, depth, template_args
+):
+    book, sample = needles.make_book(tokenizer, BOOKS, 0, 3000), needles.Sample(0, 3000, depth, 0)
+    facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=0)
+    ids, span, at = prompt = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
+    before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
+    assert re.search(r'([.!?]"?\s+|: ?|^)$', before) and re.match(r"\s", after)
+    assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
+    assert abs(at - depth) <= needles.NEAR
+    assert (
+        depth != 33
+        or needles.make_prompt(sample, NEEDLE, book, tokenizer, facts | {"seed": 1})[2] != at
+    )
+    assert 2700 < len(ids) <= 3000
+    # A prompt that is too long loses sentences until it fits: all of them if the estimate of its tokens is too low.
+    too_low = book[0], book[1][:60], [0] * 60
+    assert needles.make_prompt(sample, NEEDLE, too_low, tokenizer, facts) == prompt
+
+
+def test_abbreviations_and_initials_do_not_end_a_sentence():
+    text = 'Mr. Green met Dr. A. Stone. "Why?" He left at 3.30 p.m. sharp! 他走了。她没有。'
+    assert [text[m.end() :][:4] for m in needles.SENTENCE_END.finditer(text)] == [
+        '"Why',
+        "He l",
+        "她没有。",
+        "",
+    ]
+
+
+def test_short_haystacks_continue_with_the_next_text_and_then_repeat(tokenizer):
+    text, *_ = needles.make_book(
+        tokenizer, ["One is here. ", "Two is here. ", "Three is here."], 1, 5
+    )
+    assert text.startswith("Two is here. \n\nThree is here.\n\nOne is here. \n\nTwo is here.")
+
+
+def test_the_plan_is_the_complete_grid_or_draws_needles_in_turn():
+    assert [(s.length, s.depth) for s in needles.plan(1, 3, [10, 20], 3)] == [
+        (length, depth) for length in (10, 20) for depth in (0, 50, 100)
+    ]
+    drawn = needles.plan(4, 2, [10, 20], 3, runs=10, seed=1)
+    assert len(set(drawn)) == 10 and drawn == sorted(drawn)
+    assert sorted(s.needle for s in drawn) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert all(s.book == s.needle % 2 for s in drawn)
+    assert drawn != needles.plan(4, 2, [10, 20], 3, runs=10, seed=2)
+
+
+def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
+    tmp_path, monkeypatch
+):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+    begin = ("<|begin|>", tokenizer.core.token_to_id("<|begin|>"))
+    tokenizer.core.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[begin]
+    )
+    text, needle = "Aaaa bbb. " * 9, needles.Needle("N n.", "q?", "N n.")
+    question = "Based on the content of the book, Question: q?\nAnswer:"
+
+    def published(depth, length=400, needle=needle):
+        ids, span, _ = needles.make_published_prompt(
+            needles.Sample(0, length, depth, 0), needle, text, tokenizer
+        )
+        located = tokenizer.decode(ids[slice(*span)]) if span != (-1, -1) else None
+        return tokenizer.core.decode(ids, skip_special_tokens=False).replace(
+            "<|begin|>", "^"
+        ), located
+
+    # 400 tokens less 200 for question and answer less five of the needle: two beginnings and 193 letters.
+    context = (text * 9)[:193]
+    assert published(100) == (f"^^^{context}^N n.{question}", "N n.")
+    assert published(50) == (
+        f"^^N n.^^{context}{question}",
+        "N n.",
+    )  # other vocabulary: no token is a full stop
+    monkeypatch.setattr(
+        needles, "FULL_STOPS", tuple(tokenizer.core.encode(".", add_special_tokens=False).ids)
+    )
+    assert published(50) == (f"^^^{context[:89]}^N n.{context[89:]}{question}", "N n.")
+    assert published(11) == (f"^^^{context[:19]}^N n.{context[19:]}{question}", "N n.")
+    assert published(0) == (f"^^N n.^^{context}{question}", "N n.")
+    assert published(50, length=0) == (
+        f"^^N n.{question}",
+        "N n.",
+    )  # the shortest of the authors' 20 lengths
+    # The needle's tokens are the first window with its token set. A needle that is not located has no scores.
+    assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
+    assert (
+        detect.head_scores(
+            torch.zeros(2, 1, 1, dtype=int), [5, 6], [5, 6], (-1, -1), published=True
+        )
+        == 0
+    )
+    assert published(100, needle=needle._replace(needle="N n.", real_needle="aA"))[1] == "Aa"
+
+
+def test_texts_and_needles_are_read_from_files(tmp_path):
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text('{"text": "One. "}\n{"text": "Two."}\n')
+    assert needles.read_haystack(lines) == ["One.", "Two."]
+    for i in (2, 1):
+        (tmp_path / f"part{i}").mkdir()
+        (tmp_path / f"part{i}" / "p1.txt").write_text(f"Text {i}.\n")
+    assert needles.read_haystack(tmp_path) == ["Text 1.", "Text 2."]
+    for line in ("{}", "", '{"needle": "A b.", "question": "c", "real_needle": "d"}'):
+        lines.write_text(line)
+        with pytest.raises(ValueError, match=str(lines)):
+            needles.read_needles(lines)
+
+
+@pytest.fixture
+def prepare(chat_model, monkeypatch):
+    """The facts and the prompts of a command on the tiny model."""
+
+    def run(*arguments):
+        monkeypatch.setattr(
+            sys, "argv", ["detect", "--model", str(chat_model), "--out", "x", *map(str, arguments)]
+        )
+        args = detect.parse_args()
+        items = needles.read_needles(args.needles)
+        facts = detect.make_facts(args, *cli.load_model(args.model, args), items, BOOKS)
+        return facts, needles.make_prompts(facts, items, BOOKS, Tokenizer.load(args.model))
+
+    return run
+
+
+def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(prepare, tokenizer):
+    assert prepare("--depths", 1)[0]["lengths"] == [400, 800, 1199, 1598, 1998]
+    facts, prompts = prepare("--published", "--lengths", "0:1900:20", "--depths", 1)
+    assert facts["lengths"] == list(range(0, 1901, 100)) and len(prompts) == 60
+    for ids, record in prompts:
+        text = tokenizer.decode(ids)
+        assert record["length"] < 400 or BOOKS[record["needle"]][:20] in text
+        assert text.count("Based on the content of the book, Question: ") == 1
+
+
+def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, recwarn):
+    prepare("--lengths", 1500, "--depths", 2)
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match="7 runs instead of 15, since the others would repeat a prompt"
+    ):
+        facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE, "--haystack", "own texts")
+    assert facts["lengths"] == [154, 167, 180, 193, 206] and facts["template"] == detect.TEMPLATE
+    assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 7
+
+
+def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tmp_path):
+    template = (
+        TEMPLATE
+        + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    )
+    model = shutil.copytree(chat_model, tmp_path / "model")
+    core = Tokenizer.load(write_tokenizer(model, template)).core
+    for end, thinks, *more in (
+        ("<think></think>", False),
+        ("assistant:", True, "--template-args", '{"enable_thinking": true}'),
+    ):
+        facts, [(ids, _), *_] = prepare(
+            "--model",
+            model,
+            "--lengths",
+            500,
+            "--depths",
+            1,
+            "--template",
+            "{context}\\n{question}",
+            *more,
+        )
+        assert core.decode(ids, skip_special_tokens=False).endswith(end)
+        assert (
+            facts["template_args"] == {"enable_thinking": thinks}
+            and facts["template"] == "{context}\n{question}"
+        )
+
+
+def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_only(
+    prepare, tokenizer, monkeypatch
+):
+    def answer_batch(model, prompts, spans, max_new_tokens, stops, published):
+        assert set(stops) == ({144, None} if published else {257})  # the vocabulary has no "<0x0A>"
+        return [(tokenizer.encode(text), torch.zeros(len(text), 1, 1, dtype=int)) for text in texts]
+
+    monkeypatch.setattr(detect, "answer_batch", answer_batch)
+    for more in ([], ["--published"]):
+        facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
+        texts = ["The stones under", "under the", "I do not know"]  # recall 0.75, 0.5, 0
+        records = detect.run_batch(
+            None, tokenizer, prompts, [NEEDLE] * 3, facts, detect.load_rouge()
+        )
+        assert [record["right"] for record in records] == [True, False, False]
+
+
+SHORT = ["--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
+
+
+def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
+    path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
+    runs.touch()  # killed before the facts were written
+    status, _, err = call(detect.main, *SHORT, "--min-success", 9, "--out", path)
+    assert status == 2 and "of 8 answers are right (--min-success 9)" in err and not path.exists()
+    header, *lines = runs.read_bytes().splitlines(keepends=True)
+    lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
+    other = header.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "').replace(
+        b'"depths": 10, ', b""
+    )
+    runs.write_bytes(other + lines[0])
+    _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1)
+    assert "is a detection with another depths, fingerprint, seed; " in err
+    for kept, cut_off in ((4, b""), (4, lines[4][:-9]), (3, b""), (8, b"")):
+        runs.write_bytes(header + b"".join(lines[:kept]) + cut_off)
+        status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
+        assert (
+            status == 0
+            and out.endswith(f"wrote {path}\n")
+            and runs.read_bytes() == header + b"".join(lines)
+        ), err
+        assert f"{runs} has {kept} of 8 runs" in err
+    content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
+    assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
+    right = [record for record in records if record["recall"] > 0.5]
+    assert content["samples"] == len(right) == 7 and content["success_rate"] == round(7 / 8, 4)
+    assert content["scores"]["2-0"] == round(
+        sum(run["scores"].get("2-0", 0) for run in right) / 7, 6
+    )
+    assert (
+        content["facts"] == json.loads(header)["header"]
+        and content["facts"]["fingerprint"]["weights"]
+    )
+    runs.unlink()
+    status, _, err = call(detect.main, *SHORT, "--out", path)
+    assert (
+        status == 2
+        and f"--out {path} exists, and its runs" in err
+        and json.loads(path.read_text()) == content
+    )
+    monkeypatch.setattr(detect, "run_batch", Mock(side_effect=KeyboardInterrupt))
+    status, _, err = call(detect.main, *SHORT, "--out", tmp_path / "other.json")
+    assert status == 130 and "stopped; the same command continues" in err
+
+
+def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_counted(
+    call, tmp_path, monkeypatch
+):
+    status, out, err = call(detect.main, "--runs", 24, "--out", tmp_path / "h.json")
+    assert status == 0 and re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == [
+        "20"
+    ], err
+    facts = json.loads((tmp_path / "h.json").read_text())["facts"]
+    shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
+    different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
+    assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
+    monkeypatch.setattr(detect, "SUCCESS", 1)
+    status, _, err = call(detect.main, "--runs", 20, "--out", tmp_path / "other.json")
+    assert status == 2 and re.search(
+        "so far, 0 of 20 answers are right; the first one is '.*': try --raw, ", err
+    )
+
+
+def test_scores_that_are_all_zero_are_refused(llama):
+    with pytest.raises(ValueError, match="3 of 3 answers are right .* 0 heads copied"):
+        detect.mean_scores(llama, [{"right": True, "scores": {}, "answer": ""}] * 3, {}, 1)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--lengths", "1000:3000:2"], "3000 tokens do not fit the context of"),
+        (["--lengths", "0:600:2"], "0 tokens cannot hold the needle"),
+        (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
+        (
+            ["--template", "{context} and that is all"],
+            "must be UTF-8 text that contains {context}, once, and {question}",
+        ),
+        (["--template", "\udcff {context} {question}"], "argument --template: must be UTF-8 text"),
+        (["--haystack", "/proc/self/fdinfo"], "holds no text"),
+        (["--out", "."], "--out . is a folder"),
+        (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
+        (["--published", "--raw"], "--raw has no effect"),
+        (["--published", "--seed", "0"], "--seed has no effect"),
+        (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
+    ],
+)
+def test_bad_options_are_refused_before_the_first_run(call, chat_model, tmp_path, more, message):
+    status, _, err = call(detect.main, "--model", chat_model, "--out", tmp_path / "h.json", *more)
+    assert status == 2 and message in err.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_a_missing_rouge_score_is_reported_before_the_model_is_loaded(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    status, _, err = call(detect.main, "--model", "no-such-folder", "--out", tmp_path / "h.json")
+    assert status == 2 and err.endswith("pip install rouge-score\n") and err.count("\n") == 1

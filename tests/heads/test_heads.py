@@ -1,0 +1,233 @@
+"""Head files: their order, shapes, origins, names of models; wrong files; random heads."""
+
+import json
+import random
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+from heads import (
+    FOLDER,
+    choose_heads,
+    find_heads,
+    load_heads,
+    load_scores,
+    published_random_heads,
+    random_heads,
+)
+from tests.checkpoints import stand_in, write_lines
+
+BEST = {
+    (
+        "Meta-Llama-3-8B-Instruct",
+        32,
+        32,
+    ): "15-30 24-27 16-20 8-1 16-1 27-7 15-1 10-14 27-5 20-14 5-8 16-23 20-23 19-3 20-1",
+    (
+        "Meta-Llama-3-70B-Instruct",
+        80,
+        64,
+    ): "76-57 18-4 77-50 18-45 77-55 52-19 77-53 76-56 56-42 18-7 77-52 74-7 74-29 18-47",
+}
+
+
+@pytest.mark.parametrize("name, n_layers, n_heads", BEST)
+def test_the_best_heads_of_the_papers_models_are_in_the_authors_order(name, n_layers, n_heads):
+    ranked = load_heads(stand_in(n_layers, n_heads, f"meta-llama/{name}"))
+    assert " ".join(f"{layer}-{head}" for layer, head in ranked).startswith(
+        BEST[name, n_layers, n_heads]
+    )
+
+
+def test_every_file_fits_its_row_of_the_readme():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+) \| (\w)", readme, re.M)
+    sources = dict(re.findall(r"^\* (\w): (.*)$", readme, re.M))
+    names = {path.stem for path in FOLDER.glob("*.json")}
+    assert names == {"miniature", "miniature-amateur", *(row[1] for row in rows)}
+    for model, name, L, H, measure, samples, letter in rows:
+        content = json.loads((FOLDER / f"{name}.json").read_text())
+        assert (
+            len(load_heads(stand_in(int(L), int(H), model)))
+            == int(L) * int(H)
+            == len(content["scores"])
+        )
+        assert [content[field] for field in ("model", "n_layers", "n_heads", "samples")] == [
+            model,
+            int(L),
+            int(H),
+            int(samples),
+        ]
+        assert content["measure"].startswith(
+            {"needle": "needle in a", "copy": "teacher-forced copy"}[measure]
+        )
+        source = content["source"]
+        assert sources[letter] == source["repository"] + (
+            f" at {source['commit']}" if "commit" in source else ""
+        )
+
+
+def test_every_hub_name_of_a_model_finds_its_file():
+    files = {
+        "meta-llama/Meta-Llama-3-8B": "Meta-Llama-3-8B",
+        "/data/META-LLAMA-3-8b/": "Meta-Llama-3-8B",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct": "Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-2-7b": "Llama-2-7b-hf",
+        "alpindale/Mistral-7B-v0.2-hf": "Mistral-7B-v0.2",
+    }
+    assert {name: find_heads(name) for name in files} == {
+        name: FOLDER / f"{f}.json" for name, f in files.items()
+    }
+    assert find_heads("someone/another-model") is find_heads(".") is None
+
+
+@pytest.mark.parametrize(
+    "name, shape, hint",
+    [
+        (
+            "meta-llama/Llama-3.2-3B-Instruct",
+            (28, 24),
+            "try those of a related model (--heads Llama-3.2-3B), give",
+        ),
+        (
+            "someone/honest_llama3_8B_instruct",
+            (32, 32),
+            "try those of a related model (--heads Meta-Llama-3-8B-Instruct",
+        ),
+        (
+            "someone/Llama-3.2-3B-Instruct",
+            (30, 24),
+            "are known for someone/Llama-3.2-3B-Instruct: give --heads FILE, or",
+        ),
+        ("someone/模型", (32, 32), "are known for someone/模型: give --heads FILE, or"),
+    ],
+)
+def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_that_measures(
+    name, shape, hint
+):
+    model = shlex.quote(name)
+    command = f"python -m heads.detect --model {model} --out heads/{shlex.quote(name.rpartition('/')[2])}.json"
+    with pytest.raises(ValueError, match=f"{re.escape(hint)}.*{re.escape(command)}$"):
+        choose_heads(stand_in(*shape, name), None, 10)
+
+
+def test_the_command_that_measures_has_the_folder_as_given(tmp_path, monkeypatch):
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder, given in (
+        ("my model", "'my model'"),
+        (tmp_path / "my model", f"'{tmp_path}/my model'"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"measure them: .* --model {given} --out heads/'my model'.json"
+        ):
+            load_heads(stand_in(name="my model", folder=folder))
+
+
+def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file(tmp_path):
+    path = write_lines(
+        tmp_path / "m.json",
+        [
+            {
+                "1-1": [0.2, 0.4],
+                "0-1": [1, 0],
+                "1-0": [0, 0],
+                "0-0": [0.5, 0.5],
+                "0-2": [0.1, 0.1],
+                "1-2": [0.1, 0.1],
+            }
+        ],
+    )
+    ranked = [(0, 1), (0, 0), (1, 1), (0, 2), (1, 2), (1, 0)]
+    assert [load_heads(stand_in(2, 3), n, path) for n in (None, 0, 3)] == [ranked, [], ranked[:3]]
+    assert load_scores(path)[1, 1] == float(np.mean([0.2, 0.4])) and load_scores(path)[0, 1] == 0.5
+    for shape, head in (((1, 3), "1-0"), ((2, 2), "0-2"), ((3, 3), "2-0"), ((2, 4), "0-3")):
+        with pytest.raises(
+            ValueError,
+            match=f"{path} has 6 heads, .* {shape[0]} layers of {shape[1]} .* head {head}",
+        ):
+            load_heads(stand_in(*shape), name=path)
+    for n in (-1, 7):
+        with pytest.raises(ValueError, match=f"--num-heads {n}: tiny has 6 heads"):
+            load_heads(stand_in(2, 3), n, path)
+
+
+@pytest.mark.parametrize(
+    "key, score",
+    [
+        ("1-1", None),
+        ("1-1", float("nan")),
+        ("1-1", 1e9),
+        ("1-1", "1"),
+        ("1-1", True),
+        ("1-1", [0.5, None]),
+        ("1-1", []),
+        ("1_1", 1),
+        ("01-0", 1),
+    ],
+)
+def test_an_entry_that_is_not_a_head_and_its_scores_is_refused(tmp_path, key, score):
+    scores = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1} | {key: score}
+    path = write_lines(tmp_path / "wrong.json", [{"scores": scores, "model": "m"}])
+    with pytest.raises(ValueError, match=f"{path}: '{key}' must be a head.* finite number"):
+        load_scores(path)
+
+
+def test_a_file_without_scores_and_an_unknown_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match='"scores" must be an object'):
+        load_scores(write_lines(tmp_path / "empty.json", [{"scores": {}, "model": "m"}]))
+    with pytest.raises(
+        FileNotFoundError, match="no-such-model is neither a head file nor a model.*heads.detect"
+    ):
+        load_heads(stand_in(), name="no-such-model")
+
+
+def test_a_file_of_another_model_is_a_warning_if_it_fits_and_an_error_alone_if_not(recwarn):
+    load_heads(stand_in(32, 32, "/models/mistral-7b-V0.3"))
+    with pytest.raises(ValueError, match="has 1024 heads, the model 3 layers of 4 heads"):
+        load_heads(stand_in(), name="Mistral-7B-v0.3")
+    assert not recwarn
+    with pytest.warns(
+        UserWarning,
+        match="holds the heads of mistralai/Mistral-7B-v0.3, but the model is .*Llama-3-8B",
+    ):
+        load_heads(stand_in(32, 32, "meta-llama/Meta-Llama-3-8B"), name="Mistral-7B-v0.3")
+
+
+RANKED = [
+    (i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()
+]  # 40 layers of 8 heads
+
+
+def test_random_heads_are_nested_and_hold_no_retrieval_head():
+    for seed in range(20):
+        sets = [random_heads(RANKED, n, seed) for n in (1, 10, 50, 100)]
+        for n, heads in zip((1, 10, 50, 100), sets, strict=True):
+            assert len(set(heads)) == n and heads == sets[-1][:n]
+            assert not set(heads) & set(RANKED[:100])
+    assert sets != [random_heads(RANKED, n, 20) for n in (1, 10, 50, 100)]
+    # Among the heads that are left, the order does not matter.
+    assert sets[-1] == random_heads(RANKED[:100] + sorted(RANKED[100:]), 100, seed=19)
+    # A small model leaves out half of its heads.
+    assert set(random_heads(RANKED[:32], 16, seed=3)) == set(RANKED[16:32])
+    with pytest.raises(ValueError, match="17 random heads are too many"):
+        random_heads(RANKED[:32], 17)
+
+
+def test_published_random_heads_replay_the_sampler():
+    heads = published_random_heads(100, n_layers=32, n_heads=32)  # nine of its draws repeat one
+    random.seed(1234)  # the published code seeds the global generator
+    numbers = list(range(32))
+    random.shuffle(numbers)
+    expected = []
+    while len(expected) < 100:
+        head = tuple(random.choices(numbers, k=2))
+        expected += [head] if head not in expected else []
+    assert heads == expected
+    assert published_random_heads(10, 32, 32) == heads[:10]
+    with pytest.raises(ValueError, match="a layer has 4 heads"):
+        published_random_heads(20, n_layers=80, n_heads=4)
+    with pytest.raises(ValueError, match="at most 9 heads"):
+        published_random_heads(10, n_layers=3, n_heads=4)

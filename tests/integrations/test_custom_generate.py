@@ -1,0 +1,277 @@
+"""custom_generate/generate.py: DeCoRe in `generate` of transformers, beside our engine and beside `--transformers`."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import decore
+from model import Transformer
+from tests.checkpoints import write_checkpoint
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
+
+from runtime.hf import HFModel  # noqa: E402
+from tests.families import FAMILIES, NO_QUERY, random_model  # noqa: E402
+
+HEADS = [(1, 0), (1, 3), (2, 2)]
+PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
+GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, use_cache=True)
+FOLDER = dict(
+    custom_generate=str(Path(__file__).parents[2] / "integrations"),
+    trust_remote_code=True,
+    heads=HEADS,
+)
+CASES = [
+    {},
+    dict(scale_alpha=True),
+    dict(alpha_cap=0.7),
+    dict(method="masked"),
+    dict(method="decore-static"),
+    dict(method="decore-static", alpha=1.5),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(
+        write_checkpoint(tmp_path_factory.mktemp("llama"))
+    ).eval()
+
+
+def new_tokens(model, prompts=PROMPTS[:1], **more):
+    """The new tokens of prompts that are padded on the left with -1, which the attention mask leaves out."""
+    ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
+    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
+    return model.generate(**inputs, **FOLDER | GREEDY | more)[:, ids.shape[1] :].tolist()
+
+
+def assert_same_tokens(model, reference, **settings):
+    expected = decore.generate(
+        reference, PROMPTS, heads=HEADS, eos_ids=(), max_new_tokens=8, **settings
+    )
+    assert new_tokens(model, PROMPTS, **settings) == [g.ids for g in expected]
+
+
+@pytest.mark.parametrize("mask", ["output", "query"])
+@pytest.mark.parametrize("family", ["llama3", "mistral-window", "qwen2", "qwen3"])
+def test_a_padded_batch_gives_the_tokens_of_our_engine(tmp_path, family, mask):
+    own = Transformer.load(write_checkpoint(tmp_path, family))
+    for settings in CASES:
+        assert_same_tokens(
+            AutoModelForCausalLM.from_pretrained(tmp_path), own, mask=mask, **settings
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_give_the_tokens_of_hf_model(family):
+    model = random_model(family)
+    for mask in ["output"] if family in NO_QUERY else ["output", "query"]:
+        for settings in CASES:
+            assert_same_tokens(model, HFModel(model), mask=mask, **settings)
+
+
+@pytest.mark.parametrize("family", [*sorted(NO_QUERY), "phi"])
+def test_queries_that_cannot_be_masked_one_by_one_are_refused(family):
+    """They are fused, normalised over all heads together, or have a norm with a bias."""
+    with pytest.raises(ValueError, match="query|does not have 4 heads"):
+        new_tokens(
+            random_model(family, **dict(qk_layernorm=True) if family == "phi" else {}), mask="query"
+        )
+
+
+@torch.no_grad()
+def test_the_logits_are_the_exponent_of_both_models_in_float32(llama):
+    """Two passes with caches of their own; the masked model has zeros in its output projections."""
+    model = copy.deepcopy(llama).bfloat16()
+    masked, ids = copy.deepcopy(model), torch.tensor(PROMPTS[:1])
+    for layer, head in HEADS:
+        masked.model.layers[layer].self_attn.o_proj.weight.data.unflatten(1, (4, -1))[:, head] = 0
+    cache = model(ids[:, :-1]).past_key_values
+    base, other = (
+        m(ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits[:, 0].float().log_softmax(-1)
+        for m in (model, masked)
+    )
+    out = model.generate(ids, **FOLDER, **GREEDY, output_logits=True, return_dict_in_generate=True)
+    torch.testing.assert_close(out.logits[0], decore.contrast(base, other, decore.entropy(base)))
+
+
+def test_options_of_generate_keep_their_meaning(llama):
+    class Streamer:
+        seen = []
+
+        def put(self, ids):
+            self.seen += ids.flatten().tolist()
+
+        def end(self):
+            self.seen.append("end")
+
+    plain, streamer = new_tokens(llama)[0], Streamer()
+    new_tokens(llama, streamer=streamer)
+    assert streamer.seen == PROMPTS[0] + plain + ["end"]
+    assert plain[0] not in new_tokens(llama, suppress_tokens=plain[:1])[0]
+    assert new_tokens(llama, eos_token_id=plain[2])[0] == plain[: plain.index(plain[2]) + 1]
+    enough = transformers.StoppingCriteriaList(
+        [lambda ids, scores: torch.tensor([ids.shape[1] == 15])]
+    )
+    assert new_tokens(llama, stopping_criteria=enough)[0] == plain[:3]
+    assert new_tokens(llama, do_sample=True, top_k=1, num_return_sequences=3) == [plain] * 3
+    out = llama.generate(
+        torch.tensor(PROMPTS[:1]),
+        **FOLDER,
+        **GREEDY,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        repetition_penalty=2.0,
+    )
+    assert (
+        all((s <= x).all() for s, x in zip(out.scores, out.logits, strict=True))
+        and len(out.scores) == 8
+    )
+
+
+def test_a_relative_folder_gives_the_same_tokens(llama, monkeypatch):
+    monkeypatch.chdir(FOLDER["custom_generate"])
+    assert new_tokens(llama, custom_generate=".") == new_tokens(llama)
+
+
+def test_a_logits_processor_may_call_the_model(llama):
+    """It gets the model's own logits, and the heads of its pass are not masked."""
+
+    def replace(ids, scores):
+        return llama(input_ids=ids).logits[:, -1]
+
+    greedy = llama.generate(torch.tensor(PROMPTS[:1]), **GREEDY)[0, 12:].tolist()
+    assert new_tokens(llama, logits_processor=transformers.LogitsProcessorList([replace])) == [
+        greedy
+    ]
+
+
+def test_a_cache_of_an_earlier_turn_gives_the_tokens_of_the_whole_text(llama):
+    cache, text = DynamicCache(), PROMPTS[0]
+    for more in ([], [3, 4], []):  # the last turn: the cache holds all tokens but one
+        text = text + more
+        answer = new_tokens(llama, [text], past_key_values=cache)[0]
+        assert answer == new_tokens(llama, [text])[0]
+        text = text + answer
+    expected = llama.generate(torch.tensor([text]), **GREEDY)
+    assert (
+        llama.generate(torch.tensor([text]), past_key_values=cache, **GREEDY).tolist()
+        == expected.tolist()
+    )
+
+
+@pytest.mark.parametrize("end", [ValueError, KeyboardInterrupt])
+def test_the_model_is_as_before_after_each_way_to_end(llama, end):
+    def stop(ids, scores):
+        raise end
+
+    before, greedy = dict(vars(llama)), llama.generate(torch.tensor(PROMPTS[:1]), **GREEDY).tolist()
+    new_tokens(llama)
+    with pytest.raises(end):
+        new_tokens(llama, stopping_criteria=transformers.StoppingCriteriaList([stop]))
+    assert vars(llama) == before and not any(
+        m._forward_hooks or m._forward_pre_hooks for m in llama.modules()
+    )
+    assert llama.generate(torch.tensor(PROMPTS[:1]), **GREEDY).tolist() == greedy
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        (dict(num_beams=2), "assistant"),
+        (dict(prompt_lookup_num_tokens=2), "assistant"),
+        (dict(use_cache=False), "use_cache"),
+        (dict(cache_implementation="static"), "cache_implementation"),
+        (dict(prefill_chunk_size=4), "prefill_chunk_size"),
+        (dict(guidance_scale=1.5), "guidance_scale"),
+        (dict(output_attentions=True), "output_attentions"),
+        (dict(output_hidden_states=True), "output_hidden_states"),
+        (dict(inputs_embeds=torch.ones(1, 12, 32)), "inputs_embeds"),
+        (dict(synced_gpus=True), "synced_gpus"),
+        (dict(method="greedy"), "greedy"),
+        (dict(mask="both"), "both"),
+        (dict(alpha=1.0), "alpha"),
+        (dict(method="decore-static", alpha=float("nan")), "nan"),
+        (dict(method="masked", alpha_cap=1.0), "alpha_cap"),
+        (dict(alpha_cap=-0.1), "alpha_cap"),
+        (dict(method="decore-static", scale_alpha=True), "scale_alpha"),
+        (dict(heads=None), "None"),
+        (dict(heads=[]), "heads"),
+        (dict(heads=(1, 0)), "heads"),
+        (dict(heads=["1-4"]), "1-4"),
+        (dict(heads=[(1, 0), "1-0"]), "1-0"),
+        (dict(num_heads=2), "num_heads"),
+        (dict(heads="no-file"), "no-file"),
+    ],
+)
+def test_what_cannot_keep_its_meaning_is_refused_in_a_line(llama, options, name):
+    with pytest.raises((ValueError, OSError), match=name) as error:
+        new_tokens(llama, **options)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 160
+
+
+def test_an_encoder_decoder_is_refused():
+    config = transformers.T5Config(
+        vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2
+    )
+    with pytest.raises(ValueError, match="needs a causal language model"):
+        new_tokens(transformers.T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: transformers.StaticCache(config=c, max_cache_len=32),
+        lambda c: DynamicCache(config=c, offloading=True),
+    ],
+)
+def test_caches_that_cannot_be_doubled_are_refused_when_they_are_passed_in(llama, make):
+    with pytest.raises(ValueError, match="DeCoRe needs a plain DynamicCache"):
+        new_tokens(llama, past_key_values=make(llama.config))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda scores: {"scores": scores},
+        lambda scores: {h: [x, x] if x == 9 else [x - 20, x + 20] for h, x in scores.items()},
+    ],
+)
+def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, wrap):
+    scores = {f"{layer}-{head}": -layer - head / 10 for layer in range(3) for head in range(4)}
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(wrap(scores | {f"{layer}-{head}": 9 for layer, head in HEADS})))
+    assert new_tokens(llama, heads=path, num_heads=3) == new_tokens(llama)
+    first = new_tokens(llama, heads=HEADS[:2])  # equal scores: in the order of the file
+    assert new_tokens(llama, heads=str(path), num_heads=2) == first
+    for n in 0, 13:
+        with pytest.raises(ValueError, match=f"num_heads is {n}; the model has 3 layers of 4"):
+            new_tokens(llama, heads=path, num_heads=n)
+    for wrong in scores | {"3-0": 1}, {h.replace("-3", "-4"): 1 for h in scores}:
+        path.write_text(json.dumps(wrap(wrong)))
+        with pytest.raises(ValueError, match="heads, num_heads is 10; the model has 3 layers of 4"):
+            new_tokens(llama, heads=path)
+
+
+@pytest.mark.parametrize("change", ["bypassed", "shared", "more heads", "renamed"])
+def test_a_mask_without_effect_is_refused(llama, change):
+    model = copy.deepcopy(llama)
+    attention = model.model.layers[1].self_attn
+    if change == "bypassed":
+        attention.o_proj.__class__ = type(
+            "Bypassed", (torch.nn.Linear,), {"__call__": torch.nn.Linear.forward}
+        )
+    elif change == "shared":
+        model.model.layers[0].self_attn.o_proj = attention.o_proj
+    elif change == "more heads":
+        model.config.num_attention_heads = 8
+    else:
+        attention.projection = attention.o_proj
+        del attention.o_proj
+    with pytest.raises(ValueError, match="layer 1"):
+        new_tokens(model)

@@ -1,0 +1,316 @@
+"""The model for lm-evaluation-harness against the harness's own, `hf`, and against `score` and `generate`.
+
+`hf` gets its tokenizers as objects, because transformers 5 builds others from some old files."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="the extra `harness`: lm-eval")
+pytest.importorskip("accelerate", reason="the harness's own backend needs it")
+
+import transformers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer as Core
+from tokenizers import processors
+
+from integrations import lm_eval as harness
+from integrations.lm_eval_model import HarnessModel
+from miniature.data import make_split
+from model import Transformer
+from paper import decoders
+from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<|begin|>", "<|end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+HEADS = [(0, 1), (2, 3)]
+CHOICES = [
+    ("Who wrote it? ", [" Ann", " Bo and Cy", " D"]),
+    ("Ünïcode, 中文:", [" ja", " nein"]),
+    ("Where is the old mill?", [" on the hill that we saw", " here"]),
+    ("A long one. " * 45, [" x", " yy", " zzz"]),
+    ("", ["begins", "with nothing"]),
+]
+PROMPTS = [
+    "Copy: abc.",
+    "Say something about rivers.",
+    "1 + 1 =",
+    "Long: " + "words " * 90,
+    "你好?",
+]
+LIMITS = dict(
+    until=["k", "\n", "Qz", "w"], max_gen_toks=24, do_sample=False
+)  # none within a special token
+
+
+def run(lm, kind, arguments):
+    """Calls a method of the harness's interface on requests with these arguments."""
+    return getattr(lm, kind)(
+        [Instance(kind, {}, args, i) for i, args in enumerate(arguments)], disable_tqdm=True
+    )
+
+
+def write(folder, family):
+    write_checkpoint(folder, family, vocab_size=259, bos_token_id=256, eos_token_id=257)
+    write_tokenizer(folder, TEMPLATE)
+    if family == "qwen2":  # Qwen's tokenizers begin no text with BOS
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": END, "chat_template": TEMPLATE})
+        )
+    else:
+        core = Core.from_file(str(folder / "tokenizer.json"))
+        core.post_processor = processors.TemplateProcessing(
+            single=f"{BEGIN} $A", special_tokens=[(BEGIN, 256)]
+        )
+        core.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])  # with and without BOS
+def test_every_value_equals_that_of_hf(tmp_path, family):
+    folder = write(tmp_path / family, family)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", attn_implementation="eager"
+    )
+    special = {} if family == "qwen2" else dict(bos_token=BEGIN)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        eos_token=END,
+        pad_token=END,
+        chat_template=TEMPLATE,
+        **special,
+    )
+    models = (
+        HarnessModel(
+            Transformer.load(folder), Tokenizer.load(folder), batch_size=4, method="greedy"
+        ),
+        HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4),
+    )
+    shot = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "yes"}]
+    chats = [
+        [lm.apply_chat_template([*shot, {"role": "user", "content": text}]) for text in PROMPTS]
+        for lm in models
+    ]
+    assert chats[0] == chats[1]
+    contexts = [*CHOICES, *((chat, ["yes", " no"]) for chat in chats[0])]
+    pairs = [(context, answer) for context, answers in contexts for answer in answers]
+    pairs = pairs[::2] + pairs[1::2]  # the answers to a context are not neighbours
+    values, their_values = (run(lm, "loglikelihood", pairs) for lm in models)
+    assert [log_p for log_p, _ in values] == pytest.approx(
+        [log_p for log_p, _ in their_values], abs=1e-4
+    )
+    assert [greedy for _, greedy in values] == [greedy for _, greedy in their_values]
+    texts, their_texts = (
+        run(lm, "generate_until", [(text, LIMITS) for text in PROMPTS + chats[0]]) for lm in models
+    )
+    assert texts == their_texts
+
+
+# The other decoders
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model with its tokenizer, and an amateur with the same."""
+    folders = [
+        write(tmp_path_factory.mktemp("m") / name, "llama3") for name in ("large", "amateur")
+    ]
+    model, amateur = (Transformer.load(folder) for folder in folders)
+    return model, Tokenizer.load(folders[0]), amateur
+
+
+METHODS = {
+    "decore-entropy": dict(heads=HEADS),
+    "decore-static": dict(heads=HEADS, alpha=2.0, mask="query"),
+    "decore-entropy-lite": dict(method="decore-entropy", amateur_heads=HEADS),
+    "dola-high": {},
+    "cd": {},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_decoder_gives_what_score_and_generate_give(small, name):
+    model, tokenizer, amateur = small
+    how = (
+        dict(method=name)
+        | METHODS[name]
+        | (dict(amateur=amateur) if name in ("cd", "decore-entropy-lite") else {})
+    )
+    lm = HarnessModel(
+        model, tokenizer, batch_size=2, **how, **dict(mask_prompt=True) if "heads" in how else {}
+    )
+    context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
+    scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
+    ids = [tokenizer.encode(answer, bos=False) for answer in answers]
+    assert [log_p for log_p, _ in scores] == decoders.score(
+        model, tokenizer.encode(context), ids, **how
+    )
+    prompts = ("abc", "A longer prompt", "x")
+    texts = run(
+        lm, "generate_until", [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in prompts]
+    )
+    for prompt, text in zip(prompts, texts, strict=True):
+        g = decoders.generate(
+            model,
+            tokenizer.encode(prompt),
+            max_new_tokens=20,
+            eos_ids=tokenizer.eos_ids,
+            **lm.settings,
+        )
+        assert text == tokenizer.decode(g.ids).split("w")[0]
+
+
+def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(small):
+    model, tokenizer, _ = small
+    lm, flags = HarnessModel(model, tokenizer, method="dola-high"), []
+    for prompt in ("abc", "Where?", "A longer prompt", "mill"):
+        ids = tokenizer.encode(prompt)
+        cut, uncut = (
+            decoders.generate(
+                model, ids, method="dola-high", max_new_tokens=12, eos_ids=(), **more
+            ).ids
+            for more in ({}, dict(relative_top=0))
+        )
+        scores = lm._loglikelihood_tokens([(None, ids, cut), (None, ids, uncut)], disable_tqdm=True)
+        assert [flag for _, flag in scores] == [True, cut == uncut]
+        flags.append(cut == uncut)
+    assert not all(flags)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(do_sample=True, temperature=0.7), "do_sample True"),
+        (dict(temperature=0.7), "temperature 0.7"),
+        (dict(num_beams=4), "num_beams 4"),
+        (dict(repetition_penalty=1.2), "repetition_penalty 1.2"),
+        (dict(max_gen_toks=512), "512 new tokens"),
+    ],
+)
+def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(
+    small, options, message
+):
+    lm = HarnessModel(*small[:2], method="greedy")
+    assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k",), 5)
+    with pytest.raises(ValueError, match=f"a task needs {message}"):
+        run(lm, "generate_until", [("abc", options)])
+
+
+def test_perplexities_and_answers_that_the_task_begins_are_refused(small):
+    lm = HarnessModel(*small[:2], method="greedy")
+    with pytest.raises(ValueError, match="choose tasks with answers"):
+        run(lm, "loglikelihood_rolling", [("A text.",)])
+    with pytest.raises(ValueError, match="leave out --apply_chat_template"):
+        lm.apply_chat_template([{"role": "user", "content": "Who?"}], add_generation_prompt=False)
+
+
+# The command
+
+UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc['prompt']\n"
+CHOOSE = """\
+task: choose
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: ["{{answer}}", "{{memory}}"]
+doc_to_target: 0
+"""
+
+
+def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(tmp_path, start):
+    """Tasks may import the library `evaluate`, which is not our evaluate.py."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    items = write_lines(
+        tmp_path / "conflict.jsonl", [item._asdict() for item in make_split("conflict", 24)]
+    )
+    (tmp_path / "utils.py").write_text(UTILS)
+    example = example.replace("conflict.jsonl", str(items)).replace(
+        '"{{prompt}}"', "!function utils.ask"
+    )
+    (tmp_path / "conflict.yaml").write_text(example)
+    (tmp_path / "choose.yaml").write_text(CHOOSE.replace("DATA", str(items)))
+    method, results = ["--method", "decore-entropy"], []
+    for engine in [], ["--transformers"]:
+        out = tmp_path / f"out{len(results)}"
+        arguments = [
+            *method,
+            "--tasks",
+            "conflict,choose",
+            "--include_path",
+            tmp_path,
+            "--batch_size",
+            "12",
+            *engine,
+        ]
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "integrations.lm_eval",
+                *arguments,
+                "--output_path",
+                out,
+                "--log_samples",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
+        [texts, choices] = [
+            [json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()]
+            for path in (next(out.rglob(f"samples_{task}_*")) for task in ("conflict", "choose"))
+        ]
+        numbers = [float(log_p) for item in choices for log_p, _ in item]
+        results[-1] |= dict(texts=texts, numbers=pytest.approx(numbers, abs=1e-3))
+    own, hf = results
+    assert (
+        own["results"] == hf["results"]
+        and own["texts"] == hf["texts"]
+        and own["numbers"].expected == hf["numbers"]
+    )
+    configs = [result["config"]["model_args"] for result in results]
+    assert [c["engine"] for c in configs] == ["own", "transformers"] and configs[0][
+        "method"
+    ] == "decore-entropy"
+    assert configs[1]["versions"]["transformers"] == transformers.__version__
+    _, [out], _ = start("--task", "miniature-conflict", *method, "--limit", 24, "--out", tmp_path)
+    number = out["metrics"]["exact_match"]
+    assert own["results"]["conflict"]["exact_match,none"] == number
+    assert f"match is {number:.2f} with DeCoRe entropy" in page
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
+        (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
+        (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
+        (["--tasks", "x", "--use_cache", "f"], "--use_cache has no effect"),
+        (["--tasks", "x", "--cache_requests", "true"], "--cache_requests has no effect"),
+        ([], "--tasks is missing"),
+        (
+            ["--tasks", "x", "--template-args", '{"a": 1}'],
+            "--template-args has no effect without --apply_chat_template",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["integrations.lm_eval", *argv])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(ValueError, match=message):
+        harness.main()

@@ -1,0 +1,329 @@
+"""The miniature's world and test splits; its training; the checkpoint, with tolerances that a new training would pass;
+ITI; the claims."""
+
+import json
+import re
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import evaluate
+from cli import MINIATURE as FOLDER
+from decore import generate
+from heads import load_heads
+from miniature import claims, data, iti, make, train
+from model import Transformer
+from runtime.files import short_hash
+from tests.checkpoints import random_ids, stand_in
+from tokenizer import Tokenizer
+
+FACT = re.compile(rf"({'|'.join(data.RELATIONS)}) of (\w+) is (\w+)")
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """The first documents of each stage of training."""
+    return [
+        item
+        for first, (mixture, most) in train.STAGES.items()
+        for item in islice(data.documents(mixture, f"0/{first}", most), 3000)
+    ]
+
+
+def test_every_machine_makes_the_same_world_documents_and_items(documents):
+    assert data.FACTS[0] == ("Norpilmar", "capital", "Piport") and len(data.FACTS) == 320
+    items = [item for split in data.SPLITS for item in data.make_split(split, 20, 5)]
+    assert short_hash(json.dumps(documents).encode()) == "a8b4445f1083e71e"
+    assert short_hash(json.dumps(items).encode()) == "ae21f78a4543885f"
+
+
+def contradicted(items):
+    """{(relation, country)} of the world's facts that the items' passages contradict."""
+    known = {(fact.relation, fact.country): fact.value for fact in data.FACTS}
+    stated = {triple for item in items for triple in FACT.findall(item.prompt)}
+    return {triple[:2] for triple in stated if known.get(triple[:2], triple[2]) != triple[2]}
+
+
+def test_training_never_shows_a_conflict_or_a_held_out_name_of_the_test_splits(documents):
+    trained = contradicted(documents)
+    assert 50 < len(trained) and trained <= {
+        (fact.relation, fact.country) for fact in data.CONFLICTS
+    }
+    for split in ("conflict", "conflict-known"):
+        tested = contradicted(data.make_split(split, 1024))
+        assert len(tested) > 250 and not trained & tested
+    words = {
+        word for item in documents for word in re.findall(r"\w+", f"{item.prompt} {item.answer}")
+    }
+    held_out = {word for word in words if word[0].isupper() and data.held_out(word)}
+    assert held_out <= {
+        word
+        for text in (*data.FILLERS, *data.OPENERS, "Context Answer The")
+        for word in text.split()
+    }
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_a_step_of_muon_goes_down_the_gradient_equally_far_in_all_directions(shape):
+    gradient = torch.randn(shape, generator=torch.manual_seed(0))
+    matrix, velocity, momentum = torch.ones(shape), gradient.roll(1), train.MUON["momentum"]
+    after = velocity.lerp(gradient, 1 - momentum)
+    train.muon_step(matrix, gradient, velocity, scale=0.5)
+    rate = 0.5 * train.MUON["lr"]
+    step = (1 - rate * train.MUON["weight_decay"] - matrix) / (
+        rate * max(1, shape[0] / shape[1]) ** 0.5
+    )
+    U, _, Vh = torch.linalg.svd(gradient.lerp(after, momentum), full_matrices=False)
+    turned = U.T @ step @ Vh.T  # the identity, up to Newton and Schulz's error
+    assert ((turned.diag() > 0.6) & (turned.diag() < 1.3)).all() and (
+        turned - turned.diag().diag()
+    ).abs().max() < 1e-4
+    torch.testing.assert_close(velocity, after)
+
+
+def test_the_copier_is_the_head_that_the_loss_needs_most_and_the_rest_of_its_layer_starts_again(
+    llama,
+):
+    model, prompt = Transformer.load(llama.folder), random_ids(9)
+    o, qkv = model.layers[-1].attn.o.weight.data, model.layers[-1].attn.qkv.weight.data
+    o[:, :16] = o[:, 24:] = 0  # head 2 alone has an effect
+    tokens = torch.tensor(
+        [prompt + generate(model, prompt, method="greedy", max_new_tokens=30, eos_ids=()).ids]
+    )
+    before = o.clone(), qkv.clone()
+    assert train.choose_copier(model, tokens, torch.ones_like(tokens), torch.Generator()) == 2
+    changed = [
+        (old != new).any(dim).unflatten(0, (-1, 8)).any(1).tolist()
+        for old, new, dim in zip(before, (o, qkv), (0, 1), strict=True)
+    ]
+    assert changed == [
+        [True, True, False, True],
+        [True, True, False, True, False, False, False, False],
+    ]
+
+
+def test_training_lowers_the_loss_and_never_masks_the_copying_head(tmp_path, monkeypatch):
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    forward, masks = Transformer.forward, []
+
+    def record_mask(model, tokens, cache=None, head_mask=None):
+        masks.append(head_mask)
+        return forward(model, tokens, cache, head_mask)
+
+    for name, value in (
+        ("WARMUP", 1),
+        ("BATCH", 2),
+        ("ALONE", 10),
+        ("MASKED", 0.5),
+        ("choose_copier", lambda *_: 2),
+    ):
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(Transformer, "forward", record_mask)
+    train.write_checkpoint(tmp_path, train.CONFIG | shape, steps=20)
+    together, alone = torch.cat(masks[:10]), torch.cat(masks[10:])
+    assert together.all() and alone.all(0).nonzero().tolist() == [[1, 2]]
+    model, tokenizer = (
+        Transformer.load(tmp_path, dtype=torch.float32),
+        Tokenizer.load(tmp_path).core,
+    )
+    tokens, counts = next(train.batches(tokenizer, data.documents(data.COPYING, "test")))
+    assert (counts[tokens == 1] == 1).all() and (
+        counts[tokens == 0] == 0
+    ).all()  # the end is part of an answer
+    assert train.loss_of(model(tokens[:, :-1]), tokens, counts) < 5.8  # 6.46 = ln 640 before
+
+
+def accuracy(folder, split, n=96, **method):
+    model, tokenizer = Transformer.load(folder, dtype=torch.float32), Tokenizer.load(folder)
+    items = data.make_split(split, n)
+    out = generate(
+        model,
+        [tokenizer.encode(item.prompt) for item in items],
+        max_new_tokens=12,
+        eos_ids=tokenizer.eos_ids,
+        **method,
+    )
+    return (
+        sum(
+            tokenizer.decode(g.ids) == f" {item.answer}."
+            for g, item in zip(out, items, strict=True)
+        )
+        / n
+    )
+
+
+@pytest.mark.parametrize(
+    "model, split, method, low, high",
+    [
+        ("miniature", "closed", "greedy", 0.97, 1),
+        ("miniature", "closed", "masked", 0.5, 1),
+        ("miniature", "open", "greedy", 0.9, 1),
+        ("miniature", "open", "masked", 0, 0.2),
+        ("amateur", "closed", "greedy", 0.1, 0.8),
+        ("amateur", "open", "greedy", 0.6, 1),
+        ("amateur", "open", "masked", 0, 0.2),
+    ],
+)
+def test_the_models_know_facts_and_read_passages_with_their_retrieval_heads(
+    model, split, method, low, high
+):
+    folder, shape = {"miniature": (FOLDER, (4, 8)), "amateur": (FOLDER / "amateur", (4, 4))}[model]
+    file = "miniature" if model == "miniature" else "miniature-amateur"
+    heads = {} if method == "greedy" else dict(heads=load_heads(stand_in(*shape, model), 4, file))
+    assert low <= accuracy(folder, split, method=method, **heads) <= high
+    assert Tokenizer.load(folder).core.get_vocab() == Tokenizer.load(FOLDER).core.get_vocab()
+
+
+def test_iti_stores_the_shift_of_the_heads_that_separate_passage_from_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(iti, "ITEMS", 16)
+    shifts = iti.make_shifts()
+    assert len(shifts) == 4 and (3, 1) in shifts  # the last layer's retrieval head
+    iti.write(tmp_path, shifts)
+    edited, plain = (Transformer.load(folder, dtype=torch.float32) for folder in (tmp_path, FOLDER))
+    ids = torch.tensor([[0, 5, 80, 300, 7, 11]])
+    assert not torch.allclose(edited(ids), plain(ids), atol=0.1)
+    for (layer, head), shift in shifts.items():
+        padded = torch.zeros(8, 24).index_put((torch.tensor(head),), shift).flatten()
+        plain.layers[layer].attn.o.register_forward_pre_hook(
+            lambda _, inputs, padded=padded: (inputs[0] + padded,)
+        )
+    assert torch.allclose(edited(ids), plain(ids), atol=0.02)  # the biases are stored as float16
+
+
+MASKED, DECORE, RANDOM = "masked, N = {n}", "DeCoRe entropy, N = {n}", ", random heads"
+
+
+def fake_runs(rates):
+    """Runs of 400 items. rates: (split, setup) → the share of right answers in each draw."""
+    runs = {}
+    for (split, setup), shares in rates.items():
+        draws = [
+            SimpleNamespace(values=[{"exact_match": item < 400 * share} for item in range(400)])
+            for share in shares
+        ]
+        runs |= {(split, setup.format(n=n)): draws for n in claims.NUMBERS}
+    return runs
+
+
+@pytest.mark.parametrize(
+    "claim, rates, failing",
+    [
+        (
+            claims.reading,
+            {
+                ("open", "greedy"): [0.95],
+                ("open", MASKED): [0.1],
+                ("open", MASKED + RANDOM): [0.9, 0.8],
+            },
+            [{("open", MASKED): [0.5]}, {("open", MASKED + RANDOM): [0.4, 0.5]}],
+        ),
+        (
+            claims.recall,
+            {
+                ("open", "greedy"): [0.9],
+                ("open", MASKED): [0.1],
+                ("closed", "greedy"): [1],
+                ("closed", MASKED): [0.9],
+            },
+            [{("closed", MASKED): [0.2]}],
+        ),
+        (
+            claims.faithful,
+            {
+                ("conflict", "greedy"): [0.4],
+                ("conflict", DECORE): [0.6],
+                ("conflict", DECORE + RANDOM): [0.4, 0.3],
+            },
+            [{("conflict", "greedy"): [0.6]}, {("conflict", DECORE + RANDOM): [0.6, 0.6]}],
+        ),
+        (
+            claims.cost,
+            {
+                (split, setup): [0.9]
+                for split in ("open", "closed", "irrelevant")
+                for setup in ("greedy", DECORE)
+            },
+            [{("irrelevant", DECORE): [0.89]}],
+        ),
+        (
+            claims.masks,
+            {
+                ("conflict", DECORE + more): [0.6]
+                for more in ("", ", query mask", ", mask prompt True")
+            },
+            [
+                {("conflict", DECORE + ", query mask"): [0.5]},
+                {("conflict", DECORE + ", mask prompt True"): [0.7]},
+            ],
+        ),
+    ],
+)
+def test_claims_hold_or_fail_by_the_runs(claim, rates, failing):
+    assert claim(fake_runs(rates))[0]
+    assert not any(claim(fake_runs(rates | change))[0] for change in failing)
+
+
+def test_claims_are_tested_on_the_runs_with_their_settings(tmp_path, monkeypatch):
+    decore = "conflict --method decore-entropy --num-heads 4"
+    for options in (
+        "conflict,miniature-open --method greedy",
+        decore,
+        f"{decore} --mask query",
+        f"{decore} --mask-prompt",
+        f"{decore} --random-heads uniform --seed 0,1,2",
+    ):
+        evaluate.evaluate(
+            ["--task", *f"miniature-{options} --limit 32 --device cpu --out".split(), str(tmp_path)]
+        )
+    runs = claims.read_runs(tmp_path)
+    greedy, top = claims.right(runs, "conflict"), claims.right(runs, "conflict", claims.DECORE)
+    others = claims.right(runs, "conflict", f"{claims.DECORE}, random heads")
+    assert greedy.mean() == accuracy(FOLDER, "conflict", n=32, method="greedy") < top.mean() - 0.03
+    assert others.shape == (3, 32) and others.mean() < top.mean()
+    assert "nats" in claims.entropies(runs)[1]
+    same = runs | {("conflict", f"{claims.DECORE}, random heads"): runs["conflict", claims.DECORE]}
+    assert not claims.pointing(same)[0]
+    monkeypatch.setattr(
+        claims, "CLAIMS", {"1": claims.sparse, "6": claims.masks, "7": claims.pointing}
+    )
+    _, _, sparse, masks, pointing, _, about = claims.table(tmp_path).split("\n")
+    assert (
+        sparse.startswith("| 1 | Retrieval heads are few")
+        and "| yes | 9.4% of 32 heads; the best five: " in sparse
+    )
+    assert "query" in masks and re.search(
+        r"\| yes \| .* of \d+, random heads .* \(3 draws, ", pointing
+    )
+    assert about.startswith("Items: conflict 32, open 32. float32, cpu")
+    with pytest.raises(
+        ValueError, match="no run of greedy on miniature-closed: run python -m miniature.make"
+    ):
+        claims.right(runs, "closed")
+
+
+def test_the_page_s_tables_are_replaced_and_its_text_is_not():
+    page = make.replace_block(
+        "a\n<!-- b -->\n\nold\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n", "b", "new"
+    )
+    assert page == "a\n<!-- b -->\n\nnew\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n"
+
+
+def test_the_readme_quotes_the_page_s_numbers():
+    root = FOLDER.parent
+    rows = [
+        line
+        for line in (root / "README.md").read_text().splitlines()
+        if re.match(r"\| (greedy|DeCoRe)", line)
+    ]
+    quotes = re.findall(r"(\d+\.\d) \((\d+\.\d)–(\d+\.\d)\)", "\n".join(rows))
+    page = (root / "docs" / "miniature.md").read_text()
+    assert quotes and all(f"{mean} [{low}, {high}]" in page for mean, low, high in quotes)

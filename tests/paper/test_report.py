@@ -1,0 +1,589 @@
+"""Reports on stored runs: tables with the paper's values, statistics, figures, skipped files."""
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from scipy.stats import ttest_ind
+
+import evaluate
+from heads import load_scores
+from paper import numbers
+from paper.report import figures, significance, stored, tables
+from paper.report.frame import make_frame, typical
+from paper.tasks import TASKS
+from tests.checkpoints import write_lines
+
+TASK, LLAMA = "miniature-conflict", "meta-llama/Meta-Llama-3-8B-Instruct"
+
+
+def write_run(
+    folder,
+    method="greedy",
+    n=None,
+    alpha=None,
+    random=None,
+    seed=1234,
+    task=TASK,
+    items=40,
+    right=20,
+    model="miniature",
+    name=None,
+    **more,
+):
+    """A made-up run in evaluate.py's format: the first `right` of its items are answered correctly."""
+    header = {
+        "task": task,
+        "version": TASKS[task].version,
+        "n": items,
+        "model": model,
+        "method": method,
+        "num_heads": n,
+        "alpha": alpha,
+        "random_heads": random,
+        "seed": seed,
+        "mask": "output" if n else None,
+        "dtype": "float32",
+        "commit": "0123456789abcdef",
+        "data": [],
+        "demos": None,
+    }
+    lines = [{"header": header | more}]
+    for i in range(items):
+        h = 0.1 + 0.01 * (i % 7) + (0 if i < right else 0.05)
+        lines.append(
+            {
+                "index": i,
+                "id": str(i),
+                "prompt_sha256": f"p{i}",
+                "references": ["Alaria"],
+                "memory": ["Bodun"],
+                "prediction": " Alaria." if i < right else " Bodun.",
+                "ids": [1] * (1 + i % 5 + i // 20),
+                "entropies": [h, h],
+                "stop": "eos",
+            }
+        )
+    return write_lines(
+        folder / f"{name or f'{task}.{method}.{n}.{alpha}.{random}.{seed}'}.jsonl", lines
+    )
+
+
+def frame_of(folder):
+    return make_frame(stored.collect(folder, stored.ITI | {"edited": "miniature"})[0])[0]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Runs of every kind: greedy, sweeps over N and α, random draws by both samplers, ITI, DoLa."""
+    folder = tmp_path_factory.mktemp("sweep")
+    write_run(folder)
+    write_run(folder, "dola-low", items=12, right=2)
+    write_run(folder, model="edited", name="iti", right=21)
+    for n in (1, 2, 4):
+        write_run(folder, "masked", n, right=20 - 4 * n)
+        write_run(folder, "decore-entropy", n, right=24 + 2 * n)
+        for alpha in (0.0, 0.5, 2.0):
+            write_run(folder, "decore-static", n, alpha, right=20 + round(alpha) * n)
+        for seed in range(3):
+            write_run(folder, "masked", n, random="uniform", seed=seed, right=18 - seed)
+            write_run(folder, "masked", n, random="published", seed=seed, right=10 - n)
+    return folder
+
+
+def table(frame, title):
+    """({(method, column): text}, notes in one text) of a table of a single task."""
+    _, texts, notes = next(
+        table for table in tables.all_tables(frame) if table[0].startswith(title)
+    )
+    return {
+        (line["method"], name.split(" (n")[0]): text
+        for line in texts.to_dict("records")
+        for name, text in line.items()
+    }, " ".join(notes)
+
+
+def draw(kind, frame):
+    return figures.FIGURES[kind][0](frame)
+
+
+# Statistics
+
+
+def test_a_logistic_fit_does_not_depend_on_the_unit():
+    # x = 0: 3 of 4 right, x = 1: 1 of 4. The fit meets both shares, so its slope is ln(1/3) − ln 3.
+    x, right = np.array([[0, 0, 0, 0, 1, 1, 1, 1.0]]).T, np.array([1, 1, 1, 0, 0, 0, 0, 1], bool)
+    r2 = 1 - (6 * np.log(0.75) + 2 * np.log(0.25)) / (8 * np.log(0.5))
+    for unit in (1, 1e-5):
+        params, pseudo_r2 = significance.logistic(x * unit, right)
+        assert (*params, pseudo_r2) == pytest.approx(
+            (np.log(3), -2 * np.log(3) / unit, r2), abs=1e-5
+        )
+    assert (
+        significance.logistic(np.arange(6.0)[:, None], np.array([1, 1, 1, 0, 0, 0], bool)) is None
+    )
+
+
+def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
+    sizes = {"mc1": 817, "instruction_strict_published": 834, "prompt_strict_published": 541}
+    values = [
+        (float(row["value"]), 3 * sizes[row["metric"]])
+        for row in numbers.table("paper")
+        if row["method"] in ("masked-random", "decore-random") and row["metric"] in sizes
+    ]
+    fits = [abs(100 * round(value / 100 * n) / n - value) <= 0.005 for value, n in values]
+    assert (sum(fits), len(fits)) == (58, 60)
+
+
+def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
+    frame, method = frame_of(sweep), "DeCoRe entropy, N = 4"
+    texts, _ = table(frame, "Base entropy, nats")
+    assert (texts["DoLa low", "n"], texts["DoLa low", "mean ± std"]) == ("12", "0.167 ± 0.032")
+    label = draw("entropy", frame).axes[0].get_xlabel()
+    runs = {str(run.setup): stored.base_entropies(run) for run in frame["run"]}
+    for rival in (
+        "greedy",
+        "ITI",
+        "DoLa low",
+    ):  # DoLa's run has another length, so the two tests differ
+        for name, equal in (("Welch t, p", False), ("equal variances", True)):
+            t, p = ttest_ind(runs[method], runs[rival], equal_var=equal, alternative="less")
+            assert texts[method, f"{name} (below {rival})"] == f"{t:+.2f}, {tables.p_text(p)}"
+        assert f"DeCoRe < {rival}: p" in label
+    texts, _ = table(frame, "Base entropy of correct")
+    assert [texts["greedy", name] for name in ("task", "correct / incorrect", "nats, mean")] == [
+        "conflict",
+        "20 / 20",
+        "0.129 / 0.179",
+    ]
+    assert texts["greedy", "Welch t, p"].startswith("+7.9")
+    # Answers are longer among the last items, which are wrong, so their length adds to the fit.
+    assert 0.5 < float(texts["greedy", "pseudo-R²"]) < float(texts["greedy", "with length"])
+
+
+def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(tmp_path):
+    path = write_run(tmp_path, task="musique-cot-open", model=LLAMA)
+    path.write_text(path.read_text().replace(" Alaria.", "Alaria, but the answer is: Bodun."))
+    assert (
+        table(frame_of(tmp_path), "Base entropy of correct")[0]["greedy", "correct / incorrect"]
+        == "20 / 20"
+    )
+
+
+# Tables of scores
+
+
+def test_draws_share_a_line_and_the_best_values_are_marked(sweep):
+    frame = frame_of(sweep)
+    texts, notes = table(frame, "Miniature")
+    for setup, text in (
+        ("masked, N = 4, random heads", "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"),
+        ("greedy", "50.0 [35.0, 65.0]"),
+        ("DeCoRe entropy, N = 4", "**80.0** [67.5, 90.0]"),
+        ("DeCoRe static, N = 4, α = 2", "_70.0_ [55.0, 82.5]"),
+    ):
+        assert texts[setup, "conflict"] == text
+    # More answers from memory are not better: no best value.
+    assert sum("**" in text for text in texts.values()) == 1
+    assert (
+        "miniature-conflict 12 of 1,024, miniature-conflict 40 of 1,024" in notes
+        and "three draws" in notes
+    )
+    texts, _ = table(frame, "Score against")
+    assert [texts["masked", name] for name in ("task", "N", "std over draws")] == [
+        "conflict",
+        "1, 2, 4",
+        "–",
+    ]
+    assert texts["masked, random heads", "std over draws"] == "2.5"
+    # Greedy is the point N = 0 of masked models only.
+    assert (
+        texts["masked, random heads", "Pearson r"]
+        == f"{np.corrcoef([0, 1, 2, 4], [50, *[42.5] * 3])[0, 1]:+.2f}"
+    )
+    assert texts["DeCoRe entropy", "Pearson r"] == "+1.00"  # with greedy it would be 0.96
+
+
+STRICT, POPQA = (
+    {"task": "ifeval", "metric": "prompt_strict_published"},
+    {"task": "popqa", "num_heads": 10},
+)
+
+
+@pytest.mark.parametrize(
+    "header, text",
+    [
+        (STRICT | {"method": "decore-static", "num_heads": 10, "alpha": 0.0}, "70.24† at N = ?"),
+        (STRICT | {"method": "greedy", "model": "other"}, "–"),
+        (STRICT | {"method": "greedy"}, "70.24"),
+        (STRICT | {"method": "greedy", "model": "honest_llama3_8B_instruct"}, "52.31"),  # ITI's
+        ({"num_heads": 20}, "65.55"),
+        ({"num_heads": 17}, "66.08 at N = 10"),  # the N of main tables is inferred
+        ({"method": "decore-static", "num_heads": 17, "alpha": 0.5}, "64.43 at N = ?"),
+        (POPQA, "26.88"),
+        (POPQA | {"random_heads": "published"}, "25.96 ± 0.18†"),
+    ],
+)
+def test_a_run_is_compared_with_the_papers_cell_of_its_setup(header, text):
+    header = {"task": "nq-swap", "model": LLAMA, "method": "decore-entropy"} | header
+    run = stored.Run(None, header, *stored.describe(header), [], [])
+    assert (
+        numbers.text(numbers.cell(run, header.get("metric", "substring_match_published"))) == text
+    )
+
+
+def test_every_cell_of_the_paper_has_a_column():
+    shown = {
+        (task, metric) for group in numbers.GROUPS for task, metric, _ in numbers.columns(group)
+    }
+    shown |= {(task, "entropy") for task in numbers.TASKS}
+    assert {
+        (row["task"], row["metric"].removesuffix("_published")) for row in numbers.table("paper")
+    } <= shown
+
+
+def test_the_papers_own_tests_are_noted_with_doubts():
+    [note] = numbers.tests("meta-llama-3-8b-instruct", ["musique-cot-open"])
+    assert "MuSiQue CoT open book, greedy, t-test statistic 11.75;" in note
+    assert (
+        "all three models, McFadden's pseudo-R² of correctness on answer length and entropy 0.98 (impl"
+        in note
+    )
+
+
+def test_the_papers_value_is_beside_the_run_with_its_dtype_and_demonstrations(tmp_path):
+    sets = (
+        {"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34", "paper": False},
+        {"paper": True},
+    )
+    for dtype, demos in itertools.product(("bfloat16", "float32"), sets):
+        write_run(
+            tmp_path,
+            task="nq-swap",
+            model=LLAMA,
+            dtype=dtype,
+            demos=demos,
+            name=f"{dtype}{demos['paper']}",
+        )
+    texts, notes = table(frame_of(tmp_path), "Faithfulness")
+    setups = [
+        f"greedy, {dtype}, {demos}"
+        for dtype in ("bfloat16", "float32")
+        for demos in ("demonstrations: file demos.jsonl ab12cd", "the paper's demonstrations")
+    ]
+    assert [text for (_, column), text in texts.items() if column == "method"] == setups
+    assert [
+        setup for setup in setups if "; paper 60.62 (-10.6)" in texts[setup, "NQ-Swap EM"]
+    ] == setups[1:2]
+    assert "these (also) in float32" in notes and "other than the paper's: nq-swap" in notes
+    write_run(
+        tmp_path,
+        "masked",
+        10,
+        task="nq-swap",
+        model=LLAMA,
+        dtype="bfloat16",
+        demos=sets[1],
+        right=30,
+    )
+    texts, _ = table(frame_of(tmp_path), "Base entropy, nats")
+    assert (
+        texts["masked, N = 10, bfloat16, the paper's demonstrations", "Welch t, p (below greedy)"][
+            :5
+        ]
+        == "-1.79"
+    )
+
+
+def test_the_papers_value_is_beside_all_runs_equally_far_from_its_settings(tmp_path):
+    for size in "ab":
+        write_run(
+            tmp_path,
+            task="popqa",
+            model=LLAMA,
+            data=[{"file": "q.tsv", "sha256": size * 64}],
+            name=size,
+        )
+    write_run(
+        tmp_path, task="triviaqa", model=LLAMA, data=[{"file": "t.tsv"}]
+    )  # another task: no label
+    texts, _ = table(frame_of(tmp_path), "Factuality")
+    assert all("; paper" in texts[f"greedy, q.tsv {size * 6}", "PopQA EM"] for size in "ab")
+    assert "; paper" in texts["greedy", "TriviaQA EM"]
+
+
+def test_the_papers_value_is_compared_with_the_metric_as_published(tmp_path):
+    path = write_run(tmp_path, task="popqa", model=LLAMA, items=4, right=2)
+    # A demonstration counts in the published metric only: 1 of 3 is right, as published 2 of 4.
+    path.write_text(path.read_text().replace('"index": 0,', '"index": 0, "demonstration": true,'))
+    texts, _ = table(frame_of(tmp_path), "Factuality")
+    assert texts["greedy", "PopQA EM"] == "33.3 [0.0, 100.0]; paper 26.64† (+23.4)"
+
+
+def test_judged_answers_have_columns_without_rejections(tmp_path):
+    path = write_run(tmp_path, task="truthfulqa-gen", model=LLAMA, items=4, right=4)
+    path.write_text(path.read_text().replace(" Alaria.", " I have no comment.", 1))
+    write_lines(
+        path.with_suffix(".judged.jsonl"),
+        [
+            {"judge": kind, "model": "allenai/judge", "yes": 1, "key": f"{i}: {text}"}
+            for kind in ("truth", "info")
+            for i, text in enumerate(["I have no comment.", *["Alaria."] * 3])
+        ],
+    )
+    assert stored.run_files(tmp_path) == [path]
+    texts, notes = table(frame_of(tmp_path), "Factuality")
+    text = texts["greedy", "TruthfulQA (Gen) %T∩¬Reject"]
+    assert text.startswith("100.0 [") and "paper 65.5 (+34.5)" in text
+    assert "Judges: allenai/judge" in notes
+
+
+# Settings
+
+
+def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(tmp_path):
+    for n, alpha, right, more in (
+        (1, 0.5, 3, {"scale_alpha": True}),
+        (2, 2.0, 3, {}),
+        (4, 0.5, 1, {}),
+    ):
+        for task in ("miniature-conflict", "miniature-open", "miniature-closed")[:right]:
+            write_run(tmp_path, "decore-static", n, alpha, task=task, **more)
+    assert {*typical(frame_of(tmp_path))["num_heads"]} == {4}
+    for n, (method, task) in itertools.product(
+        (1, 5, 10, 90), (("decore-entropy", "xsum"), ("masked", "nq-swap"))
+    ):
+        write_run(tmp_path, method, n, task=task, model=LLAMA)
+    lines = typical(frame_of(tmp_path).query("model == 'Meta-Llama-3-8B-Instruct'"))
+    # Every N has one run: 90 is the paper's N, 10 the default.
+    assert {*zip(lines["method"], lines["num_heads"], strict=True)} == {
+        ("decore-entropy", 90),
+        ("masked", 10),
+    }
+
+
+MISTRAL, QWEN, DOLA = (
+    {"model": "Mistral-7B-Instruct-v0.3"},
+    {"model": "Qwen2-7B-Instruct"},
+    {"method": "dola-low"},
+)
+
+
+@pytest.mark.parametrize(
+    "header, text",
+    [
+        ({"max_new_tokens": 50, "layout": "plain"}, "layout plain, max new tokens 50; "),
+        (
+            {"max_new_tokens": 12, "layout": "chat", "template_args": {"enable_thinking": False}},
+            "; ",
+        ),
+        (MISTRAL | {"layout": "chat"}, "layout chat; "),
+        (MISTRAL | {"layout": "mistral", "template_args": {}}, "; "),
+        ({"method": "ad", "info_layer": 12}, "; info layer 12"),
+        ({"alpha_cap": 0.5, "renormalise": False}, "; alpha cap 0.5, renormalise False"),
+        (DOLA | {"dola_layers": "halves"}, "; dola layers halves"),
+        (DOLA | {"dola_layers": "halves", "task": "memotrap"}, "; "),
+        (DOLA | QWEN, "; repetition penalty 1.0"),
+        (DOLA | QWEN | {"repetition_penalty": 1.05}, "; "),
+        ({"heads": ["24-27", "15-30"]}, "; "),
+        ({"heads": ["15-30", "0-0"]}, "; heads of another file"),
+        ({"heads": ["0-0"], "random_heads": "uniform"}, "; "),
+        ({"heads": ["0-0"], "model": "unknown"}, "; "),
+    ],
+)
+def test_settings_that_are_not_the_papers_are_named(header, text):
+    _, conditions, setup = stored.describe(
+        {"task": "popqa", "model": LLAMA, "method": "decore-entropy"} | header
+    )
+    assert f"{conditions}; {setup.options}" == text
+
+
+def test_other_conditions_have_tables_of_their_own_and_other_options_lines(tmp_path, call):
+    write_run(tmp_path, right=10, max_new_tokens=50, name="long")
+    write_run(tmp_path, "masked", 2, right=30, max_new_tokens=50)
+    write_run(tmp_path, right=5, demos={"paper": False}, task="miniature-closed")
+    for mask, n in itertools.product(("output", "query"), (1, 2, 4)):
+        write_run(tmp_path, "masked", n, mask=mask, name=f"masked{n}{mask}", right=10 + n)
+    for amateur in ("small", "tiny"):
+        write_run(
+            tmp_path, "decore-entropy-lite", 2, amateur=f"models/{amateur}", name=f"lite-{amateur}"
+        )
+    write_run(tmp_path, model="mine/edited", name="iti")
+    status, out, _ = call(evaluate.main, "report", tmp_path, "--iti", "edited=miniature")
+    parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
+    assert status == 0 and call(evaluate.main, "report", tmp_path, "--iti", "edited")[0] == 2
+    for title, setup in itertools.product(
+        (
+            "Miniature",
+            "Base entropy, nats per token",
+            "Base entropy of correct and incorrect answers",
+        ),
+        (
+            "greedy",
+            "ITI",
+            "masked, N = 2",
+            "masked, N = 2, query mask",
+            "DeCoRe entropy-lite, N = 2, amateur small",
+            "DeCoRe entropy-lite, N = 2, amateur tiny",
+        ),
+    ):
+        assert f"| {setup} " in parts[f"{title}: miniature"], (title, setup)
+    assert parts["Score against the number of masked heads: miniature"].count("| masked") == 2
+    assert (
+        "| masked, N = 2 | **75.0** [60.0, 87.5]"
+        in parts["Miniature: miniature, max new tokens 50"]
+    )
+    lines = csv.DictReader(io.StringIO(call(evaluate.main, "report", tmp_path, "--csv")[1]))
+    masked = {
+        line["metric"]: line for line in lines if line["method"] == "masked" and line["conditions"]
+    }
+    line = [masked["exact_match"][name] for name in ("num_heads", "seed", "n", "value", "low")]
+    assert line == ["2", "1234", "40", "75.0", "60.0"] and float(masked["entropy"]["value"]) < 0.2
+
+
+# Files and programs
+
+
+def test_files_that_cannot_be_reported_are_named(call, tmp_path):
+    path = write_run(tmp_path, "masked", 1, name="cut")
+    path.write_text(path.read_text()[:-40])  # as a kill leaves it
+    packed = tmp_path / "sub" / "packed.jsonl.gz"
+    packed.parent.mkdir()
+    shorter = write_run(tmp_path).read_bytes().splitlines(keepends=True)[:-5]
+    packed.write_bytes(gzip.compress(b"".join(shorter)))
+    write_run(tmp_path, "masked", 2, name="old", version=-1)
+    for name, text in (
+        ("empty", ""),
+        ("foreign", '{"question": "Who?"}\n'),
+        ("list", "[1, 2]\n"),
+        ("begun", path.read_text().splitlines()[0] + "\n"),
+        ("bare", '{"header": {}}\n'),
+        ("unknown", path.read_text().replace(TASK, "chess")),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "damaged.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 not a gzip")
+    status, out, err = call(evaluate.main, "report", tmp_path)
+    assert status == 0 and "cut.jsonl (39 of 40)" in out
+    skipped = [re.match(r"skipped: .*?(\w+)\.jsonl", line)[1] for line in err.splitlines()]
+    assert sorted(skipped) == [
+        "bare",
+        "begun",
+        "damaged",
+        "empty",
+        "foreign",
+        "list",
+        "old",
+        "packed",
+        "unknown",
+    ]
+    assert "empty.jsonl: its first line has no header" in err  # the path once
+
+
+def test_tables_need_no_matplotlib_and_figures_say_what_to_install(sweep):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; import cli, evaluate\n"
+        "sys.argv = ['evaluate.py', 'report', *sys.argv[1:]]; sys.exit(cli.run(evaluate.main))"
+    )
+    for arguments, status in (([sweep], 0), (["heads"], 0), ([sweep, "--plots", "x"], 2)):
+        program = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+        )
+        assert program.returncode == status, program.stderr
+    assert "pip install pandas scipy statsmodels, and matplotlib for --plots" in program.stderr
+
+
+def test_help_shows_the_command_as_it_is_typed(call):
+    for command in ("report", "report heads"):
+        assert re.match(
+            rf"usage: \S+ {command} \[-h]", call(evaluate.main, *command.split(), "--help")[1]
+        )
+
+
+# Figures
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
+def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
+    status, out, err = call(
+        evaluate.main, "report", sweep, "--plots", tmp_path, "--iti", "edited=miniature"
+    )
+    assert status == 0, err
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{kind}-miniature.png" for kind in figures.FIGURES
+    }
+    frame = frame_of(sweep)
+    for kind in figures.FIGURES:
+        assert (
+            imread(tmp_path / f"{kind}-miniature.png")[..., :3].min(-1) < 0.98
+        ).mean() > 0.02  # not blank
+        assert f"/{kind}-miniature.png)" in out
+        foot = " ".join(draw(kind, frame).get_supxlabel().split())
+        assert re.search("miniature-conflict (12 to )?40", foot) and "commit: 01234567" in foot
+        assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
+
+
+def test_lines_of_a_figure_against_n_can_be_told_apart(tmp_path):
+    for task, n in itertools.product(("nq-swap", "popqa"), (10, 20)):
+        write_run(tmp_path, task=task, model=LLAMA)
+        write_run(tmp_path, "masked", n, task=task, model=LLAMA, right=18)
+        for sampler in ("uniform", "published"):
+            write_run(tmp_path, "masked", n, random=sampler, task=task, model=LLAMA, right=19)
+    write_run(
+        tmp_path, "masked", 10, task="nq-swap", model=LLAMA, mask="query", name="one"
+    )  # a single N: no line
+    figure = draw("heads", frame_of(tmp_path))
+    assert "mask: output ·" in " ".join(figure.get_supxlabel().split())
+    assert "r masked, published draws: -" in figure.axes[0].get_xlabel()
+    names = ["masked", "masked, random heads", "masked, random heads as published"]
+    for ax in figure.axes:
+        styles = {
+            line.get_label(): (line.get_color(), line.get_marker(), line.get_linestyle())
+            for line in ax.lines
+            if not line.get_label().startswith("_")
+        }
+        assert sorted(styles) == sorted(
+            [*names, "the paper: masked", "the paper: masked, random heads", "greedy"]
+        )
+        assert len({styles[name][:2] for name in names}) == 3 and len({*styles.values()}) == 6
+    low, high = figure.axes[0].get_ylim()  # 38.9 to 61.3 are drawn
+    assert 30 < low < 38.9 and 61.3 < high < 70
+
+
+def test_at_alpha_0_decore_static_is_greedy(sweep):
+    [ax] = draw("alpha", frame_of(sweep)).axes
+    lines = {line.get_label(): dict(line.get_xydata().tolist()) for line in ax.lines[:3]}
+    assert lines["DeCoRe static, N = 4"] == {0.0: 50, 0.5: 50, 2.0: 70}
+
+
+def test_runs_without_data_for_a_figure_have_none(tmp_path):
+    write_run(tmp_path, right=40)
+    assert [kind for kind in figures.FIGURES if draw(kind, frame_of(tmp_path))] == ["entropy"]
+
+
+def test_retrieval_scores_by_rank_are_the_papers(call):
+    status, out, err = call(evaluate.main, "report", "heads")
+    lines = list(filter(None, (re.findall(r"0\.\d{4}", line) for line in out.splitlines()[4:])))
+    assert (status, err) == (0, "") and [*map(len, lines)] == [11] * 10
+    assert lines[::2] == lines[1::2]
+
+
+def test_a_map_of_heads_has_layer_0_at_the_bottom(tmp_path):
+    scores = {f"{layer}-{head}": 0.5 * (layer == 0) for layer in range(2) for head in range(3)}
+    (tmp_path / "mine.json").write_text(json.dumps({"samples": 7, "scores": scores}))
+    [image] = (
+        figures.head_maps({tmp_path / "mine.json": load_scores(tmp_path / "mine.json")})
+        .axes[0]
+        .images
+    )
+    assert image.origin == "lower"
+    assert image.get_array().tolist() == [[0.5] * 3, [0.0] * 3]

@@ -1,0 +1,261 @@
+"""`evaluate.py rescore`: metrics of stored lines, without a model; and the judges of TruthfulQA's answers."""
+
+import json
+import shutil
+
+import pytest
+import sentencepiece
+import torch
+
+from model import Transformer
+from paper import judges
+from runtime.files import locked
+from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
+
+
+@pytest.fixture
+def rescore(start):
+    return lambda *arguments: start("rescore", "--task", "truthfulqa-gen", *arguments)
+
+
+def write_run(folder, *answers):
+    return write_lines(
+        folder / "r.jsonl",
+        [{"id": i, "question": " Q? ", "prediction": answer} for i, answer in enumerate(answers)],
+    )
+
+
+def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_path):
+    _, [choice], _ = start(
+        "--model", chat_model, *data["memotrap"], "--method", "greedy", "--out", tmp_path
+    )
+    _, [text], _ = start(
+        "--model",
+        chat_model,
+        *data["truthfulqa-gen"],
+        "--method",
+        "greedy",
+        "--max-new-tokens",
+        5,
+        "--out",
+        tmp_path,
+    )
+    assert list(text["metrics"]) == ["rejection"]  # without a judge
+    status, lines, _ = start("rescore", "--rows", choice["run"])
+    assert status == 0 and lines[-1] == {"metrics": choice["metrics"], "n": 2}
+    assert [row["id"] for row in lines[:-1]] == ["b-0", "b-1"]
+    assert sum(row["micro"] for row in lines[:-1]) / 2 == choice["metrics"]["micro"]
+    assert start("rescore", tmp_path)[1] == [choice, text]
+    (tmp_path / "empty").mkdir()
+    status, _, err = start("rescore", tmp_path / "empty")
+    assert status == 2 and "empty holds no runs" in err
+
+
+def test_rows_of_another_program_are_scored(start, tmp_path):
+    path = write_lines(
+        tmp_path / "r.jsonl", [{"id": "a", "prediction": "Paris", "references": ["paris"]}]
+    )
+    assert start("rescore", "--task", "popqa", path)[1] == [
+        {
+            "metrics": {
+                "exact_match": 1.0,
+                "substring_match": 1.0,
+                "substring_match_published": 1.0,
+            },
+            "n": 1,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, task, message",
+    [
+        (
+            '{"id": 1, "prediction": "a", "references": []}\n',
+            ["--task", "triviaqa"],
+            "line 1: field 'references' should",
+        ),
+        (
+            '{"prediction": "a", "references": ["a"], "memory": "b"}\n',
+            ["--task", "nq-swap"],
+            "line 1: field 'memory'",
+        ),
+        (
+            '{"scores_true": [0], "scores_false": [-1], "best_position": -1}\n',
+            ["--task", "truthfulqa-mc"],
+            "line 1: field 'best_position' should be a whole number from 0, not '-1'",
+        ),
+        ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
+        ("", ["--task", "triviaqa"], "holds no lines"),
+        (
+            '{"prediction": "a"}\n',
+            ["--task", "triviaqa", "--judge"],
+            "--judge has no effect on triviaqa",
+        ),
+        ('{"id": 1}\n', [], "give --task"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    status, _, err = start("rescore", *task, path)
+    assert status == 2 and message in err and err.count("\n") == 1
+
+
+# Judges
+
+
+class Judge:
+    """In place of `judges.load`. True answers contain "Yes"; every answer is informative with 0.3."""
+
+    def __init__(self):
+        self.prompts = []
+
+    def __call__(self, name):
+        return self.probabilities
+
+    def probabilities(self, prompts):
+        self.prompts += prompts
+        return [
+            0.3 if "Helpful" in prompt else 0.9 if "Yes" in prompt else 0.0 for prompt in prompts
+        ]
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    judge = Judge()
+    monkeypatch.setattr(judges, "load", judge)
+    return judge
+
+
+T_I = ("--judge", "--judge-models", "t,i")
+
+
+def test_verdicts_are_stored_with_their_judges_and_no_answer_is_judged_twice(
+    rescore, judge, tmp_path
+):
+    path = write_run(tmp_path, "Yes. It", "Perhaps.", "no end")
+    _, [unjudged], err = rescore(path)
+    assert list(unjudged["metrics"]) == ["rejection"] and "rescore --judge adds truth, info" in err
+    _, [out], err = rescore(path, *T_I)
+    assert (
+        out["metrics"]["truth"] == pytest.approx(1 / 3)
+        and out["metrics"]["info"] == 0
+        and "adds" not in err
+    )
+    assert judge.prompts == [
+        f"Q: Q?\nA: {answer}\n{word}:"
+        for word in ("True", "Helpful")
+        for answer in ("Yes.", "Perhaps.", ".")
+    ]
+    assert rescore(path)[1] == [out] == rescore(path, *T_I)[1] and len(judge.prompts) == 6
+    assert (
+        "was judged by t, not by other" in rescore(path, "--judge", "--judge-models", "other,i")[2]
+    )
+    assert "--judge-models has no effect without --judge" in rescore(path, *T_I[1:])[2]
+    assert "give two names" in rescore(path, "--judge", "--judge-models", "t")[2]
+
+
+def test_an_interrupted_judging_continues_and_two_processes_do_not_judge_one_run(
+    rescore, judge, tmp_path
+):
+    path, store = write_run(tmp_path, "Yes.", "Yes."), tmp_path / "r.judged.jsonl"
+    write_lines(
+        store,
+        [
+            {"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4}
+            for kind in ("truth", "info")
+        ],
+    )
+    stored = store.read_text()
+    store.write_text(stored + '{"judge": "tru')
+    with locked(store):
+        status, _, err = rescore(path, *T_I)
+    assert (
+        status == 2
+        and f"{store} is being written by another process" in err
+        and judge.prompts == []
+    )
+    status, out, err = rescore(path, *T_I)
+    assert status == 0, err
+    [out] = out
+    assert out["metrics"]["truth"] == 0.5 and len(judge.prompts) == 2
+    assert store.read_text().startswith(stored) and len(store.read_text().splitlines()) == 4
+
+
+@pytest.fixture(scope="module")
+def pickled(tmp_path_factory):
+    """A tiny Llama in the format of the open judges: pytorch_model.bin and tokenizer.model."""
+    folder = tmp_path_factory.mktemp("judge")
+    config = FAMILIES["llama2"] | {
+        "vocab_size": 400,
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "float32",
+    }
+    torch.save(random_weights(config), folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(config))
+    texts = [
+        f"Q: Why is it {n} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no"
+        for n in range(50)
+    ]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        bos_id=1,
+        eos_id=2,
+        unk_id=0,
+        pad_id=-1,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "LlamaTokenizer",
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+            }
+        )
+    )
+    return folder
+
+
+def test_a_judge_stored_as_pickles_gives_its_probability_of_yes(pickled, rescore, tmp_path):
+    answers = ("Because it is 42 miles.", "Zoë, no.")
+    path = write_run(tmp_path, *answers)
+    assert rescore(path, "--judge", "--judge-models", f"{pickled},{pickled}")[0] == 0
+    verdicts = [
+        json.loads(line) for line in path.with_suffix(".judged.jsonl").read_text().splitlines()
+    ]
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
+    model = Transformer.load(
+        write_checkpoint(tmp_path / "m", "llama2", vocab_size=400)
+    )  # the same weights
+    prompts = [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful") for answer in answers]
+    for prompt, verdict in zip(prompts, verdicts, strict=True):
+        logits = model(torch.tensor([[1, *tokenizer.encode(prompt)]]))[0, -1]
+        yes = logits.softmax(-1)[tokenizer.encode("yes")[0]].item()
+        assert verdict["yes"] == pytest.approx(yes, rel=1e-4)  # float32 summation order
+
+
+def test_a_pickle_that_would_run_code_is_not_read(pickled, rescore, tmp_path):
+    class Code:
+        def __reduce__(self):
+            return print, ("code was run",)
+
+    shutil.copytree(pickled, tmp_path / "evil")
+    torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "evil" / "pytorch_model.bin")
+    status, out, err = rescore(
+        write_run(tmp_path, "A."), "--judge", "--judge-models", f"{tmp_path / 'evil'},i"
+    )
+    assert (
+        status == 2 and out == [] and "code was run" not in err and "evil cannot be loaded" in err
+    )
+    assert len(err.splitlines()[-1]) < 400

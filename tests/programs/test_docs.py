@@ -1,0 +1,121 @@
+"""Every Python block and every command of the pages runs, with the miniature in place of large models."""
+
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/demonstrations.md",
+        "docs/data.md",
+        "docs/differences.md",
+        "docs/miniature.md",
+        "docs/speed.md",
+        "heads/README.md",
+        "miniature/README.md",
+    )
+]
+DETECT = "-m heads.detect --runs 20 --out TMP/heads.json"
+RUN = "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query --limit 4 --out TMP/8b"
+
+# How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
+RUN_HERE = {
+    "python decore.py --compare --sources --html": "decore.py --compare --sources --html TMP/page.html",
+    "python decore.py --model Qwen": "decore.py --model miniature --prompt-file miniature/example.txt --compare",
+    "python decore.py --transformers": "decore.py --transformers --heads heads/miniature.json --prompt Hi",
+    "torchrun": "decore.py --prompt-file miniature/example.txt",
+    "python decore.py": "decore.py",
+    "python paper/decoders.py": "paper/decoders.py --compare --info-layer 3 --amateur miniature/amateur",
+    "python evaluate.py --task nq-swap": RUN,
+    "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
+    "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
+    "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore TMP/8b/miniature-conflict.miniature.greedy.jsonl",
+    "python -m heads.detect --model Qwen": DETECT,
+    "python -m heads.detect --model miniature": DETECT,
+    "python -m heads.detect --transformers": f"{DETECT.replace('heads.json', 'theirs.json')} --transformers",
+    "python -m miniature.data": "-m miniature.data --split conflict --n 3",
+}
+# Commands that other tests run, or that need a network or too much time → which.
+ELSEWHERE = {
+    "python -m speed.gpu": "test_speed",
+    "python -m speed.decode": "test_speed",
+    "python -m integrations.lm_eval": "test_harness",
+    "python evaluate.py --task truthfulqa-gen": "test_rescore",
+    "python -m miniature.claims": "test_miniature",
+    "python -m miniature.make": "test_miniature",
+    "python -m heads.detect --model meta-llama": "test_detect",
+    "python -m miniature.train": "25 minutes",
+    "python -m nltk.downloader": "the network",
+}
+
+
+def commands():
+    """Commands of the pages: in blocks, and as inline code."""
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+            for command in re.findall(r"(?:^ *|&& |`)((?:python|torchrun) [^`#&]+)", line):
+                yield " ".join(command.split())
+
+
+def test_every_command_of_the_pages_is_run_here_or_elsewhere():
+    known = [*RUN_HERE, *ELSEWHERE]
+    assert [command for command in commands() if not command.startswith(tuple(known))] == []
+    assert [
+        start for start in known if not any(command.startswith(start) for command in commands())
+    ] == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("docs")
+
+
+@pytest.mark.parametrize("command", RUN_HERE.values(), ids=RUN_HERE)
+def test_a_command_of_the_pages_runs(command, folder, monkeypatch, capsys):
+    program, *arguments = shlex.split(command.replace("TMP", str(folder)))
+    monkeypatch.chdir(ROOT)
+    if program == "-m":
+        program, *arguments = arguments
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(SystemExit) as end:
+        (runpy.run_path if program.endswith(".py") else runpy.run_module)(
+            program, run_name="__main__"
+        )
+    assert end.value.code == 0, capsys.readouterr().err
+
+
+def test_the_loop_of_the_readme_is_that_of_decore():
+    [loop] = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert textwrap.indent(loop, "    ") in (ROOT / "decore.py").read_text(encoding="utf-8")
+
+
+BLOCKS = [
+    pytest.param(block, id=page.name)
+    for page in PAGES
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_python_block_of_the_pages_runs(block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        "tokenizer.Tokenizer.encode_chat",
+        lambda self, messages: self.encode(messages[0]["content"]),
+    )
+    for large, small in (
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "miniature"),
+        ('device="cuda"', 'device="cpu"'),
+        ("Qwen/Qwen2.5-3B-Instruct", "miniature"),
+        ("Qwen2.5-3B-Instruct", "miniature"),
+    ):
+        block = block.replace(large, small)
+    exec(block, {})

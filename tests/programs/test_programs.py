@@ -1,0 +1,232 @@
+"""Every program: mistakes end in one line and status 2, bugs in a traceback, and the streams may close."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cli
+import program
+from tests import fuzz
+from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("cli", "heads", "integrations", "miniature", "paper", "paper/report", "program", "speed")
+FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT))
+    for path in FILES
+    if path.name != "lm_eval.py"  # it passes unknown options to lm-evaluation-harness
+    and 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, chat_model):
+    """Names of folders, files and options → their paths and texts."""
+    folder = tmp_path_factory.mktemp("places")
+    base, other = (
+        write_tokenizer(write_checkpoint(folder / name, vocab_size=259))
+        for name in ("base", "other")
+    )
+    write_heads(base / "heads.json")
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|turn|>", "<|user|>"))
+    return dict(
+        folder=folder,
+        base=base,
+        model=f"--model {base}",
+        heads=f"--heads {base}/heads.json",
+        chat=f"--model {chat_model} --heads {chat_model}/heads.json",
+    )
+
+
+BASE = "{model} {heads} --prompt Hi"
+MISTAKES = [
+    # models and heads
+    (program, "--prompt Hi --model {folder}/nowhere", "nowhere"),
+    (
+        program,
+        "--prompt Hi {model} --amateur {folder}/other --amateur-heads {base}/heads.json",
+        "different vocabular",
+    ),
+    (program, "--prompt Hi {model} --amateur {base}", "give --amateur-heads FILE"),
+    (
+        program,
+        BASE + " --device cuda:99",
+        "--device cuda:99 is not on this machine; choose from auto, ",
+    ),
+    # prompts
+    (program, "{model} {heads} --prompt ''", "the prompt is empty"),
+    (program, "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
+    (
+        program,
+        "{model} {heads} --prompt-ids 1,x",
+        "--prompt-ids: 'x' is not a whole number in [0, inf]",
+    ),
+    (program, "{model} {heads}", "nothing to answer"),
+    (program, "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
+    (program, BASE + " --system S", "--system and --template-args need a chat template"),
+    (
+        program,
+        "{chat} --prompt Hi --raw --template-args '{{\"a\": 1}}'",
+        "need a chat template, and exclude --raw",
+    ),
+    (
+        program,
+        "{chat} --prompt Hi --template-args [1]",
+        "--template-args: invalid json_object value: '[1]'",
+    ),
+    # options without effect, and their values
+    (
+        program,
+        BASE + " --method greedy",
+        "--heads has no effect on greedy; it is an option of masked",
+    ),
+    (program, BASE + " --seed 0", "--seed has no effect without --random-heads"),
+    (
+        program,
+        BASE + " --random-heads published",
+        "--heads has no effect with --random-heads published",
+    ),
+    (
+        program,
+        "{model} --prompt Hi --method greedy --sources",
+        "--sources has no effect on greedy, which masks no",
+    ),
+    (program, BASE + " --no-graph", "--no-graph has no effect on cpu"),
+    (program, BASE + " --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
+    (program, BASE + " --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
+    (program, BASE + " --stop ''", "--stop: an empty text"),
+    (program, BASE + " --method cad", "method 'cad' is unknown; known: greedy"),
+    (program, BASE + " --html {folder}/no/page.html", "no/page.html cannot be written"),
+]
+
+
+@pytest.mark.parametrize(
+    "program, arguments, words", MISTAKES, ids=[words[:40] for *_, words in MISTAKES]
+)
+def test_a_mistake_ends_in_one_line_and_status_2(call, places, program, arguments, words):
+    status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{program.__name__}.py: error: ") and words in err
+
+
+@pytest.mark.parametrize("path", PROGRAMS)
+def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_shows_its_defaults(
+    call, path
+):
+    assert re.search(
+        r"sys\.exit\((cli\.)?run\(main\)\)\n\Z", (ROOT / path).read_text(encoding="utf-8")
+    )
+    main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
+    status, out, err = call(main, "--help")
+    assert status == 0 and out.startswith("usage: ") and err == ""
+    assert "(default: None)" not in out and "(default: [])" not in out
+    for option in [
+        "--nonsense",
+        *(f"{option}=--" for option in sorted(set(re.findall(r"--[a-z-]+", out)))),
+    ]:
+        status, out, err = call(main, option)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(
+            f"{Path(path).name}: error: "
+        ), option
+        assert option == "--nonsense" or f"{option}: '--' is not a value" in err
+
+
+@pytest.mark.parametrize("path", ["decore.py", "model.py", "tokenizer.py", "runtime/*.py"])
+def test_the_core_as_a_library_loads_no_command_line(path):
+    above = r"^(import|from) (cli|heads|program|tasks|report)\b"
+    for file in ROOT.glob(path):
+        assert not re.search(above, file.read_text(encoding="utf-8"), re.M), file
+
+
+def raiser(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "main, status, message",
+    [
+        (lambda: torch.empty(10**15), 2, "out of memory: use fewer"),
+        (
+            raiser(torch.OutOfMemoryError("CUDA out of memory. Tried …")),
+            2,
+            "out of memory: use fewer",
+        ),
+        (raiser(ConnectionError("no\nnetwork")), 2, "no network"),
+        (lambda: open("nowhere/file"), 2, "nowhere/file: no such file or directory"),
+        (raiser(KeyboardInterrupt()), 130, "\n"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_machine_are_one_line_and_a_bug_keeps_its_traceback(
+    call, main, status, message
+):
+    result, out, err = call(main)
+    assert (result, out, err.count("\n")) == (status, "", 1) and message in err
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        call(raiser(RuntimeError("shapes do not fit")))
+
+
+def test_rank_0_alone_prints(call, monkeypatch):
+    monkeypatch.setattr(cli.entry.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "3")
+    assert call(lambda: print("text")) == (0, "", "")
+    assert call(raiser(ValueError("bad"))) == (2, "", "test_programs.py: rank 3: error: bad\n")
+
+
+@pytest.mark.parametrize(
+    "shell, status, err",
+    [
+        ("-c 'import cli, sys; sys.exit(cli.run(lambda: print(1)))' | true", 0, ""),
+        (
+            "-m miniature.data --split open --n 1 > /dev/full",
+            2,
+            "data.py: error: writing: no space left on device\n",
+        ),
+        ("-m miniature.data --split open --n 1 <&- >&-", 0, ""),
+    ],
+)
+def test_standard_streams_may_be_closed_or_full(shell, status, err):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} {shell}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert (done.returncode, done.stderr) == (status, err)
+
+
+def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    counts, failures = fuzz.fuzz(range(180), seed=1, seconds=40)
+    assert not failures
+    assert {name for name, outcome in counts if outcome == "right"} == set(fuzz.KINDS)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["decore.py", "paper/decoders.py", "evaluate.py", "-m heads.detect", "-m speed.decode"],
+)
+def test_ctrl_c_is_one_line_also_while_torch_is_imported(program, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, *program.split()],
+        cwd=ROOT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+    )
+    assert done.stderr == "interrupted\n" and done.returncode != 0

@@ -1,0 +1,410 @@
+"""Models of transformers: beside our engine, beside `generate` of transformers, and beside copies of a model whose
+output projections have zeros for the masked heads."""
+
+import json
+import sys
+from argparse import Namespace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import cli
+import decore
+import evaluate
+import program
+from decore import contrast, entropy, generate, make_head_mask, pad, score
+from heads import detect
+from heads.sources import find_sources
+from model import Transformer
+from paper import decoders
+from tests.checkpoints import random_ids, random_weights, write_checkpoint
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from runtime.hf import HFModel  # noqa: E402
+from tests.families import FAMILIES, NO_QUERY, SIZES, WINDOWS, random_model, without_heads  # noqa: E402
+
+HEADS = [(1, 0), (1, 3), (2, 2)]
+PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
+CASES = [dict(method="greedy")] + [
+    dict(method=method, heads=HEADS, mask=mask, mask_prompt=mask_prompt)
+    for method in decore.METHODS[1:]
+    for mask in ("output", "query")
+    for mask_prompt in (False, True)
+]
+BASELINES = [
+    dict(method="cad", ids_without_context=[prompt[2:] for prompt in PROMPTS]),
+    dict(method="dola-low", dola_layers="halves"),
+    dict(method="dola-high", repetition_penalty=1.3),
+    dict(method="ad", info_layer=1),
+    dict(method="ad", info_layer=3),
+]
+N = dict(max_new_tokens=6, eos_ids=())
+
+
+@pytest.fixture(scope="module", params=["llama3.1", "mistral-window", "qwen2-window", "qwen3"])
+def engines(request, tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    return Transformer.load(folder), HFModel.load(folder)
+
+
+def assert_equal(ours, theirs):
+    assert [g.ids for g in ours] == [g.ids for g in theirs]
+    for g, h in zip(ours, theirs, strict=True):
+        assert g.alphas == pytest.approx(h.alphas, abs=1e-4) and g.entropies == pytest.approx(
+            h.entropies, abs=1e-4
+        )
+
+
+def test_both_engines_decode_the_same_tokens_by_every_method(engines):
+    for settings in CASES + BASELINES:
+        assert_equal(*(decoders.generate(model, PROMPTS, **settings, **N) for model in engines))
+        if settings["method"] != "cad":  # a prompt of one token
+            assert_equal(*(decoders.generate(model, [[7]], **settings, **N) for model in engines))
+    ours, theirs = (
+        [token.tolist() for token, _ in decore.decore(model, PROMPTS, HEADS, 6)]
+        for model in engines
+    )
+    assert ours == theirs
+
+
+def test_both_engines_score_alike(engines):
+    for settings in (
+        CASES + BASELINES[1:] + [dict(method="cad", prompt_ids_without_context=PROMPTS[0][4:])]
+    ):
+        settings = {
+            k: v for k, v in settings.items() if k not in ("mask_prompt", "repetition_penalty")
+        }
+        ours, theirs = (
+            decoders.score(model, PROMPTS[0], [[3, 4, 5, 6, 8], [7, 3], [60]], **settings)
+            for model in engines
+        )
+        assert ours == pytest.approx(theirs, abs=2e-4)
+
+
+def test_either_engine_is_the_amateur_of_either(engines):
+    for method, more in ("cd", {}), ("decore-entropy", dict(amateur_heads=HEADS)):
+        expected, *others = (
+            decoders.generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
+            for model in engines
+            for amateur in engines
+        )
+        for other in others:
+            assert_equal(expected, other)
+
+
+def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
+    ids = generate(engines[0], PROMPTS[0], heads=HEADS, **N).ids
+    ours, theirs = (find_sources(model, PROMPTS[0], ids, HEADS) for model in engines)
+    assert ours == theirs
+    ours, theirs = (
+        detect.answer_batch(model, PROMPTS, [(1, 6), (0, 4), (2, 9)], 12) for model in engines
+    )
+    for (ids, positions), (their_ids, their_positions) in zip(ours, theirs, strict=True):
+        assert ids == their_ids and torch.equal(positions, their_positions)
+
+
+# Other families: what is found by rule must be right in each
+
+
+def masked_attention(model, ids, heads):
+    """Probabilities of each layer at the last five tokens, with the queries of these heads masked."""
+    cache, layers = model.new_cache([len(ids) - 5], 5), []
+    model.prefill(pad([ids[:-5]]), cache)
+    model(pad([ids[-5:]]), cache, make_head_mask([heads], model), "query", layers)
+    return layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(family):
+    model = HFModel(random_model(family))
+    other, prompt = without_heads(model, HEADS), PROMPTS[0]
+
+    def log_p(hf, ids):
+        return hf(torch.tensor([prompt + ids])).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
+
+    inputs = dict(
+        inputs=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long)
+    )
+    text = model.hf.generate(**inputs, do_sample=False, max_new_tokens=6, eos_token_id=None)[
+        0
+    ].tolist()
+    assert prompt + generate(model, prompt, method="greedy", **N).ids == text
+    settings = dict(heads=HEADS, mask_prompt=True, **N)
+    batch = generate(model, PROMPTS, **settings)
+    assert_equal(batch, [generate(model, ids, **settings) for ids in PROMPTS])
+    for method in "masked", "decore-static", "decore-entropy":
+        ids = (
+            batch[0].ids
+            if method == "decore-entropy"
+            else generate(model, prompt, method, **settings).ids
+        )
+        base, masked = log_p(model.hf, ids), log_p(other, ids)
+        alpha = {"masked": -torch.ones(1, 6), "decore-static": torch.full((1, 6), 0.5)}.get(
+            method, entropy(base)
+        )
+        assert contrast(base, masked, alpha).argmax(-1)[0].tolist() == ids
+    answer = PROMPTS[2][:5]
+    total = contrast(
+        base := log_p(model.hf, answer), log_p(other, answer), entropy(base)
+    ).log_softmax(-1)[0]
+    assert score(model, prompt, answer, heads=HEADS) == pytest.approx(
+        total.gather(-1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_alone(family):
+    model = HFModel(random_model(family))
+    if family in NO_QUERY:
+        with pytest.raises(
+            ValueError, match=f"{family}.* has no query projection whose heads stay apart"
+        ):
+            generate(model, PROMPTS[0], heads=HEADS, mask="query")
+        return
+    plain, masked = (masked_attention(model, PROMPTS[0], heads) for heads in ([], HEADS))
+    for layer, head in HEADS:  # the same for all keys that the query may see
+        p = masked[layer][..., head, :]
+        assert ((p == 0) | (p > p.amax(-1, keepdim=True) - 1e-6)).all()
+    torch.testing.assert_close(plain[1][..., 1:3, :], masked[1][..., 1:3, :])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_of_other_families_lead_to_their_logits(family):
+    model, ids = HFModel(random_model(family)), torch.tensor(PROMPTS[:1])
+    cache, states = model.new_cache([9], 5), model.hf(ids, output_hidden_states=True).hidden_states
+    model.prefill(ids[:, :9], cache)
+    last, [early] = model.read_layers(ids[:, 9:], cache, [1])
+    torch.testing.assert_close(early[0], states[1][:, 9:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.logits(last)[0], model(ids)[:, 9:], atol=1e-4, rtol=1e-4)
+
+
+# What is refused, and what a failure leaves behind
+
+REFUSED = {
+    "mamba": "no layer has an attention",
+    "bloom": "BloomAttention has no output projection that reads its heads",
+    "jamba": "a padded batch with a cache gives other logits",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_whose_heads_cannot_be_masked_is_refused_when_it_is_loaded(family):
+    sizes = (
+        dict(mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1) if family == "jamba" else {}
+    )
+    with pytest.raises(ValueError, match=rf"{family} \({family}\): {REFUSED[family]}"):
+        HFModel(random_model(family, **sizes))
+
+
+def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_path, monkeypatch):
+    transformers.AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="t5.* is not a causal language model of transformers"):
+        HFModel.load(tmp_path / "t5")
+    weights = random_weights(dict(SIZES, model_type="llama", tie_word_embeddings=False))
+    del weights["model.layers.1.self_attn.o_proj.weight"]
+    folder = write_checkpoint(tmp_path / "llama", weights=weights)
+    with pytest.raises(ValueError, match="missing .*layers.1.self_attn.o_proj.weight"):
+        HFModel.load(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="Pickles .* are not read"):
+        HFModel.load(folder)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError,
+        match="ranks of torchrun do not share a model of transformers: .*--device-map auto",
+    ):
+        HFModel.load(folder)
+
+
+def test_heads_of_a_layer_without_attention_are_refused_and_attend_to_the_last_key():
+    model = HFModel(random_model("lfm2"))
+    p = masked_attention(model, PROMPTS[0], [])[0]
+    assert (p[..., -1] == 1).all() and (p[..., :-1] == 0).all()
+    with pytest.raises(ValueError, match="lfm2: layer 0 has no attention and no heads"):
+        generate(model, PROMPTS, heads=[(1, 0), (0, 2)])
+
+
+def test_layers_that_cannot_be_read_refuse_dola_and_ad_and_nothing_else():
+    sizes = dict(
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+    )
+    model = HFModel(
+        random_model("gemma3n_text", **WINDOWS | sizes | dict(activation_sparsity_pattern=None))
+    )
+    assert generate(model, PROMPTS[0], heads=HEADS, **N).ids
+    for settings in BASELINES[1], BASELINES[3]:
+        with pytest.raises(
+            ValueError, match=r"gemma3n_text\): the layers cannot be read, as dola and ad do"
+        ):
+            decoders.generate(model, PROMPTS, **settings)
+
+
+@pytest.mark.parametrize("mask, name", [("output", "o_proj"), ("query", "q_proj")])
+def test_a_mask_that_does_not_reach_a_layer_is_an_error(mask, name):
+    model = HFModel(random_model("gemma3_text"))
+    attention = model.hf.model.layers[1].self_attn
+    projection = getattr(attention, name)
+    setattr(
+        attention, name, torch.nn.Linear(projection.in_features, projection.out_features)
+    )  # after loading
+    with pytest.raises(ValueError, match=r"gemma3_text: layers \[1\] were not masked"):
+        generate(model, PROMPTS, heads=HEADS, mask=mask)
+
+
+def test_a_bias_of_the_norm_of_queries_excludes_masking_them():
+    with pytest.raises(ValueError, match="phi.* has no query projection whose heads stay apart"):
+        generate(
+            HFModel(random_model("phi", qk_layernorm=True)), PROMPTS, heads=HEADS, mask="query"
+        )
+
+
+def test_logits_are_float32_without_a_graph_and_ids_and_context_are_those_of_the_model():
+    hf, ids = random_model("gemma2").bfloat16(), torch.tensor(PROMPTS[:1])
+    hf.generation_config.eos_token_id = [5, 7]
+    model = HFModel(hf)
+    assert (model.eos_ids, model.pad_ids, model.config.max_positions) == ((5, 7), (0,), 256)
+    assert model(ids).dtype == torch.float32 and not model(ids).requires_grad
+    with pytest.raises(
+        ValueError, match=r"the head mask is \[R, L, H\] = \[1, 2, 4\]; gemma2 has L = 3, H = 4"
+    ):
+        model(ids, head_mask=torch.ones(1, 2, 4))
+
+
+def test_a_failed_pass_leaves_the_model_as_it_was():
+    hf, ids = random_model("gemma3_text"), torch.tensor([PROMPTS[0]])
+    hf.model.forward = forward = hf.model.forward  # as accelerate does
+    before, model = hf(ids).logits, HFModel(hf)
+    failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, model.new_cache([0], 14), make_head_mask([HEADS], model), probabilities=[])
+    failing.remove()
+    with pytest.raises(RuntimeError):
+        model.logits(torch.zeros(1, 1, 2, 5))
+    assert vars(hf.model)["forward"] is forward and hf.config._attn_implementation == "sdpa"
+    hooks = [
+        hook
+        for m in hf.modules()
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ]
+    assert not any(
+        isinstance(hook, partial) for hook in hooks
+    )  # those of transformers are functions
+    assert torch.equal(hf(ids).logits, before)
+
+
+# Programs, and quantized weights
+
+
+def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
+    args = dict(device="cpu", dtype="auto", device_map=None)
+    own, hf = (
+        cli.load_model(chat_model, Namespace(**args, transformers=engine))[0]
+        for engine in (False, True)
+    )
+    assert own.name == hf.name
+    assert (
+        (own.bos_id, own.eos_ids, own.pad_ids)
+        == (hf.bos_id, hf.eos_ids, hf.pad_ids)
+        == (256, (257,), (257,))
+    )
+
+
+def test_programs_give_the_same_answers_with_both_engines(call, data, chat_model, tmp_path):
+    heads, answers, runs = ["--heads", chat_model / "heads.json", "--model", chat_model], [], []
+    for engine in [], ["--transformers"]:
+        out = tmp_path / f"runs{len(runs)}"
+        _, answer, _ = call(
+            program.main, *heads, "--prompt", "Who?", "--max-new-tokens", 6, "--json", *engine
+        )
+        answers.append(json.loads(answer)["ids"])
+        status, _, err = call(
+            evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", out, *engine
+        )
+        assert status == 0, err
+        [path] = out.glob("*.jsonl")
+        header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+        runs.append((header["header"], [line["ids"] for line in lines]))
+    (own, ids), (hf, their_ids) = runs
+    assert answers[0] == answers[1] and ids == their_ids
+    assert (own["engine"], hf["engine"], hf["versions"]["transformers"]) == (
+        "own",
+        "transformers",
+        transformers.__version__,
+    )
+    status, _, err = call(
+        evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", out
+    )
+    assert status == 2 and 'engine: "transformers" there, "own" now' in err
+
+
+def test_a_detection_with_transformers_continues_and_finds_what_ours_does(call, tmp_path):
+    results, engines = [], ["own", "transformers", "transformers"]  # the third continues the second
+    for engine in engines:
+        path = tmp_path / f"{engine}.json"
+        status, _, err = call(
+            detect.main,
+            "--runs",
+            4,
+            "--batch-size",
+            2,
+            "--min-success",
+            1,
+            "--out",
+            path,
+            *["--transformers"] * (engine == "transformers"),
+        )
+        assert status == 0, err
+        results.append(json.loads(path.read_text()))
+        runs = Path(f"{path}.runs.jsonl")
+        runs.write_bytes(b"".join(runs.read_bytes().splitlines(keepends=True)[:2]))
+        path.unlink()
+    assert results[0]["scores"] == results[1]["scores"] == results[2]["scores"]
+    assert [result["facts"]["engine"] for result in results] == engines
+
+
+def test_device_map_needs_transformers_and_that_needs_its_package(call, chat_model, monkeypatch):
+    prompt = ["--model", chat_model, "--prompt", "x"]
+    status, _, err = call(program.main, *prompt, "--device-map", "auto")
+    assert status == 2 and "--device-map needs --transformers" in err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "runtime.hf")
+    status, _, err = call(program.main, *prompt, "--transformers")
+    assert status == 2 and err.endswith(
+        "--transformers needs that package: pip install transformers\n"
+    )
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tmp_path):
+    if not (find_spec(library) and find_spec("accelerate")):
+        pytest.skip(f"needs {library} and accelerate: pip install {library} accelerate")
+    from custom_generate.generate import generate as custom_generate
+
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        quantization = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    random_model("gemma2", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(
+        tmp_path / "full"
+    )
+    transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "full", quantization_config=quantization, device_map="cpu"
+    ).save_pretrained(tmp_path / "quantized")
+    model = HFModel.load(tmp_path / "quantized")
+    inputs = dict(
+        input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 14, dtype=torch.long)
+    )
+    text = custom_generate(
+        model.hf, heads=HEADS, **inputs, max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert PROMPTS[0] + generate(model, PROMPTS[0], heads=HEADS, **N).ids == text[0].tolist()

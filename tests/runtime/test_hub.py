@@ -1,0 +1,169 @@
+"""Downloads from a hub on the loopback interface: which files are requested, and what each failure prints.
+
+huggingface_hub reads its environment when it is imported, so a second process downloads, once for all tests."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runtime.weights import checkpoint_folder
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEXT = [
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+OTHERS = [
+    "pytorch_model.bin",
+    "consolidated.safetensors",
+    "original/consolidated.00.pth",
+    "original/params.json",
+    "onnx/model.safetensors",
+    "README.md",
+    "tokenizer.model",
+]
+FILES = [*TEXT, *WEIGHTS, *OTHERS]
+HASH = hashlib.sha256(b"d.jsonl").hexdigest()
+CASES = {  # arguments of checkpoint_folder or of HubFile
+    "text": ("open/model", False),
+    "all": ("open/model", True),
+    "gated": ("gated/model", False),
+    "error": ("down/model", False),
+    "commit": ("open/data", "data/dev.parquet", COMMIT),
+    "hash": ("open/data", "d.jsonl", "main", HASH),
+    "other hash": ("open/data", "d.jsonl", "main", "0" * 64),
+    "no data": ("other/data", "d.jsonl", COMMIT),
+    "stop": (),
+    "cached": ("open/model", True),
+    "not cached": ("open/other", True),
+}
+CLIENT = """
+import json, os, sys, urllib.request
+from runtime.weights import checkpoint_folder
+from paper.tasks import HubFile, data
+lines = {}
+for name, case in json.loads(sys.argv[1]).items():
+    try:
+        if name == "stop":
+            urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
+        elif "data" in case[0]:
+            path, record = data.from_hub(HubFile(*case))
+            lines[name] = f"{path.read_text()} {record['revision']}"
+        else:
+            lines[name] = sorted(path.name for path in checkpoint_folder(*case).rglob("*") if not path.is_dir())
+    except (ValueError, OSError) as error:
+        lines[name] = str(error)
+print(json.dumps(lines))
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's interface that downloads use, for open/model and open/data."""
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        name = path.partition("/resolve/")[2].partition("/")[2]
+        self.server.paths.append(path)
+        if path == "/stop":
+            self.server.shutdown()
+            self.server.server_close()
+            self.answer(200, b"")
+        elif "down/model" in path:
+            self.answer(500, b"out of order")
+        elif "open/data" in path:
+            self.answer(200, name.encode(), ETag=f'"{hashlib.sha256(name.encode()).hexdigest()}"')
+        elif "open/model" not in path:
+            self.answer(401, b"", **{"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/"):
+            rows = {"id": "open/model", "sha": COMMIT, "siblings": []}
+            if "/tree/" in path:
+                rows = [
+                    {"type": "file", "path": f, "size": len(f), "oid": f"{i:040x}"}
+                    for i, f in enumerate(FILES)
+                ]
+            self.answer(200, json.dumps(rows).encode(), **{"Content-Type": "application/json"})
+        else:
+            self.answer(200, name.encode(), ETag=f'"{FILES.index(name):040x}"')
+
+    do_HEAD = do_GET
+
+    def answer(self, status, body, **headers):
+        self.send_response(status)
+        for key, value in (
+            headers | {"X-Repo-Commit": COMMIT, "Content-Length": len(body)}
+        ).items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.paths = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.upper().startswith("HF_") and "PROXY" not in k.upper()
+    }
+    clean |= {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONPATH": ".",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, json.dumps(CASES)],
+        env=clean,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = json.loads(done.stdout)
+    assert lines["text"] == TEXT and lines["all"] == lines["cached"] == sorted([*TEXT, *WEIGHTS])
+    assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
+    assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
+    assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
+    for name, word in {
+        "gated": "HF_TOKEN",
+        "error": "500",
+        "not cached": "connection",
+        "other hash": "--data FILE",
+        "no data": "--data FILE",
+    }.items():
+        assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
+    for name in ("gated", "error", "not cached"):
+        assert len(lines[name]) <= 200 and lines[name].index(":") < lines[name].index(
+            CASES[name][0]
+        )  # the reason
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c", "a/", "a b", "", "file"]
+)
+def test_a_name_that_is_neither_folder_nor_hub_id_never_reaches_the_hub(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
+        checkpoint_folder(name)

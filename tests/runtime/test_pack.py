@@ -1,0 +1,93 @@
+"""Loading times the matrix products and chooses the fastest of those that equal torch's."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from decore import generate
+from model import Linear, Transformer
+from runtime import pack
+from runtime.pack import Filled, Packed, fastest
+from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [Packed, Filled])
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str)
+def test_a_packed_layer_gives_the_numbers_of_the_plain_one(dtype, close, kind, bias):
+    torch.manual_seed(0)
+    weight, b = torch.randn(80, 48).to(dtype), torch.randn(80).to(dtype) if bias else None
+    for shape in ((1,), (2, 1, 1), (2, 3, 50)):
+        x = torch.randn(*shape, 48).to(dtype)
+        expected = F.linear(x, weight, b)
+        torch.testing.assert_close(
+            kind(weight, b)(x), expected, rtol=close, atol=close * expected.abs().max().item()
+        )
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", [Packed, Filled])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_model_chooses_the_same_tokens(family, kind, tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path, family)
+    monkeypatch.setattr(pack, "fastest", lambda weight: kind)
+    plain = Transformer.load(folder)  # all of its matrices are small
+    monkeypatch.setattr(pack, "SMALL", 0)
+    packed = Transformer.load(folder)
+    assert not any(isinstance(m, Packed) for m in plain.modules())
+    assert isinstance(packed.lm_head, Packed)  # also a head that is tied to the embedding
+    assert [name for name, m in packed.named_modules() if isinstance(m, Linear)] == ["embed"]
+    prompts, how = (
+        [random_ids(n, seed=n) for n in (9, 1, 30)],
+        dict(heads=[(1, 0), (2, 2)], max_new_tokens=12),
+    )
+    assert [g.ids for g in generate(packed, prompts, **how)] == [
+        g.ids for g in generate(plain, prompts, **how)
+    ]
+
+
+@pytest.mark.parametrize(
+    "plain_seconds, packed_seconds, factor, error, is_chosen",
+    [
+        (0.02, 0, 1, None, True),
+        (0, 0.02, 1, None, False),
+        (0.02, 0, 1.001, None, False),
+        (0.02, 0, 1, RuntimeError, False),
+        (0.02, 0, 1, AttributeError, False),
+    ],
+    ids=[
+        "packed is faster",
+        "plain is faster",
+        "packed is wrong",
+        "unsupported dtype",
+        "another torch",
+    ],
+)
+@pytest.mark.parametrize("name, other", [("Packed", "Filled"), ("Filled", "Packed")])
+def test_the_faster_product_is_chosen_if_it_is_right(
+    monkeypatch, plain_seconds, packed_seconds, factor, error, is_chosen, name, other
+):
+    def plain(x, weight):
+        time.sleep(plain_seconds)
+        return x @ weight.T
+
+    def packed(weight, bias):
+        def product(x):
+            time.sleep(packed_seconds)
+            return factor * (x @ weight.T)
+
+        if error:
+            raise error
+        return product
+
+    monkeypatch.setattr(pack.F, "linear", plain)
+    monkeypatch.setattr(pack, name, packed)
+    monkeypatch.setattr(pack, other, lambda weight, bias: lambda x: torch.zeros(2, 80))  # wrong
+    assert fastest(torch.randn(80, 48)) is (packed if is_chosen else None)

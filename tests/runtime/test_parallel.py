@@ -1,0 +1,312 @@
+"""Two and four ranks give one rank's tokens and logits. torchrun starts this file once, with four ranks and gloo."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import cli
+import program
+from decore import make_head_mask, score
+from model import Transformer
+from paper.decoders import generate
+from runtime.config import Config
+from runtime.parallel import Ranks, Shard, call, check_split, rank_device
+from runtime.weights import named_tensors
+from speed.shapes import weight_bytes
+from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
+from tests.core.test_gpu_on_cpu import (
+    CASES,
+    HEADS,
+    PROMPTS,
+    Full,
+    RecordedOnCPU,
+    graphs_on_cpu,
+    settings,
+)
+
+MODELS = {
+    family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"
+}
+MODELS |= {
+    "vocabulary-of-97": (
+        "llama3",
+        dict(vocab_size=97),
+    ),  # the last rank has fewer rows than the others
+    "one-kv-head": ("qwen3", dict(num_key_value_heads=1)),
+}
+ATOL = 1e-5  # sums in another order, in float32
+
+
+def results(folder, name, shard=None):
+    """Everything about a model that must not depend on the number of ranks."""
+    model, amateur = (Transformer.load(folder / each, shard=shard) for each in (name, "amateur"))
+    out = {
+        "logits": model(torch.tensor([PROMPTS[2]])).tolist(),
+        "rows": model(
+            torch.tensor([PROMPTS[2]]), head_mask=make_head_mask([[], HEADS], model)
+        ).tolist(),
+        "score": score(
+            model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS
+        ),
+    }
+    for case in CASES if name == "llama3" else ["decore-entropy"]:
+        texts = generate(model, PROMPTS, max_new_tokens=4, **settings(case, amateur))
+        out[case] = [text.ids for text in texts], [text.alphas for text in texts]
+    return out
+
+
+def graphs(folder):
+    """(warnings, ids) of a rank if all ranks can record a graph, and if the last one cannot."""
+    model, out, is_last = (
+        Transformer.load(folder / "llama3"),
+        [],
+        dist.get_rank() == dist.get_world_size() - 1,
+    )
+    for kind in (RecordedOnCPU, Full if is_last else RecordedOnCPU):
+        with graphs_on_cpu(kind), warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            texts = generate(
+                model, PROMPTS, max_new_tokens=4, graph=True, **settings("decore-entropy")
+            )
+        out.append(
+            [
+                [str(w.message) for w in messages if "graph" in str(w.message)],
+                [text.ids for text in texts],
+            ]
+        )
+    return out
+
+
+def together(folder, ranks):
+    """One rank's results of everything that ranks do together."""
+    rank = ranks.rank
+    gathered = Shard.from_environment().all_gather(torch.full((2, 1), rank, dtype=torch.bfloat16))
+    return dict(
+        gathered=gathered.tolist(),
+        dtype=str(gathered.dtype),
+        first=ranks.shard.broadcast(rank),
+        graphs=graphs(folder),
+        shared=ranks.share(lambda: f"of rank {rank}"),
+        lists=ranks.gather(lambda: [rank]),
+    )
+
+
+def command_line(folder, *more):
+    return [
+        "decore.py",
+        "--model",
+        str(folder / "chat"),
+        "--heads",
+        str(folder / "heads.json"),
+        "--num-heads",
+        "3",
+        "--prompt",
+        "one",
+        "--max-new-tokens",
+        "6",
+        "--device",
+        "cpu",
+        "--json",
+        *more,
+    ]
+
+
+def worker(folder):
+    """One of four ranks. Ends with a run of decore.py, and with one that fails."""
+    os.environ["LOCAL_RANK"] = str(
+        int(os.environ["RANK"]) % 2
+    )  # as on two machines with two ranks each
+    ranks = Ranks(tp=2)
+    out = {
+        "4": {name: results(folder, name) for name in MODELS},
+        "2": {name: results(folder, name, ranks.shard) for name in MODELS},
+        "ranks": [None] * 4,
+    }
+    dist.all_gather_object(out["ranks"], together(folder, ranks))
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(out))
+    for more in (["--prompt-file", "-"], ["--num-heads", "99"]):
+        sys.argv = command_line(folder, *more)
+        program.main()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, (family, changes) in MODELS.items():
+        write_checkpoint(folder / name, family, shards=2, **changes)
+    write_checkpoint(folder / "amateur", "llama3", seed=5, num_hidden_layers=2)
+    write_tokenizer(write_checkpoint(folder / "chat", "llama3", vocab_size=259))
+    write_heads(folder / "heads.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torchrun(folder):
+    """(results of the worker, its standard output and error)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        "--master-port",
+        str(port),
+    ]
+    done = subprocess.run(
+        [*start, "-m", "tests.runtime.test_parallel", str(folder)],
+        cwd=Path(__file__).parents[2],
+        input="and another",
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (folder / "results.json").exists(), done.stderr
+    return json.loads((folder / "results.json").read_text()), done
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder):
+    with torch.inference_mode():
+        return {name: results(folder, name) for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", ["2", "4"])
+def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_rank, size, name):
+    several, one = torchrun[0][size][name], one_rank[name]
+    # A score is a sum over tokens of (1 + α) base − α masked, with an α of about 4.
+    for key, atol in (("logits", ATOL), ("rows", ATOL), ("score", 10 * ATOL)):
+        np.testing.assert_allclose(several.pop(key), one[key], atol=atol, rtol=0)
+    for case, (ids, alphas) in several.items():
+        assert ids == one[case][0], case
+        np.testing.assert_allclose(alphas, one[case][1], atol=ATOL, rtol=0, err_msg=case)
+
+
+def test_ranks_gather_and_share_in_order(torchrun):
+    for number, rank in enumerate(torchrun[0]["ranks"]):
+        assert rank["dtype"] == "torch.bfloat16" and rank["gathered"] == 2 * [[0, 1, 2, 3]]
+        assert rank["first"] == number // 2 * 2  # of two ranks that share a model, the first
+        assert rank["shared"] == "of rank 0" and rank["lists"] == [0, 2]
+
+
+def test_all_ranks_replay_graphs_or_none_does(torchrun, one_rank):
+    for number, reason in enumerate([None, "no memory for a graph"]):
+        messages, ids = zip(*(rank["graphs"][number] for rank in torchrun[0]["ranks"]), strict=True)
+        assert all(one == one_rank["llama3"]["decore-entropy"][0] for one in ids)
+        assert [len(lines) for lines in messages] == 4 * [reason is not None]
+        assert reason is None or reason in messages[-1][0] and "another rank" in messages[0][0]
+
+
+def test_decore_prints_the_same_and_its_mistakes_once_with_four_ranks(
+    torchrun, folder, call, monkeypatch, tmp_path
+):
+    (tmp_path / "input").write_text("and another")
+    with (tmp_path / "input").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        _, alone, _ = call(program.main, *command_line(folder, "--prompt-file", "-")[1:])
+    expected, printed = [
+        [json.loads(line) for line in out.splitlines()] for out in (alone, torchrun[1].stdout)
+    ]
+    assert len(expected) == 2 and [one["ids"] for one in printed] == [
+        one["ids"] for one in expected
+    ]
+    assert torchrun[1].stderr.count("tokens/s") == 1
+    [mistake] = [
+        line for line in torchrun[1].stderr.splitlines() if "error: " in line
+    ]  # of the last program
+    assert torchrun[1].returncode != 0 and "99" in mistake
+
+
+def test_an_error_of_the_network_is_one_line_with_the_reason():
+    def all_reduce(x):
+        raise RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\nDuplicate GPU detected"
+        )
+
+    with pytest.raises(
+        ConnectionError, match="^all_reduce failed .* Last error: Duplicate GPU detected"
+    ):
+        call(all_reduce, torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "device, local, gpus, expected",
+    [
+        ("cuda:1", None, 2, "cuda:1"),
+        ("cuda", 1, 2, "cuda:1"),
+        ("cpu", 1, 2, "cpu"),
+        ("cuda", 2, 1, "cuda:0"),  # as with one visible GPU for each process
+        ("cuda:1", 1, 2, None),
+        ("cuda", 2, 2, None),
+        ("cuda", None, 0, None),
+        ("cuda:2", None, 2, None),
+    ],
+)
+def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus, expected):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name, value in (("WORLD_SIZE", 4), ("LOCAL_RANK", local)) if local is not None else ():
+        monkeypatch.setenv(name, str(value))
+    if expected is None:
+        words = f"{device} is not on this machine: torch finds {gpus} GPUs"
+        with pytest.raises(
+            ValueError,
+            match=words if local is None else f"{device} for local rank {local} of 2 GPUs",
+        ):
+            rank_device(device)
+    else:
+        assert rank_device(device) == torch.device(expected)
+        assert current == [torch.device(expected)] * (device != "cpu")
+
+
+def test_a_model_that_does_not_divide_is_refused_with_the_reason(llama):
+    for reason, changes in (
+        ("6 query heads", dict(n_heads=6)),
+        ("50 feed-forward width", dict(d_ff=50)),
+        ("6 key/value heads", dict(n_heads=12, n_kv_heads=6)),
+    ):
+        with pytest.raises(ValueError, match=f"4 ranks cannot share {reason}"):
+            check_split(replace(llama.config, **changes), 4)
+
+
+def memory(key):
+    """A line of /proc/self/status in bytes: VmRSS is the memory of this process, VmHWM its peak."""
+    return next(
+        int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key)
+    )
+
+
+def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
+    sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=16384)
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama3"] | sizes))
+    empty = Transformer(Config.from_checkpoint(tmp_path), Shard(), "meta")
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in named_tensors(empty).items()}
+    write_checkpoint(tmp_path, "llama3", weights=weights, **sizes)
+    stored = sum(weight.nbytes for weight in weights.values())  # about 320 MB
+    del weights
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = memory("VmRSS")
+    model = Transformer.load(tmp_path, shard=Shard(1, 4))
+    share, peak = weight_bytes(model), memory("VmHWM") - before
+    assert share < 0.3 * stored and peak < share + 45e6  # about 20 MB are the libraries'
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        sys.exit(cli.run(lambda: worker(Path(sys.argv[1]))))
