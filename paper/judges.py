@@ -1,15 +1,15 @@
 """Judges of truth and information for TruthfulQA's generated answers.
 
-The published judges are no longer available. The open ones are two Llama-2 models, stored as pickles, which
-transformers reads as weights only. Values by different judges are not comparable, so a file holds the verdicts of one
-pair of judges, with their names."""
+The published judges are no longer available. The open ones are two Llama-2 models, stored as
+pickles, which transformers reads as weights only. Values by different judges are not comparable, so
+a file holds the verdicts of one pair of judges, with their names."""
 
 import pickle
 from pathlib import Path
 
 from tqdm import tqdm
 
-from paper.tasks.items import field
+from paper.tasks.items import field, located
 from paper.tasks.metrics import clean, judged, map_lines
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import json_lines, locked, one_line, write
@@ -39,9 +39,10 @@ def judges_of(args):
 
 
 def judge(lines, path, task, names=None):
-    """The lines with `judge_truth` and `judge_info`, probabilities of " yes", as stored in <run>.judged.jsonl.
+    """The lines with `judge_truth` and `judge_info`, probabilities of " yes".
 
-    names: the judges to ask for verdicts that are missing there; an interrupted judging continues."""
+    They are stored in <run>.judged.jsonl. names: the judges to ask for verdicts that are missing
+    there; an interrupted judging continues."""
     if judged not in task.metrics:
         if names:
             raise ValueError(f"--judge has no effect on {task.name}")
@@ -55,34 +56,34 @@ def judge(lines, path, task, names=None):
         with locked(store):
             complete_store(store, pairs, names)
     verdicts = read_store(store)
-    return [
-        line
-        | {
-            f"judge_{kind}": verdicts[kind, key]["yes"]
-            for kind in PROMPTS
-            if (kind, key) in verdicts
-        }
-        for key, line in zip(keys, lines, strict=True)
-    ]
+    judged_lines = []
+    for key, line in zip(keys, lines, strict=True):
+        stored = {f"judge_{kind}": verdicts.get((kind, key), {}).get("yes") for kind in PROMPTS}
+        judged_lines.append(line | stored)
+    return judged_lines
 
 
 def read_store(path):
-    """(kind, key) → verdict, as stored."""
-    return (
-        {(line["judge"], line["key"]): line for _, line in json_lines(path)}
-        if path.exists()
-        else {}
-    )
+    """(kind, key) → verdict, as stored. ValueError for a line that is not a verdict."""
+    verdicts = {}
+    for number, verdict in json_lines(path) if path.exists() else ():
+        with located(f"{path}, line {number}"):
+            field(verdict, "model")
+            verdict["yes"] = float(verdict["yes"])
+            verdicts[field(verdict, "judge"), field(verdict, "key")] = verdict
+    return verdicts
 
 
 def complete_store(store, pairs, names):
-    """Judges the answers that the store lacks, and writes it after each batch. pairs: key → question and answer."""
+    """Judges the answers that the store lacks, and writes it after each batch.
+
+    pairs: key → question and answer."""
     verdicts = read_store(store)
     for (kind, _), verdict in verdicts.items():
-        if verdict["model"] != names[kind]:
+        if verdict["model"] != names.get(kind):
             raise ValueError(
-                f"{store} was judged by {verdict['model']}, not by {names[kind]}; remove the file to "
-                "judge again"
+                f"{store} was judged by {verdict['model']}, not by {names.get(kind)}; "
+                "remove the file to judge again"
             )
     for kind, name in names.items():
         missing = [key for key in pairs if (kind, key) not in verdicts]

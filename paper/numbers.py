@@ -1,12 +1,12 @@
 """The paper's tables: their columns, values and N, and its statistical tests.
 
-paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and `note` the reason.
-paper_n.csv: how each N of a main table was inferred. paper_heads.csv: retrieval scores by rank."""
+paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and
+`note` the reason. paper_n.csv: how each N of a main table was inferred. paper_heads.csv: retrieval
+scores by rank. paper_tests.csv: statistical tests."""
 
+import csv
 from functools import cache
 from pathlib import Path
-
-import pandas as pd
 
 FOLDER = Path(__file__).parent
 EM = {"substring_match": "EM"}
@@ -71,7 +71,8 @@ RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
 @cache
 def table(name):
-    return pd.read_csv(FOLDER / f"{name}.csv", dtype=str, keep_default_na=False).to_dict("records")
+    with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def columns(group):
@@ -90,69 +91,75 @@ def headline(task):
 
 
 def method_of(setup):
-    return (
-        RANDOM.get(setup.method, f"{setup.method}-random") if setup.random_heads else setup.method
-    )
+    if setup.random_heads:
+        return RANDOM.get(setup.method, f"{setup.method}-random")
+    return setup.method
 
 
 @cache
 def cells(name, task, model, method):
     key = task, model.lower(), method
-    return [
-        cell for cell in table(name) if (cell["task"], cell["model"].lower(), cell["method"]) == key
-    ]
+    rows = table(name)
+    return [row for row in rows if (row["task"], row["model"].lower(), row["method"]) == key]
 
 
-def inferred(task, model, method):
-    """The values of N that the paper's main table may have been measured at, as texts."""
-    return [n for cell in cells("paper_n", task, model, method) for n in cell["num_heads"].split()]
+def inferred(run):
+    """The values of N that the paper's table may have for the method of this run, as texts."""
+    rows = cells("paper_n", run.task, run.paper_model, run.setup.method)
+    return [n for row in rows for n in row["num_heads"].split()]
 
 
 def cell(run, metric):
-    """The paper's cell for this run and metric, a line of paper.csv, or None.
+    """The paper's cell for this run and metric, a row of paper.csv, or None.
 
-    Its `at` says at which N it was measured, if that is not the run's N: the paper's tables over N have a cell
-    for most N, its main tables do not state theirs."""
+    Its `at` says at which N it was measured, if that is not the run's N: the paper's tables over N
+    have a cell for most N, its main tables do not state theirs."""
     setup = run.setup
     fits = [
-        line
-        for line in cells("paper", run.task, run.model, method_of(setup))
-        if line["metric"] == metric
-        and line["num_heads"] in ("", str(setup.num_heads))
-        and (line["alpha"] == "" or setup.alpha == float(line["alpha"]))
+        row
+        for row in cells("paper", run.task, run.paper_model, method_of(setup))
+        if row["metric"] == metric
+        and row["num_heads"] in ("", str(setup.num_heads))
+        and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))
     ]
-    line = max(fits, key=lambda line: (line["num_heads"] != "", line["alpha"] != ""), default=None)
-    if line is None or line["num_heads"] or setup.num_heads is None:
-        return line and line | {"at": ""}
-    main = inferred(run.task, run.model, setup.method) if metric != "entropy" else []
-    return line | {
-        "at": "" if str(setup.num_heads) in main else f"at N = {' or '.join(main) or '?'}"
-    }
+    if not fits:
+        return None
+    row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""))
+    at = ""
+    if not row["num_heads"] and setup.num_heads is not None:
+        main = inferred(run) if metric != "entropy" else []
+        if str(setup.num_heads) not in main:
+            at = f"at N = {' or '.join(main) or '?'}"
+    return row | {"at": at}
 
 
 def text(cell):
-    """The paper's value with its ±, a mark if it is misprinted, and its N if that is not the run's."""
+    """The paper's value, its ±, a mark if it is misprinted, and its N if that is not the run's."""
     if cell is None:
         return "–"
-    std = f" ± {float(cell['std']):g}" if cell["std"] else ""
-    return f"{float(cell['value']):g}{std}{'†' if cell['printed'] or cell['note'] else ''} {cell['at']}".rstrip()
+    text = f"{float(cell['value']):g}"
+    if cell["std"]:
+        text += f" ± {float(cell['std']):g}"
+    if cell["printed"] or cell["note"]:
+        text += "†"
+    return f"{text} {cell['at']}".rstrip()
 
 
 def points(column, model, task, method):
-    """[(N or α, value)] of the paper's tables over "num_heads" or "alpha", by the metric of the figures."""
+    """[(N or α, value)] of the paper's tables over "num_heads" or "alpha", for the figures."""
     return sorted(
-        (float(line[column]), float(line["value"]))
-        for line in cells("paper", task, model, method)
-        if line[column] and line["metric"].removesuffix("_published") == headline(task)[0]
+        (float(row[column]), float(row["value"]))
+        for row in cells("paper", task, model, method)
+        if row[column] and row["metric"].removesuffix("_published") == headline(task)[0]
     )
 
 
 def tests(model, tasks):
-    """[a note with the paper's own tests for the model and tasks, and doubts about implausible ones]; [] if none."""
-    texts = [
-        f"{TASKS[line['task']][0]}, {line['method']}, {line['what']} {line['value']}"
-        + f" ({line['note']})" * ("implausible" in line["note"])
-        for line in table("paper_tests")
-        if line["model"].lower() == model.lower() and line["task"] in tasks
-    ]
+    """[a note with the paper's own tests for the model and tasks, and doubts]; [] if none."""
+    texts = []
+    for row in table("paper_tests"):
+        if row["model"].lower() == model.lower() and row["task"] in tasks:
+            doubt = f" ({row['note']})" if "implausible" in row["note"] else ""
+            name = TASKS[row["task"]][0]
+            texts.append(f"{name}, {row['method']}, {row['what']} {row['value']}{doubt}")
     return [f"Paper: {'; '.join(texts)}."] if texts else []

@@ -1,32 +1,29 @@
-"""Tables, figures and pages from stored runs and head files.
+"""Compares stored runs with the paper, and draws its tables and figures.
 
-stored.py        files → runs with their setups         figures.py     runs, head files → the paper's figures
-frame.py         runs → one table of all their values   heads.py       head files → table of scores by rank
-tables.py        that table → tables in Markdown        significance.py  statistical tests"""
+stored.py        files → runs with their setups          figures.py       runs → the paper's figures
+frame.py         runs → one table of all values          heads.py         scores of head files
+tables.py        that table → tables in Markdown         significance.py  statistical tests"""
 
 import sys
 from importlib import import_module
 
 import cli
+from paper.report import stored
 
 
 def main(argv):
     """`evaluate.py report …`: DIR, or `heads [MODEL|FILE …]`."""
-    programs = {"heads": "paper.report.heads"}
     try:
-        if argv and argv[0] in programs:
-            return import_module(programs[argv[0]]).main(argv[1:])
-        report(argv)
+        if argv[:1] == ["heads"]:
+            import_module("paper.report.heads").main(argv[1:])
+        else:
+            report(parse(argv))
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{error}: pip install pandas scipy statsmodels, and matplotlib for --plots"
-        ) from None
+        packages = "pandas scipy statsmodels, and matplotlib for --plots"
+        raise ImportError(f"{error}: pip install {packages}") from None
 
 
-def report(argv):
-    from paper.report import stored, tables
-    from paper.report.frame import make_frame
-
+def parse(argv):
     p = cli.parser(
         "Markdown tables of all runs of a folder with the paper's values. One more command: "
         "`report heads` prints the retrieval scores of head files."
@@ -40,28 +37,31 @@ def report(argv):
         action="append",
         default=[],
         metavar="CHECKPOINT=MODEL",
-        help="greedy runs of this "
-        "checkpoint are the method ITI of this model (built in: " + ", ".join(stored.ITI) + ")",
+        help="greedy runs of this checkpoint are the method ITI of this model "
+        f"(built in: {', '.join(stored.ITI)})",
     )
     args = p.parse_args(argv)
     if any(pair.count("=") != 1 for pair in args.iti):
         raise ValueError("--iti takes CHECKPOINT=MODEL, two names")
+    return args
+
+
+def report(args):
+    from paper.report import frame, tables
+
     if args.plots:
-        from paper.report import figures
-    runs, skipped = stored.collect(
-        args.folder, stored.ITI | dict(pair.split("=") for pair in args.iti)
-    )
-    frame, repeated = make_frame(runs)
+        from paper.report import figures  # before the runs are read, which may take minutes
+    iti = stored.ITI | dict(pair.split("=") for pair in args.iti)
+    runs, skipped = stored.collect(args.folder, iti)
+    values, repeated = frame.make_frame(runs)
     for path, reason in skipped + repeated:
         print(f"skipped: {path}: {reason}", file=sys.stderr)
-    if frame.empty:
+    if values.empty:
         raise ValueError(f"{args.folder}: no runs to report")
-    pictures = figures.draw_all(frame, args.plots) if args.plots else []
+    pictures = figures.draw_all(values, args.plots) if args.plots else []
     if args.csv:
-        values = frame.drop(columns=["run", "setup", "title", "cell"]).rename(
-            columns={"file": "run"}
-        )
-        return print(values.to_csv(index=False), end="")
-    tables.print_tables(tables.all_tables(frame))
+        print(frame.as_csv(values), end="")
+        return
+    tables.print_tables(tables.all_tables(values))
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n")

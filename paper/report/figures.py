@@ -1,17 +1,14 @@
-"""The paper's figures of stored runs (evaluate.py report DIR --plots OUT) and of head files (report heads --plots OUT).
+"""The paper's figures of stored runs (report DIR --plots OUT) and of head files (report heads).
 
-The colours are Okabe and Ito's, which colour-blind readers can distinguish; markers and dashes repeat the information.
-The foot of each figure says which runs it shows."""
+The colours are Okabe and Ito's, which colour-blind readers can distinguish; markers and dashes
+repeat the information. The foot of each figure says which runs it shows."""
 
-import itertools
 import textwrap
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -39,38 +36,30 @@ matplotlib.rcParams.update(
         "savefig.dpi": 150,
     }
 )
-COLOURS = [
-    "#000000",
-    "#0072B2",
-    "#009E73",
-    "#D55E00",
-    "#66A182",
-    "#F0E442",
-    "#882255",
-    "#7A5C00",
-    "#CC79A7",
-    "#56B4E9",
-    "#E69F00",
-    "#7F7F7F",
-]  # of METHODS
-COLOUR = dict(zip(METHODS, COLOURS, strict=True))
-CYCLE, MARKERS = ["#0072B2", "#009E73", *COLOURS[7:]], "ovDs^P<>X*"  # of the lines of a figure
+BLACK, BLUE, GREEN, RED = "#000000", "#0072B2", "#009E73", "#D55E00"
+OTHERS = "#66A182 #F0E442 #882255 #7A5C00 #CC79A7 #56B4E9 #E69F00 #7F7F7F".split()
+COLOUR = dict(zip(METHODS, [BLACK, BLUE, GREEN, RED, *OTHERS], strict=True))
+CYCLE, MARKERS = [BLUE, GREEN, *OTHERS[3:]], "ovDs^P<>X*"  # of the lines of a figure
 LEVELS = {None: ":", "output": "-.", "query": "--"}  # greedy, ways of masking
 
 
 def draw_all(frame, folder):
     """Writes every figure that the runs have data for. Returns [(path, caption)]."""
-    folder, pictures = Path(folder), []
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    pictures = []
     for title, same in frame.groupby("title"):
-        for name, kind in itertools.product(numbers.GROUPS, FIGURES):
-            draw, caption = FIGURES[kind]
-            shown = same[same["task"].isin(numbers.GROUPS[name])]
-            if len(shown) and (figure := draw(shown)):
-                parts = dict.fromkeys([kind, title, name.lower()])
-                path = folder / ("-".join(parts).replace(", ", "-").replace(" ", "-") + ".png")
-                figure.savefig(path)
-                pictures.append((path, f"{title}: {caption}"))
+        for group, tasks in numbers.GROUPS.items():
+            shown = same[same["task"].isin(tasks)]
+            if shown.empty:
+                continue
+            for kind, (draw, caption) in FIGURES.items():
+                if figure := draw(shown):
+                    parts = dict.fromkeys([kind, title, group.lower()])
+                    name = "-".join(parts).replace(", ", "-").replace(" ", "-")
+                    path = folder / f"{name}.png"
+                    figure.savefig(path)
+                    pictures.append((path, f"{title}: {caption}"))
     return pictures
 
 
@@ -89,176 +78,192 @@ def grid(panels, height=PANEL, **options):
 
 def finish(figure, runs, *notes):
     """Adds the legend of all labelled lines, and a foot that says which runs the figure shows."""
-    handles = {
-        label: line
-        for ax in figure.axes
-        for line, label in zip(*ax.get_legend_handles_labels(), strict=True)
-    }
+    handles = {}
+    for ax in figure.axes:
+        for line, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles[label] = line
     if handles:
         columns = 2 if max(map(len, handles)) > 36 else 3
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
         figure.set_figheight(figure.get_figheight() + 0.17 * -(-len(handles) // columns))
-    lengths = {task: [len(run.lines) for run in runs if run.task == task] for task in TASKS}
+    foot = textwrap.fill(" · ".join([*facts_of(runs), *notes]), 150, break_on_hyphens=False)
+    figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
+
+
+def facts_of(runs):
+    """Texts about the runs, such as "dtype: float32"."""
+    lengths = {}
+    for run in sorted(runs, key=lambda run: list(TASKS).index(run.task)):
+        lengths.setdefault(run.task, []).append(len(run.lines))
     facts = {
         "model": [Path(run.header["model"]).name for run in runs],
-        "n": [
-            f"{task} {tables.low_to_high(numbers)}" for task, numbers in lengths.items() if numbers
-        ],
+        "n": [f"{task} {tables.low_to_high(counts)}" for task, counts in lengths.items()],
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
         "mask": [run.setup.mask for run in runs if run.setup.mask],
         "dtype": [run.header.get("dtype") for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
     }
-    foot = [
-        f"{name}: {', '.join(map(str, dict.fromkeys(values)))}"
-        for name, values in facts.items()
-        if values
-    ]
-    foot = textwrap.fill(" · ".join([*foot, *notes]), 150, break_on_hyphens=False)
-    figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
+    texts = {name: ", ".join(map(str, dict.fromkeys(facts[name]))) for name in facts}
+    return [f"{name}: {text}" for name, text in texts.items() if text]
 
 
 # Scores against N and against α
 
 
-def sweep_figure(field, frame):
-    """Score against "num_heads" or "alpha": a panel per task, a line per setup.
-
-    Against N: retrieval heads, and random heads with the range of their draws. Against α: DeCoRe static, a line per
-    N."""
-    by_alpha, usual = field == "alpha", typical(frame)
-    free = dict.fromkeys(["num_heads", "alpha" if by_alpha else "random_heads"])
-    kinds = {
-        replace(run.setup, **free)
-        for run in usual["run"]
-        if run.setup.num_heads is not None and (run.setup.method == "decore-static" or not by_alpha)
-    }
-    swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
-    panels = {task: curves for task in TASKS if (curves := tables.curves(swept, task, field))}
+def heads_figure(frame):
+    """Score against N: a panel per task, retrieval heads, and random ones with their range."""
+    panels = curves_by_task(frame, typical(frame), "num_heads", "random_heads")
     if not panels:
         return None
-    names = [*dict.fromkeys(name for curves in panels.values() for name, _ in curves)]
-    figure, axes = grid(len(panels), height=PANEL + 0.12 * len(names) * (not by_alpha))
+    styles = styles_of(panels)
+    figure, axes = grid(len(panels), height=PANEL + 0.12 * len(styles))
     drawn = []
     for ax, (task, curves) in zip(axes, panels.items(), strict=True):
-        label, papers = "α" if by_alpha else "heads masked, N", set()
+        label = "heads masked, N"
         for name, curve in curves:
-            run, i = curve["run"].iloc[0], names.index(name)
-            random = ", random heads" * bool(run.setup.random_heads)
-            greedy = tables.greedy_mean(frame, task, run.setup.variant)
-            if by_alpha and greedy is not None:  # at α = 0 nothing is contrasted
-                curve = pd.concat(
-                    [curve[curve["alpha"] != 0], pd.DataFrame([{"alpha": 0.0, "value": greedy}])]
-                )
-            scores = curve.groupby(field)["value"]
-            if (
-                not by_alpha
-                and (r := tables.correlation(run.setup.method, scores.mean(), greedy)) is not None
-            ):
-                label += f"\nr {name}: {r:+.2f}".replace(
-                    "random heads as published", "published draws"
-                )
-            style = {"color": CYCLE[i % len(CYCLE)], "marker": MARKERS[i % len(MARKERS)]}
-            ax.plot(
-                scores.mean(),
-                "--" if random else "-",
-                markersize=4,
-                linewidth=1.3,
-                label=name,
-                markerfacecolor="white" if random else style["color"],
-                **style,
-            )
-            if random:
-                low, high = scores.min(), scores.max()
-                ax.fill_between(low.index, low, high, color=style["color"], alpha=0.13, linewidth=0)
-                ax.plot(
-                    curve[field], curve["value"], ".", color=style["color"], markersize=2, alpha=0.6
-                )
-            method = METHODS[run.setup.method] + random
-            paper = numbers.points(field, run.model, task, numbers.method_of(run.setup))
-            if paper and method not in papers:  # two samplers have one line of the paper's
-                papers.add(method)
-                ax.plot(
-                    *zip(*paper, strict=True),
-                    ":",
-                    markersize=3,
-                    linewidth=0.8,
-                    alpha=0.6,
-                    markerfacecolor="white",
-                    label=f"the paper: {method}",
-                    **style,
-                )
-        levels = headline_values(usual, task)
-        levels = levels[
-            levels["method"].isin(["greedy", "decore-entropy"] if by_alpha else ["greedy"])
-        ]
-        for run, value in zip(levels["run"], levels["value"], strict=True):
-            ax.axhline(
-                value,
-                linestyle=LEVELS[run.setup.mask],
-                linewidth=1,
-                color=COLOUR[run.setup.method],
-                label=str(run.setup),
-            )
-        drawn += itertools.chain(levels["run"], *(curve["run"] for _, curve in curves))
+            setup = curve["run"].iloc[0].setup
+            means = curve.groupby("num_heads")["value"].mean()
+            draw_curve(ax, means, name, styles[name], dashed=setup.random_heads)
+            if setup.random_heads:
+                draw_range(ax, curve, styles[name]["color"])
+            greedy = tables.greedy_mean(frame, task, setup.variant)
+            r = tables.correlation(setup.method, means, greedy)
+            if r is not None:
+                label += f"\nr {name}: {r:+.2f}"
+        draw_papers(ax, "num_heads", curves, styles)
+        drawn += draw_levels(ax, frame, task, ["greedy"])
+        drawn += [run for _, curve in curves for run in curve["run"]]
         ax.set(title=TASKS[task][0], xlabel=label, ylabel=numbers.headline(task)[1])
-    notes = (
-        ()
-        if by_alpha
-        else (
-            "band and dots: range and single draws of random heads",
-            "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without",
-        )
+    finish(
+        figure,
+        drawn,
+        "band and dots: range and single draws of random heads",
+        "r: Pearson, over N; masked models with N = 0 (greedy), DeCoRe without",
     )
-    finish(figure, drawn, *notes)
     return figure
+
+
+def alpha_figure(frame):
+    """Score of DeCoRe static against α: a panel per task, a line per N."""
+    usual = typical(frame)
+    static = usual[usual["method"] == "decore-static"]
+    panels = curves_by_task(frame, static, "alpha", "num_heads")
+    if not panels:
+        return None
+    styles = styles_of(panels)
+    figure, axes = grid(len(panels))
+    drawn = []
+    for ax, (task, curves) in zip(axes, panels.items(), strict=True):
+        for name, curve in curves:
+            means = curve.groupby("alpha")["value"].mean()
+            greedy = tables.greedy_mean(frame, task, curve["variant"].iloc[0])
+            if greedy is not None:  # at α = 0 nothing is contrasted
+                means[0.0] = greedy
+            draw_curve(ax, means.sort_index(), name, styles[name])
+        draw_papers(ax, "alpha", curves, styles)
+        drawn += draw_levels(ax, frame, task, ["greedy", "decore-entropy"])
+        drawn += [run for _, curve in curves for run in curve["run"]]
+        ax.set(title=TASKS[task][0], xlabel="α", ylabel=numbers.headline(task)[1])
+    finish(figure, drawn)
+    return figure
+
+
+def curves_by_task(frame, usual, field, other):
+    """Task → curves over the field, of setups that differ from `usual` in two fields at most."""
+    free = {field: None, other: None}
+    kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.num_heads is not None}
+    swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
+    curves = {task: tables.curves(swept, task, field) for task in TASKS}
+    return {task: of_task for task, of_task in curves.items() if of_task}
+
+
+def styles_of(panels):
+    """Name of a curve → its colour and marker, the same in all panels."""
+    names = dict.fromkeys(name for curves in panels.values() for name, _ in curves)
+    styles = {}
+    for i, name in enumerate(names):
+        styles[name] = {"color": CYCLE[i % len(CYCLE)], "marker": MARKERS[i % len(MARKERS)]}
+    return styles
+
+
+def draw_curve(ax, means, name, style, dashed=False):
+    ax.plot(
+        means,
+        "--" if dashed else "-",
+        markersize=4,
+        linewidth=1.3,
+        label=name,
+        markerfacecolor="white" if dashed else style["color"],
+        **style,
+    )
+
+
+def draw_range(ax, curve, colour):
+    """The range of the draws as a band, each draw as a dot."""
+    scores = curve.groupby("num_heads")["value"]
+    low, high = scores.min(), scores.max()
+    ax.fill_between(low.index, low, high, color=colour, alpha=0.13, linewidth=0)
+    ax.plot(curve["num_heads"], curve["value"], ".", color=colour, markersize=2, alpha=0.6)
+
+
+def draw_papers(ax, field, curves, styles):
+    """The paper's points for each method, once: two samplers of random heads share a line."""
+    methods = set()
+    for name, curve in curves:
+        run = curve["run"].iloc[0]
+        method = METHODS[run.setup.method]
+        if run.setup.random_heads:
+            method += ", random heads"
+        points = numbers.points(field, run.paper_model, run.task, numbers.method_of(run.setup))
+        if points and method not in methods:
+            methods.add(method)
+            ax.plot(
+                *zip(*points, strict=True),
+                ":",
+                markersize=3,
+                linewidth=0.8,
+                alpha=0.6,
+                markerfacecolor="white",
+                label=f"the paper: {method}",
+                **styles[name],
+            )
+
+
+def draw_levels(ax, frame, task, methods):
+    """Horizontal lines at the scores of these methods. Returns their runs."""
+    levels = headline_values(typical(frame), task)
+    levels = levels[levels["method"].isin(methods)]
+    for run, value in zip(levels["run"], levels["value"], strict=True):
+        ax.axhline(
+            value,
+            linestyle=LEVELS[run.setup.mask],
+            linewidth=1,
+            color=COLOUR[run.setup.method],
+            label=str(run.setup),
+        )
+    return list(levels["run"])
 
 
 # Entropies
 
 
 def entropy_figure(frame):
-    """Base entropy per token of each method. Tests: DeCoRe's below greedy's, ITI's and DoLa's."""
+    """Base entropy per token of each method. Tests: DeCoRe's below those of tables.RIVALS."""
     shown = typical(frame[frame["metric"] == "entropy"])
-    panels, setups = by_task(shown), [*shown["setup"].unique()]
+    setups = list(shown["setup"].unique())
+    panels = by_task(shown)
     if not panels:
         return None
     figure, axes = grid(len(panels), height=0.65 + 0.24 * len(setups), sharey=True)
     for ax, (task, same) in zip(axes, panels, strict=True):
-        entropies = {run: base_entropies(run) for run in same["run"]}
-        decore = {
-            run.setup.variant: values
-            for run, values in entropies.items()
-            if run.setup.method == "decore-entropy"
-        }
-        tests = {}  # rival → texts of p, one for each variant of the setups
-        for run, values in entropies.items():
-            violin = ax.violinplot(
-                [values],
-                [-setups.index(str(run.setup))],
-                orientation="horizontal",
-                side="high",
-                widths=1.5,
-                bw_method=0.25,
-                showmeans=True,
-                showextrema=False,
-                quantiles=[0.25, 0.75],
-            )
-            for part in (*violin["bodies"], violin["cmeans"], violin["cquantiles"]):
-                part.set_color(COLOUR[run.setup.method])
-            violin["cquantiles"].set_linewidth(0.6)
-            test = significance.t_test(decore.get(run.setup.variant, ()), values, "less")
-            if test and run.setup.method in tables.RIVALS:
-                tests.setdefault(run.plain, []).append(tables.p_text(test.pvalue))
-        label = "\n".join(
-            [
-                "base entropy, nats per token",
-                *(f"DeCoRe < {rival}: {', '.join(texts)}" for rival, texts in tests.items()),
-            ]
-        )
-        highest = max(np.percentile(values, 99.5) for values in entropies.values()) or 1e-3
+        highest = 0
+        for run in same["run"]:
+            values = base_entropies(run)
+            highest = max(highest, np.percentile(values, 99.5))
+            draw_violin(ax, values, -setups.index(str(run.setup)), COLOUR[run.setup.method])
+        label = "\n".join(["base entropy, nats per token", *test_lines(list(same["run"]))])
         ax.set_yticks(range(0, -len(setups), -1), setups)
-        ax.set(title=TASKS[task][0], xlabel=label, xlim=(0, highest * 1.02))
+        ax.set(title=TASKS[task][0], xlabel=label, xlim=(0, (highest or 1e-3) * 1.02))
     finish(
         figure,
         shown["run"],
@@ -268,82 +273,119 @@ def entropy_figure(frame):
     return figure
 
 
+def draw_violin(ax, values, place, colour):
+    violin = ax.violinplot(
+        [values],
+        [place],
+        orientation="horizontal",
+        side="high",
+        widths=1.5,
+        bw_method=0.25,
+        showmeans=True,
+        showextrema=False,
+        quantiles=[0.25, 0.75],
+    )
+    for part in (*violin["bodies"], violin["cmeans"], violin["cquantiles"]):
+        part.set_color(colour)
+    violin["cquantiles"].set_linewidth(0.6)
+
+
+def test_lines(runs):
+    """Texts "DeCoRe < rival: p", with a p for each DeCoRe run that has this rival."""
+    decore = [run for run in runs if run.setup.method == "decore-entropy"]
+    lines = []
+    for name in dict.fromkeys(run.plain for run in runs if run.setup.method in tables.RIVALS):
+        texts = []
+        for run in decore:
+            rival, differs = tables.rival_of(run, name, runs)
+            others = base_entropies(rival) if rival else ()
+            if test := significance.t_test(base_entropies(run), others, "less"):
+                texts.append(tables.p_text(test.pvalue) + differs)
+        if texts:
+            lines.append(f"DeCoRe < {name}: {', '.join(texts)}")
+    return lines
+
+
 def correctness_figure(frame):
-    """Entropies of correct and incorrect answers: densities, and the chance of a correct answer as entropy grows."""
+    """Entropies of correct and incorrect answers, and the chance of a correct answer."""
     dola = "dola-low" if "dola-low" in {*frame["method"]} else "dola-high"  # the paper names none
     shown = typical(frame[frame["metric"] == "entropy"])
     shown = shown[shown["method"].isin(["greedy", dola, "decore-entropy"])]
-    panels = [
-        (run, *answers)
-        for _, same in by_task(shown)
-        for run in same["run"]
-        if (answers := tables.judged_answers(run))
-    ]
+    panels = []
+    for _, same in by_task(shown):
+        for run in same["run"]:
+            if answers := tables.judged_answers(run):
+                panels.append((run, *answers))
     if not panels:
         return None
     figure, axes = grid(len(panels))
-    for ax, (run, predictors, right) in zip(axes, panels, strict=True):
-        entropies = predictors[:, 0]
-        fit, end, density = (
-            significance.logistic(predictors[:, :1], right),
-            max(entropies.max(), 1e-6),
-            ax.twinx(),
-        )
-        x, bins = np.linspace(0, end, 200), np.linspace(0, end, 25)
-        for values, name, colour, dash in (
-            (entropies[right], "correct", "#0072B2", "-"),
-            (entropies[~right], "incorrect", "#D55E00", "--"),
-        ):
-            density.hist(
-                values,
-                bins,
-                density=True,
-                histtype="stepfilled",
-                facecolor=f"{colour}33",
-                edgecolor=colour,
-                linestyle=dash,
-                linewidth=0.8,
-            )
-            density.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
-        for tenth in filter(len, np.array_split(np.argsort(entropies, kind="stable"), 10)):
-            ax.plot(
-                entropies[tenth].mean(),
-                right[tenth].mean(),
-                "o",
-                color="black",
-                markersize=3,
-                label="share correct, tenths of the examples",
-            )
-        if fit:
-            (intercept, slope), r2 = fit
-            ax.plot(
-                x,
-                1 / (1 + np.exp(-(intercept + slope * x))),
-                color="black",
-                label="logistic regression",
-            )
+    for ax, (run, entropies, right) in zip(axes, panels, strict=True):
+        end = max(entropies.max(), 1e-6)
+        draw_densities(ax.twinx(), entropies, right, np.linspace(0, end, 25))
+        label = "base entropy, nats per token"
+        if fit := draw_chances(ax, entropies, right, np.linspace(0, end, 200)):
+            label += f"\nR² = {fit[2]:.3f}"
         ax.set(
             title=f"{TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}",
-            ylabel="correct",
-            xlabel="base entropy, nats per token" + (f"\nR² = {r2:.3f}" if fit else ""),
-            xlim=(0, end),
+            ylabel="share correct (line, dots)",
+            xlabel=label,
+            xlim=(-0.02 * end, 1.02 * end),  # the edges of the outermost bars are seen
             ylim=(-0.1, 1.1),
         )
     finish(
         figure,
         [run for run, *_ in panels],
-        "right axis: density; vertical lines: means; R²: McFadden's pseudo-R², no penalty",
+        "vertical lines: means; R²: McFadden's pseudo-R², no penalty",
     )
     return figure
 
 
+def draw_densities(ax, entropies, right, bins):
+    for values, name, colour, dash in (
+        (entropies[right], "correct", BLUE, "-"),
+        (entropies[~right], "incorrect", RED, "--"),
+    ):
+        ax.hist(
+            values,
+            bins,
+            density=True,
+            histtype="stepfilled",
+            facecolor=f"{colour}33",
+            edgecolor=colour,
+            linestyle=dash,
+            linewidth=0.8,
+        )
+        ax.axvline(values.mean(), color=colour, linestyle=dash, linewidth=0.8, label=name)
+    ax.set_ylabel("density of answers (bars)")
+
+
+def draw_chances(ax, entropies, right, x):
+    """Share of correct answers by tenths, and the logistic regression, which is returned."""
+    order = np.argsort(entropies, kind="stable")
+    for tenth in filter(len, np.array_split(order, 10)):
+        ax.plot(
+            entropies[tenth].mean(),
+            right[tenth].mean(),
+            "o",
+            color=BLACK,
+            markersize=3,
+            label="share correct, tenths of the examples",
+        )
+    fit = significance.logistic(entropies, right)
+    if fit:
+        intercept, slope, _ = fit
+        chances = 1 / (1 + np.exp(-(intercept + slope * x)))
+        ax.plot(x, chances, color=BLACK, label="logistic regression")
+    return fit
+
+
 FIGURES = {
     "heads": (
-        partial(sweep_figure, "num_heads"),
+        heads_figure,
         "score against the number of masked heads, retrieval heads (solid) "
         "and random heads (dashed, with the range of the draws)",
     ),
-    "alpha": (partial(sweep_figure, "alpha"), "score against α of DeCoRe static"),
+    "alpha": (alpha_figure, "score against α of DeCoRe static"),
     "entropy": (entropy_figure, "base entropy per token of each method"),
     "correctness": (
         correctness_figure,
@@ -379,9 +421,8 @@ def head_curves(files):
 def head_maps(files):
     """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
     figure, axes = grid(len(files), height=2.3)
-    highest = max(
-        1, *(max(scores.values()) for scores in files.values())
-    )  # by the published rule a score may exceed 1
+    # By the published rule a score may exceed 1.
+    highest = max(1, *(max(scores.values()) for scores in files.values()))
     for ax, (path, scores) in zip(axes, files.items(), strict=True):
         table = np.zeros(np.add(max(scores), 1))  # [L, H]
         table[tuple(np.transpose([*scores]))] = [*scores.values()]

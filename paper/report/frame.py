@@ -1,6 +1,6 @@
-"""Stored runs as one table: a line per run and metric, with setup, seed, value, interval and the paper's value.
+"""Stored runs as one table: a line per run and metric, with setup, seed, value and interval.
 
-Two columns hold objects: `run`, and `cell`, the paper's row."""
+Two columns hold objects: `run`, and `cell`, the paper's row for the run and metric."""
 
 from collections import Counter
 from dataclasses import asdict, replace
@@ -13,119 +13,91 @@ from paper.tasks import TASKS, metrics
 
 PAPER_ALPHA = 0.5  # of DeCoRe static
 PAPER_DTYPE = "bfloat16"
-NOT_FRACTIONS = (
-    "rougeL",
-    "bertscore_f1",
-    "factkb",
-    "entropy",
-)  # the other metrics are reported in per cent
+NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy")  # the others are in per cent
 
 
 def make_frame(runs):
     """(the table of the runs, in the order of the tables; [(path, why it is skipped)]).
 
-    Of several runs of one setup, task and draw, the one with the most examples is taken. Of several variants of a
-    setup, those whose dtype, demonstrations and number of items are closest to the paper's have its value beside
-    them."""
+    Of several runs of one setup, task and draw, the one with the most examples is taken. Of several
+    variants of a setup, those whose dtype, demonstrations and number of items are closest to the
+    paper's have its value beside them."""
     if not runs:
         return pd.DataFrame(), []
     chosen, skipped = {}, []
     for run in sorted(label_variants(runs), key=lambda run: -len(run.lines)):
         first = chosen.setdefault(order(run), run)
         if first is not run:
-            skipped.append(
-                (run.path, f"the same setup as {first.path}, which has as many examples or more")
-            )
+            reason = f"the same setup as {first.path}, which has as many examples or more"
+            skipped.append((run.path, reason))
     frame = pd.DataFrame([line for key in sorted(chosen) for line in lines_of(chosen[key])])
     plain = [run.plain for run in frame["run"]]
     fewest = frame.groupby(["title", "task", plain])["deviations"].transform("min")
     frame["cell"] = frame["cell"].where(frame.pop("deviations") == fewest, None)
     frame["paper"] = [cell and float(cell["value"]) for cell in frame["cell"]]
     frame["paper_at"] = [cell and cell["at"] for cell in frame["cell"]]
-    return frame.astype(
-        {"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float}
-    ), skipped
+    types = {"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float}
+    return frame.astype(types), skipped
+
+
+def as_csv(frame):
+    values = frame.drop(columns=["run", "setup", "title", "cell"])
+    return values.rename(columns={"file": "run"}).to_csv(index=False)
 
 
 def lines_of(run):
     """Yields a line of the table per metric that has values. Rates are in per cent."""
-    header, intervals = run.header, metrics.interval(run.values)
+    header = run.header
     demos = header.get("demos") or {"paper": True}
-    deviations = (
+    deviations = [
         header.get("dtype") != PAPER_DTYPE,
         not demos.get("paper"),
         header["n"] != TASKS[run.task].n,
-    )
+    ]
+    intervals = metrics.interval(run.values)
     for metric, mean in metrics.summary(run.values).items():
-        if mean is not None:
-            scale = 1 if metric in NOT_FRACTIONS else 100
-            # A metric of whole runs, such as `macro`, has no values of single examples.
-            scored = sum(values.get(metric) is not None for values in run.values) or len(run.lines)
-            yield {
-                "run": run,
-                "setup": str(run.setup),
-                "title": run.title,
-                "file": run.path.name,
-                "task": run.task,
-                "model": run.model,
-                "conditions": run.conditions,
-                **asdict(run.setup),
-                "method": numbers.method_of(run.setup),
-                "seed": header.get("seed"),
-                "n": len(run.lines),
-                "scored": scored,
-                "metric": metric,
-                "value": scale * mean,
-                "low": scale * intervals[metric][0],
-                "high": scale * intervals[metric][1],
-                "cell": numbers.cell(run, metric),
-                "deviations": sum(deviations),
-            }
+        if mean is None:
+            continue
+        scale = 1 if metric in NOT_RATES else 100
+        low, high = intervals[metric]
+        # A metric of whole runs, such as `macro`, has no values of single examples.
+        scored = sum(values.get(metric) is not None for values in run.values) or len(run.lines)
+        yield {
+            "run": run,
+            "setup": str(run.setup),
+            "title": run.title,
+            "file": run.path.name,
+            "task": run.task,
+            "model": run.model,
+            "conditions": run.conditions,
+            **asdict(run.setup),
+            "method": numbers.method_of(run.setup),
+            "seed": header.get("seed"),
+            "n": len(run.lines),
+            "scored": scored,
+            "metric": metric,
+            "value": scale * mean,
+            "low": scale * low,
+            "high": scale * high,
+            "cell": numbers.cell(run, metric),
+            "deviations": sum(deviations),
+        }
 
 
 def label_variants(runs):
-    """The runs, labelled by dtype, demonstrations and data if runs of their model and task have different ones."""
-    labels = pd.DataFrame([variant_of(run.header) for run in runs])
-    several = (
-        labels.groupby([[run.title for run in runs], [run.task for run in runs]]).transform(
-            "nunique"
-        )
-        > 1
-    )
-    texts = [", ".join(line.dropna()) for _, line in labels.where(several).iterrows()]
-    return [
-        replace(run, setup=replace(run.setup, variant=text))
-        for run, text in zip(runs, texts, strict=True)
-    ]
-
-
-def variant_of(header):
-    demos = header.get("demos") or {"source": "none"}
-    return {
-        "dtype": str(header.get("dtype")),
-        "data": names_of(header.get("data", [])),
-        "demos": "the paper's demonstrations"
-        if demos.get("paper")
-        else f"demonstrations: {names_of([demos])}",
-    }
-
-
-def names_of(records):
-    """Names of files with the beginnings of their hashes."""
-    parts = [
-        (
-            record.get("source"),
-            record.get("file", record.get("made by")),
-            record.get("sha256", "")[:6],
-            record.get("seed") and f"seed {record['seed']}",
-        )
-        for record in records
-    ]
-    return ", ".join(" ".join(filter(None, part)) for part in parts)
+    """The runs, labelled by precision and inputs if runs of their model and task differ in them."""
+    labels = pd.DataFrame([run.precision | run.inputs for run in runs])
+    same = labels.groupby([[run.title for run in runs], [run.task for run in runs]])
+    labels = labels.where(same.transform("nunique") > 1)
+    labelled = []
+    for run, (_, texts) in zip(runs, labels.iterrows(), strict=True):
+        setup = replace(run.setup, variant=", ".join(filter(None, texts.dropna())))
+        labelled.append(replace(run, setup=setup))
+    return labelled
 
 
 def order(run):
-    """Sort key: the order of METHODS, retrieval heads before random ones, then N, α, task and draw."""
+    """Sort key: the order of METHODS, retrieval heads before random ones, N, α, task and draw."""
     setup = run.setup
     return (
         run.title,
@@ -138,43 +110,38 @@ def order(run):
         setup.num_heads or 0,
         -1e9 if setup.alpha is None else setup.alpha,
         run.task,
-        setup.random_heads and run.header.get("seed") or 0,
+        (run.header.get("seed") or 0) if setup.random_heads else 0,
     )
 
 
 def typical(frame):
     """The lines of one setup per method, way of masking, amateur and variant.
 
-    Retrieval heads; if possible the paper's options and its α; then the N that most runs have. If several do, the N
-    that the paper's tables are inferred to have, then the default one."""
+    Retrieval heads; if possible the paper's options and its α; then the N that most runs have. If
+    several do, the N that the paper's tables are inferred to have, then the default one."""
     runs = [run for run in frame["run"].unique() if not run.setup.random_heads]
-    of_n, of_setup = (
-        Counter(run.setup.num_heads for run in runs),
-        Counter(run.setup for run in runs),
-    )
-    inferred = Counter(
-        run.setup
-        for run in runs
-        if str(run.setup.num_heads) in numbers.inferred(run.task, run.model, run.setup.method)
-    )
+    of_n = Counter(run.setup.num_heads for run in runs)
+    of_setup = Counter(run.setup for run in runs)
+    inferred = Counter()
+    for run in runs:
+        inferred[run.setup] += str(run.setup.num_heads) in numbers.inferred(run)
 
     def preference(run):
-        setup, n = run.setup, run.setup.num_heads
+        setup = run.setup
         return (
             not setup.options,
             setup.alpha == PAPER_ALPHA,
-            of_n[n],
+            of_n[setup.num_heads],
             inferred[setup],
-            n == default_num_heads(run.header),
-            -(n or 0),
+            setup.num_heads == default_num_heads(run.header),
+            -(setup.num_heads or 0),
             of_setup[setup],
         )
 
-    # The best comes last and stays.
-    best = {
-        (run.setup.method, run.setup.mask, run.setup.amateur, run.setup.variant): str(run.setup)
-        for run in sorted(reversed(runs), key=preference)
-    }
+    best = {}
+    for run in sorted(reversed(runs), key=preference):  # the best comes last and stays
+        setup = run.setup
+        best[setup.method, setup.mask, setup.amateur, setup.variant] = str(setup)
     return frame[frame["setup"].isin(best.values())]
 
 
@@ -186,7 +153,8 @@ def default_num_heads(header):
 
 def by_task(frame):
     """[(task, its lines)] in the order of the tables."""
-    return [(task, lines) for task in numbers.TASKS if len(lines := frame[frame["task"] == task])]
+    tasks = {*frame["task"]}
+    return [(task, frame[frame["task"] == task]) for task in numbers.TASKS if task in tasks]
 
 
 def headline_values(frame, task):

@@ -4,13 +4,10 @@ python evaluate.py report heads [MODEL|FILE …] [--plots OUT]"""
 
 from pathlib import Path
 
-import pandas as pd
-
 import cli
 from heads import find_file, load_scores
 from paper import numbers
 from paper.numbers import RETRIEVAL
-from paper.report import tables
 from runtime.files import read_json
 
 RANKS = (1, *range(10, 101, 10))
@@ -31,35 +28,26 @@ def main(argv):
         "--plots", metavar="OUT", help="draw sorted scores and maps of the heads into this folder"
     )
     args = p.parse_args(argv)
-    files, lines = {path: load_scores(path) for path in map(find_file, args.files)}, []
+    from paper.report import tables
+
+    files = {path: load_scores(path) for path in map(find_file, args.files)}
+    rows = []
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)
-        lines.append(
-            {
-                "model": path.stem,
-                "heads": f"{len(ranked):,}",
-                "samples": str(read_json(path).get("samples", "unknown")),
-                f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
-                **{
-                    f"rank {rank}": f"{ranked[rank - 1]:.4f}" if rank <= len(ranked) else "–"
-                    for rank in RANKS
-                },
-            }
-        )
+        row = {
+            "model": path.stem,
+            "heads": f"{len(ranked):,}",
+            "samples": str(read_json(path).get("samples", "unknown")),
+            f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
+        }
+        for rank in RANKS:
+            row[f"rank {rank}"] = f"{ranked[rank - 1]:.4f}" if rank <= len(ranked) else "–"
+        rows.append(row)
         if path.stem in paper:
-            lines.append(
-                {"model": "the paper"}
-                | {f"rank {rank}": paper[path.stem][str(rank)] for rank in RANKS}
-            )
-    tables.print_tables(
-        [
-            (
-                "Retrieval scores",
-                pd.DataFrame(lines).fillna(""),
-                ["Means over the samples of each head file."],
-            )
-        ]
-    )
+            values = {f"rank {rank}": paper[path.stem][str(rank)] for rank in RANKS}
+            rows.append({"model": "the paper"} | values)
+    note = "Means over the samples of each head file."
+    tables.print_tables([("Retrieval scores", rows, [note])])
     if args.plots:
         from paper.report import figures
 

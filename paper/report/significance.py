@@ -1,4 +1,4 @@
-"""Statistical tests, by scipy and statsmodels. None if there are too few numbers or they do not vary."""
+"""Statistical tests, by scipy and statsmodels. None if numbers are too few or do not vary."""
 
 import warnings
 
@@ -11,7 +11,9 @@ FEWEST = 3  # numbers that a test needs on each side
 
 
 def pearson(x, y):
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) >= FEWEST and np.ptp(x) and np.ptp(y) else None
+    if len(x) < FEWEST or not np.ptp(x) or not np.ptp(y):
+        return None
+    return float(np.corrcoef(x, y)[0, 1])
 
 
 def t_test(a, b, alternative="two-sided", equal_variance=False):
@@ -24,15 +26,16 @@ def t_test(a, b, alternative="two-sided", equal_variance=False):
 
 
 def logistic(x, correct):
-    """(intercept and slopes, McFadden's pseudo-R²) of a logistic regression without penalty of correct answers on x.
+    """(intercept, slope, McFadden's pseudo-R²) of a logistic regression without penalty.
 
-    x: floats, [n, predictors]. correct: bools, [n]. None also if the predictors separate the two classes."""
-    scale = np.std(x, axis=0)  # x may be tiny, and the fit converges best for x near 1
-    if min(sum(correct), sum(~correct)) < FEWEST or not scale.all():
+    x: floats, [n]. correct: bools, [n]. None also if x separates correct from incorrect."""
+    scale = np.std(x)  # x may be tiny, and the fit converges best for x near 1
+    if min(sum(correct), sum(~correct)) < FEWEST or scale == 0:
         return None
     try:
         with warnings.catch_warnings(action="error"):  # of classes that are separated
             fit = Logit(correct.astype(float), add_constant(x / scale)).fit(disp=False, maxiter=200)
     except (UserWarning, RuntimeWarning, np.linalg.LinAlgError):
         return None
-    return fit.params / [1, *scale], float(fit.prsquared)
+    intercept, slope = fit.params
+    return intercept, slope / scale, float(fit.prsquared)

@@ -1,8 +1,9 @@
 """Reads stored runs.
 
-A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random heads share one setup.
-*Conditions* are settings of the task that differ from the paper's: each combination has separate tables. Greedy
-decoding from a checkpoint of ITI is the method `iti` of the model that ITI edited."""
+A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random
+heads share one setup. *Conditions* are settings of the task that differ from the paper's: each
+combination has separate tables. Greedy decoding from a checkpoint of ITI is the method `iti` of
+the model that ITI edited."""
 
 import json
 import time
@@ -14,8 +15,9 @@ import numpy as np
 
 from heads import find_heads, load_scores
 from paper import judges
-from paper.runs import read_run
+from paper.runs import brief, read_run, remarks
 from paper.tasks import find, metrics
+from paper.tasks.items import field, located
 from runtime.files import json_lines, short_hash, write
 
 METHODS = {
@@ -32,9 +34,17 @@ METHODS = {
     "dola-high": "DoLa high",
     "ad": "Activation Decoding",
 }
-ITI = {
-    "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",  # checkpoint → the model it was made from
+ITI = {  # checkpoint → the model that it was made from
+    "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
+}
+NONE = type(None)
+TYPES = {  # field of a header → types of its value
+    **dict.fromkeys(("task", "model", "method"), (str,)),
+    **dict.fromkeys(("version", "n"), (int,)),
+    **dict.fromkeys(("mask", "amateur", "random_heads", "like"), (str, NONE)),
+    **dict.fromkeys(("num_heads", "seed"), (int, NONE)),
+    "alpha": (int, float, NONE),
 }
 
 
@@ -47,32 +57,39 @@ class Setup:
     amateur: str | None
     random_heads: str | None  # their sampler: "uniform" or "published"; None for retrieval heads
     options: str  # the other options that are not the paper's
-    variant: str = ""  # dtype, demonstrations and data, if other runs of the model differ in them
+    variant: str = ""  # precision and inputs, if other runs of the model and task differ in them
 
     def __str__(self):
-        parts = (
-            METHODS[self.method],
-            self.num_heads is not None and f"N = {self.num_heads}",
-            self.alpha is not None and f"α = {self.alpha:g}",
-            self.mask == "query" and "query mask",
-            self.amateur and f"amateur {self.amateur}",
-            self.options,
-            self.random_heads
-            and "random heads" + " as published" * (self.random_heads == "published"),
-            self.variant,
-        )
-        return ", ".join(part for part in parts if part)
+        parts = [METHODS[self.method]]
+        if self.num_heads is not None:
+            parts.append(f"N = {self.num_heads}")
+        if self.alpha is not None:
+            parts.append(f"α = {self.alpha:g}")
+        if self.mask == "query":
+            parts.append("query mask")
+        if self.amateur:
+            parts.append(f"amateur {self.amateur}")
+        parts.append(self.options)
+        if self.random_heads:
+            published = " as published" if self.random_heads == "published" else ""
+            parts.append("random heads" + published)
+        parts.append(self.variant)
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(eq=False)
 class Run:
-    path: Path
     header: dict
     model: str
+    paper_model: str  # the model whose values in the paper are compared with the run's
     conditions: str  # "" if they are the paper's
     setup: Setup
-    lines: list  # one dict per example, as stored
-    values: list  # one dict of metric values per example; `entropy`, see base_entropies
+    precision: dict  # {"dtype": text, "engine": text}
+    inputs: dict  # {"data": text, "demos": text}
+    remarks: list  # sentences
+    path: Path = None
+    lines: list = ()  # one dict per example, as stored
+    values: list = ()  # one dict of metric values per example; `entropy`, see base_entropies
 
     @property
     def task(self):
@@ -80,7 +97,7 @@ class Run:
 
     @property
     def title(self):
-        return self.model + f", {self.conditions}" * bool(self.conditions)
+        return ", ".join(filter(None, [self.model, self.conditions]))
 
     @property
     def plain(self):
@@ -89,22 +106,55 @@ class Run:
 
 
 def describe(header, iti=ITI):
-    """(model, conditions, Setup) of a run's header."""
-    method, model, amateur = header["method"], Path(header["model"]).name, header.get("amateur")
-    if method == "greedy" and model in iti:
-        model, method = iti[model], "iti"
-    if method not in METHODS:
-        raise ValueError(f"its method {method!r} is unknown")
-    task = find(header["task"])
-    # The paper's runs of DoLa generated with a library that takes the penalty from Qwen2's generation_config.json.
-    penalty = (
-        1.05 if method.startswith("dola") and "qwen2" in model.lower() and not task.choice else 1.0
-    )
+    """The run of a header, without its lines. ValueError if the header is damaged."""
+    for name, types in TYPES.items():
+        if type(header.get(name)) not in types:
+            raise ValueError(f"field {name!r} of its header is {brief(header.get(name))}")
+    with located("its header"):
+        method = header["method"]
+        own = Path(header["model"]).name
+        like = Path(header.get("like") or own).name
+        paper_model = like
+        if method == "greedy" and like in iti:
+            method, paper_model = "iti", iti[like]
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}")
+        conditions, options = settings_of(header, find(header["task"]), paper_model)
+        amateur = header.get("amateur")
+        setup = Setup(
+            method,
+            header.get("num_heads"),
+            header.get("alpha"),
+            header.get("mask"),
+            amateur and Path(amateur).name,
+            header.get("random_heads"),
+            options,
+        )
+        if header.get("like"):
+            conditions = ", ".join(filter(None, [f"like {paper_model}", conditions]))
+        return Run(
+            header,
+            own if header.get("like") else paper_model,
+            paper_model,
+            conditions,
+            setup,
+            {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
+            inputs_of(header),
+            remarks(header),
+        )
+
+
+def settings_of(header, task, model):
+    """(conditions, options) of a run that are not those of the paper's runs of the model."""
+    name = model.lower()
     conditions = {
-        "layout": task.layout or ("mistral" if "mistral" in model.lower() else "chat"),
+        "layout": task.layout or ("mistral" if "mistral" in name else "chat"),
         "max_new_tokens": task.max_new_tokens,
         "template_args": {"enable_thinking": False},
     }
+    # The paper's runs of DoLa generated with a library that takes the penalty from Qwen2's
+    # generation_config.json.
+    qwen_dola = header["method"].startswith("dola") and "qwen2" in name and not task.choice
     options = {
         "mask_prompt": False,
         "alpha_cap": None,
@@ -113,32 +163,22 @@ def describe(header, iti=ITI):
         "info_layer": 24,
         "renormalise": True,
         "dola_layers": "halves" if task.choice else "transformers",
-        "repetition_penalty": penalty,
+        "repetition_penalty": 1.05 if qwen_dola else 1.0,
         "heads": None,
     }
     heads = header.get("heads") or []
-    best = best_heads(amateur or header["model"])
+    best = best_heads(header.get("amateur") or header["model"])
     usual = header.get("random_heads") or best is None or {*heads} == {*best[: len(heads)]}
     settings = header | {
         "repetition_penalty": header.get("repetition_penalty") or 1.0,
         "template_args": header.get("template_args") or None,
         "heads": None if usual else "of another file",
     }
-    return (
-        model,
-        differences(settings, conditions),
-        Setup(
-            method,
-            *(header.get(name) for name in ("num_heads", "alpha", "mask")),
-            amateur and Path(amateur).name,
-            header.get("random_heads"),
-            differences(settings, options),
-        ),
-    )
+    return differences(settings, conditions), differences(settings, options)
 
 
 def differences(settings, paper):
-    """The settings that are not the paper's, as a text such as "mask prompt True, alpha cap 0.5"."""
+    """The settings that are not the paper's, as a text such as "mask prompt True"."""
     return ", ".join(
         f"{name.replace('_', ' ')} {settings[name]}"
         for name, value in paper.items()
@@ -146,13 +186,40 @@ def differences(settings, paper):
     )
 
 
+def inputs_of(header):
+    """Texts that tell data and demonstrations apart."""
+    demos = header.get("demos") or {"source": "none"}
+    return {
+        "data": names_of(header.get("data") or []),
+        "demos": "the paper's demonstrations"
+        if demos.get("paper")
+        else f"demonstrations: {names_of([demos])}",
+    }
+
+
+def names_of(records):
+    """Names of files with the beginnings of their hashes."""
+    names = []
+    for record in records:
+        parts = [
+            record.get("source"),
+            record.get("file", record.get("made by")),
+            str(record.get("sha256") or "")[:6],
+            record.get("seed") and f"seed {record['seed']}",
+        ]
+        names.append(" ".join(filter(None, parts)))
+    return ", ".join(names)
+
+
 @cache
 def best_heads(model):
     """All heads of this model, best first, as "layer-head"; None without a head file."""
-    scores = load_scores(file) if (file := find_heads(model)) else None
-    return scores and [
-        f"{layer}-{head}" for layer, head in sorted(scores, key=scores.get, reverse=True)
-    ]
+    file = find_heads(model)
+    if file is None:
+        return None
+    scores = load_scores(file)
+    best_first = sorted(scores, key=scores.get, reverse=True)
+    return [f"{layer}-{head}" for layer, head in best_first]
 
 
 def collect(folder, iti=ITI):
@@ -163,10 +230,8 @@ def collect(folder, iti=ITI):
     for path in run_files(folder):
         try:
             runs.append(read(path, iti))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             skipped.append((path, str(error).removeprefix(f"{path}: ")))
-        except KeyError as error:
-            skipped.append((path, f"its header lacks {error}"))
     return runs, skipped
 
 
@@ -178,35 +243,35 @@ def run_files(folder):
 
 def read(path, iti=ITI):
     """Reads a run file. ValueError if it cannot be reported."""
-    header, lines = read_lines(path)
-    task = find(header["task"])
+    header, lines = read_run(path)
+    if header is None:
+        raise ValueError("its first line has no header, so it is not a run of evaluate.py")
+    run = describe(header, iti)
+    task = find(run.task)
     if header["version"] != task.version:
         raise ValueError(
             f"made with version {header['version']} of {task.name}, which is now {task.version}"
         )
     if not lines:
         raise ValueError("no examples yet")
-    lines = judges.judge(lines, path, task)
-    entropies = metrics.map_lines(
-        lambda line: np.mean(line["entropies"]) if line.get("entropies") else None, lines
-    )
-    values = [
-        line | {"entropy": mean}
-        for line, mean in zip(values_of(path, task, lines), entropies, strict=True)
+    run.path = path
+    run.lines = judges.judge(lines, path, task)
+    entropies = metrics.map_lines(mean_entropy, run.lines)
+    values = values_of(path, task, run.lines)
+    run.values = [
+        line | {"entropy": entropy} for line, entropy in zip(values, entropies, strict=True)
     ]
-    return Run(path, header, *describe(header, iti), lines, values)
+    return run
 
 
-def read_lines(path):
-    """(header, lines) of a run file."""
-    header, lines = read_run(path)
-    if header is None:
-        raise ValueError(f"{path}: its first line has no header, so it is not a run of evaluate.py")
-    return header, lines
+def mean_entropy(line):
+    if not line.get("entropies"):
+        return None
+    return float(np.mean(field(line, "entropies", "a list of numbers")))
 
 
 def values_of(path, task, lines):
-    """The metric values of each line, a dict each. Values that took long are stored in `.scores.json`."""
+    """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
     content = [{name: value for name, value in line.items() if name != "place"} for line in lines]
     key = short_hash(json.dumps([task.version, content]).encode())
@@ -221,5 +286,8 @@ def values_of(path, task, lines):
 
 
 def base_entropies(run):
-    """The base model's entropy along each text, mean over its tokens, in nats (of `masked`, the masked model's)."""
-    return np.array([values["entropy"] for values in run.values if values["entropy"] is not None])
+    """The base model's entropies along each text, means over its tokens, in nats [n].
+
+    For `masked`: the masked model's."""
+    entropies = [values["entropy"] for values in run.values]
+    return np.array([entropy for entropy in entropies if entropy is not None])

@@ -328,6 +328,6 @@ TASKS = {task.name: task for task in PAPER + MINIATURE}
 
 def find(name):
     """The task of this name; ValueError lists the known ones."""
-    if name not in TASKS:
+    if not isinstance(name, str) or name not in TASKS:
         raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]

@@ -1,4 +1,4 @@
-"""`evaluate.py rescore`: metrics of stored lines, without a model; and the judges of TruthfulQA's answers."""
+"""`evaluate.py rescore`: metrics of stored lines; and the judges of TruthfulQA's answers."""
 
 import json
 import shutil
@@ -93,6 +93,7 @@ def test_rows_of_another_program_are_scored(start, tmp_path):
             "--judge has no effect on triviaqa",
         ),
         ('{"id": 1}\n', [], "give --task"),
+        ('{"header": {"task": []}}\n{"index": 0}\n', [], "unknown task []"),
     ],
 )
 def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
@@ -106,7 +107,7 @@ def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, tas
 
 
 class Judge:
-    """In place of `judges.load`. True answers contain "Yes"; every answer is informative with 0.3."""
+    """In place of `judges.load`. True answers contain "Yes"; p(informative) is 0.3."""
 
     def __init__(self):
         self.prompts = []
@@ -154,6 +155,14 @@ def test_verdicts_are_stored_with_their_judges_and_no_answer_is_judged_twice(
     )
     assert "--judge-models has no effect without --judge" in rescore(path, *T_I[1:])[2]
     assert "give two names" in rescore(path, "--judge", "--judge-models", "t")[2]
+
+
+def test_a_line_that_is_not_a_verdict_is_named(rescore, tmp_path):
+    path = write_run(tmp_path, "Yes.")
+    for verdict, cause in (({"judge": "truth"}, "'model'"), ({"model": "t", "yes": []}, "float")):
+        store = write_lines(tmp_path / "r.judged.jsonl", [verdict])
+        status, _, err = rescore(path)
+        assert status == 2 and f"{store}, line 1: " in err and cause in err
 
 
 def test_an_interrupted_judging_continues_and_two_processes_do_not_judge_one_run(
