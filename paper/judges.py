@@ -56,11 +56,10 @@ def judge(lines, path, task, names=None):
         with locked(store):
             complete_store(store, pairs, names)
     verdicts = read_store(store)
-    judged_lines = []
-    for key, line in zip(keys, lines, strict=True):
-        stored = {f"judge_{kind}": verdicts.get((kind, key), {}).get("yes") for kind in PROMPTS}
-        judged_lines.append(line | stored)
-    return judged_lines
+    for kind in PROMPTS:
+        stored = [verdicts.get((kind, key), {}).get("yes") for key in keys]
+        lines = [line | {f"judge_{kind}": yes} for line, yes in zip(lines, stored, strict=True)]
+    return lines
 
 
 def read_store(path):

@@ -42,7 +42,7 @@ NONE = type(None)
 TYPES = {  # field of a header → types of its value
     **dict.fromkeys(("task", "model", "method"), (str,)),
     **dict.fromkeys(("version", "n"), (int,)),
-    **dict.fromkeys(("mask", "amateur", "random_heads", "like"), (str, NONE)),
+    **dict.fromkeys(("dtype", "mask", "amateur", "random_heads", "like"), (str, NONE)),
     **dict.fromkeys(("num_heads", "seed"), (int, NONE)),
     "alpha": (int, float, NONE),
 }

@@ -505,7 +505,7 @@ def test_files_that_cannot_be_reported_are_named(call, tmp_path):
 
 HEADER_JUNK = {
     **dict.fromkeys(("task", "model", "method", "n"), (None, [], 5.5)),
-    **dict.fromkeys(("alpha", "num_heads", "mask", "like"), ({}, False, [1])),
+    **dict.fromkeys(("alpha", "num_heads", "dtype", "like"), ({}, False, [1])),
     **dict.fromkeys(("data", "continued"), (5, [5])),
     "heads": (5, [[]]),
     "demos": (5, [1]),
