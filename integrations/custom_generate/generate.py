@@ -1,10 +1,14 @@
 """DeCoRe (Gema et al. 2024) in `generate` of transformers, for its causal language models:
 
-    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True, heads=[(13, 18), (16, 1)])
+    model.generate(
+        **inputs, custom_generate=FOLDER, trust_remote_code=True, heads=[(13, 18), (16, 1)]
+    )
 
-FOLDER is the one that contains `custom_generate/`. Only the logits change: they become the exponent of Eq. 7.
-So sampling, streamers, stopping criteria, logits processors and quantized weights work as without DeCoRe."""
+FOLDER is the one that contains `custom_generate/`. Only the logits change: they become the
+exponent of Eq. 7. So sampling, streamers, stopping criteria, logits processors and quantized
+weights work as without DeCoRe."""
 
+import importlib.util
 import json
 import math
 from contextlib import ExitStack, contextmanager
@@ -49,150 +53,165 @@ def generate(
 ):
     """As `model.generate(**arguments)`, with DeCoRe. Masking starts with the last prompt token.
 
-    heads: (layer, head) pairs, "layer-head" texts, or the path of a head file, of which the best num_heads (10) are
-    masked. method: decore-entropy (α = H, Eq. 8), decore-static (α = alpha, 0.5) or masked (the masked model alone).
-    alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" zeroes the heads' outputs (Eq. 5), "query"
-    their queries (the published runs)."""
+    heads: (layer, head) pairs, "layer-head" texts, the path of a head file, or the name of a model
+    in the project's `heads/` (by default this model's own name), if that is on Python's path. Of a
+    file the best num_heads are masked: 10, at most an eighth of all. method: decore-entropy
+    (α = H, Eq. 8), decore-static (α = alpha, 0.5) or masked (the masked model alone). alpha_cap:
+    α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" zeroes the heads' outputs (Eq. 5),
+    "query" their queries (the published runs).
+
+    With return_dict_in_generate=True the result also has `alphas`, α as applied, and `entropies`,
+    H of the base model (for masked, of the masked one) in nats: [B, new tokens] each, float32."""
     if method not in METHODS or mask not in ("output", "query"):
         raise ValueError(
             f"method {method!r}, mask {mask!r}: known are {', '.join(METHODS)}; output, query"
         )
-    for name, value in dict(
-        alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None
-    ).items():
-        valid = (
-            isinstance(value, int | float)
-            and abs(value) < math.inf
-            and (name == "alpha" or value >= 0)
-        )
-        if value is not None and not (valid and name in METHODS[method]):
-            raise ValueError(
-                f"{name}={value!r} has no effect on {method}, or is not a finite number in its range"
-            )
+    options = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
+    for name, value in options.items():
+        if value is not None:
+            check_option(name, value, method)
+    alpha = 0.5 if alpha is None else alpha
     config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
         raise ValueError(
-            "DeCoRe needs a causal language model, and greedy search or sampling without an assistant"
+            "DeCoRe needs a causal language model, and greedy search or sampling without an "
+            "assistant"
         )
     for name, allowed in ALLOWED.items():
         value = arguments.get(name, getattr(config, name, None))
         if value not in allowed:
             raise ValueError(f"DeCoRe works only with {name}={allowed[0]}")
 
+    alphas, entropies = [], []  # a tensor [B, 1] per new token
+
     def exponent(base, masked):
         """Log-probabilities of both models, [B, 1, V] each → the logits that `generate` sees."""
-        h = -(base.exp() * base).sum(-1, keepdim=True)  # Eq. 8
-        a = h / math.log(base.shape[-1]) if scale_alpha else h
-        a = torch.full_like(h, 0.5 if alpha is None else alpha) if method == "decore-static" else a
-        a = a if alpha_cap is None else a.clamp(max=alpha_cap)
+        decoded = masked if method == "masked" else base
+        h = -(decoded.exp() * decoded).sum(-1, keepdim=True)
+        if method == "decore-entropy":
+            a = h / math.log(base.shape[-1]) if scale_alpha else h  # Eq. 8
+        else:
+            a = torch.full_like(h, alpha if method == "decore-static" else 0)
+        if alpha_cap is not None:
+            a = a.clamp(max=alpha_cap)
+        alphas.append(a[..., 0])
+        entropies.append(h[..., 0])
         return masked if method == "masked" else (1 + a) * base - a * masked  # Eq. 7
 
     with contrasted(model, choose_heads(model, heads, num_heads), mask, exponent):
-        return type(model).generate(model, **arguments)
+        out = type(model).generate(model, **arguments)
+    if not isinstance(out, torch.Tensor):
+        out.alphas = torch.cat(alphas, 1)
+        out.entropies = torch.cat(entropies, 1)
+    return out
+
+
+def check_option(name, value, method):
+    """ValueError for an option that the method does not use, or whose value is out of range."""
+    finite = isinstance(value, int | float) and abs(value) < math.inf
+    if name not in METHODS[method] or not finite or (name != "alpha" and value < 0):
+        raise ValueError(
+            f"{name}={value!r} has no effect on {method}, or is not a finite number in its range"
+        )
 
 
 @contextmanager
 def contrasted(model, heads, mask, exponent):
-    """Within this context the model's logits are `exponent` of base and masked model, for the last token of each text.
+    """Within this context the model's logits are `exponent` of base and masked model.
 
-    heads: {layer: heads to mask}. The first pass reads all tokens but the last and doubles the cache: from then on each
-    of B texts is two rows of a batch, base and masked. On leaving, the cache keeps the base rows."""
-    forward, cache, texts, masking, called = model.forward, None, 0, False, set()
+    They are those of each text's last token. heads: {layer: heads to mask}. The first pass reads
+    all tokens but the last and doubles the cache: from then on each of B texts is two rows of a
+    batch, base and masked. On leaving, the cache keeps the base rows."""
+    forward = model.forward
+    cache = None
+    texts = 0
+    masking = False
+    called = set()  # layers whose heads were masked in this pass
 
     def silence(layer, H, K, module, args, *output):
-        """Hook: heads side by side, [2·B, 1, H·K] → the same with zeros for those that the masked rows lose."""
+        """Hook: heads side by side, [2·B, 1, H·K] → the same, with zeros in the masked rows."""
         (x,) = output or args
         if masking:
             if x.shape[-1] != H * K or layer in called:
                 raise ValueError(
-                    f"layer {layer} does not have {H} heads of {K} features side by side: cannot mask"
+                    f"layer {layer} does not have {H} heads of {K} features side by side: "
+                    "cannot mask"
                 )
             called.add(layer)
             x = x.clone(memory_format=torch.contiguous_format)
             x.view(texts, 2, H, K)[:, 1, heads[layer]] = 0
         return x
 
+    def prefill(inputs, last):
+        """Read all tokens but the last, unmasked, and double the cache."""
+        cache = inputs.get("past_key_values")
+        unfit = ("is_compileable", "offloading", "nbits")
+        if any(getattr(cache, name, False) for name in unfit):
+            raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
+        B, T = inputs["input_ids"].shape
+        if T > 1:
+            names = [n for n in (*last, "attention_mask") if inputs.get(n) is not None]
+            before = {name: inputs[name][..., :-1] for name in names}
+            cache = forward(**inputs | before).past_key_values
+        cache.reorder_cache(torch.arange(B).repeat_interleave(2))
+        return cache
+
     @wraps(forward)  # generate looks at the signature
     def contrasting(*args, **inputs):
         nonlocal cache, texts, masking
         if args or texts and inputs.get("past_key_values") is not cache:
             return forward(*args, **inputs)  # somebody else's call, such as a logits processor's
-        B, T = inputs["input_ids"].shape
-        last = {
-            name: x[..., -1:] for name, x in inputs.items() if name in PER_TOKEN and x is not None
-        }
+        B = len(inputs["input_ids"])
+        per_token = {n: x for n, x in inputs.items() if n in PER_TOKEN and x is not None}
+        last = {name: x[..., -1:] for name, x in per_token.items()}
         if not texts:
-            cache = inputs.get("past_key_values")
-            if any(
-                getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")
-            ):
-                raise ValueError(
-                    f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}"
-                )
-            if T > 1:
-                names = [name for name in (*last, "attention_mask") if inputs.get(name) is not None]
-                cache = forward(
-                    **inputs | {name: inputs[name][..., :-1] for name in names}
-                ).past_key_values
-            cache.reorder_cache(torch.arange(B).repeat_interleave(2))
+            cache = prefill(inputs, last)
             texts = B
-        twice = {
-            name: x.repeat_interleave(2, -2)
-            for name, x in (inputs | last).items()
-            if isinstance(x, torch.Tensor) and x.shape[-2:-1] == (B,)
-        }
+        step = inputs | last | dict(past_key_values=cache)
+        for name, x in step.items():
+            if isinstance(x, torch.Tensor) and x.shape[-2:-1] == (B,):
+                step[name] = x.repeat_interleave(2, -2)
         called.clear()
         masking = True
-        out = forward(**inputs | last | twice | dict(past_key_values=cache))
-        masking, cache = False, out.past_key_values
+        out = forward(**step)
+        masking = False
+        cache = out.past_key_values
         if called != heads.keys():
-            raise ValueError(
-                f"layer {min(heads.keys() - called)} does not call its projection: cannot mask"
-            )
-        out.logits = exponent(
-            *out.logits[:, -1:].float().log_softmax(-1).unflatten(0, (B, 2)).unbind(1)
-        )
+            layer = min(heads.keys() - called)
+            raise ValueError(f"layer {layer} does not call its projection: cannot mask")
+        log_p = out.logits[:, -1:].float().log_softmax(-1)  # [2·B, 1, V]
+        out.logits = exponent(log_p[0::2], log_p[1::2])
         return out
 
     with ExitStack() as stack:  # undoes all of this on leaving
         for layer in heads:
             module, *shape = find_projection(model, layer, mask)
-            add = (
-                module.register_forward_pre_hook
-                if mask == "output"
-                else module.register_forward_hook
-            )
-            stack.enter_context(add(partial(silence, layer, *shape)))
+            hook = partial(silence, layer, *shape)
+            if mask == "output":
+                stack.enter_context(module.register_forward_pre_hook(hook))
+            else:
+                stack.enter_context(module.register_forward_hook(hook))
         stack.enter_context(patch.object(model, "forward", contrasting))
         stack.callback(lambda: texts and cache.reorder_cache(torch.arange(0, 2 * texts, 2)))
         yield
 
 
 def find_projection(model, layer, mask):
-    """The module whose input ("output") or output ("query") is a layer's heads side by side → (module, H, K)."""
-    c, modules = model.config.get_text_config(), (model.get_decoder() or model.base_model).modules()
-    layers = [
-        m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == c.num_hidden_layers
-    ]
-    named = layers[0][layer].named_modules() if layers else ()
-    found = [
-        (m, getattr(m, output))
-        for name, m in named
-        for output in OUTPUT
-        if name.rpartition(".")[2] in ATTENTION and hasattr(m, output)
-    ]
-    attention, module = found[0] if found else (None, None)
+    """The module that reads or writes a layer's H heads of width K side by side → (module, H, K).
+
+    It reads them for mask "output", and writes them for "query"."""
+    c = model.config.get_text_config()
+    attention, module = find_attention(model, layer, c.num_hidden_layers)
     width = getattr(attention, "head_dim", None) or c.hidden_size // c.num_attention_heads
     K = getattr(attention, "v_head_dim", None) or width
-    if found and mask == "query":  # a norm over all heads, or with a bias, mixes them again
-        norms = [
-            (name, p)
-            for name, p in attention.named_parameters()
-            if name.startswith("q") and "norm" in name
-        ]
-        mixed = any(p.numel() > K or name.endswith("bias") for name, p in norms)
-        module = None if mixed else getattr(attention, "q_proj", None)
+    if module is not None and mask == "query":
+        module = getattr(attention, "q_proj", None)
+        for name, weight in attention.named_parameters():
+            # A norm over all heads, or with a bias, mixes them again.
+            if name.startswith("q") and "norm" in name:
+                if weight.numel() > K or name.endswith("bias"):
+                    module = None
     if module is None:
         raise ValueError(
             f'mask="{mask}" does not work with layer {layer} of {c.model_type}: no such projection'
@@ -200,28 +219,84 @@ def find_projection(model, layer, mask):
     return module, c.num_attention_heads, K
 
 
+def find_attention(model, layer, n_layers):
+    """(attention, its output projection) of a layer; (None, None) if they have other names."""
+    for layers in (model.get_decoder() or model.base_model).modules():
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == n_layers:
+            break
+    else:
+        return None, None
+    for name, module in layers[layer].named_modules():
+        if name.rpartition(".")[2] in ATTENTION:
+            for output in OUTPUT:
+                if hasattr(module, output):
+                    return module, getattr(module, output)
+    return None, None
+
+
 def choose_heads(model, heads, num_heads):
-    """Pairs, texts or the best heads of a file → {layer: [head, …]}."""
+    """The `heads` of `generate` → {layer: [head, …]}."""
     c = model.config.get_text_config()
-    L, H, chosen = c.num_hidden_layers, c.num_attention_heads, {}
+    L, H = c.num_hidden_layers, c.num_attention_heads
     known = {f"{layer}-{head}" for layer in range(L) for head in range(H)}
-    if isinstance(heads, str | Path):
-        content, n = json.loads(Path(heads).read_text()), 10 if num_heads is None else num_heads
-        scores = {head: np.mean(score) for head, score in content.get("scores", content).items()}
+    if heads is None or isinstance(heads, str | Path):
+        path = find_file(heads or model.config.name_or_path)
+        scores = read_scores(path)
+        n = min(10, max(1, L * H // 8)) if num_heads is None else num_heads
         if scores.keys() != known or not 1 <= n <= L * H:
             raise ValueError(
-                f"{heads} has {len(scores)} heads, num_heads is {n}; the model has {L} layers of {H}"
+                f"{path} has {len(scores)} heads, num_heads is {n}; the model has {L} layers of {H}"
             )
-        heads = sorted(scores, key=scores.get, reverse=True)[
-            :n
-        ]  # equal ones in the order of the file
+        names = sorted(scores, key=scores.get, reverse=True)[:n]  # equal ones as in the file
     elif num_heads is not None:
         raise ValueError("num_heads has no effect without a head file: leave it out")
-    names = ["-".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in heads or ()]
+    else:
+        names = ["-".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in heads]
     if not names or not known >= set(names) or len(set(names)) < len(names):
         raise ValueError(
-            f"heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to {L - 1}-{H - 1}, each once"
+            f"heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to {L - 1}-{H - 1}, "
+            "each once"
         )
-    for layer, head in (map(int, name.split("-")) for name in names):
+    chosen = {}
+    for name in names:
+        layer, head = map(int, name.split("-"))
         chosen.setdefault(layer, []).append(head)
     return chosen
+
+
+def find_file(name):
+    """The head file `name`, or that of the model of this name in the project's folder `heads/`."""
+    if Path(name).is_file():
+        return Path(name)
+    project = importlib.util.find_spec("heads")
+    for folder in project.submodule_search_locations if project else ():
+        for path in Path(folder).glob("*.json"):
+            if plain_name(path.stem) == plain_name(name):
+                return path
+    raise ValueError(
+        f"heads={name!r} is not a head file, nor a model of heads/ on Python's path: give pairs, "
+        "or a file that heads.detect made"
+    )
+
+
+def plain_name(model):
+    """A model's name without owner, case, "Meta-" and "-hf", in which names of one model differ."""
+    return Path(model).name.lower().removeprefix("meta-").removesuffix("-hf")
+
+
+def read_scores(path):
+    """{"layer-head": score, the mean if there are several} of a head file, in its order."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        entries = content.get("scores", content)
+        scores = {head: np.array(score, ndmin=1) for head, score in entries.items()}
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not a head file: {error}") from None
+    for head, score in scores.items():
+        if score.dtype.kind not in "iuf" or score.ndim > 1 or not np.isfinite(score).all():
+            raise ValueError(
+                f"{path}: the score of {head} is not a finite number or a list of them"
+            )
+    if len({score.size for score in scores.values()}) > 1:
+        raise ValueError(f"{path}: heads have lists of different lengths; make the file again")
+    return {head: score.mean() for head, score in scores.items()}

@@ -1,4 +1,4 @@
-"""custom_generate/generate.py: DeCoRe in `generate` of transformers, beside our engine and beside `--transformers`."""
+"""DeCoRe in `generate` of transformers, beside our engine and beside `--transformers`."""
 
 import copy
 import json
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decore
+from heads import load_heads
 from model import Transformer
 from tests.checkpoints import write_checkpoint
 
@@ -43,7 +44,7 @@ def llama(tmp_path_factory):
 
 
 def new_tokens(model, prompts=PROMPTS[:1], **more):
-    """The new tokens of prompts that are padded on the left with -1, which the attention mask leaves out."""
+    """The new tokens. Prompts are padded on the left with -1, which the attention mask leaves out."""
     ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
     inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
     return model.generate(**inputs, **FOLDER | GREEDY | more)[:, ids.shape[1] :].tolist()
@@ -81,6 +82,23 @@ def test_queries_that_cannot_be_masked_one_by_one_are_refused(family):
         new_tokens(
             random_model(family, **dict(qk_layernorm=True) if family == "phi" else {}), mask="query"
         )
+
+
+@pytest.mark.parametrize("settings", CASES)
+def test_alphas_and_entropies_are_those_of_our_engine(llama, settings):
+    own = decore.generate(
+        HFModel(copy.deepcopy(llama)),
+        PROMPTS[0],
+        heads=HEADS,
+        eos_ids=(),
+        max_new_tokens=8,
+        **settings,
+    )
+    out = llama.generate(
+        torch.tensor(PROMPTS[:1]), **FOLDER, **GREEDY, **settings, return_dict_in_generate=True
+    )
+    expected = torch.tensor([own.alphas]), torch.tensor([own.entropies])
+    torch.testing.assert_close((out.alphas, out.entropies), expected)
 
 
 @torch.no_grad()
@@ -200,7 +218,7 @@ def test_the_model_is_as_before_after_each_way_to_end(llama, end):
         (dict(method="masked", alpha_cap=1.0), "alpha_cap"),
         (dict(alpha_cap=-0.1), "alpha_cap"),
         (dict(method="decore-static", scale_alpha=True), "scale_alpha"),
-        (dict(heads=None), "None"),
+        (dict(heads=None), "is not a head file, nor a model of heads/"),
         (dict(heads=[]), "heads"),
         (dict(heads=(1, 0)), "heads"),
         (dict(heads=["1-4"]), "1-4"),
@@ -254,7 +272,7 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, wrap):
             new_tokens(llama, heads=path, num_heads=n)
     for wrong in scores | {"3-0": 1}, {h.replace("-3", "-4"): 1 for h in scores}:
         path.write_text(json.dumps(wrap(wrong)))
-        with pytest.raises(ValueError, match="heads, num_heads is 10; the model has 3 layers of 4"):
+        with pytest.raises(ValueError, match="heads, num_heads is 1; the model has 3 layers of 4"):
             new_tokens(llama, heads=path)
 
 
@@ -275,3 +293,30 @@ def test_a_mask_without_effect_is_refused(llama, change):
         del attention.o_proj
     with pytest.raises(ValueError, match="layer 1"):
         new_tokens(model)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ("[]", "is not a head file"),
+        ('{"scores": {"0-0": 1', "is not a head file: Expecting"),
+        ('{"0-0": [1, 2], "0-1": [3]}', "lists of different lengths"),
+        ('{"0-0": NaN}', "the score of 0-0 is not a finite number"),
+        ('{"0-0": "1"}', "the score of 0-0 is not a finite number"),
+        ('{"0-0": [[1]]}', "the score of 0-0 is not a finite number"),
+    ],
+)
+def test_a_damaged_head_file_is_refused_with_its_path(llama, tmp_path, content, reason):
+    path = tmp_path / "heads.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"{path}.*{reason}"):
+        new_tokens(llama, heads=path)
+
+
+def test_head_files_are_found_by_the_name_of_the_model():
+    """As the programs do: 4 of the miniature's 32 heads are an eighth."""
+    model = AutoModelForCausalLM.from_pretrained("miniature")
+    best = load_heads(Transformer.load("miniature"), 4)
+    expected = new_tokens(model, heads=best)
+    assert new_tokens(model, heads=None) == new_tokens(model, heads="org/Miniature") == expected
+    assert new_tokens(model, heads=None, num_heads=5) != expected
