@@ -2,7 +2,7 @@
 
     python -m integrations.lm_eval --model M --method decore-entropy --tasks triviaqa,truthfulqa_mc2
 
-takes the options of decore.py and paper/decoders.py, and passes all others to `lm_eval run`."""
+takes the options of decore.py, and passes all others to `lm_eval run`."""
 
 import sys
 from importlib.metadata import version
@@ -17,8 +17,8 @@ from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line
 
 ROOT = Path(__file__).resolve().parent.parent
-# CAD needs the prompt without its context, which the harness's tasks do not mark. Activation Decoding scores an answer
-# by all its positions at once, which is not a log-probability.
+# CAD needs the prompt without its context, which the harness's tasks do not mark. Activation
+# Decoding scores an answer by all its positions at once, which is not a log-probability.
 METHODS = tuple(method for method in decoders.METHODS if method not in ("cad", "ad"))
 
 
@@ -33,7 +33,9 @@ def main():
             file=sys.stderr,
         )
     HarnessModel, HarnessCLI = import_harness()
-    sys.argv[1:] = ["run", *rest, *([] if args.seed is None else [f"--seed={args.seed}"])]
+    if args.seed is not None:
+        rest.append(f"--seed={args.seed}")  # of the harness's few-shot examples too
+    sys.argv[1:] = ["run", *rest]
     run = rest and HarnessCLI().parse_args()  # without options it prints its help and ends
     if not run or not (run.tasks or run.config):
         raise ValueError(
@@ -53,26 +55,23 @@ def main():
         model, tokenizer, args.batch_size, args.renormalise, template_args, **settings
     )
     libraries = ("torch", "tokenizers", *["transformers"] * args.transformers)
-    run.batch_size, run.model_args = (
-        args.batch_size,
-        settings
-        | {
-            "method": method,
-            "engine": "transformers" if args.transformers else "own",
-            "versions": {name: version(name) for name in libraries},
-            "pretrained": args.model,
-            "amateur": args.amateur,
-            "dtype": str(model.dtype),
-            "renormalise": args.renormalise,
-            "template_args": template_args,
-        },
-    )
+    run.batch_size = args.batch_size
+    run.model_args = settings | {  # stored beside the results
+        "method": method,
+        "engine": "transformers" if args.transformers else "own",
+        "versions": {name: version(name) for name in libraries},
+        "pretrained": args.model,
+        "amateur": args.amateur,
+        "dtype": str(model.dtype),
+        "renormalise": args.renormalise,
+        "template_args": template_args,
+    }
     try:
         run.func(run)
     except ConnectionError as error:
         raise OSError(
-            f"{hub_reason(error)}: {one_line(error, 80)}; fetch the task's data with a connection first, or "
-            "set HF_ENDPOINT to a mirror"
+            f"{hub_reason(error)}: {one_line(error, 80)}; fetch the task's data with a connection "
+            "first, or set HF_ENDPOINT to a mirror"
         ) from None
 
 
@@ -108,7 +107,9 @@ def make_parser():
 
 
 def import_harness():
-    """Import the harness. Its tasks import the library `evaluate`, so our evaluate.py must be found after it."""
+    """Import the harness.
+
+    Its tasks import the library `evaluate`, so our evaluate.py must be found after it."""
     sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
     try:
         from lm_eval._cli import HarnessCLI

@@ -1,7 +1,7 @@
 """A model and a decoding method as a model of lm-evaluation-harness.
 
-Heads are masked as in `score` and `generate`: at every position if answers are scored, from the last prompt token on if
-texts are generated."""
+Heads are masked as in `score` and `generate`: at every position if answers are scored, from the
+last prompt token on if texts are generated."""
 
 import warnings
 from operator import itemgetter
@@ -17,7 +17,9 @@ SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
 
 
 class HarnessModel(TemplateLM):
-    """batch_size: prompts that are continued at once. settings: the arguments of decoders.generate and score."""
+    """batch_size: prompts that are continued at once.
+
+    settings: the arguments of `decoders.generate` and `decoders.score`."""
 
     max_gen_toks = 256  # if a task does not say; the same as in the harness's `hf`
     tokenizer_name = ""  # names caches of requests, which the command refuses
@@ -26,16 +28,14 @@ class HarnessModel(TemplateLM):
         self, model, tokenizer, batch_size=1, renormalise=True, template_args=None, **settings
     ):
         super().__init__()
-        self.model, self.tokenizer, self.batch_size, self.template_args = (
-            model,
-            tokenizer,
-            batch_size,
-            template_args,
-        )
-        self.settings, self.renormalise = settings, renormalise
-        self.max_length = min(
-            m.config.max_positions for m in (model, settings.get("amateur") or model)
-        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.template_args = template_args
+        self.settings = settings
+        self.renormalise = renormalise
+        models = [model, settings.get("amateur") or model]
+        self.max_length = min(m.config.max_positions for m in models)
 
     @property
     def prefix_token_id(self):
@@ -56,8 +56,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """[(texts, context ids, answer ids)] → [(log p, whether greedy decoding gives the answer)].
 
-        A context is read once for all its answers. A context that is too long loses its beginning."""
-        groups, out = {}, {}
+        A context is read once for all its answers; one that is too long loses its beginning."""
+        groups = {}  # context → {number of the request: answer}
+        out = {}
         for i, (_, context, answer) in enumerate(requests):
             room = self.max_length + 1 - len(answer)  # the last token of an answer is not read
             if len(context) > room:
@@ -80,22 +81,22 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         raise ValueError(
-            "perplexity of complete texts is not computed: choose tasks with answers or generated texts"
+            "perplexity of complete texts is not computed: choose tasks with answers or "
+            "generated texts"
         )
 
     def generate_until(self, requests, disable_tqdm=False):
         """Texts up to their first stop string, in batches; the longest prompts first."""
-        prompts, out = [], []
+        prompts = []
+        out = []
         for request in requests:
-            stop, limit = self.read_generation(request.args[1])
-            ids = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[
-                limit - self.max_length :
-            ]
-            prompts.append((ids, (stop, limit)))
+            text, options = request.args
+            stop, limit = self.read_generation(options)
+            ids = self.tok_encode(text) or [self.prefix_token_id]
+            prompts.append((ids[limit - self.max_length :], (stop, limit)))
         groups = Collator(prompts, lambda prompt: -len(prompt[0]), itemgetter(1), "gen_kwargs")
-        for batch in tqdm(
-            list(groups.get_batched(n=self.batch_size)), desc="batches", disable=disable_tqdm
-        ):
+        batches = list(groups.get_batched(n=self.batch_size))
+        for batch in tqdm(batches, desc="batches", disable=disable_tqdm):
             ids, [(stop, limit), *_] = zip(*batch, strict=True)
             streams = [self.tokenizer.stream(stop) for _ in ids]
 
@@ -119,7 +120,8 @@ class HarnessModel(TemplateLM):
     def read_generation(self, options):
         """A task's `generation_kwargs` → (stop strings, maximum number of new tokens)."""
         options = normalize_gen_kwargs(options, self.max_gen_toks)
-        stop, limit = options.pop("until"), options.pop("max_gen_toks")
+        stop = options.pop("until")
+        limit = options.pop("max_gen_toks")
         for name, value in options.items():
             if name not in SAMPLING and (name not in GREEDY or value != GREEDY[name]):
                 raise ValueError(
@@ -128,8 +130,8 @@ class HarnessModel(TemplateLM):
                 )
         if not 0 < limit < self.max_length:
             raise ValueError(
-                f"a task needs {limit} new tokens, but {self.model.name} reads {self.max_length} with the "
-                "prompt: add --gen_kwargs max_gen_toks=N"
+                f"a task needs {limit} new tokens, but {self.model.name} reads {self.max_length} "
+                "with the prompt: add --gen_kwargs max_gen_toks=N"
             )
         return tuple(text for text in stop if text), limit
 

@@ -44,7 +44,7 @@ def llama(tmp_path_factory):
 
 
 def new_tokens(model, prompts=PROMPTS[:1], **more):
-    """The new tokens. Prompts are padded on the left with -1, which the attention mask leaves out."""
+    """The new tokens. Padding on the left is -1, which the attention mask leaves out."""
     ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
     inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
     return model.generate(**inputs, **FOLDER | GREEDY | more)[:, ids.shape[1] :].tolist()

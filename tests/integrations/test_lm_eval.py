@@ -1,4 +1,4 @@
-"""The model for lm-evaluation-harness against the harness's own, `hf`, and against `score` and `generate`.
+"""The model for lm-evaluation-harness beside the harness's own, `hf`, `score` and `generate`.
 
 `hf` gets its tokenizers as objects, because transformers 5 builds others from some old files."""
 
