@@ -23,7 +23,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(description, **more):
-    return Parser(description=description, allow_abbrev=False, **more)
+    """A parser. description: its first line is shown; None, as __doc__ under -OO, for nothing."""
+    first = (description or "").partition("\n")[0]
+    return Parser(description=first, allow_abbrev=False, **more)
 
 
 # ------------------------------------------------------------------------------------------------------ argparse types

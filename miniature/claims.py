@@ -233,7 +233,7 @@ def table(folder):
 
 
 def main():
-    parser = cli.parser(__doc__.split("\n")[0])
+    parser = cli.parser(__doc__)
     parser.add_argument("folder", metavar="DIR", help="folder with the runs")
     print(table(parser.parse_args().folder))
 

@@ -232,7 +232,7 @@ def make_split(name, n, seed=0):
 
 
 def main():
-    parser = cli.parser(__doc__.split("\n")[0])
+    parser = cli.parser(__doc__)
     parser.add_argument("--split", choices=SPLITS, required=True)
     parser.add_argument("--n", type=cli.positive, default=256, help="items (default: 256)")
     parser.add_argument("--seed", type=cli.number(int), default=0, help="which items (default: 0)")

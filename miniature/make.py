@@ -41,7 +41,7 @@ SWEEPS = (  # options of evaluate.py
 
 
 def main():
-    parser = cli.parser(__doc__.split("\n")[0])
+    parser = cli.parser(__doc__)
     parser.add_argument(
         "--out",
         type=Path,

@@ -213,7 +213,7 @@ def write_checkpoint(folder, config, steps):
 
 
 def main():
-    parser = cli.parser(__doc__.split("\n")[0])
+    parser = cli.parser(__doc__)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoint"
     )

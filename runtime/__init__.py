@@ -1,1 +1,1 @@
-"""What models stand on: configurations, weights, ranks, attention, and the engine over transformers."""
+"""What models stand on: configurations, weights, ranks, attention, the engine over transformers."""

@@ -36,11 +36,11 @@ class Config:
 
     @classmethod
     def from_checkpoint(cls, folder):
-        """Reads config.json as transformers 5 does. ValueError for missing or unsupported fields."""
+        """Read config.json as transformers 5 does. ValueError for missing or unsupported fields."""
         path = Path(folder) / "config.json"
         if not path.exists():
             raise FileNotFoundError(
-                f"{path} is missing; of .gguf files give the original checkpoint"
+                f"{path} is missing; instead of .gguf files, give the original checkpoint"
             )
         c = read_json(path)
         model_type = field(c, path, "model_type", [*FAMILIES])
@@ -50,13 +50,14 @@ class Config:
         need("mlp_bias", [False])
         need("is_causal", [True])
         need("quantization_config", [None, {}])
-        d_model, n_heads = need("hidden_size", SIZE), need("num_attention_heads", SIZE)
+        d_model = need("hidden_size", SIZE)
+        n_heads = need("num_attention_heads", SIZE)
         n_kv_heads = need("num_key_value_heads", SIZE, null=n_heads)
         head_dim = need("head_dim", SIZE, null=d_model // n_heads)
         if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(
-                f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; the "
-                "number of heads must be a multiple of the latter, and the width must be even"
+                f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; "
+                "the number of heads must be a multiple of the latter, and the width must be even"
             )
         # As in transformers. Qwen2 always has biases of q, k and v, and never one of o.
         bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
@@ -104,7 +105,9 @@ FAMILIES = {
 }
 
 # Kinds of fields: a type; a type with the lowest and the highest value; a list of all values.
-SIZE, LENGTH, POSITIVE = (int, 1, 10**6), (int, 1, 2**30), (float, 1e-30, 1e30)
+SIZE = (int, 1, 10**6)
+LENGTH = (int, 1, 2**30)
+POSITIVE = (float, 1e-30, 1e30)
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -133,14 +136,18 @@ def field(fields, where, key, kind, null=...):
     if value is None and null is not ...:
         return null
     if isinstance(kind, list):
-        valid, expected = value in kind, " or ".join(map(json.dumps, kind))
-        expected += "" if key == "dtype" else " (--transformers decodes with others)"
+        valid = value in kind
+        expected = " or ".join(map(json.dumps, kind))
+        if key != "dtype":
+            expected += " (HFModel, or --transformers, decodes with others)"
+    elif isinstance(kind, tuple):
+        kind, low, high = kind
+        types = (int, float) if kind is float else (int,)
+        valid = type(value) in types and low <= value <= high
+        expected = f"{KINDS[kind]} from {low} to {high}"
     else:
-        kind, low, high = kind if isinstance(kind, tuple) else (kind, None, None)
-        valid = (type(value) is kind or (type(value), kind) == (int, float)) and (
-            low is None or low <= value <= high
-        )
-        expected = KINDS[kind] + (f" from {low} to {high}" if low is not None else "")
+        valid = type(value) is kind
+        expected = KINDS[kind]
     if not valid:
         present = one_line(json.dumps(value), 80) if key in fields else "missing"
         raise ValueError(f"{where}: {key} is {present}; it must be {expected}")
@@ -162,11 +169,13 @@ def read_rope(c, path, max_positions):
         "rope_theta": c["rope_theta"],
         TRAINED: max_positions,
         "partial_rotary_factor": c["partial_rotary_factor"],
-    } | inner
+    }
+    rope |= inner
     rope[TRAINED] = c.get(TRAINED, rope[TRAINED])  # the outer one takes precedence
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", [1], null=1)
-    rope_type, theta = need("rope_type", [*SCALINGS]), float(need("rope_theta", (float, 2, 1e30)))
+    rope_type = need("rope_type", [*SCALINGS])
+    theta = float(need("rope_theta", (float, 2, 1e30)))
     scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise ValueError(
@@ -177,31 +186,26 @@ def read_rope(c, path, max_positions):
 
 
 def read_windows(c, path):
-    """One window per layer. Mistral's applies if it is a number, Qwen's with `use_sliding_window`."""
-    need, n_layers, qwen = (
-        partial(field, c, path),
-        c["num_hidden_layers"],
-        c["model_type"].startswith("qwen"),
-    )
-    applies = need("use_sliding_window", bool) if qwen else c["model_type"] == "mistral"
-    window = need("sliding_window", LENGTH, null=None) if applies else None
-    if not qwen:
-        return (window,) * n_layers
-    full, sliding, first = (
-        "full_attention",
-        "sliding_attention",
-        need("max_window_layers", (int, 0, 2**30)),
-    )
-    kinds = need(
-        "layer_types",
-        list,
-        null=[sliding if window and i >= first else full for i in range(n_layers)],
-    )
+    """The window of each layer. Mistral's applies if it is a number, Qwen's if
+    `use_sliding_window` is true."""
+    need = partial(field, c, path)
+    n_layers = c["num_hidden_layers"]
+    if c["model_type"] == "llama":
+        return (None,) * n_layers
+    if c["model_type"] == "mistral":
+        return (need("sliding_window", LENGTH, null=None),) * n_layers
+    window = None
+    if need("use_sliding_window", bool):
+        window = need("sliding_window", LENGTH, null=None)
+    full, sliding = "full_attention", "sliding_attention"
+    first = need("max_window_layers", (int, 0, 2**30))
+    default = [sliding if window and i >= first else full for i in range(n_layers)]
+    kinds = need("layer_types", list, null=default)
     known = [full, sliding] if window else [full]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
         raise ValueError(
-            f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} it must be "
-            f"{n_layers} times {' or '.join(known)}"
+            f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} "
+            f"it must be {n_layers} times {' or '.join(known)}"
         )
     return tuple(window if kind == sliding else None for kind in kinds)
 
@@ -210,16 +214,16 @@ def rope_frequencies(c):
     """Angle per position of each rotary pair, [K/2] float32.
 
     Operations and order are transformers': at position 4,000 one bit shows in the logits.
-    `linear` slows down all pairs, `llama3` only the slow ones."""
-    f, s = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim), c.rope_scaling
-    if s is None:
+    `linear` slows down all pairs, `llama3` only those of long wavelengths."""
+    f = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+    scaling = c.rope_scaling
+    if scaling is None:
         return f
-    if s["rope_type"] == "linear":
-        return f / s["factor"]
-    factor, low, high, trained = (s[name] for name in SCALINGS["llama3"])
+    if scaling["rope_type"] == "linear":
+        return f / scaling["factor"]
+    factor, low, high, trained = (scaling[name] for name in SCALINGS["llama3"])
     wavelength = 2 * math.pi / f
     blend = (trained / wavelength - low) / (high - low)
     between = (1 - blend) * f / factor + blend * f
-    return f.where(
-        wavelength < trained / high, (f / factor).where(wavelength > trained / low, between)
-    )
+    slowed = (f / factor).where(wavelength > trained / low, between)
+    return f.where(wavelength < trained / high, slowed)

@@ -1,4 +1,4 @@
-"""Limits of the machine and of the network: what an error means, and no waiting for a missing hub."""
+"""Errors of the machine and of the network: which are out of memory, and why a download failed."""
 
 import re
 
@@ -7,10 +7,10 @@ from runtime.files import one_line
 
 def out_of_memory(error):
     """Whether a device, or the host, is out of memory."""
+    if isinstance(error, MemoryError):
+        return True
     texts = "out of memory", "DefaultCPUAllocator"  # in the messages of torch's RuntimeErrors
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def offline_if_unreachable():
@@ -32,4 +32,5 @@ def hub_reason(error):
 
     if constants.HF_HUB_OFFLINE:
         return f"no connection to {constants.ENDPOINT.split('//')[-1]}, or HF_HUB_OFFLINE is set"
-    return one_line(re.split(r"\n| \(Request", str(error))[0].removeprefix("Got: "), 60)
+    reason = re.split(r"\n| \(Request", str(error))[0]
+    return one_line(reason.removeprefix("Got: "), 60)

@@ -1,4 +1,4 @@
-"""Files of text and JSON: read, append, replace in one step, lock; a hash, messages in one line."""
+"""Files of text and JSON: reading, appending, replacing in one step, locking; one-line messages."""
 
 import codecs
 import gzip
@@ -27,7 +27,8 @@ def read_json(path, kind=dict):
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, kind):
-        raise ValueError(f"{path} must contain a JSON {'object' if kind is dict else 'list'}")
+        name = "object" if kind is dict else "list"
+        raise ValueError(f"{path} must contain a JSON {name}")
     return value
 
 
@@ -35,9 +36,10 @@ def json_lines(path, complete=False):
     """Yields (line number, object) for each line that is not blank. The file may be gzip (.gz).
 
     ValueError, with its number, for a line that cannot be parsed. Unless `complete`, the last line
-    is then skipped instead, as a killed process leaves one."""
+    is then skipped instead, since a killed process may have cut it."""
+    read = gzip.open if Path(path).suffix == ".gz" else open
     try:
-        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rb") as file:
+        with read(path, "rb") as file:
             lines = file.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: a damaged gzip file ({error})") from None
@@ -46,9 +48,8 @@ def json_lines(path, complete=False):
             continue
         try:
             value = json.loads(line.decode())
-            json.dumps(
-                value, ensure_ascii=False, allow_nan=False
-            ).encode()  # fails for NaN and lone surrogates
+            # This fails for NaN and lone surrogates.
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__} instead of an object")
         except (ValueError, RecursionError) as error:
@@ -61,15 +62,16 @@ def json_lines(path, complete=False):
 
 
 def append(path, rows, mode="a"):
-    """Writes the rows to the end of a file of JSON lines in one call, and to the disk."""
+    """Append the rows to a file of JSON lines in one call, and sync it to the disk."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     with open(path, mode, encoding="utf-8") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        file.write("".join(lines))
         file.flush()
         os.fsync(file.fileno())
 
 
 def write(path, rows):
-    """Replaces a file of JSON lines in one step: a reader gets the old file or the new one."""
+    """Replace a file of JSON lines in one step: a reader gets the old file or the new one."""
     draft = path.with_name(path.name + ".draft")
     append(draft, rows, mode="w")
     os.replace(draft, path)
@@ -77,7 +79,7 @@ def write(path, rows):
 
 @contextmanager
 def locked(path):
-    """Locks a file, and creates its folder. OSError if another process has locked it."""
+    """Lock a file, and create its folder. OSError if another process has locked it."""
     from filelock import FileLock, Timeout  # slow, and few programs write
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,7 @@ def locked(path):
                 os.unlink(lock.lock_file)
     except Timeout:
         raise OSError(
-            f"{path} is being written by another process; wait for it, or choose another --out"
+            f"{path} is being written by another process; wait for it, or write to another file"
         ) from None
 
 
@@ -100,13 +102,13 @@ def one_line(error, limit=300):
 
 
 def short_hash(content):
+    """16 hexadecimal digits of the SHA-256 of bytes."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def commit():
     """The commit that is checked out; None without git."""
+    command = ["git", "rev-parse", "HEAD"]
     with suppress(FileNotFoundError):
-        git = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-        )
+        git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
         return git.stdout.strip() or None

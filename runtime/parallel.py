@@ -1,4 +1,4 @@
-"""The processes that torchrun started share a model (`Shard`), or a benchmark's examples (`Ranks`)."""
+"""The ranks that torchrun started share a model (`Shard`), or a benchmark's examples (`Ranks`)."""
 
 import os
 from datetime import timedelta
@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from runtime.files import one_line
+from runtime.torchrun import rank_and_size
 
 COLLECTIVE = timedelta(minutes=10)  # the longest wait for the other ranks inside a pass
 PATIENT = timedelta(days=30)  # the longest wait for a download or other replicas' batches
 
-# Its name before torch 2.13 is the second.
+# The second is its name before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -21,8 +22,8 @@ def call(collective, *args, **kw):
         collective(*args, **kw)
     except RuntimeError as error:
         raise ConnectionError(
-            f"{collective.__name__} failed ({one_line(error)}); another rank may have ended; start "
-            "all of them with torchrun"
+            f"{collective.__name__} failed ({one_line(error)}); another rank may have ended; "
+            "start all of them with torchrun"
         ) from error
 
 
@@ -30,21 +31,23 @@ class Shard:
     """One of `size` ranks that share a model. With one rank every method returns its input."""
 
     def __init__(self, rank=0, size=1, group=None):
-        self.rank, self.size, self.group = rank, size, group
+        self.rank = rank
+        self.size = size
+        self.group = group
 
     @classmethod
     def from_environment(cls, device="cpu"):
         """All ranks that torchrun started; one rank without it."""
-        if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        if rank_and_size()[1] < 2:
             return cls()
         if not dist.is_initialized():
-            call(
-                dist.init_process_group, "nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE
-            )
+            backend = "nccl" if device == "cuda" else "gloo"
+            call(dist.init_process_group, backend, timeout=COLLECTIVE)
         return cls(dist.get_rank(), dist.get_world_size())
 
     def part(self, n, copies=False):
-        """This rank's slice of n equal parts. copies: of fewer parts than ranks, several share one."""
+        """This rank's slice of n items. copies: if there are fewer items than ranks, several ranks
+        have the same one."""
         if copies and self.size % n == 0:
             start = self.rank * n // self.size
             return slice(start, start + 1)
@@ -77,31 +80,30 @@ class Shard:
 class Ranks:
     """All processes: `replicas` copies of the model, each over `tp` of them, in step by batch.
 
-    world: all ranks. shard: those that share this rank's copy of the model."""
+    tp: None for one copy. world: all ranks. shard: those that share this rank's copy."""
 
     def __init__(self, tp=1, device="auto"):
         world = Shard.from_environment(
             "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         )
+        tp = tp or world.size
         if world.size % tp:
             raise ValueError(
-                f"--tp {tp} does not divide the {world.size} ranks; start torchrun with --nproc-per-node"
+                f"tp {tp} does not divide the {world.size} ranks; "
+                "start torchrun with another --nproc-per-node"
             )
-        self.rank, self.tp, self.replicas, self.replica = (
-            world.rank,
-            tp,
-            world.size // tp,
-            world.rank // tp,
-        )
-        self.world, self.shard = world, Shard()
+        self.tp = tp
+        self.rank = world.rank
+        self.replicas = world.size // tp
+        self.replica = world.rank // tp
+        self.world = world
+        self.shard = Shard()
         if world.size > 1:
-            groups = [
-                dist.new_group(range(at, at + tp), COLLECTIVE) for at in range(0, world.size, tp)
-            ]
+            firsts = range(0, world.size, tp)
+            groups = [dist.new_group(range(first, first + tp), COLLECTIVE) for first in firsts]
             self.shard = Shard(world.rank % tp, tp, groups[self.replica])
-            self.world = Shard(
-                world.rank, world.size, dist.new_group(backend="gloo", timeout=PATIENT)
-            )
+            patient = dist.new_group(backend="gloo", timeout=PATIENT)
+            self.world = Shard(world.rank, world.size, patient)
 
     def share(self, work):
         """Rank 0's work(), on every rank."""
@@ -125,12 +127,12 @@ def rank_device(device):
         raise ValueError(
             f"device {device} is not on this machine: torch finds {n} GPUs; choose another, or cpu"
         )
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        local = int(os.environ.get("LOCAL_RANK", 0))
+    if rank_and_size()[1] > 1:
+        local = int(os.environ["LOCAL_RANK"])
         if device.index is not None or local >= n > 1:
             raise ValueError(
-                f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, and "
-                f"--nproc-per-node at most {n}"
+                f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, "
+                f"and --nproc-per-node at most {n}"
             )
         device = torch.device("cuda", local if n > 1 else 0)  # a process may see only its own GPU
     if device.index is not None:

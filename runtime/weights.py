@@ -4,7 +4,6 @@ huggingface_hub reads HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT."""
 
 import hashlib
 import json
-import math
 import os
 import re
 from dataclasses import replace
@@ -26,7 +25,8 @@ def checkpoint_folder(name, weights=True):
     """`name` itself if it is a folder, else the snapshot of the hub id "owner/name".
 
     weights: whether to download the weights too. OSError if there is no such checkpoint."""
-    name, folder = str(name), Path(name).expanduser()
+    name = str(name)
+    folder = Path(name).expanduser()
     if name and folder.is_dir():
         if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
             raise FileNotFoundError(
@@ -38,25 +38,28 @@ def checkpoint_folder(name, weights=True):
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
             "single files, such as .gguf, are not read"
         )
-    patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * weights
+    patterns = ["*.json", "*.jinja"]
+    if weights:
+        patterns.append("*.safetensors")
+    # Llama and Mistral hold the weights again, in original/ or as consolidated*.safetensors.
+    duplicates = ["*/*", "consolidated*"]
     try:
-        # Llama and Mistral hold the weights again, in original/ or as consolidated*.safetensors.
-        return Path(
-            snapshot_download(
-                name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
-            )
-        )
+        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=duplicates)
     except Exception as error:  # the network library raises many kinds
         raise OSError(
-            f"{hub_reason(error)}: cannot download {name}; check the name and the connection, or give a "
-            "folder; a gated one needs its terms accepted and HF_TOKEN"
+            f"{hub_reason(error)}: cannot download {name}; check the name and the connection, "
+            "or give a folder; a gated one needs its terms accepted and HF_TOKEN"
         ) from None
+    return Path(folder)
 
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+BUFFER = "inv_freq"  # old checkpoints store these buffers
 
 # Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
-# D model width   F feed-forward width   V vocabulary   H query, G key/value heads × K   K head width
+#     D model width          F feed-forward width   V vocabulary
+#     H query heads × K      G key/value heads × K  K head width
 NAMES = {
     "embed.weight": {EMBEDDING: "VD"},
     "norm.weight": {"model.norm.weight": "D"},
@@ -83,22 +86,26 @@ NAMES = {
 
 
 def weight_table(model):
-    """{parameter: {name in the checkpoint: (shape, this rank's slices)}}. Ranks split F, V, H, G."""
-    c, K, part, table = model.config, model.config.head_dim, model.shard.part, {}
-    kv = part(c.n_kv_heads, copies=True)
-    axes = {
+    """{parameter: {name in the checkpoint: (shape, this rank's slices)}}."""
+    c = model.config
+    K = c.head_dim
+    part = model.shard.part
+    heads, kv_heads = part(c.n_heads), part(c.n_kv_heads, copies=True)
+    axes = {  # letter → (size, this rank's slice)
         "D": (c.d_model, slice(None)),
         "K": (K, slice(None)),
-        "G": (c.n_kv_heads * K, slice(kv.start * K, kv.stop * K)),
+        "F": (c.d_ff, part(c.d_ff)),
+        "V": (c.vocab_size, part(c.vocab_size)),
+        "H": (c.n_heads * K, slice(heads.start * K, heads.stop * K)),
+        "G": (c.n_kv_heads * K, slice(kv_heads.start * K, kv_heads.stop * K)),
     }
-    axes |= {
-        axis: (n, part(n)) for axis, n in (("F", c.d_ff), ("V", c.vocab_size), ("H", c.n_heads * K))
-    }
+    table = {}
     for parameter, _ in model.named_parameters():
         layer, name = re.fullmatch(r"(layers\.\d+\.)?(.+)", parameter).groups()
         table[parameter] = {}
         for stored, letters in NAMES[name].items():
-            shape, slices = zip(*(axes[letter] for letter in letters), strict=True)
+            shape = tuple(axes[letter][0] for letter in letters)
+            slices = tuple(axes[letter][1] for letter in letters)
             table[parameter][f"model.{layer}{stored}" if layer else stored] = shape, slices
     return table
 
@@ -114,56 +121,62 @@ def named_tensors(model, of=lambda parameter: parameter):
 
 def load_weights(model, folder, device):
     """Fills the parameters from safetensors. ValueError for missing, unused or odd tensors."""
-    files, table, tied = weight_files(folder), weight_table(model), model.config.tied_embeddings
+    files = weight_files(folder)
+    table = weight_table(model)
+    tied = model.config.tied_embeddings
     if tied and EMBEDDING not in files:  # the matrix may be stored under its other name
         table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
     names = {name for pieces in table.values() for name in pieces}
-    missing = sorted(names - files.keys())
-    # Old checkpoints store inv_freq, a buffer.
-    unused = sorted(
-        n for n in files.keys() - names if not (tied and n == HEAD) and not n.endswith("inv_freq")
-    )
-    if missing or unused:
-        raise ValueError(
-            f"{folder}: missing {missing[:4]}, unused {unused[:4]}; do config.json and the safetensors "
-            "files belong together?"
-        )
+    unused = {name for name in files.keys() - names if not name.endswith(BUFFER)}
+    if tied:
+        unused.discard(HEAD)
+    check_names(folder, names - files.keys(), unused)
     # Large matrices first: then the peak of the host's memory is the weights alone.
-    for parameter, empty in sorted(
-        model.named_parameters(), key=lambda item: -math.prod(item[1].shape)
-    ):
-        weight, row = torch.zeros(empty.shape, dtype=model.dtype, device=device), 0
+    empty = dict(model.named_parameters())
+    for parameter in sorted(empty, key=lambda name: -empty[name].numel()):
+        weight = torch.zeros(empty[parameter].shape, dtype=model.dtype, device=device)
+        row = 0
         for name, (shape, slices) in table[parameter].items():
-            with safe_open(
-                files[name], "pt"
-            ) as file:  # once per tensor: closing it releases its pages
-                tensor = file.get_slice(name)
-                if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in (
-                    "F32",
-                    "F16",
-                    "BF16",
-                ):
-                    raise ValueError(
-                        f"{files[name]}: {name} is {tensor.get_dtype()} {tensor.get_shape()}; config.json "
-                        f"requires F32, F16 or BF16 {list(shape)}"
-                    )
-                values = tensor[slices]
-            weight[row : row + len(values)] = (
-                values  # of the vocabulary the last rank may have fewer
-            )
+            values = read_slice(files[name], name, shape, slices)
+            # The last rank may have fewer rows of the vocabulary.
+            weight[row : row + len(values)] = values
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
             raise ValueError(
-                f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; load in "
-                "float32 or download the file again"
+                f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; "
+                "load in float32 or download the file again"
             )
         module, _, attribute = parameter.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
+def check_names(folder, missing, unused):
+    """ValueError if tensors are missing or unused."""
+    if missing or unused:
+        raise ValueError(
+            f"{folder}: missing {sorted(missing)[:4]}, unused {sorted(unused)[:4]}; "
+            "do config.json and the safetensors files belong together?"
+        )
+
+
+def read_slice(path, name, shape, slices):
+    """A slice of a tensor of this shape. The file is closed again, which releases its pages."""
+    with safe_open(path, "pt") as file:
+        tensor = file.get_slice(name)
+        dtype = tensor.get_dtype()
+        if tuple(tensor.get_shape()) != shape or dtype not in ("F32", "F16", "BF16"):
+            raise ValueError(
+                f"{path}: {name} is {dtype} {tensor.get_shape()}; config.json requires F32, F16 "
+                f"or BF16 {list(shape)}"
+            )
+        return tensor[slices]
+
+
 def weight_files(folder):
     """{name of a tensor: its safetensors file}. Of an index only the files' names are used."""
-    folder, single, index = Path(folder), "model.safetensors", "model.safetensors.index.json"
+    folder = Path(folder)
+    single = "model.safetensors"
+    index = "model.safetensors.index.json"
     if os.path.lexists(folder / single):  # takes precedence, as in transformers
         names = {single}
     elif os.path.lexists(folder / index):
@@ -171,8 +184,8 @@ def weight_files(folder):
         names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
         if not names or not all(map(FILE.fullmatch, names)):
             raise ValueError(
-                f"{folder / index}: weight_map must map tensors to safetensors files of its own folder; "
-                "download it again"
+                f"{folder / index}: weight_map must map tensors to safetensors files of its own "
+                "folder; download it again"
             )
     else:
         raise FileNotFoundError(
@@ -182,24 +195,29 @@ def weight_files(folder):
     files = {}
     for path in sorted(folder / name for name in names):
         try:
+            path.open("rb").close()  # safe_open calls a file without permission missing
             with safe_open(path, "pt") as file:
-                twice = sorted(files.keys() & set(file.keys()))
-                files |= dict.fromkeys(file.keys(), path)
+                tensors = file.keys()
+        except PermissionError:
+            raise
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
+        twice = sorted(files.keys() & set(tensors))
         if twice:
             raise ValueError(
                 f"{path}: another file has {twice[0]} too; download the checkpoint again"
             )
+        files |= dict.fromkeys(tensors, path)
     return files
 
 
 def untie(config, files):
-    """The configuration, without tied embeddings if the stored lm_head differs, as in transformers."""
+    """The configuration; as in transformers, without tied embeddings if the stored head differs."""
     if not config.tied_embeddings or EMBEDDING not in files or HEAD not in files:
         return config
     with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
-        embedding, head = first.get_tensor(EMBEDDING), second.get_tensor(HEAD)
+        embedding = first.get_tensor(EMBEDDING)
+        head = second.get_tensor(HEAD)
     same = embedding.dtype == head.dtype and torch.equal(embedding, head)
     return config if same else replace(config, tied_embeddings=False)
 
@@ -211,20 +229,22 @@ HASHED = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-LARGE, BLOCK, BLOCKS = 2**20, 2**12, 8  # of tensors above LARGE bytes, BLOCKS blocks are hashed
+LARGE = 2**20  # bytes up to which a tensor is hashed as a whole
+BLOCKS = 8  # number of blocks of a larger one that are hashed
+BLOCK = 2**12  # bytes of a block
 
 
 def fingerprint(name):
     """A checkpoint's content: {"weights" or a file's name: hash}. Takes seconds even for 70B.
 
-    The weights' hash covers every tensor's name, type, shape and bytes; of a large one, eight evenly
-    spread blocks. Training changes it; a change of one row may not. Files do not matter."""
+    The weights' hash covers every tensor's name, type, shape and bytes; of a large one, eight
+    evenly spread blocks. Training changes it; a change of one row may not. How tensors are spread
+    over files does not matter."""
     folder = checkpoint_folder(name)
-    hashes = {
-        file: short_hash((folder / file).read_bytes())
-        for file in HASHED
-        if (folder / file).is_file()
-    }
+    hashes = {}
+    for file in HASHED:
+        if (folder / file).is_file():
+            hashes[file] = short_hash((folder / file).read_bytes())
     weights = hashlib.sha256()
     for tensor, path in sorted(weight_files(folder).items()):
         with open(path, "rb") as file:
@@ -232,7 +252,9 @@ def fingerprint(name):
             header = json.loads(file.read(start - 8))[tensor]
             first, last = header["data_offsets"]
             weights.update(json.dumps([tensor, header["dtype"], header["shape"]]).encode())
-            n, size = (1, last - first) if last - first <= LARGE else (BLOCKS, BLOCK)
+            n, size = BLOCKS, BLOCK
+            if last - first <= LARGE:
+                n, size = 1, last - first
             for i in range(n):
                 file.seek(start + first + i * (last - first - size) // max(1, n - 1))
                 weights.update(file.read(size))

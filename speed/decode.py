@@ -268,7 +268,7 @@ def origin(device):
 
 
 def parse():
-    p = cli.parser(__doc__.splitlines()[0])
+    p = cli.parser(__doc__)
     model = p.add_mutually_exclusive_group()
     model.add_argument(
         "--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)"

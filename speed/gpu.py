@@ -47,7 +47,7 @@ def dry(command):
 
 
 def main():
-    p = cli.parser(__doc__.splitlines()[0])
+    p = cli.parser(__doc__)
     p.add_argument("--dry-run", action="store_true", help="a tiny shape on a CPU")
     p.add_argument("--out", type=Path, help="also write the results there, after each section")
     args = p.parse_args()

@@ -1,11 +1,13 @@
-"""Downloads from a hub on the loopback interface: which files are requested, and what each failure prints.
+"""Downloads from a hub on the loopback interface: the files requested, the line for each failure.
 
-huggingface_hub reads its environment when it is imported, so a second process downloads, once for all tests."""
+huggingface_hub reads its environment when it is imported. So a second process downloads, once for
+all tests."""
 
 import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -62,11 +64,16 @@ for name, case in json.loads(sys.argv[1]).items():
             path, record = data.from_hub(HubFile(*case))
             lines[name] = f"{path.read_text()} {record['revision']}"
         else:
-            lines[name] = sorted(path.name for path in checkpoint_folder(*case).rglob("*") if not path.is_dir())
+            paths = checkpoint_folder(*case).rglob("*")
+            lines[name] = sorted(path.name for path in paths if not path.is_dir())
     except (ValueError, OSError) as error:
         lines[name] = str(error)
 print(json.dumps(lines))
 """
+
+
+def object_id(file):
+    return f"{FILES.index(file):040x}"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -89,21 +96,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif path.startswith("/api/"):
             rows = {"id": "open/model", "sha": COMMIT, "siblings": []}
             if "/tree/" in path:
-                rows = [
-                    {"type": "file", "path": f, "size": len(f), "oid": f"{i:040x}"}
-                    for i, f in enumerate(FILES)
-                ]
+                rows = [dict(type="file", path=f, size=len(f), oid=object_id(f)) for f in FILES]
             self.answer(200, json.dumps(rows).encode(), **{"Content-Type": "application/json"})
         else:
-            self.answer(200, name.encode(), ETag=f'"{FILES.index(name):040x}"')
+            self.answer(200, name.encode(), ETag=f'"{object_id(name)}"')
 
     do_HEAD = do_GET
 
     def answer(self, status, body, **headers):
         self.send_response(status)
-        for key, value in (
-            headers | {"X-Repo-Commit": COMMIT, "Content-Length": len(body)}
-        ).items():
+        headers |= {"X-Repo-Commit": COMMIT, "Content-Length": len(body)}
+        for key, value in headers.items():
             self.send_header(key, str(value))
         self.end_headers()
         if self.command == "GET":
@@ -117,18 +120,9 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.paths = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.upper().startswith("HF_") and "PROXY" not in k.upper()
-    }
-    clean |= {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "PYTHONPATH": ".",
-    }
+    clean = {k: v for k, v in os.environ.items() if not re.match("HF_|.*PROXY", k.upper())}
+    clean |= dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path))
+    clean |= dict(HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1", PYTHONPATH=".")
     done = subprocess.run(
         [sys.executable, "-c", CLIENT, json.dumps(CASES)],
         env=clean,
@@ -143,18 +137,13 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
     assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
     assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
-    for name, word in {
-        "gated": "HF_TOKEN",
-        "error": "500",
-        "not cached": "connection",
-        "other hash": "--data FILE",
-        "no data": "--data FILE",
-    }.items():
+    words = {"gated": "HF_TOKEN", "error": "500", "not cached": "connection"}
+    words |= {"other hash": "--data FILE", "no data": "--data FILE"}
+    for name, word in words.items():
         assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
-    for name in ("gated", "error", "not cached"):
-        assert len(lines[name]) <= 200 and lines[name].index(":") < lines[name].index(
-            CASES[name][0]
-        )  # the reason
+    for name in ("gated", "error", "not cached"):  # the reason comes first, in a few words
+        reason, _, rest = lines[name].partition(":")
+        assert CASES[name][0] in rest and len(lines[name]) <= 200
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Two and four ranks give one rank's tokens and logits. torchrun starts this file once, with four ranks and gloo."""
+"""Two and four ranks give one rank's tokens and logits.
+
+torchrun starts this file once, with four ranks and gloo."""
 
 import json
 import os
@@ -19,6 +21,7 @@ import program
 from decore import make_head_mask, score
 from model import Transformer
 from paper.decoders import generate
+from runtime import torchrun as torchrun_names
 from runtime.config import Config
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device
 from runtime.weights import named_tensors
@@ -37,27 +40,23 @@ from tests.core.test_gpu_on_cpu import (
 MODELS = {
     family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"
 }
-MODELS |= {
-    "vocabulary-of-97": (
-        "llama3",
-        dict(vocab_size=97),
-    ),  # the last rank has fewer rows than the others
-    "one-kv-head": ("qwen3", dict(num_key_value_heads=1)),
-}
+# The last rank has fewer rows than the others.
+MODELS["vocabulary-of-97"] = ("llama3", dict(vocab_size=97))
+MODELS["one-kv-head"] = ("qwen3", dict(num_key_value_heads=1))
 ATOL = 1e-5  # sums in another order, in float32
 
 
 def results(folder, name, shard=None):
     """Everything about a model that must not depend on the number of ranks."""
-    model, amateur = (Transformer.load(folder / each, shard=shard) for each in (name, "amateur"))
+    model = Transformer.load(folder / name, shard=shard)
+    amateur = Transformer.load(folder / "amateur", shard=shard)
+    ids = torch.tensor([PROMPTS[2]])
+    head_mask = make_head_mask([[], HEADS], model)
+    answers = [random_ids(3, seed=1), random_ids(2, seed=2)]
     out = {
-        "logits": model(torch.tensor([PROMPTS[2]])).tolist(),
-        "rows": model(
-            torch.tensor([PROMPTS[2]]), head_mask=make_head_mask([[], HEADS], model)
-        ).tolist(),
-        "score": score(
-            model, PROMPTS[0], [random_ids(3, seed=1), random_ids(2, seed=2)], heads=HEADS
-        ),
+        "logits": model(ids).tolist(),
+        "rows": model(ids, head_mask=head_mask).tolist(),
+        "score": score(model, PROMPTS[0], answers, heads=HEADS),
     }
     for case in CASES if name == "llama3" else ["decore-entropy"]:
         texts = generate(model, PROMPTS, max_new_tokens=4, **settings(case, amateur))
@@ -67,23 +66,17 @@ def results(folder, name, shard=None):
 
 def graphs(folder):
     """(warnings, ids) of a rank if all ranks can record a graph, and if the last one cannot."""
-    model, out, is_last = (
-        Transformer.load(folder / "llama3"),
-        [],
-        dist.get_rank() == dist.get_world_size() - 1,
-    )
+    model = Transformer.load(folder / "llama3")
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    out = []
     for kind in (RecordedOnCPU, Full if is_last else RecordedOnCPU):
         with graphs_on_cpu(kind), warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             texts = generate(
                 model, PROMPTS, max_new_tokens=4, graph=True, **settings("decore-entropy")
             )
-        out.append(
-            [
-                [str(w.message) for w in messages if "graph" in str(w.message)],
-                [text.ids for text in texts],
-            ]
-        )
+        reasons = [str(w.message) for w in messages if "graph" in str(w.message)]
+        out.append((reasons, [text.ids for text in texts]))
     return out
 
 
@@ -102,30 +95,15 @@ def together(folder, ranks):
 
 
 def command_line(folder, *more):
-    return [
-        "decore.py",
-        "--model",
-        str(folder / "chat"),
-        "--heads",
-        str(folder / "heads.json"),
-        "--num-heads",
-        "3",
-        "--prompt",
-        "one",
-        "--max-new-tokens",
-        "6",
-        "--device",
-        "cpu",
-        "--json",
-        *more,
-    ]
+    command = f"decore.py --model {folder}/chat --heads {folder}/heads.json --num-heads 3"
+    command += " --prompt one --max-new-tokens 6 --device cpu --json"
+    return [*command.split(), *more]
 
 
 def worker(folder):
     """One of four ranks. Ends with a run of decore.py, and with one that fails."""
-    os.environ["LOCAL_RANK"] = str(
-        int(os.environ["RANK"]) % 2
-    )  # as on two machines with two ranks each
+    # As on two machines with two ranks each.
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
     ranks = Ranks(tp=2)
     out = {
         "4": {name: results(folder, name) for name in MODELS},
@@ -157,17 +135,9 @@ def torchrun(folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "4",
-        "--master-port",
-        str(port),
-    ]
+    start = f"-m torch.distributed.run --nproc-per-node 4 --master-port {port}"
     done = subprocess.run(
-        [*start, "-m", "tests.runtime.test_parallel", str(folder)],
+        [sys.executable, *start.split(), "-m", "tests.runtime.test_parallel", str(folder)],
         cwd=Path(__file__).parents[2],
         input="and another",
         capture_output=True,
@@ -218,29 +188,38 @@ def test_decore_prints_the_same_and_its_mistakes_once_with_four_ranks(
     with (tmp_path / "input").open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         _, alone, _ = call(program.main, *command_line(folder, "--prompt-file", "-")[1:])
-    expected, printed = [
-        [json.loads(line) for line in out.splitlines()] for out in (alone, torchrun[1].stdout)
-    ]
-    assert len(expected) == 2 and [one["ids"] for one in printed] == [
-        one["ids"] for one in expected
-    ]
-    assert torchrun[1].stderr.count("tokens/s") == 1
-    [mistake] = [
-        line for line in torchrun[1].stderr.splitlines() if "error: " in line
-    ]  # of the last program
-    assert torchrun[1].returncode != 0 and "99" in mistake
+    done = torchrun[1]
+    expected = [json.loads(line)["ids"] for line in alone.splitlines()]
+    printed = [json.loads(line)["ids"] for line in done.stdout.splitlines()]
+    assert len(expected) == 2 and printed == expected
+    assert done.stderr.count("tokens/s") == 1
+    # The last program ends in an error.
+    [mistake] = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert done.returncode != 0 and "99" in mistake
 
 
 def test_an_error_of_the_network_is_one_line_with_the_reason():
     def all_reduce(x):
-        raise RuntimeError(
-            "NCCL error in: NCCLUtils.cpp:77, invalid usage\nLast error:\nDuplicate GPU detected"
-        )
+        raise RuntimeError("NCCL error, invalid usage\nLast error:\nDuplicate GPU detected")
 
-    with pytest.raises(
-        ConnectionError, match="^all_reduce failed .* Last error: Duplicate GPU detected"
-    ):
+    with pytest.raises(ConnectionError, match="^all_reduce failed .* Duplicate GPU detected"):
         call(all_reduce, torch.ones(1))
+
+
+def set_ranks(monkeypatch, size, **more):
+    """The environment that torchrun sets."""
+    names = dict.fromkeys(torchrun_names.NAMES, 0) | dict(WORLD_SIZE=size) | more
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("missing", torchrun_names.NAMES)
+def test_processes_are_ranks_only_with_all_that_torchrun_sets(monkeypatch, missing):
+    set_ranks(monkeypatch, 2, RANK=1)
+    assert torchrun_names.rank_and_size() == (1, 2)
+    monkeypatch.delenv(missing)
+    assert torchrun_names.rank_and_size() == (0, 1)
+    assert Shard.from_environment().size == 1  # waits for nobody
 
 
 @pytest.mark.parametrize(
@@ -260,14 +239,12 @@ def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name, value in (("WORLD_SIZE", 4), ("LOCAL_RANK", local)) if local is not None else ():
-        monkeypatch.setenv(name, str(value))
+    words = f"{device} is not on this machine: torch finds {gpus} GPUs"
+    if local is not None:
+        words = f"{device} for local rank {local} of 2 GPUs"
+        set_ranks(monkeypatch, 4, LOCAL_RANK=local)
     if expected is None:
-        words = f"{device} is not on this machine: torch finds {gpus} GPUs"
-        with pytest.raises(
-            ValueError,
-            match=words if local is None else f"{device} for local rank {local} of 2 GPUs",
-        ):
+        with pytest.raises(ValueError, match=words):
             rank_device(device)
     else:
         assert rank_device(device) == torch.device(expected)
@@ -275,20 +252,21 @@ def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus
 
 
 def test_a_model_that_does_not_divide_is_refused_with_the_reason(llama):
-    for reason, changes in (
-        ("6 query heads", dict(n_heads=6)),
-        ("50 feed-forward width", dict(d_ff=50)),
-        ("6 key/value heads", dict(n_heads=12, n_kv_heads=6)),
-    ):
+    cases = {
+        "6 query heads": dict(n_heads=6),
+        "50 feed-forward width": dict(d_ff=50),
+        "6 key/value heads": dict(n_heads=12, n_kv_heads=6),
+    }
+    for reason, changes in cases.items():
         with pytest.raises(ValueError, match=f"4 ranks cannot share {reason}"):
             check_split(replace(llama.config, **changes), 4)
 
 
 def memory(key):
     """A line of /proc/self/status in bytes: VmRSS is the memory of this process, VmHWM its peak."""
-    return next(
-        int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key)
-    )
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
 
 
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
@@ -302,7 +280,8 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
     model = Transformer.load(tmp_path, shard=Shard(1, 4))
-    share, peak = weight_bytes(model), memory("VmHWM") - before
+    peak = memory("VmHWM") - before
+    share = weight_bytes(model)
     assert share < 0.3 * stored and peak < share + 45e6  # about 20 MB are the libraries'
 
 

@@ -1,0 +1,95 @@
+"""Every program: its exit status, its streams, its one line for a mistake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cli
+
+ROOT = Path(__file__).parents[2]
+PRINT = "-c 'import cli, sys; sys.exit(cli.run(lambda: print(\"1 α ←\")))'"
+TORCHRUN = dict(
+    RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+)
+
+
+def raiser(error):
+    def main():
+        raise error
+
+    return main
+
+
+def start(shell, **more):
+    """Runs Python with these arguments in a shell."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = ["bash", "-o", "pipefail", "-c", f"{sys.executable} {shell}"]
+    return subprocess.run(command, cwd=ROOT, env=environment | more, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(
+    "main, status, message",
+    [
+        (lambda: torch.empty(10**15), 2, "out of memory: use fewer"),
+        (raiser(torch.OutOfMemoryError("CUDA out of memory. Tried …")), 2, "out of memory: use"),
+        (raiser(ConnectionError("no\nnetwork")), 2, "no network"),
+        (lambda: open("nowhere/file"), 2, "nowhere/file: no such file or directory"),
+        (raiser(KeyboardInterrupt()), 130, "\n"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_machine_are_one_line_and_a_bug_keeps_its_traceback(
+    call, main, status, message
+):
+    result, out, err = call(main)
+    assert (result, out, err.count("\n")) == (status, "", 1) and message in err
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        call(raiser(RuntimeError("shapes do not fit")))
+
+
+def test_rank_0_alone_prints(call, monkeypatch):
+    monkeypatch.setattr(cli.entry.time, "sleep", lambda seconds: None)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert call(lambda: print("text")) == (0, "", "")
+    assert call(raiser(ValueError("bad"))) == (2, "", "test_entry.py: rank 3: error: bad\n")
+
+
+@pytest.mark.parametrize("rank", ["1", "", "x"])
+def test_a_rank_that_is_left_over_in_a_shell_does_not_silence_a_program(call, monkeypatch, rank):
+    monkeypatch.setenv("RANK", rank)
+    assert call(lambda: print("text")) == (0, "text\n", "")
+
+
+@pytest.mark.parametrize(
+    "shell, status, err",
+    [
+        (f"{PRINT} | true", 0, ""),
+        ("-m miniature.data --split open --n 1 > /dev/full", 2, "no space left on device\n"),
+        ("-m miniature.data --split open --n 1 <&- >&-", 0, ""),
+        (f"-W error {PRINT} > /dev/null", 0, ""),
+        ("-OO -m miniature.claims --help > /dev/null", 0, ""),
+        ("-OO -m speed.decode --help > /dev/null", 0, ""),
+    ],
+)
+def test_streams_may_be_closed_or_full_and_warnings_errors_and_docstrings_absent(
+    shell, status, err
+):
+    done = start(shell)
+    assert done.returncode == status and done.stderr.decode().endswith(err)
+    assert done.stderr.count(b"\n") == bool(err)
+
+
+def test_pipes_get_utf_8_and_terminals_a_question_mark_for_a_character_that_they_lack(tmp_path):
+    start(f"{PRINT} > {tmp_path}/out", PYTHONIOENCODING="ascii")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "1 α ←\n"
+    terminal, side = os.openpty()
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    subprocess.run(f"{sys.executable} {PRINT}", shell=True, cwd=ROOT, env=environment, stdout=side)
+    assert os.read(terminal, 100) == b"1 ? ?\r\n"
+    os.close(terminal)
+    os.close(side)
