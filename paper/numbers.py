@@ -48,9 +48,10 @@ GROUPS = {
         "nq-closed": ("NQ-Open closed book", "substring_match", EM),
     },
     "Multi-hop reasoning": {
-        f"musique-{kind}-{book}": (f"MuSiQue {name} {book} book", "substring_match", EM)
-        for kind, name in (("direct", "direct"), ("cot", "CoT"))
-        for book in ("closed", "open")
+        "musique-direct-closed": ("MuSiQue direct closed book", "substring_match", EM),
+        "musique-direct-open": ("MuSiQue direct open book", "substring_match", EM),
+        "musique-cot-closed": ("MuSiQue CoT closed book", "substring_match", EM),
+        "musique-cot-open": ("MuSiQue CoT open book", "substring_match", EM),
     },
     "Miniature": {
         "miniature-conflict": (

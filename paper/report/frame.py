@@ -9,7 +9,7 @@ import pandas as pd
 
 from paper import numbers
 from paper.report.stored import METHODS, best_heads
-from paper.tasks import TASKS, metrics
+from paper.tasks import metrics
 
 PAPER_ALPHA = 0.5  # of DeCoRe static
 PAPER_DTYPE = "bfloat16"
@@ -19,9 +19,7 @@ NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy")  # the others are in
 def make_frame(runs):
     """(the table of the runs, in the order of the tables; [(path, why it is skipped)]).
 
-    Of several runs of one setup, task and draw, the one with the most examples is taken. Of several
-    variants of a setup, those whose dtype, demonstrations and number of items are closest to the
-    paper's have its value beside them."""
+    Of several runs of one setup, task and draw, the one with the most examples is taken."""
     if not runs:
         return pd.DataFrame(), []
     chosen, skipped = {}, []
@@ -31,11 +29,6 @@ def make_frame(runs):
             reason = f"the same setup as {first.path}, which has as many examples or more"
             skipped.append((run.path, reason))
     frame = pd.DataFrame([line for key in sorted(chosen) for line in lines_of(chosen[key])])
-    plain = [run.plain for run in frame["run"]]
-    fewest = frame.groupby(["title", "task", plain])["deviations"].transform("min")
-    frame["cell"] = frame["cell"].where(frame.pop("deviations") == fewest, None)
-    frame["paper"] = [cell and float(cell["value"]) for cell in frame["cell"]]
-    frame["paper_at"] = [cell and cell["at"] for cell in frame["cell"]]
     types = {"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float}
     return frame.astype(types), skipped
 
@@ -48,12 +41,6 @@ def as_csv(frame):
 def lines_of(run):
     """Yields a line of the table per metric that has values. Rates are in per cent."""
     header = run.header
-    demos = header.get("demos") or {"paper": True}
-    deviations = [
-        header.get("dtype") != PAPER_DTYPE,
-        not demos.get("paper"),
-        header["n"] != TASKS[run.task].n,
-    ]
     intervals = metrics.interval(run.values)
     for metric, mean in metrics.summary(run.values).items():
         if mean is None:
@@ -61,6 +48,7 @@ def lines_of(run):
         scale = 1 if metric in NOT_RATES else 100
         low, high = intervals[metric]
         # A metric of whole runs, such as `macro`, has no values of single examples.
+        cell = numbers.cell(run, metric)
         scored = sum(values.get(metric) is not None for values in run.values) or len(run.lines)
         yield {
             "run": run,
@@ -79,8 +67,9 @@ def lines_of(run):
             "value": scale * mean,
             "low": scale * low,
             "high": scale * high,
-            "cell": numbers.cell(run, metric),
-            "deviations": sum(deviations),
+            "cell": cell,
+            "paper": cell and float(cell["value"]),
+            "paper_at": cell and cell["at"],
         }
 
 
@@ -103,7 +92,7 @@ def order(run):
         run.title,
         list(METHODS).index(setup.method),
         setup.mask or "",
-        setup.amateur or "",
+        setup.amateur,
         setup.options,
         setup.variant,
         setup.random_heads or "",
@@ -121,10 +110,7 @@ def typical(frame):
     several do, the N that the paper's tables are inferred to have, then the default one."""
     runs = [run for run in frame["run"].unique() if not run.setup.random_heads]
     of_n = Counter(run.setup.num_heads for run in runs)
-    of_setup = Counter(run.setup for run in runs)
-    inferred = Counter()
-    for run in runs:
-        inferred[run.setup] += str(run.setup.num_heads) in numbers.inferred(run)
+    inferred = {run.setup for run in runs if str(run.setup.num_heads) in numbers.inferred(run)}
 
     def preference(run):
         setup = run.setup
@@ -132,10 +118,9 @@ def typical(frame):
             not setup.options,
             setup.alpha == PAPER_ALPHA,
             of_n[setup.num_heads],
-            inferred[setup],
+            setup in inferred,
             setup.num_heads == default_num_heads(run.header),
             -(setup.num_heads or 0),
-            of_setup[setup],
         )
 
     best = {}

@@ -1,4 +1,4 @@
-"""Retrieval scores of head files: the paper's table, the sorted scores and maps of all heads.
+"""Retrieval scores of head files: the paper's table, and maps of all heads.
 
 python evaluate.py report heads [MODEL|FILE …] [--plots OUT]"""
 
@@ -9,8 +9,6 @@ from heads import find_file, load_scores
 from paper import numbers
 from paper.numbers import RETRIEVAL
 from runtime.files import read_json
-
-RANKS = (1, *range(10, 101, 10))
 
 
 def main(argv):
@@ -25,12 +23,13 @@ def main(argv):
         help="models with a head file, or head files (default: the paper's models)",
     )
     p.add_argument(
-        "--plots", metavar="OUT", help="draw sorted scores and maps of the heads into this folder"
+        "--plots", metavar="OUT", help="draw a map of the heads of each model into this folder"
     )
     args = p.parse_args(argv)
     from paper.report import tables
 
     files = {path: load_scores(path) for path in map(find_file, args.files)}
+    ranks = [name for name in next(iter(paper.values())) if name != "model"]
     rows = []
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)
@@ -40,19 +39,19 @@ def main(argv):
             "samples": str(read_json(path).get("samples", "unknown")),
             f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
         }
-        for rank in RANKS:
-            row[f"rank {rank}"] = f"{ranked[rank - 1]:.4f}" if rank <= len(ranked) else "–"
+        for rank in ranks:
+            row[rank] = "–"
+            if int(rank) <= len(ranked):
+                row[rank] = f"{ranked[int(rank) - 1]:.4f}"
         rows.append(row)
         if path.stem in paper:
-            values = {f"rank {rank}": paper[path.stem][str(rank)] for rank in RANKS}
-            rows.append({"model": "the paper"} | values)
+            rows.append(paper[path.stem] | {"model": "the paper"})
     note = "Means over the samples of each head file."
-    tables.print_tables([("Retrieval scores", rows, [note])])
+    tables.print_tables([("Retrieval scores by rank", rows, [note])])
     if args.plots:
         from paper.report import figures
 
-        Path(args.plots).mkdir(parents=True, exist_ok=True)
-        for name, draw in (("head-curves", figures.head_curves), ("head-maps", figures.head_maps)):
-            path = Path(args.plots, f"{name}.png")
-            draw(files).savefig(path)
-            print(path)
+        path = Path(args.plots, "head-maps.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures.head_maps(files).savefig(path)
+        print(path)

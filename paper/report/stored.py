@@ -39,12 +39,12 @@ ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
 }
 NONE = type(None)
-TYPES = {  # field of a header → types of its value
-    **dict.fromkeys(("task", "model", "method"), (str,)),
-    **dict.fromkeys(("version", "n"), (int,)),
-    **dict.fromkeys(("dtype", "mask", "amateur", "random_heads", "like"), (str, NONE)),
-    **dict.fromkeys(("num_heads", "seed"), (int, NONE)),
-    "alpha": (int, float, NONE),
+TYPES = {  # types of a value → the fields of a header that have them
+    (str,): ("task", "model", "method"),
+    (int,): ("version", "n"),
+    (str, NONE): ("dtype", "mask", "amateur", "random_heads", "like"),
+    (int, NONE): ("num_heads", "seed"),
+    (int, float, NONE): ("alpha",),
 }
 
 
@@ -54,7 +54,7 @@ class Setup:
     num_heads: int | None
     alpha: float | None
     mask: str | None  # "output" or "query"
-    amateur: str | None
+    amateur: str  # "" without one
     random_heads: str | None  # their sampler: "uniform" or "published"; None for retrieval heads
     options: str  # the other options that are not the paper's
     variant: str = ""  # precision and inputs, if other runs of the model and task differ in them
@@ -107,34 +107,33 @@ class Run:
 
 def describe(header, iti=ITI):
     """The run of a header, without its lines. ValueError if the header is damaged."""
-    for name, types in TYPES.items():
-        if type(header.get(name)) not in types:
-            raise ValueError(f"field {name!r} of its header is {brief(header.get(name))}")
+    for types, names in TYPES.items():
+        for name in names:
+            if type(header.get(name)) not in types:
+                raise ValueError(f"field {name!r} of its header is {brief(header.get(name))}")
     with located("its header"):
         method = header["method"]
         own = Path(header["model"]).name
-        like = Path(header.get("like") or own).name
-        paper_model = like
-        if method == "greedy" and like in iti:
-            method, paper_model = "iti", iti[like]
+        like = header.get("like")
+        paper_model = Path(like or own).name
+        if method == "greedy" and paper_model in iti:
+            method = "iti"
+            paper_model = iti[paper_model]
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}")
         conditions, options = settings_of(header, find(header["task"]), paper_model)
-        amateur = header.get("amateur")
         setup = Setup(
             method,
             header.get("num_heads"),
             header.get("alpha"),
             header.get("mask"),
-            amateur and Path(amateur).name,
+            Path(header.get("amateur") or "").name,
             header.get("random_heads"),
             options,
         )
-        if header.get("like"):
-            conditions = ", ".join(filter(None, [f"like {paper_model}", conditions]))
         return Run(
             header,
-            own if header.get("like") else paper_model,
+            f"{own} like {paper_model}" if like else paper_model,
             paper_model,
             conditions,
             setup,
@@ -258,10 +257,26 @@ def read(path, iti=ITI):
     run.lines = judges.judge(lines, path, task)
     entropies = metrics.map_lines(mean_entropy, run.lines)
     values = values_of(path, task, run.lines)
-    run.values = [
-        line | {"entropy": entropy} for line, entropy in zip(values, entropies, strict=True)
-    ]
+    for of_line, entropy in zip(values, entropies, strict=True):
+        of_line["entropy"] = entropy
+    run.values = values
+    run.remarks += unlike_the_paper(run, task)
     return run
+
+
+def unlike_the_paper(run, task):
+    """Sentences on items, demonstrations and judges that are not those of the paper's runs."""
+    n = run.header["n"]
+    done = len(run.lines)
+    if done < n:
+        yield f"{run.path.name} is unfinished, {done:,} of {n:,}"
+    if n != task.n:
+        yield f"{task.name}, {n:,} items of {task.n:,}"
+    if not (run.header.get("demos") or {"paper": True}).get("paper"):
+        yield f"{task.name}, demonstrations other than the paper's"
+    verdicts = judges.read_store(run.path.with_suffix(judges.STORE)).values()
+    for model in dict.fromkeys(verdict["model"] for verdict in verdicts):
+        yield f"judged by {model}; values of other judges, such as the paper's, differ"
 
 
 def mean_entropy(line):

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 from scipy.stats import mannwhitneyu
 
 from paper import numbers
@@ -14,16 +13,10 @@ from paper.numbers import TASKS, headline
 from paper.report import significance
 from paper.report.frame import PAPER_DTYPE, by_task, headline_values, typical
 from paper.report.stored import base_entropies
-from paper.tasks import find
-from runtime.files import json_lines
 
 NO_BEST = ("rejection", "memory_match", "entropy")  # neither many nor few of these are better
-RIVALS = (
-    "greedy",
-    "iti",
-    "dola-low",
-    "dola-high",
-)  # the paper compares DeCoRe's entropy with theirs
+# The paper compares DeCoRe's entropy with that of these methods.
+RIVALS = ("greedy", "iti", "dola-low", "dola-high")
 ENTROPY_NOTES = [
     "The base model's entropy along the text that the method wrote, mean over its tokens (of "
     "masked, the masked model's). It is not the entropy of the distribution decoded from. "
@@ -85,9 +78,7 @@ def score_table(group, frame):
         if any(setup in texts for texts in columns.values()):
             texts = {heading: texts.get(setup, "–") for heading, texts in columns.items()}
             rows.append({"method": setup} | texts)
-    return rows, score_notes(
-        " ".join(text for row in rows for text in row.values()), columns, frame
-    )
+    return rows, score_notes(str(rows), frame["run"].unique())
 
 
 def cell_texts(ours, compared, has_best):
@@ -124,15 +115,13 @@ def low_to_high(numbers):
     return " to ".join(dict.fromkeys(f"{number:,}" for number in (min(numbers), max(numbers))))
 
 
-def score_notes(text, columns, frame):
-    """Notes for a table of scores. text: all of its cells. columns: their headings."""
-    runs = frame["run"].unique()
-    compared = "; paper" in text
+def score_notes(text, runs):
+    """Notes for a table of scores. text: its headings and cells."""
     notes = [
         "Rates in per cent, ROUGE and the like × 100; 95 % bootstrap interval over the examples. "
         "The best value of a column is bold, the second italic."
     ]
-    if any(" EM " in heading for heading in columns):
+    if " EM (n" in text:
         notes.append(
             "EM: the answer contains a reference. The paper calls this exact match, and its code "
             "counts it. The share of answers that equal a reference is `exact_match` in --csv."
@@ -147,41 +136,18 @@ def score_notes(text, columns, frame):
             "Random heads: mean, sample standard deviation and range over the draws. The paper's ± "
             "is over three draws (inferred: 58 of 60 values are multiples of 1/(3n))."
         )
-    if compared:
+    if "; paper" in text:
         notes.append(
             "paper: its value, and our value minus it, by the metric as published. The published "
             "runs mask queries. At N: measured at another N than the run; N = ?: not stated "
             "(paper/paper_n.csv). †: misprinted or unclear (paper/paper.csv)."
         )
-    other_dtypes = {run.header.get("dtype") or PAPER_DTYPE for run in runs} - {PAPER_DTYPE}
-    if compared:
-        add_list(
-            notes, f"The paper's runs are in {PAPER_DTYPE}, these (also) in {{}}.", other_dtypes
-        )
-    demos, sizes, judges, unfinished = set(), set(), set(), set()
-    for run in runs:
-        header, task, done = run.header, find(run.task), len(run.lines)
-        if not (header.get("demos") or {"paper": True}).get("paper"):
-            demos.add(run.task)
-        if header["n"] != task.n:
-            sizes.add(f"{run.task} {header['n']:,} of {task.n:,}")
-        if done < header["n"]:
-            unfinished.add(f"{run.path.name} ({done:,} of {header['n']:,})")
-        store = run.path.with_suffix(".judged.jsonl")
-        if store.exists():
-            judges |= {verdict["model"] for _, verdict in json_lines(store)}
-    add_list(notes, "Demonstrations other than the paper's: {}.", demos)
-    add_list(notes, "Another number of items than usual: {}.", sizes)
-    gone = "The paper's no longer exist; compare only values of the same judges."
-    add_list(notes, "Judges: {}. " + gone, judges)
-    add_list(notes, "Unfinished: {}.", unfinished)
+        dtypes = {str(run.header.get("dtype")) for run in runs}
+        if dtypes != {PAPER_DTYPE}:
+            names = ", ".join(sorted(dtypes))
+            notes.append(f"The paper's runs are in {PAPER_DTYPE}, these in {names}.")
     counts = Counter(remark for run in runs for remark in run.remarks)
     return notes + [f"{n} of {len(runs)} runs: {remark}." for remark, n in counts.items()]
-
-
-def add_list(notes, note, names):
-    if names:
-        notes.append(note.format(", ".join(sorted(names))))
 
 
 # Numbers of masked heads
@@ -197,41 +163,34 @@ def curves(frame, task, field="num_heads"):
     return [(name, curve) for name, curve in grouped if curve[field].nunique() > 1]
 
 
-def greedy_mean(frame, task, variant=""):
+def greedy_mean(frame, task, variant):
     """The score of greedy decoding; None without a run."""
     lines = headline_values(frame, task)
     lines = lines[(lines["method"] == "greedy") & (lines["variant"] == variant)]
     return lines["value"].iloc[0] if len(lines) else None
 
 
-def correlation(method, means, greedy):
-    """Pearson's r of the score with N; None if it is not defined.
-
-    means: score by N, the mean over the draws. greedy: its score. As in the paper's figures it is
-    the point N = 0 of a masked model, and of no other method."""
-    if method.startswith("masked") and greedy is not None:
-        means = means.combine_first(pd.Series({0: greedy}))
-    return significance.pearson(means.index.to_numpy(float), means.to_numpy(float))
-
-
 def correlation_table(frame):
+    """Pearson's r of the score with N, over the means of the draws."""
     rows = []
     for task, same in by_task(frame):
         for name, curve in curves(same, task):
             draws = curve.groupby("num_heads")["value"]
+            means = draws.mean()
             first = curve.iloc[0]
             greedy = greedy_mean(same, task, first["variant"])
-            r = correlation(first["method"], draws.mean(), greedy)
+            # As in the paper's figures, greedy is the point N = 0 of masked models only.
+            if first["method"].startswith("masked") and greedy is not None:
+                means[0] = greedy
+            r = significance.pearson(means.index.to_numpy(float), means.to_numpy(float))
             if r is None:
                 continue
-            std = draws.std().mean()
             row = {
                 "task": TASKS[task][0],
                 "metric": headline(task)[1],
                 "method": name,
                 "N": ", ".join(map(str, draws.groups)),
                 "Pearson r": f"{r:+.2f}",
-                "std over draws": "–" if np.isnan(std) else f"{std:.1f}",
             }
             rows.append(row)
     return rows, [
