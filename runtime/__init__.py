@@ -1,1 +1,12 @@
 """What models stand on: configurations, weights, ranks, attention, the engine over transformers."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+# Python looks for modules beside the script first, so a file of the same name there hides ours.
+for name in ("model", "tokenizer"):
+    ours = Path(__file__).parents[1] / f"{name}.py"
+    first = find_spec(name).origin
+    if not ours.samefile(first):
+        remedy = f"rename it, or put {ours.parent} first on sys.path"
+        raise ImportError(f"{first} hides {ours}: {remedy}")
