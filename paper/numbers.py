@@ -67,7 +67,6 @@ GROUPS = {
 }
 TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
 RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
-RANDOM = {"masked": "masked-random", "decore-entropy": "decore-random"}
 
 
 @cache
@@ -92,8 +91,9 @@ def headline(task):
 
 
 def method_of(setup):
+    """The method's name in paper.csv. There, "decore-random" is DeCoRe entropy's random heads."""
     if setup.random_heads:
-        return RANDOM.get(setup.method, f"{setup.method}-random")
+        return f"{setup.method.removesuffix('-entropy')}-random"
     return setup.method
 
 

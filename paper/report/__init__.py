@@ -36,14 +36,17 @@ def parse(argv):
         "--iti",
         action="append",
         default=[],
+        type=checkpoint_and_model,
         metavar="CHECKPOINT=MODEL",
         help="greedy runs of this checkpoint are the method ITI of this model "
         f"(built in: {', '.join(stored.ITI)})",
     )
-    args = p.parse_args(argv)
-    if any(pair.count("=") != 1 for pair in args.iti):
-        raise ValueError("--iti takes CHECKPOINT=MODEL, two names")
-    return args
+    return p.parse_args(argv)
+
+
+def checkpoint_and_model(text):
+    checkpoint, model = text.split("=")
+    return checkpoint, model
 
 
 def report(args):
@@ -51,7 +54,7 @@ def report(args):
 
     if args.plots:
         from paper.report import figures  # before the runs are read, which may take minutes
-    iti = stored.ITI | dict(pair.split("=") for pair in args.iti)
+    iti = stored.ITI | dict(args.iti)
     runs, skipped = stored.collect(args.folder, iti)
     values, repeated = frame.make_frame(runs)
     for path, reason in skipped + repeated:

@@ -91,7 +91,6 @@ def facts_of(runs):
         "model": [Path(run.header["model"]).name for run in runs],
         "n": [f"{run.task} {len(run.lines):,}" for run in runs],
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
-        "mask": [run.setup.mask for run in runs if run.setup.mask],
         "dtype": [run.header.get("dtype") for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
     }
@@ -211,14 +210,12 @@ def entropy_figure(frame):
         return None
     figure, axes = grid(len(panels), height=0.65 + 0.24 * len(setups), sharey=True)
     for ax, (task, same) in zip(axes, panels, strict=True):
-        highest = 0
         for run in same["run"]:
-            values = base_entropies(run)
-            highest = max(highest, np.percentile(values, 99.5))
-            draw_violin(ax, values, -setups.index(str(run.setup)), COLOUR[run.setup.method])
+            place = -setups.index(str(run.setup))
+            draw_violin(ax, base_entropies(run), place, COLOUR[run.setup.method])
         ax.set_yticks(range(0, -len(setups), -1), setups)
-        ax.set(title=TASKS[task][0], xlabel=NATS, xlim=(0, (highest or 1e-3) * 1.02))
-    finish(figure, shown["run"], "density and mean, up to the 99.5th percentile")
+        ax.set(title=TASKS[task][0], xlabel=NATS)
+    finish(figure, shown["run"], "density and mean")
     return figure
 
 

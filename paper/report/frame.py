@@ -2,7 +2,7 @@
 
 Two columns hold objects: `run`, and `cell`, the paper's row for the run and metric."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 
 import pandas as pd
@@ -75,13 +75,17 @@ def lines_of(run):
 
 def label_variants(runs):
     """The runs, labelled by precision and inputs if runs of their model and task differ in them."""
-    labels = pd.DataFrame([run.precision | run.inputs for run in runs])
-    same = labels.groupby([[run.title for run in runs], [run.task for run in runs]])
-    labels = labels.where(same.transform("nunique") > 1)
+    texts = defaultdict(set)
+    for run in runs:
+        for name, text in (run.precision | run.inputs).items():
+            texts[run.title, run.task, name].add(text)
     labelled = []
-    for run, (_, texts) in zip(runs, labels.iterrows(), strict=True):
-        setup = replace(run.setup, variant=", ".join(filter(None, texts.dropna())))
-        labelled.append(replace(run, setup=setup))
+    for run in runs:
+        label = []
+        for name, text in (run.precision | run.inputs).items():
+            if text and len(texts[run.title, run.task, name]) > 1:
+                label.append(text)
+        labelled.append(replace(run, setup=replace(run.setup, variant=", ".join(label))))
     return labelled
 
 

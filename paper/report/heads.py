@@ -40,7 +40,6 @@ def main(argv):
             f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
         }
         for rank in ranks:
-            row[rank] = "–"
             if int(rank) <= len(ranked):
                 row[rank] = f"{ranked[int(rank) - 1]:.4f}"
         rows.append(row)

@@ -109,8 +109,10 @@ def describe(header, iti=ITI):
     """The run of a header, without its lines. ValueError if the header is damaged."""
     for types, names in TYPES.items():
         for name in names:
-            if type(header.get(name)) not in types:
-                raise ValueError(f"field {name!r} of its header is {brief(header.get(name))}")
+            value = header.get(name)
+            too_large = type(value) is int and abs(value) >= 2**63
+            if type(value) not in types or too_large:
+                raise ValueError(f"field {name!r} of its header is {brief(value)}")
     with located("its header"):
         method = header["method"]
         own = Path(header["model"]).name
