@@ -2,7 +2,16 @@
 # ruff: noqa: F401, I001
 
 from cli.entry import explain, run
-from cli.models import benchmark_template_args, limit_threads, load_model, load_models
+from cli.models import (
+    benchmark_template_args,
+    choose_device,
+    limit_threads,
+    load_model,
+    load_models,
+    load_weights,
+    read_model,
+    read_models,
+)
 from cli.options import (
     DEFAULTS,
     MINIATURE,

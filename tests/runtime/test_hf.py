@@ -1,5 +1,5 @@
-"""Models of transformers: beside our engine, beside `generate` of transformers, and beside copies of a model whose
-output projections have zeros for the masked heads."""
+"""Models of transformers: compared with our engine, with `generate` of transformers, and with
+copies of a model whose output projections have zeros for the masked heads."""
 
 import json
 import sys
@@ -20,12 +20,14 @@ from heads import detect
 from heads.sources import find_sources
 from model import Transformer
 from paper import decoders
+from runtime import torchrun
+from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from runtime.hf import HFModel  # noqa: E402
-from tests.families import FAMILIES, NO_QUERY, SIZES, WINDOWS, random_model, without_heads  # noqa: E402
+from runtime.hf import HFModel, describe, read_config  # noqa: E402
+from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
@@ -111,8 +113,9 @@ def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
 
 
 def masked_attention(model, ids, heads):
-    """Probabilities of each layer at the last five tokens, with the queries of these heads masked."""
-    cache, layers = model.new_cache([len(ids) - 5], 5), []
+    """Probabilities of each layer at the last five tokens; the queries of these heads masked."""
+    cache = model.new_cache([len(ids) - 5], 5)
+    layers = []
     model.prefill(pad([ids[:-5]]), cache)
     model(pad([ids[-5:]]), cache, make_head_mask([heads], model), "query", layers)
     return layers
@@ -201,31 +204,103 @@ def test_a_family_whose_heads_cannot_be_masked_is_refused_when_it_is_loaded(fami
         HFModel(random_model(family, **sizes))
 
 
-def test_checkpoints_that_are_not_causal_models_or_not_complete_are_refused(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_not_a_causal_model_a_pickle_and_ranks_are_refused(
+    tmp_path, monkeypatch
+):
     transformers.AutoConfig.for_model("t5").save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="t5.* is not a causal language model of transformers"):
         HFModel.load(tmp_path / "t5")
-    weights = random_weights(dict(SIZES, model_type="llama", tie_word_embeddings=False))
-    del weights["model.layers.1.self_attn.o_proj.weight"]
-    folder = write_checkpoint(tmp_path / "llama", weights=weights)
-    with pytest.raises(ValueError, match="missing .*layers.1.self_attn.o_proj.weight"):
-        HFModel.load(folder)
+    folder = write_checkpoint(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="Pickles .* are not read"):
         HFModel.load(folder)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ValueError,
-        match="ranks of torchrun do not share a model of transformers: .*--device-map auto",
-    ):
+    for name in torchrun.NAMES:
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match="ranks .* do not share a model.*device_map="):
         HFModel.load(folder)
+
+
+PROJECTION = "model.layers.1.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    "tensor, shape, words",
+    [
+        (f"{PROJECTION}.weight", None, rf"missing \['{PROJECTION}.weight'\], unused \[\]"),
+        (f"{PROJECTION}.bias", (32,), rf"missing \[\], unused \['{PROJECTION}.bias'\]"),
+        (f"{PROJECTION}.weight", (32, 7), rf"{PROJECTION}.weight is \[32, 7\]; .* \[32, 32\]"),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", (4,), None),
+    ],
+)
+def test_tensors_that_are_missing_unused_or_misshapen_are_refused_as_in_our_engine(
+    tensor, shape, words, tmp_path
+):
+    weights = random_weights(FAMILIES_OF_OURS["llama3"])
+    weights.pop(tensor, None)
+    if shape:
+        weights[tensor] = torch.ones(shape)
+    folder = write_checkpoint(tmp_path, weights=weights)
+    for engine in Transformer, HFModel:
+        if words is None:
+            assert engine.load(folder)
+        else:
+            with pytest.raises(ValueError, match=words if engine is HFModel else tensor):
+                engine.load(folder)
+
+
+DAMAGED = [  # a field of config.json, its value, words of the reason
+    ("attention_bias", "x", "'attention_bias' expected bool, got str"),
+    ("hidden_act", "nope", "KeyError: 'nope'"),
+    ("hidden_size", None, "'hidden_size' expected int"),
+    ("intermediate_size", 7, "down_proj.weight is [32, 48]; config.json requires [32, 7]"),
+    ("intermediate_size", -1, "negative dimension -1"),
+    ("model_type", [1], "unhashable type: 'list'"),
+    ("num_attention_heads", 0, "ZeroDivisionError"),
+    ("num_hidden_layers", 2, "unused ['model.layers.2."),
+    ("rms_norm_eps", "x", "'rms_norm_eps' expected float"),
+    ("rope_theta", {}, "'dict' and 'Tensor'"),
+    ("torch_dtype", [], "IndexError"),
+]
+
+
+@pytest.mark.parametrize("key, value, reason", DAMAGED)
+def test_a_damaged_configuration_is_one_line_with_the_folder_and_the_reason(
+    key, value, reason, tmp_path
+):
+    folder = write_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    refuses(folder, reason)
+
+
+def test_other_damaged_files_of_a_checkpoint_are_one_line_too(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": "x"}')
+    refuses(folder, "'str' and 'int'")
+    for text in "3", "{", "":
+        (folder / "config.json").write_text(text)
+        refuses(folder, "are its files damaged?")
+
+
+def refuses(folder, reason):
+    with pytest.raises(ValueError) as error:
+        HFModel.load(folder)
+    message = cli.explain(error.value)
+    assert message.startswith(f"{folder}: ") and reason in message and "\n" not in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_facts_of_a_configuration_are_those_of_the_loaded_model(family, tmp_path):
+    model = random_model(family)
+    model.config.save_pretrained(tmp_path)
+    assert describe(read_config(tmp_path)) == HFModel(model).config
 
 
 def test_heads_of_a_layer_without_attention_are_refused_and_attend_to_the_last_key():
     model = HFModel(random_model("lfm2"))
     p = masked_attention(model, PROMPTS[0], [])[0]
     assert (p[..., -1] == 1).all() and (p[..., :-1] == 0).all()
-    with pytest.raises(ValueError, match="lfm2: layer 0 has no attention and no heads"):
+    with pytest.raises(ValueError, match="lfm2: layer 0 has no attention: mask"):
         generate(model, PROMPTS, heads=[(1, 0), (0, 2)])
 
 
@@ -377,16 +452,14 @@ def test_device_map_needs_transformers_and_that_needs_its_package(call, chat_mod
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "runtime.hf")
     status, _, err = call(program.main, *prompt, "--transformers")
-    assert status == 2 and err.endswith(
-        "--transformers needs that package: pip install transformers\n"
-    )
+    assert status == 2 and err.endswith("needs transformers: pip install transformers\n")
 
 
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
 def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tmp_path):
     if not (find_spec(library) and find_spec("accelerate")):
         pytest.skip(f"needs {library} and accelerate: pip install {library} accelerate")
-    from custom_generate.generate import generate as custom_generate
+    from integrations.custom_generate.generate import generate as custom_generate
 
     if library == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig
