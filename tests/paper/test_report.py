@@ -54,8 +54,6 @@ def write_run(
         "mask": "output" if n else None,
         "dtype": "float32",
         "commit": "0123456789abcdef",
-        "data": [],
-        "demos": None,
     }
     lines = [{"header": header | more}]
     for i in range(items):
@@ -63,14 +61,10 @@ def write_run(
         lines.append(
             {
                 "index": i,
-                "id": str(i),
-                "prompt_sha256": f"p{i}",
                 "references": ["Alaria"],
                 "memory": ["Bodun"],
                 "prediction": " Alaria." if i < right else " Bodun.",
-                "ids": [1] * (1 + i % 5 + i // 20),
                 "entropies": [h, h],
-                "stop": "eos",
             }
         )
     return write_lines(
@@ -388,9 +382,7 @@ def test_files_that_cannot_be_reported_are_named(call, tmp_path):
     packed.write_bytes(gzip.compress(b"".join(shorter)))
     write_run(tmp_path, "masked", 2, name="old", version=-1)
     texts = {
-        "empty": "",
         "foreign": '{"question": "Who?"}\n',
-        "list": "[1, 2]\n",
         "begun": path.read_text().splitlines()[0] + "\n",
         "bare": '{"header": {}}\n',
         "unknown": path.read_text().replace(TASK, "chess"),
@@ -402,7 +394,7 @@ def test_files_that_cannot_be_reported_are_named(call, tmp_path):
     assert status == 0 and "1 of 2 runs: cut.jsonl is unfinished, 39 of 40." in out
     skipped = [re.match(r"skipped: .*?(\w+)\.jsonl", line)[1] for line in err.splitlines()]
     assert {*skipped} == {"damaged", "old", "packed", *texts}
-    assert "empty.jsonl: its first line has no header" in err  # the path once
+    assert "foreign.jsonl: its first line has no header" in err  # the path once
 
 
 JUNK = {
@@ -496,16 +488,12 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(tmp_path):
     # A single N is not a line.
     write_run(tmp_path, "masked", 10, task="nq-swap", model=LLAMA, mask="query", name="one")
     figure = draw("heads", frame_of(tmp_path))
-    names = ["masked", "masked, random heads", "masked, random heads as published"]
+    expected = ["greedy", "masked", "masked, random heads", "masked, random heads as published"]
+    expected += ["the paper: masked", "the paper: masked-random"]
     for ax in figure.axes:
-        styles = {}
-        for line in ax.lines:
-            styles[line.get_label()] = line.get_color(), line.get_marker(), line.get_linestyle()
-        expected = {*names, "the paper: masked", "the paper: masked-random", "greedy"}
-        assert {*styles} == expected
-        assert len({styles[name][:2] for name in names}) == 3 and len({*styles.values()}) == 6
-    low, high = figure.axes[0].get_ylim()  # 38.9 to 61.3 are drawn
-    assert 30 < low < 38.9 and 61.3 < high < 70
+        assert sorted(line.get_label() for line in ax.lines) == expected
+        looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in ax.lines}
+        assert len(looks) == len(expected)
 
 
 def test_decore_static_has_a_line_over_alpha_per_n(sweep):

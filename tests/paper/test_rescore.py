@@ -19,27 +19,16 @@ def rescore(start):
 
 
 def write_run(folder, *answers):
-    return write_lines(
-        folder / "r.jsonl",
-        [{"id": i, "question": " Q? ", "prediction": answer} for i, answer in enumerate(answers)],
-    )
+    lines = []
+    for i, answer in enumerate(answers):
+        lines.append({"id": i, "question": " Q? ", "prediction": answer})
+    return write_lines(folder / "r.jsonl", lines)
 
 
 def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_path):
-    _, [choice], _ = start(
-        "--model", chat_model, *data["memotrap"], "--method", "greedy", "--out", tmp_path
-    )
-    _, [text], _ = start(
-        "--model",
-        chat_model,
-        *data["truthfulqa-gen"],
-        "--method",
-        "greedy",
-        "--max-new-tokens",
-        5,
-        "--out",
-        tmp_path,
-    )
+    common = "--model", chat_model, "--method", "greedy", "--out", tmp_path
+    _, [choice], _ = start(*common, *data["memotrap"])
+    _, [text], _ = start(*common, *data["truthfulqa-gen"], "--max-new-tokens", 5)
     assert list(text["metrics"]) == ["rejection"]  # without a judge
     status, lines, _ = start("rescore", "--rows", choice["run"])
     assert status == 0 and lines[-1] == {"metrics": choice["metrics"], "n": 2}
@@ -52,54 +41,38 @@ def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_
 
 
 def test_rows_of_another_program_are_scored(start, tmp_path):
-    path = write_lines(
-        tmp_path / "r.jsonl", [{"id": "a", "prediction": "Paris", "references": ["paris"]}]
-    )
-    assert start("rescore", "--task", "popqa", path)[1] == [
-        {
-            "metrics": {
-                "exact_match": 1.0,
-                "substring_match": 1.0,
-                "substring_match_published": 1.0,
-            },
-            "n": 1,
-        }
-    ]
+    line = {"id": "a", "prediction": "Paris", "references": ["paris"]}
+    path = write_lines(tmp_path / "r.jsonl", [line])
+    _, [out], _ = start("rescore", "--task", "popqa", path)
+    names = ("exact_match", "substring_match", "substring_match_published")
+    assert out == {"metrics": dict.fromkeys(names, 1.0), "n": 1}
+
+
+ANSWER = {"prediction": "a", "references": ["a"]}
 
 
 @pytest.mark.parametrize(
     "text, task, message",
     [
+        (ANSWER | {"references": []}, "triviaqa", "line 1: field 'references' should"),
+        (ANSWER | {"memory": "b"}, "nq-swap", "line 1: field 'memory'"),
         (
-            '{"id": 1, "prediction": "a", "references": []}\n',
-            ["--task", "triviaqa"],
-            "line 1: field 'references' should",
-        ),
-        (
-            '{"prediction": "a", "references": ["a"], "memory": "b"}\n',
-            ["--task", "nq-swap"],
-            "line 1: field 'memory'",
-        ),
-        (
-            '{"scores_true": [0], "scores_false": [-1], "best_position": -1}\n',
-            ["--task", "truthfulqa-mc"],
+            {"scores_true": [0], "scores_false": [-1], "best_position": -1},
+            "truthfulqa-mc",
             "line 1: field 'best_position' should be a whole number from 0, not '-1'",
         ),
-        ('{"a": 1}\nnonsense\n{}\n', ["--task", "triviaqa"], "line 2: not JSON"),
-        ("", ["--task", "triviaqa"], "holds no lines"),
-        (
-            '{"prediction": "a"}\n',
-            ["--task", "triviaqa", "--judge"],
-            "--judge has no effect on triviaqa",
-        ),
-        ('{"id": 1}\n', [], "give --task"),
-        ('{"header": {"task": []}}\n{"index": 0}\n', [], "unknown task []"),
+        ('{"a": 1}\nnonsense\n{}\n', "triviaqa", "line 2: not JSON"),
+        ("", "triviaqa", "holds no lines"),
+        (ANSWER, "triviaqa --judge", "--judge has no effect on triviaqa"),
+        ({"id": 1}, "", "give --task"),
+        ('{"header": {"task": []}}\n{"index": 0}\n', "", "unknown task []"),
     ],
 )
 def test_rows_that_cannot_be_scored_are_named_by_line(start, tmp_path, text, task, message):
     path = tmp_path / "r.jsonl"
-    path.write_text(text)
-    status, _, err = start("rescore", *task, path)
+    path.write_text(text if isinstance(text, str) else json.dumps(text) + "\n")
+    options = f"--task {task}".split() if task else []
+    status, _, err = start("rescore", *options, path)
     assert status == 2 and message in err and err.count("\n") == 1
 
 
@@ -117,9 +90,7 @@ class Judge:
 
     def probabilities(self, prompts):
         self.prompts += prompts
-        return [
-            0.3 if "Helpful" in prompt else 0.9 if "Yes" in prompt else 0.0 for prompt in prompts
-        ]
+        return [0.3 if "Helpful" in text else 0.9 * ("Yes" in text) for text in prompts]
 
 
 @pytest.fixture
@@ -139,20 +110,15 @@ def test_verdicts_are_stored_with_their_judges_and_no_answer_is_judged_twice(
     _, [unjudged], err = rescore(path)
     assert list(unjudged["metrics"]) == ["rejection"] and "rescore --judge adds truth, info" in err
     _, [out], err = rescore(path, *T_I)
-    assert (
-        out["metrics"]["truth"] == pytest.approx(1 / 3)
-        and out["metrics"]["info"] == 0
-        and "adds" not in err
-    )
-    assert judge.prompts == [
-        f"Q: Q?\nA: {answer}\n{word}:"
-        for word in ("True", "Helpful")
-        for answer in ("Yes.", "Perhaps.", ".")
-    ]
-    assert rescore(path)[1] == [out] == rescore(path, *T_I)[1] and len(judge.prompts) == 6
-    assert (
-        "was judged by t, not by other" in rescore(path, "--judge", "--judge-models", "other,i")[2]
-    )
+    assert out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
+    assert "adds" not in err
+    prompts = []
+    for word in ("True", "Helpful"):
+        prompts += [f"Q: Q?\nA: {answer}\n{word}:" for answer in ("Yes.", "Perhaps.", ".")]
+    assert judge.prompts == prompts
+    assert rescore(path)[1] == [out] == rescore(path, *T_I)[1] and judge.prompts == prompts
+    other = "--judge", "--judge-models", "other,i"
+    assert "was judged by t, not by other" in rescore(path, *other)[2]
     assert "--judge-models has no effect without --judge" in rescore(path, *T_I[1:])[2]
     assert "give two names" in rescore(path, "--judge", "--judge-models", "t")[2]
 
@@ -168,23 +134,16 @@ def test_a_line_that_is_not_a_verdict_is_named(rescore, tmp_path):
 def test_an_interrupted_judging_continues_and_two_processes_do_not_judge_one_run(
     rescore, judge, tmp_path
 ):
-    path, store = write_run(tmp_path, "Yes.", "Yes."), tmp_path / "r.judged.jsonl"
-    write_lines(
-        store,
-        [
-            {"judge": kind, "model": kind[0], "key": "0: Yes.", "yes": 0.4}
-            for kind in ("truth", "info")
-        ],
-    )
+    path = write_run(tmp_path, "Yes.", "Yes.")
+    store = tmp_path / "r.judged.jsonl"
+    verdict = {"key": "0: Yes.", "yes": 0.4}
+    write_lines(store, [verdict | {"judge": k, "model": k[0]} for k in ("truth", "info")])
     stored = store.read_text()
     store.write_text(stored + '{"judge": "tru')
     with locked(store):
         status, _, err = rescore(path, *T_I)
-    assert (
-        status == 2
-        and f"{store} is being written by another process" in err
-        and judge.prompts == []
-    )
+    assert status == 2 and f"{store} is being written by another process" in err
+    assert judge.prompts == []
     status, out, err = rescore(path, *T_I)
     assert status == 0, err
     [out] = out
@@ -196,19 +155,13 @@ def test_an_interrupted_judging_continues_and_two_processes_do_not_judge_one_run
 def pickled(tmp_path_factory):
     """A tiny Llama in the format of the open judges: pytorch_model.bin and tokenizer.model."""
     folder = tmp_path_factory.mktemp("judge")
-    config = FAMILIES["llama2"] | {
-        "vocab_size": 400,
-        "architectures": ["LlamaForCausalLM"],
-        "torch_dtype": "float32",
-    }
+    config = FAMILIES["llama2"] | {"vocab_size": 400, "torch_dtype": "float32"}
     torch.save(random_weights(config), folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
-    texts = [
-        f"Q: Why is it {n} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no"
-        for n in range(50)
-    ]
+    line = "Q: Why is it {} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no"
+    texts = map(line.format, range(50))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
+        sentence_iterator=texts,
         model_prefix=str(folder / "tokenizer"),
         vocab_size=320,
         model_type="bpe",
@@ -221,18 +174,8 @@ def pickled(tmp_path_factory):
         remove_extra_whitespaces=False,
         minloglevel=2,
     )
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "LlamaTokenizer",
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "unk_token": "<unk>",
-            }
-        )
-    )
+    tokenizer = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
 
 
@@ -240,18 +183,15 @@ def test_a_judge_stored_as_pickles_gives_its_probability_of_yes(pickled, rescore
     answers = ("Because it is 42 miles.", "Zoë, no.")
     path = write_run(tmp_path, *answers)
     assert rescore(path, "--judge", "--judge-models", f"{pickled},{pickled}")[0] == 0
-    verdicts = [
-        json.loads(line) for line in path.with_suffix(".judged.jsonl").read_text().splitlines()
-    ]
+    lines = path.with_suffix(".judged.jsonl").read_text().splitlines()
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
-    model = Transformer.load(
-        write_checkpoint(tmp_path / "m", "llama2", vocab_size=400)
-    )  # the same weights
+    same_weights = write_checkpoint(tmp_path / "m", "llama2", vocab_size=400)
+    model = Transformer.load(same_weights)
     prompts = [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful") for answer in answers]
-    for prompt, verdict in zip(prompts, verdicts, strict=True):
+    for prompt, line in zip(prompts, lines, strict=True):
         logits = model(torch.tensor([[1, *tokenizer.encode(prompt)]]))[0, -1]
         yes = logits.softmax(-1)[tokenizer.encode("yes")[0]].item()
-        assert verdict["yes"] == pytest.approx(yes, rel=1e-4)  # float32 summation order
+        assert json.loads(line)["yes"] == pytest.approx(yes, rel=1e-4)  # float32 summation order
 
 
 def test_a_pickle_that_would_run_code_is_not_read(pickled, rescore, tmp_path):
@@ -261,10 +201,9 @@ def test_a_pickle_that_would_run_code_is_not_read(pickled, rescore, tmp_path):
 
     shutil.copytree(pickled, tmp_path / "evil")
     torch.save({"model.embed_tokens.weight": Code()}, tmp_path / "evil" / "pytorch_model.bin")
-    status, out, err = rescore(
-        write_run(tmp_path, "A."), "--judge", "--judge-models", f"{tmp_path / 'evil'},i"
-    )
-    assert (
-        status == 2 and out == [] and "code was run" not in err and "evil cannot be loaded" in err
-    )
+    names = f"{tmp_path / 'evil'},i"
+    path = write_run(tmp_path, "A.")
+    status, out, err = rescore(path, "--judge", "--judge-models", names)
+    assert (status, out) == (2, []) and "code was run" not in err
+    assert "evil cannot be loaded" in err
     assert len(err.splitlines()[-1]) < 400
