@@ -113,16 +113,8 @@ def heads_figure(frame):
     figure, axes = grid(len(panels))
     drawn = []
     for ax, (task, curves) in zip(axes, panels.items(), strict=True):
-        for name, curve in curves:
-            draws = curve.groupby("num_heads")["value"]
-            random = curve["run"].iloc[0].setup.random_heads
-            draw_curve(ax, draws.mean(), name, styles[name], dashed=random)
-            if random:
-                band = {"color": styles[name]["color"], "alpha": 0.13, "linewidth": 0}
-                ax.fill_between(list(draws.groups), draws.min(), draws.max(), **band)
-        draw_papers(ax, "num_heads", curves, styles)
+        drawn += draw_curves(ax, "num_heads", curves, styles)
         drawn += draw_levels(ax, frame, task, ["greedy"])
-        drawn += [run for _, curve in curves for run in curve["run"]]
         ax.set_xlabel("heads masked, N")
     finish(figure, drawn, "band: range of the draws of random heads")
     return figure
@@ -139,11 +131,8 @@ def alpha_figure(frame):
     figure, axes = grid(len(panels))
     drawn = []
     for ax, (task, curves) in zip(axes, panels.items(), strict=True):
-        for name, curve in curves:
-            draw_curve(ax, curve.groupby("alpha")["value"].mean(), name, styles[name])
-        draw_papers(ax, "alpha", curves, styles)
+        drawn += draw_curves(ax, "alpha", curves, styles)
         drawn += draw_levels(ax, frame, task, ["greedy", "decore-entropy"])
-        drawn += [run for _, curve in curves for run in curve["run"]]
         ax.set_xlabel("α")
     finish(figure, drawn)
     return figure
@@ -165,25 +154,26 @@ def styles_of(panels):
     return dict(zip(names, itertools.cycle(styles), strict=False))
 
 
-def draw_curve(ax, points, name, style, dashed=False):
-    """points: a score by N or α. dashed: a dashed line with white markers."""
-    if dashed:
-        style = style | {"linestyle": "--", "markerfacecolor": "white"}
-    ax.plot(points, markersize=4, linewidth=1.3, label=name, **style)
-
-
-def draw_papers(ax, field, curves, styles):
-    """The paper's points for each method, once: two samplers of random heads share a line."""
-    drawn = set()
+def draw_curves(ax, field, curves, styles):
+    """Means over the draws; the range of random heads; the paper's points. Returns the runs."""
+    papers = {}
     for name, curve in curves:
         run = curve["run"].iloc[0]
-        method = numbers.method_of(run.setup)
-        points = numbers.points(field, run.paper_model, run.task, method)
-        if points and method not in drawn:
-            drawn.add(method)
-            label = f"the paper: {METHODS.get(method, method)}"
+        style = styles[name]
+        papers.setdefault(numbers.method_of(run.setup), (run, style))
+        draws = curve.groupby(field)["value"]
+        line = {"markersize": 4, "linewidth": 1.3, "label": name}
+        if run.setup.random_heads:
+            x = list(draws.groups)
+            ax.fill_between(x, draws.min(), draws.max(), color=style["color"], alpha=0.13)
+            line |= {"linestyle": "--", "markerfacecolor": "white"}
+        ax.plot(draws.mean(), **style, **line)
+    for method, (run, style) in papers.items():
+        if points := numbers.points(field, run.paper_model, run.task, method):
             x, y = zip(*points, strict=True)
-            ax.plot(x, y, ":", markersize=3, linewidth=0.8, alpha=0.6, label=label, **styles[name])
+            label = f"the paper: {METHODS.get(method, method)}"
+            ax.plot(x, y, ":", markersize=3, linewidth=0.8, alpha=0.6, label=label, **style)
+    return [run for _, curve in curves for run in curve["run"]]
 
 
 def draw_levels(ax, frame, task, methods):
