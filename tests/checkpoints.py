@@ -1,6 +1,7 @@
-"""Tiny random checkpoints in the layout of real ones, one for every kind of model that this project reads.
+"""Tiny random checkpoints in the layout of real ones, one for every kind of model that is read.
 
-The weights come from numpy's frozen RandomState stream: a seed means the same numbers on every machine and version."""
+The weights come from numpy's frozen RandomState stream: a seed means the same numbers on every
+machine and version."""
 
 import copy
 import json
@@ -49,9 +50,8 @@ FAMILIES = {
         tie_word_embeddings=True,
         head_dim=8,
     ),
-    "llama3-iti": dict(
-        TINY, model_type="llama", attention_bias=True
-    ),  # ITI's edit sits in the bias of o
+    # ITI edits the bias of o.
+    "llama3-iti": dict(TINY, model_type="llama", attention_bias=True),
     "mistral": dict(
         TINY, model_type="mistral", sliding_window=None, num_attention_heads=8, head_dim=12
     ),
@@ -79,7 +79,7 @@ CLASSES = {
 
 
 def random_weights(c, seed=0):
-    """Checkpoint name → float32 tensor. Large enough that heads attend unevenly and logits differ."""
+    """{name in the checkpoint: float32 tensor}, so large that heads attend unevenly."""
     random = np.random.RandomState(seed)
 
     def draw(*shape, mean=0.0, std=0.2):
@@ -107,13 +107,11 @@ def random_weights(c, seed=0):
             "input_layernorm.weight": draw(D, mean=1.0),
             "post_attention_layernorm.weight": draw(D, mean=1.0),
         }
-        block |= {
-            f"self_attn.{p}_proj.bias": draw(n)
-            for p, n in zip("qkvo", (H, G, G, D), strict=True)
-            if p in biased
-        }
-        if c["model_type"] == "qwen3":
-            block |= {f"self_attn.{p}_norm.weight": draw(K, mean=1.0) for p in "qk"}
+        for p, n in zip("qkvo", (H, G, G, D), strict=True):
+            if p in biased:
+                block[f"self_attn.{p}_proj.bias"] = draw(n)
+        for p in "qk" if c["model_type"] == "qwen3" else "":
+            block[f"self_attn.{p}_norm.weight"] = draw(K, mean=1.0)
         weights |= {f"model.layers.{layer}.{name}": w for name, w in block.items()}
     return weights
 
@@ -121,14 +119,13 @@ def random_weights(c, seed=0):
 def write_checkpoint(
     folder, family="llama3", seed=0, dtype=torch.float32, shards=1, weights=None, **changes
 ):
-    """Write config.json and safetensors (with an index when there are several shards) → the folder."""
+    """Write config.json and safetensors, with an index if there are several shards → the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(FAMILIES[family], **changes)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {
-        n: w.to(dtype).contiguous() for n, w in (weights or random_weights(config, seed)).items()
-    }
+    weights = weights or random_weights(config, seed)
+    weights = {name: w.to(dtype).contiguous() for name, w in weights.items()}
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
         return folder
@@ -136,9 +133,8 @@ def write_checkpoint(
     where = {name: names[i % shards] for i, name in enumerate(weights)}
     for file in names:
         save_file({n: w for n, w in weights.items() if where[n] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
-    )
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
@@ -154,9 +150,9 @@ def write_tokenizer(folder, chat_template=None, eos="<|end|>"):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|begin|>", "<|end|>", "<|turn|>"])
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
-    config = {"bos_token": "<|begin|>", "eos_token": eos} | (
-        {"chat_template": chat_template} if chat_template else {}
-    )
+    config = {"bos_token": "<|begin|>", "eos_token": eos}
+    if chat_template:
+        config["chat_template"] = chat_template
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -183,35 +179,16 @@ def write_lines(path, rows):
     return path
 
 
-# ---------------------------------------------------------------------------------------- random configurations, damage
+# -------------------------------------------------------------------- random configurations, damage
 
-ODD = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    3,
-    0.5,
-    -0.0,
-    1e300,
-    math.nan,
-    math.inf,
-    "",
-    "4",
-    "x",
-    [],
-    {},
-    [1],
-    {"a": 1},
-    "\ud800",
-)
+ODD = (None, True, False, 0, -1, 1, 3, 0.5, -0.0, 1e300, math.nan, math.inf)
+ODD += ("", "4", "x", [], {}, [1], {"a": 1}, "\ud800")
 
 
 def draw_configuration(dice):
     """A random configuration that transformers accepts."""
-    groups, layers = dice.choice([1, 2, 4]), dice.randint(1, 4)
+    groups = dice.choice([1, 2, 4])
+    layers = dice.randint(1, 4)
     heads = groups * dice.choice([1, 2, 3])
     c = TINY | dict(
         model_type=dice.choice(list(CLASSES)),
@@ -225,53 +202,33 @@ def draw_configuration(dice):
         max_window_layers=dice.randint(0, 5),
         sliding_window=dice.choice([None, 1, 2, 5, 40, 4096]),
     )
-    length, low = (
-        dict(original_max_position_embeddings=dice.choice([1, 16, 128, 4096])),
-        dice.uniform(0.1, 4),
-    )
-    scaling = (
-        dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5]))
-        | dice.choice([{}, length])
-        | dice.choice(
-            [
-                dict(rope_type="default"),
-                dict(type="linear"),
-                dict(
-                    rope_type="llama3",
-                    low_freq_factor=low,
-                    high_freq_factor=low + dice.uniform(0.1, 8),
-                ),
-            ]
-        )
-    )
-    theta = dict(rope_theta=dice.choice([10_000.0, 500_000, 77.5, dice.uniform(2, 1e7)]))
-    del c["rope_theta"]
-    c |= (
-        theta | dict(rope_scaling=scaling)
-        if dice.random() < 0.5
-        else dict(rope_parameters=scaling | theta)
-    )
+    low = dice.uniform(0.1, 4)
+    bands = dict(low_freq_factor=low, high_freq_factor=low + dice.uniform(0.1, 8))
+    kinds = [dict(rope_type="default"), dict(type="linear"), dict(rope_type="llama3", **bands)]
+    scaling = dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5])) | dice.choice(kinds)
+    if dice.random() < 0.5:
+        scaling["original_max_position_embeddings"] = dice.choice([1, 16, 128, 4096])
+    theta = c.pop("rope_theta") if dice.random() < 0.3 else dice.uniform(2, 1e7)
+    if dice.random() < 0.5:
+        c |= dict(rope_theta=theta, rope_scaling=scaling)
+    else:
+        c.pop("rope_theta", None)
+        c["rope_parameters"] = scaling | dict(rope_theta=theta)
     if dice.random() < 0.6 or c["model_type"] == "qwen3":
         c |= dict(head_dim=2 * dice.randint(1, 12))
     if c["model_type"] != "mistral":
         c |= dict(attention_bias=dice.random() < 0.4, use_sliding_window=dice.random() < 0.7)
-    if (
-        c["model_type"].startswith("qwen")
-        and c["sliding_window"]
-        and c["use_sliding_window"]
-        and dice.random() < 0.5
-    ):
-        c |= dict(
-            layer_types=[
-                dice.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
-            ]
-        )
+        windows = c["sliding_window"] and c["use_sliding_window"]
+        if c["model_type"].startswith("qwen") and windows and dice.random() < 0.5:
+            kinds = ["full_attention", "sliding_attention"]
+            c["layer_types"] = dice.choices(kinds, k=layers)
     return c
 
 
 def places_in(value):
     """Yields (parent, key) of every entry of a JSON value."""
-    for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in list(entries):
         yield value, key
         if isinstance(child, dict | list):
             yield from places_in(child)

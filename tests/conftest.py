@@ -29,7 +29,7 @@ def no_standard_input(monkeypatch):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Runs a program in this process: call(main, *arguments) → (status, standard output, standard error)."""
+    """Runs a program in this process: call(main, *arguments) → (status, stdout, stderr)."""
 
     def run(main, *arguments):
         program = main.__module__.replace(".", "/") + ".py"
@@ -64,9 +64,8 @@ def llama(tmp_path_factory):
 @pytest.fixture(scope="session")
 def amateur(tmp_path_factory):
     """A smaller model of llama's vocabulary, of 2 layers and 2 heads."""
-    small = dict(
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, seed=5
-    )
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    small = dict(num_hidden_layers=2, hidden_size=16, seed=5) | heads
     return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("amateur"), "llama3", **small))
 
 
@@ -74,10 +73,8 @@ def amateur(tmp_path_factory):
 def chat_model(tmp_path_factory):
     """The folder of a tiny chat model of 3 layers and 4 heads, with the head scores heads.json."""
     folder = tmp_path_factory.mktemp("chat")
-    write_tokenizer(
-        write_checkpoint(folder, vocab_size=259, eos_token_id=257, max_position_embeddings=2048),
-        TEMPLATE,
-    )
+    write_checkpoint(folder, vocab_size=259, eos_token_id=257, max_position_embeddings=2048)
+    write_tokenizer(folder, TEMPLATE)
     write_heads(folder / "heads.json")
     return folder
 
@@ -90,25 +87,16 @@ def data(tmp_path_factory):
     def lines(name, rows):
         return str(write_lines(folder / name, rows))
 
-    qa = lines(
-        "qa.jsonl",
-        [
-            {"question": f"how {'very ' * (7 * i % 5)}long {i}", "answers": [f"a{i}"]}
-            for i in range(7)
-        ],
-    )
-    swap = lines(
-        "swap.jsonl",
-        [
-            {
-                "question": f"who is {i}",
-                "sub_context": f"{i} is New. " * (i % 3 + 1),
-                "org_answer": ["Old"],
-                "sub_answer": ["New"],
-            }
-            for i in range(5)
-        ],
-    )
+    questions = []
+    for i in range(7):
+        question = f"how {'very ' * (7 * i % 5)}long {i}"
+        questions.append({"question": question, "answers": [f"a{i}"]})
+    swaps = []
+    for i in range(5):
+        swap = {"question": f"who is {i}", "org_answer": ["Old"], "sub_answer": ["New"]}
+        swaps.append(swap | {"sub_context": f"{i} is New. " * (i % 3 + 1)})
+    qa = lines("qa.jsonl", questions)
+    swap = lines("swap.jsonl", swaps)
     demos = lines("demos.jsonl", [{"question": "q", "answer": "a", "context": "c"}] * 2)
     (folder / "2-b.csv").write_text(
         "prompt,classes,answer_index\nSay: one,\"[' two', ' three']\",1\nSo,\"[' x', ' yy']\",0\n"
@@ -118,24 +106,11 @@ def data(tmp_path_factory):
         "A,C,Why?,Because,Because; So,No; Never; Not,u\nA,C,Who?,I,I,You,u\n",
         encoding="utf-8-sig",
     )
+    truthful = str(folder / "t.csv")
     return {
         "nq-closed": ["--task", "nq-closed", "--data", qa, "--demos", demos],
         "nq-swap": ["--task", "nq-swap", "--data", swap, "--demos", demos],
         "memotrap": ["--task", "memotrap", "--data", str(folder / "2-b.csv")],
-        "truthfulqa-mc": [
-            "--task",
-            "truthfulqa-mc",
-            "--data",
-            str(folder / "t.csv"),
-            "--demos",
-            demos,
-        ],
-        "truthfulqa-gen": [
-            "--task",
-            "truthfulqa-gen",
-            "--data",
-            str(folder / "t.csv"),
-            "--demos",
-            demos,
-        ],
+        "truthfulqa-mc": ["--task", "truthfulqa-mc", "--data", truthful, "--demos", demos],
+        "truthfulqa-gen": ["--task", "truthfulqa-gen", "--data", truthful, "--demos", demos],
     }

@@ -87,43 +87,31 @@ FAMILIES = {
     "qwen3_next": MIXED | EXPERTS,
     "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
 }
-NO_QUERY = {
-    "phi3",
-    "olmo2",
-    "olmo3",
-    "gpt2",
-    "gpt_neox",
-    "falcon",
-    "mpt",
-    "deepseek_v3",
-    "qwen3_next",
-}
+# Their query projection cannot be masked head by head.
+NO_QUERY = "phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
 
 
 def random_model(family, **changes):
     torch.manual_seed(1)
-    sizes = {} if "text_config" in FAMILIES.get(family, ()) else SIZES
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **sizes | FAMILIES.get(family, {}) | changes)
-    )
+    facts = FAMILIES.get(family, {}) | changes
+    if "text_config" not in facts:
+        facts = SIZES | facts
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **facts))
     for name, p in model.named_parameters():
         p.data.normal_(1 if p.ndim == 1 and "weight" in name else 0, 0.2)
     return model.eval()
 
 
 def without_heads(model, heads):
-    """A copy of the model that an HFModel wraps, with zeros in the columns of its output projections."""
-    other, names = (
-        copy.deepcopy(model.hf),
-        {module: name for name, module in model.hf.named_modules()},
-    )
+    """A copy of the model that an HFModel wraps, with zeros in the heads' columns of its output
+    projections."""
+    other = copy.deepcopy(model.hf)
+    names = {module: name for name, module in model.hf.named_modules()}
     for layer, head in heads:
         a = model.attention[layer]
         projection = other.get_submodule(names[a.projections["output"]])
-        weight = (
-            projection.weight.data.T
-            if type(projection).__name__ == "Conv1D"
-            else projection.weight.data
-        )
+        weight = projection.weight.data
+        if type(projection).__name__ == "Conv1D":
+            weight = weight.T
         weight.unflatten(1, (a.heads, -1))[:, head] = 0  # [D, H·K]
     return other

@@ -56,9 +56,8 @@ def engines(request, tmp_path_factory):
 def assert_equal(ours, theirs):
     assert [g.ids for g in ours] == [g.ids for g in theirs]
     for g, h in zip(ours, theirs, strict=True):
-        assert g.alphas == pytest.approx(h.alphas, abs=1e-4) and g.entropies == pytest.approx(
-            h.entropies, abs=1e-4
-        )
+        assert g.alphas == pytest.approx(h.alphas, abs=1e-4)
+        assert g.entropies == pytest.approx(h.entropies, abs=1e-4)
 
 
 def test_both_engines_decode_the_same_tokens_by_every_method(engines):
@@ -66,24 +65,17 @@ def test_both_engines_decode_the_same_tokens_by_every_method(engines):
         assert_equal(*(decoders.generate(model, PROMPTS, **settings, **N) for model in engines))
         if settings["method"] != "cad":  # a prompt of one token
             assert_equal(*(decoders.generate(model, [[7]], **settings, **N) for model in engines))
-    ours, theirs = (
-        [token.tolist() for token, _ in decore.decore(model, PROMPTS, HEADS, 6)]
-        for model in engines
-    )
-    assert ours == theirs
+    ours, theirs = ([*decore.decore(model, PROMPTS, HEADS, 6)] for model in engines)
+    assert [token.tolist() for token, _ in ours] == [token.tolist() for token, _ in theirs]
 
 
 def test_both_engines_score_alike(engines):
-    for settings in (
-        CASES + BASELINES[1:] + [dict(method="cad", prompt_ids_without_context=PROMPTS[0][4:])]
-    ):
-        settings = {
-            k: v for k, v in settings.items() if k not in ("mask_prompt", "repetition_penalty")
-        }
-        ours, theirs = (
-            decoders.score(model, PROMPTS[0], [[3, 4, 5, 6, 8], [7, 3], [60]], **settings)
-            for model in engines
-        )
+    answers = [[3, 4, 5, 6, 8], [7, 3], [60]]
+    cad = dict(method="cad", prompt_ids_without_context=PROMPTS[0][4:])
+    for settings in [*CASES, *BASELINES[1:], cad]:
+        of_generate = ("mask_prompt", "repetition_penalty")
+        settings = {k: v for k, v in settings.items() if k not in of_generate}
+        ours, theirs = (decoders.score(m, PROMPTS[0], answers, **settings) for m in engines)
         assert ours == pytest.approx(theirs, abs=2e-4)
 
 
@@ -102,14 +94,13 @@ def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
     ids = generate(engines[0], PROMPTS[0], heads=HEADS, **N).ids
     ours, theirs = (find_sources(model, PROMPTS[0], ids, HEADS) for model in engines)
     assert ours == theirs
-    ours, theirs = (
-        detect.answer_batch(model, PROMPTS, [(1, 6), (0, 4), (2, 9)], 12) for model in engines
-    )
+    needles = [(1, 6), (0, 4), (2, 9)]
+    ours, theirs = (detect.answer_batch(model, PROMPTS, needles, 12) for model in engines)
     for (ids, positions), (their_ids, their_positions) in zip(ours, theirs, strict=True):
         assert ids == their_ids and torch.equal(positions, their_positions)
 
 
-# Other families: what is found by rule must be right in each
+# Other families: the heads that are found by a rule must be the right ones in each
 
 
 def masked_attention(model, ids, heads):
@@ -125,48 +116,37 @@ def masked_attention(model, ids, heads):
 @torch.no_grad()
 def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(family):
     model = HFModel(random_model(family))
-    other, prompt = without_heads(model, HEADS), PROMPTS[0]
+    other = without_heads(model, HEADS)
+    prompt = PROMPTS[0]
 
     def log_p(hf, ids):
         return hf(torch.tensor([prompt + ids])).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
 
-    inputs = dict(
-        inputs=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long)
-    )
-    text = model.hf.generate(**inputs, do_sample=False, max_new_tokens=6, eos_token_id=None)[
-        0
-    ].tolist()
+    ones = torch.ones(1, len(prompt), dtype=torch.long)
+    options = dict(do_sample=False, max_new_tokens=6, eos_token_id=None, attention_mask=ones)
+    text = model.hf.generate(torch.tensor([prompt]), **options)[0].tolist()
     assert prompt + generate(model, prompt, method="greedy", **N).ids == text
     settings = dict(heads=HEADS, mask_prompt=True, **N)
     batch = generate(model, PROMPTS, **settings)
     assert_equal(batch, [generate(model, ids, **settings) for ids in PROMPTS])
+    alphas = {"masked": -torch.ones(1, 6), "decore-static": torch.full((1, 6), 0.5)}
     for method in "masked", "decore-static", "decore-entropy":
-        ids = (
-            batch[0].ids
-            if method == "decore-entropy"
-            else generate(model, prompt, method, **settings).ids
-        )
-        base, masked = log_p(model.hf, ids), log_p(other, ids)
-        alpha = {"masked": -torch.ones(1, 6), "decore-static": torch.full((1, 6), 0.5)}.get(
-            method, entropy(base)
-        )
-        assert contrast(base, masked, alpha).argmax(-1)[0].tolist() == ids
+        ids = generate(model, prompt, method, **settings).ids
+        base = log_p(model.hf, ids)
+        alpha = alphas.get(method, entropy(base))
+        assert contrast(base, log_p(other, ids), alpha).argmax(-1)[0].tolist() == ids
     answer = PROMPTS[2][:5]
-    total = contrast(
-        base := log_p(model.hf, answer), log_p(other, answer), entropy(base)
-    ).log_softmax(-1)[0]
-    assert score(model, prompt, answer, heads=HEADS) == pytest.approx(
-        total.gather(-1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-3
-    )
+    base = log_p(model.hf, answer)
+    total = contrast(base, log_p(other, answer), entropy(base)).log_softmax(-1)[0]
+    expected = sum(total[i, token].item() for i, token in enumerate(answer))
+    assert score(model, prompt, answer, heads=HEADS) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_alone(family):
     model = HFModel(random_model(family))
     if family in NO_QUERY:
-        with pytest.raises(
-            ValueError, match=f"{family}.* has no query projection whose heads stay apart"
-        ):
+        with pytest.raises(ValueError, match=f"{family}.* has no query projection whose heads"):
             generate(model, PROMPTS[0], heads=HEADS, mask="query")
         return
     plain, masked = (masked_attention(model, PROMPTS[0], heads) for heads in ([], HEADS))
@@ -178,8 +158,10 @@ def test_masked_queries_of_other_families_attend_evenly_and_leave_other_heads_al
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_of_other_families_lead_to_their_logits(family):
-    model, ids = HFModel(random_model(family)), torch.tensor(PROMPTS[:1])
-    cache, states = model.new_cache([9], 5), model.hf(ids, output_hidden_states=True).hidden_states
+    model = HFModel(random_model(family))
+    ids = torch.tensor(PROMPTS[:1])
+    states = model.hf(ids, output_hidden_states=True).hidden_states
+    cache = model.new_cache([9], 5)
     model.prefill(ids[:, :9], cache)
     last, [early] = model.read_layers(ids[:, 9:], cache, [1])
     torch.testing.assert_close(early[0], states[1][:, 9:], atol=1e-4, rtol=1e-4)
@@ -197,9 +179,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_whose_heads_cannot_be_masked_is_refused_when_it_is_loaded(family):
-    sizes = (
-        dict(mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1) if family == "jamba" else {}
-    )
+    sizes = {}
+    if family == "jamba":
+        sizes = dict(mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1)
     with pytest.raises(ValueError, match=rf"{family} \({family}\): {REFUSED[family]}"):
         HFModel(random_model(family, **sizes))
 
@@ -305,20 +287,12 @@ def test_heads_of_a_layer_without_attention_are_refused_and_attend_to_the_last_k
 
 
 def test_layers_that_cannot_be_read_refuse_dola_and_ad_and_nothing_else():
-    sizes = dict(
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=96,
-        num_kv_shared_layers=0,
-        laurel_rank=4,
-    )
-    model = HFModel(
-        random_model("gemma3n_text", **WINDOWS | sizes | dict(activation_sparsity_pattern=None))
-    )
+    sizes = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, laurel_rank=4)
+    sizes |= dict(num_kv_shared_layers=0, activation_sparsity_pattern=None)
+    model = HFModel(random_model("gemma3n_text", **WINDOWS, **sizes))
     assert generate(model, PROMPTS[0], heads=HEADS, **N).ids
     for settings in BASELINES[1], BASELINES[3]:
-        with pytest.raises(
-            ValueError, match=r"gemma3n_text\): the layers cannot be read, as dola and ad do"
-        ):
+        with pytest.raises(ValueError, match=r"gemma3n_text\): the layers cannot be read, as dola"):
             decoders.generate(model, PROMPTS, **settings)
 
 
@@ -327,36 +301,35 @@ def test_a_mask_that_does_not_reach_a_layer_is_an_error(mask, name):
     model = HFModel(random_model("gemma3_text"))
     attention = model.hf.model.layers[1].self_attn
     projection = getattr(attention, name)
-    setattr(
-        attention, name, torch.nn.Linear(projection.in_features, projection.out_features)
-    )  # after loading
+    # After loading, the projection is another module.
+    setattr(attention, name, torch.nn.Linear(projection.in_features, projection.out_features))
     with pytest.raises(ValueError, match=r"gemma3_text: layers \[1\] were not masked"):
         generate(model, PROMPTS, heads=HEADS, mask=mask)
 
 
 def test_a_bias_of_the_norm_of_queries_excludes_masking_them():
+    model = HFModel(random_model("phi", qk_layernorm=True))
     with pytest.raises(ValueError, match="phi.* has no query projection whose heads stay apart"):
-        generate(
-            HFModel(random_model("phi", qk_layernorm=True)), PROMPTS, heads=HEADS, mask="query"
-        )
+        generate(model, PROMPTS, heads=HEADS, mask="query")
 
 
 def test_logits_are_float32_without_a_graph_and_ids_and_context_are_those_of_the_model():
-    hf, ids = random_model("gemma2").bfloat16(), torch.tensor(PROMPTS[:1])
+    hf = random_model("gemma2").bfloat16()
+    ids = torch.tensor(PROMPTS[:1])
     hf.generation_config.eos_token_id = [5, 7]
     model = HFModel(hf)
     assert (model.eos_ids, model.pad_ids, model.config.max_positions) == ((5, 7), (0,), 256)
     assert model(ids).dtype == torch.float32 and not model(ids).requires_grad
-    with pytest.raises(
-        ValueError, match=r"the head mask is \[R, L, H\] = \[1, 2, 4\]; gemma2 has L = 3, H = 4"
-    ):
+    with pytest.raises(ValueError, match=r"\[R, L, H\] = \[1, 2, 4\]; gemma2 has L = 3, H = 4"):
         model(ids, head_mask=torch.ones(1, 2, 4))
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was():
-    hf, ids = random_model("gemma3_text"), torch.tensor([PROMPTS[0]])
+    hf = random_model("gemma3_text")
+    ids = torch.tensor([PROMPTS[0]])
     hf.model.forward = forward = hf.model.forward  # as accelerate does
-    before, model = hf(ids).logits, HFModel(hf)
+    before = hf(ids).logits
+    model = HFModel(hf)
     failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(ids, model.new_cache([0], 14), make_head_mask([HEADS], model), probabilities=[])
@@ -364,14 +337,11 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError):
         model.logits(torch.zeros(1, 1, 2, 5))
     assert vars(hf.model)["forward"] is forward and hf.config._attn_implementation == "sdpa"
-    hooks = [
-        hook
-        for m in hf.modules()
-        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-    ]
-    assert not any(
-        isinstance(hook, partial) for hook in hooks
-    )  # those of transformers are functions
+    hooks = []
+    for module in hf.modules():
+        hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # Those of transformers are functions.
+    assert not any(isinstance(hook, partial) for hook in hooks)
     assert torch.equal(hf(ids).logits, before)
 
 
@@ -384,58 +354,39 @@ def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
         cli.load_model(chat_model, Namespace(**args, transformers=engine))[0]
         for engine in (False, True)
     )
-    assert own.name == hf.name
-    assert (
-        (own.bos_id, own.eos_ids, own.pad_ids)
-        == (hf.bos_id, hf.eos_ids, hf.pad_ids)
-        == (256, (257,), (257,))
-    )
+    for model in own, hf:
+        assert model.name == chat_model.name
+        assert (model.bos_id, model.eos_ids, model.pad_ids) == (256, (257,), (257,))
 
 
 def test_programs_give_the_same_answers_with_both_engines(call, data, chat_model, tmp_path):
-    heads, answers, runs = ["--heads", chat_model / "heads.json", "--model", chat_model], [], []
+    model = ["--heads", chat_model / "heads.json", "--model", chat_model, "--max-new-tokens", 6]
+    answers, headers, runs = [], [], []
     for engine in [], ["--transformers"]:
         out = tmp_path / f"runs{len(runs)}"
-        _, answer, _ = call(
-            program.main, *heads, "--prompt", "Who?", "--max-new-tokens", 6, "--json", *engine
-        )
+        _, answer, _ = call(program.main, *model, "--prompt", "Who?", "--json", *engine)
         answers.append(json.loads(answer)["ids"])
-        status, _, err = call(
-            evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", out, *engine
-        )
+        status, _, err = call(evaluate.main, *data["nq-swap"], *model, "--out", out, *engine)
         assert status == 0, err
         [path] = out.glob("*.jsonl")
         header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-        runs.append((header["header"], [line["ids"] for line in lines]))
-    (own, ids), (hf, their_ids) = runs
-    assert answers[0] == answers[1] and ids == their_ids
-    assert (own["engine"], hf["engine"], hf["versions"]["transformers"]) == (
-        "own",
-        "transformers",
-        transformers.__version__,
-    )
-    status, _, err = call(
-        evaluate.main, *data["nq-swap"], *heads, "--max-new-tokens", 6, "--out", out
-    )
+        headers.append(header["header"])
+        runs.append([line["ids"] for line in lines])
+    assert answers[0] == answers[1] and runs[0] == runs[1]
+    assert [header["engine"] for header in headers] == ["own", "transformers"]
+    assert headers[1]["versions"]["transformers"] == transformers.__version__
+    status, _, err = call(evaluate.main, *data["nq-swap"], *model, "--out", out)
     assert status == 2 and 'engine: "transformers" there, "own" now' in err
 
 
 def test_a_detection_with_transformers_continues_and_finds_what_ours_does(call, tmp_path):
-    results, engines = [], ["own", "transformers", "transformers"]  # the third continues the second
+    results = []
+    engines = ["own", "transformers", "transformers"]  # the third continues the second
+    options = "--runs 4 --batch-size 2 --min-success 1 --out".split()
     for engine in engines:
         path = tmp_path / f"{engine}.json"
-        status, _, err = call(
-            detect.main,
-            "--runs",
-            4,
-            "--batch-size",
-            2,
-            "--min-success",
-            1,
-            "--out",
-            path,
-            *["--transformers"] * (engine == "transformers"),
-        )
+        more = ["--transformers"] if engine == "transformers" else []
+        status, _, err = call(detect.main, *options, path, *more)
         assert status == 0, err
         results.append(json.loads(path.read_text()))
         runs = Path(f"{path}.runs.jsonl")
@@ -467,17 +418,14 @@ def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tm
         quantization = transformers.TorchAoConfig(Int8WeightOnlyConfig())
     else:
         quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
-    random_model("gemma2", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(
-        tmp_path / "full"
-    )
-    transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "full", quantization_config=quantization, device_map="cpu"
-    ).save_pretrained(tmp_path / "quantized")
+    full = tmp_path / "full"
+    random_model("gemma2", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(full)
+    options = dict(quantization_config=quantization, device_map="cpu")
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(full, **options)
+    quantized.save_pretrained(tmp_path / "quantized")
     model = HFModel.load(tmp_path / "quantized")
-    inputs = dict(
-        input_ids=torch.tensor([PROMPTS[0]]), attention_mask=torch.ones(1, 14, dtype=torch.long)
-    )
-    text = custom_generate(
-        model.hf, heads=HEADS, **inputs, max_new_tokens=6, do_sample=False, eos_token_id=None
-    )
+    ids = torch.tensor([PROMPTS[0]])
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    options["attention_mask"] = torch.ones_like(ids)
+    text = custom_generate(model.hf, heads=HEADS, input_ids=ids, **options)
     assert PROMPTS[0] + generate(model, PROMPTS[0], heads=HEADS, **N).ids == text[0].tolist()
