@@ -107,7 +107,7 @@ def cells(name, task, model, method):
 def inferred(run):
     """The values of N that the paper's table may have for the method of this run, as texts."""
     rows = cells("paper_n", run.task, run.paper_model, run.setup.method)
-    return [n for row in rows for n in row["num_heads"].split()]
+    return " ".join(row["num_heads"] for row in rows).split()
 
 
 def cell(run, metric):

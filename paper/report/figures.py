@@ -149,15 +149,22 @@ def curves_by_task(frame, usual, field, other):
 
 def styles_of(panels):
     """Name of a curve → its colour and marker, the same in all panels."""
-    names = dict.fromkeys(name for curves in panels.values() for name, _ in curves)
-    styles = [{"color": c, "marker": m} for c, m in zip(LINES, "ovDs^P<", strict=True)]
-    return dict(zip(names, itertools.cycle(styles), strict=False))
+    free = itertools.cycle(zip(LINES, "ovDs^P<", strict=True))
+    styles = {}
+    for curves in panels.values():
+        for name, _ in curves:
+            if name not in styles:
+                colour, marker = next(free)
+                styles[name] = {"color": colour, "marker": marker}
+    return styles
 
 
 def draw_curves(ax, field, curves, styles):
     """Means over the draws; the range of random heads; the paper's points. Returns the runs."""
     papers = {}
+    runs = []
     for name, curve in curves:
+        runs += list(curve["run"])
         run = curve["run"].iloc[0]
         style = styles[name]
         papers.setdefault(numbers.method_of(run.setup), (run, style))
@@ -173,7 +180,7 @@ def draw_curves(ax, field, curves, styles):
             x, y = zip(*points, strict=True)
             label = f"the paper: {METHODS.get(method, method)}"
             ax.plot(x, y, ":", markersize=3, linewidth=0.8, alpha=0.6, label=label, **style)
-    return [run for _, curve in curves for run in curve["run"]]
+    return runs
 
 
 def draw_levels(ax, frame, task, methods):

@@ -28,9 +28,11 @@ def make_frame(runs):
         if first is not run:
             reason = f"the same setup as {first.path}, which has as many examples or more"
             skipped.append((run.path, reason))
-    frame = pd.DataFrame([line for key in sorted(chosen) for line in lines_of(chosen[key])])
+    lines = []
+    for key in sorted(chosen):
+        lines += lines_of(chosen[key])
     types = {"num_heads": "Int64", "seed": "Int64", "alpha": float, "paper": float}
-    return frame.astype(types), skipped
+    return pd.DataFrame(lines).astype(types), skipped
 
 
 def as_csv(frame):

@@ -290,7 +290,9 @@ def mean_entropy(line):
 def values_of(path, task, lines):
     """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`."""
     store = path.with_suffix(".scores.json")
-    content = [{name: value for name, value in line.items() if name != "place"} for line in lines]
+    content = []
+    for line in lines:
+        content.append({name: value for name, value in line.items() if name != "place"})
     key = short_hash(json.dumps([task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:

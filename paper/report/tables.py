@@ -35,8 +35,12 @@ CORRECTNESS_NOTES = [
 
 def print_tables(tables):
     for title, rows, notes in tables:
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        lines = [columns] + [[row.get(column, "") for column in columns] for row in rows]
+        columns = {}
+        for row in rows:
+            columns |= dict.fromkeys(row)
+        lines = [list(columns)]
+        for row in rows:
+            lines.append([row.get(column, "") for column in columns])
         widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
         print(f"### {title}\n")
