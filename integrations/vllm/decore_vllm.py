@@ -392,8 +392,12 @@ def create_engine_config(args, original, *more, **kw):
 
 
 def _validate_params(self, original, params, *args):
+    from vllm.exceptions import VLLMValidationError
+
     if is_on(self.vllm_config) and switch(params) not in (True, False):
-        raise ValueError(f"decore={switch(params)!r}: of a request it is false (0) or left out")
+        raise VLLMValidationError(
+            f"decore={switch(params)!r}: of a request it is false (0) or left out"
+        )
     return original(self, params, *args)
 
 

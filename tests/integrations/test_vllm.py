@@ -1,0 +1,258 @@
+"""DeCoRe inside vLLM beside our own engine, whose tokens vllm_tokens.py writes.
+
+It runs in vLLM's environment, which .ci/run makes from requirements-vllm.txt. Most engines start in
+this process, in seconds."""
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.txt")
+
+from tests.integrations.vllm_tokens import HEADS, METHODS, N
+
+ROOT = Path(__file__).parents[2]
+os.environ |= dict(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+probe = subprocess.run([sys.executable, "-c", "import vllm._custom_ops"], capture_output=True)
+if probe.returncode < 0:
+    pytest.skip("vLLM's wheel has no code for this processor", allow_module_level=True)
+
+import vllm
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+OPTIONS = dict(
+    dtype="float32",
+    enforce_eager=True,
+    skip_tokenizer_init=True,
+    max_model_len=256,
+    max_num_seqs=8,
+    block_size=32,
+    kv_cache_memory_bytes=1 << 25,
+    disable_log_stats=False,
+)
+PLAIN = {"decore": False}
+# Model Runner V2 is made for GPUs: here its Triton kernels are interpreted.
+RUNNER_V2 = """
+import json, os, sys, types
+os.environ |= dict(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+import triton.backends
+driver = types.SimpleNamespace(is_active=lambda: True)
+triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
+from tests.integrations import test_vllm
+prompts = json.load(open("tokens.json"))["prompts"]
+with test_vllm.start("llama3") as llm:
+    assert llm.llm_engine.vllm_config.use_v2_model_runner
+    tokens = test_vllm.decode(llm, prompts, prompts)
+json.dump(tokens, open("v2.json", "w"))
+"""
+
+
+@contextmanager
+def start(folder, on=True, settings=None, **options):
+    settings = {"decore": dict(heads=HEADS, **settings or {})} if on else {}
+    llm = LLM(str(folder), additional_config=settings, **OPTIONS | options)
+    yield llm
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def decode(llm, prompts, plain=(), **more):
+    """Greedy decoding of the contrasted logits, and without DeCoRe for the plain prompts."""
+    inputs = [dict(prompt_token_ids=prompt) for prompt in [*prompts, *plain]]
+    more |= dict(temperature=0, max_tokens=N, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(**more)] * len(prompts)
+    params += [SamplingParams(**more, extra_args=PLAIN)] * len(plain)
+    return [list(o.outputs[0].token_ids) for o in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def metric(llm, name):
+    return {metric.name: metric for metric in llm.get_metrics()}[f"vllm:{name}"].value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    python = os.environ.get("DECORE_PYTHON", sys.executable)
+    module = "tests.integrations.vllm_tokens"
+    subprocess.run([python, "-m", module, folder], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return json.loads((folder / "tokens.json").read_text())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "greedy"])
+def test_methods_choose_our_tokens_and_plain_requests_greedy_ones(folder, ours, method):
+    prompts = ours["prompts"]
+    options = dict(settings=METHODS[method], max_num_batched_tokens=48)  # prompts in chunks
+    with start(folder / "llama3", **options) as llm:
+        assert decode(llm, prompts, prompts) == ours[method] + ours["greedy"]
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "qwen3", "qwen3_moe"])
+def test_families_choose_our_tokens(folder, ours, family):
+    with start(folder / family) as llm:
+        assert decode(llm, ours["prompts"]) == ours[family]
+
+
+def test_preempted_requests_choose_our_tokens(folder, ours):
+    with start(folder / "llama3", num_gpu_blocks_override=10) as llm:
+        assert decode(llm, ours["prompts"]) == ours["entropy"]
+        assert metric(llm, "num_preemptions") > 0
+
+
+def test_cached_prefixes_hold_keys_of_the_same_masking(folder, ours):
+    prompts = ours["prompts"]
+    with start(folder / "llama3", enable_prefix_caching=True) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        for prompt, score in zip(prompts[2:], ours["scores"], strict=True):
+            [out] = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)
+            answer = zip(out.prompt_logprobs[-9:], prompt[-9:], strict=True)
+            log_p = sum(entry[token].logprob for entry, token in answer)
+            assert log_p == pytest.approx(score, abs=1e-3)  # nats: sums of nine float32 logits
+        assert decode(llm, prompts) == ours["entropy"]
+        assert decode(llm, prompts) == ours["entropy"]
+        assert decode(llm, ours["longer"]) == ours["continued"]
+        assert decode(llm, [], prompts) == ours["greedy"]
+        assert metric(llm, "prefix_cache_hits") > 3 * 128
+
+
+def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch):
+    passes = []
+    forward = LlamaForCausalLM.forward
+
+    def spy(self, input_ids, *args, **kw):
+        passes.append(len(input_ids))
+        return forward(self, input_ids, *args, **kw)
+
+    with start(folder / "llama3", enable_prefix_caching=False) as llm:
+        monkeypatch.setattr(LlamaForCausalLM, "forward", spy)
+        prompt = ours["prompts"][-1]
+        decode(llm, [prompt])
+        assert passes == [len(prompt) + 1] + [2] * (N - 1)
+        passes.clear()
+        decode(llm, [], [prompt])
+        assert passes == [len(prompt)] + [1] * (N - 1)
+
+
+def test_plain_requests_beside_others_have_the_logits_of_stock_vllm(folder, ours):
+    prompts = ours["prompts"]
+    penalty = dict(repetition_penalty=1.7)  # depends on the sign of logits
+    with start(folder / "llama3", on=False) as llm:
+        stock = decode(llm, prompts, **penalty)
+    del llm
+    assert stock != ours["greedy"]
+    with start(folder / "llama3") as llm:
+        assert decode(llm, prompts, prompts, **penalty)[len(prompts) :] == stock
+
+
+def test_keys_and_values_take_twice_the_memory(folder):
+    blocks = []
+    for on in (False, True):
+        with start(folder / "llama3", on) as llm:
+            blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+        del llm
+    assert blocks[0] == 2 * blocks[1]
+
+
+def test_drafts_of_n_grams_do_not_change_tokens(folder, ours, monkeypatch):
+    """In a process of its own: vLLM cannot start another engine after this one."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+    with start(folder / "llama3", speculative_config=drafts) as llm:
+        assert decode(llm, ours["prompts"]) == ours["entropy"]
+        assert metric(llm, "spec_decode_num_drafts") > 0
+
+
+def test_model_runner_v2_chooses_our_tokens(folder, ours):
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | dict(PYTHONPATH=paths)
+    subprocess.run([sys.executable, "-c", RUNNER_V2], cwd=folder, env=environment, check=True)
+    assert json.loads((folder / "v2.json").read_text()) == ours["entropy"] + ours["greedy"]
+
+
+# ----------------------------------------------------------- vllm serve: compiled, two ranks
+
+
+@pytest.fixture(scope="module")
+def post(folder):
+    """post(path, body) → the response of a server that runs on two ranks, compiled."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    options = {k: v for k, v in OPTIONS.items() if v is not True and k != "disable_log_stats"}
+    options |= dict(served_model_name="tiny", host="127.0.0.1", port=port, tensor_parallel_size=2)
+    options["additional_config"] = json.dumps({"decore": {"heads": HEADS}})
+    command = [Path(sys.executable).with_name("vllm"), "serve", folder / "llama3"]
+    for name, value in options.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    url = f"http://127.0.0.1:{port}"
+    with open(folder / "serve.log", "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        while True:
+            assert server.poll() is None, (folder / "serve.log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{url}/health")
+                break
+            except OSError:
+                time.sleep(1)
+
+        def send(**body):
+            body |= dict(model="tiny", max_tokens=N, ignore_eos=True, return_token_ids=True)
+            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+            request.add_header("Content-Type", "application/json")
+            return urllib.request.urlopen(request)
+
+        yield send
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_a_server_answers_with_our_tokens_also_streamed(post, ours):
+    for prompt, tokens in zip(ours["prompts"], ours["entropy"], strict=True):
+        [choice] = json.load(post(prompt=prompt, temperature=0))["choices"]
+        assert choice["token_ids"] == tokens
+    streamed = []
+    for line in post(prompt=prompt, temperature=0, stream=True):
+        if line.startswith(b"data: {"):
+            streamed += json.loads(line[6:])["choices"][0]["token_ids"] or []
+    assert streamed == tokens
+
+
+def test_a_server_samples_several_answers(post, ours):
+    body = dict(prompt=ours["prompts"][4], n=3, temperature=1, seed=1)
+    choices = json.load(post(**body))["choices"]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
+
+
+def test_a_request_can_leave_decore_out_and_nothing_else(post, ours):
+    body = dict(prompt=ours["prompts"][4], temperature=0)
+    [choice] = json.load(post(**body, vllm_xargs=PLAIN))["choices"]
+    assert choice["token_ids"] == ours["greedy"][4]
+    with pytest.raises(urllib.error.HTTPError) as error:
+        post(**body, vllm_xargs={"decore": "off"})
+    assert error.value.code == 400
+    assert "decore='off': of a request it is false (0)" in error.value.read().decode()

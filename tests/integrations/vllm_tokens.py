@@ -1,0 +1,67 @@
+"""Write tiny checkpoints, and our engines' tokens for them, with which test_vllm.py compares vLLM.
+
+    python -m tests.integrations.vllm_tokens FOLDER
+
+runs in the project's own environment: vLLM brings versions of its own."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from decore import generate, score
+from model import Transformer
+from runtime.hf import HFModel
+from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
+from tests.families import random_model
+
+HEADS = [(0, 1), (1, 3), (2, 0), (2, 2)]
+N = 16  # new tokens
+SIZES = dict(hidden_size=64, head_dim=32, vocab_size=259)  # vLLM's CPU attention: 32 and more
+FAMILIES = {
+    "llama3": "LlamaForCausalLM",
+    "mistral-window": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+LENGTHS = (1, 2, 31, 32, 33, 64, 97, 120)
+METHODS = {
+    "greedy": dict(method="greedy"),
+    "masked": dict(method="masked"),
+    "entropy": dict(),
+    "static": dict(method="decore-static", alpha=0.7),
+    "cap": dict(alpha_cap=0.4),
+    "scale": dict(scale_alpha=True),
+    "query": dict(mask="query"),
+}
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    prompts = [random_ids(n, seed=n, vocab_size=250) for n in LENGTHS]
+    for family, name in FAMILIES.items():
+        changes = SIZES | dict(architectures=[name])
+        write_tokenizer(write_checkpoint(folder / family, family, **changes))
+    random_model("qwen3_moe", **SIZES).save_pretrained(folder / "qwen3_moe")
+    llama = Transformer.load(folder / "llama3")
+    result = {"prompts": prompts}
+    for name, settings in METHODS.items():
+        result[name] = decode(llama, prompts, **settings)
+    result["longer"] = [p + t for p, t in zip(prompts, result["entropy"], strict=True)]
+    result["continued"] = decode(llama, result["longer"])
+    pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]
+    result["scores"] = [score(llama, p, a, heads=HEADS) for p, a in pairs]
+    for family in FAMILIES:
+        result[family] = decode(Transformer.load(folder / family), prompts)
+    result["qwen3_moe"] = decode(HFModel.load(folder / "qwen3_moe"), prompts)
+    (folder / "tokens.json").write_text(json.dumps(result))
+
+
+def decode(model, prompts, method="decore-entropy", **settings):
+    heads = None if method == "greedy" else HEADS
+    out = generate(model, prompts, method, heads=heads, max_new_tokens=N, eos_ids=(), **settings)
+    return [answer.ids for answer in out]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
