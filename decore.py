@@ -1,12 +1,13 @@
 """DeCoRe: Decoding by Contrasting Retrieval Heads (Gema et al. 2024, arXiv 2410.18860).
 
-A few attention heads, the retrieval heads, copy tokens out of the context. With those heads masked, the model
-stops reading and starts making things up. DeCoRe decodes from
+A few attention heads, the retrieval heads, copy tokens out of the context. With those heads masked,
+the model stops reading and starts making things up. DeCoRe decodes from
 
     p(x_t | x_<t)  ∝  exp[(1 + α) log p_base(x_t | x_<t) − α log p_masked(x_t | x_<t)]                (Eq. 7)
     α = H(x_t) = −Σ p_base log p_base        (DeCoRe entropy; a constant α is DeCoRe static)          (Eq. 8)
 
-and so pushes the text towards what the context says. Base and masked model are two rows of one pass: see model.py.
+and so pushes the text towards what the context says. Base and masked model are two rows of one
+pass: see model.py.
 
     R rows (0 base, 1 masked)   B prompts   T new tokens   A answers to score   V vocabulary   L layers   H heads
 """
@@ -40,13 +41,16 @@ def contrast(base, other, alpha):
 
 
 def entropy(log_p):
-    """Shannon entropy over the last axis, in nats (Eq. 8). log_p: float32 log-probabilities, [..., V] → [...]."""
+    """Shannon entropy over the last axis, in nats (Eq. 8).
+
+    log_p: float32 log-probabilities, [..., V] → [...]."""
     return -(log_p.exp() * log_p).sum(-1)
 
 
 @torch.inference_mode()
 def decore(model, prompts, heads, n):
-    """DeCoRe entropy for B prompts, lists of ids. Yields, n times, each prompt's next token and its α, [B, 1] each.
+    """DeCoRe entropy for B prompts, lists of ids. Yields, n times, each prompt's next token and its
+    α, [B, 1] each.
 
     `generate` gives the same tokens; it adds other methods, end tokens, CUDA graphs and checks."""
     head_mask = make_head_mask(
@@ -64,7 +68,7 @@ def decore(model, prompts, heads, n):
         yield token, alpha
 
 
-# ------------------------------------------------------------------------- the same loop, with methods and options
+# ---------------------------------------------------------- the same loop, with methods and options
 
 
 class Step(NamedTuple):
@@ -80,9 +84,10 @@ class Step(NamedTuple):
 class Session:
     """Prompts in a model's cache, and the R rows of one pass that continue them.
 
-    capacity: tokens that each text can still take, the prompt's last one included. rows: for each row, the heads to
-    mask. All prompt tokens but the last are prefilled, unmasked and once for all rows; mask_prompt masks the heads
-    there too, and needs a single row. on_layer: as in `Transformer.prefill`."""
+    capacity: tokens that each text can still take, the prompt's last one included. rows: for each
+    row, the heads to mask. All prompt tokens but the last are prefilled, unmasked and once for all
+    rows; mask_prompt masks the heads there too, and needs a single row. on_layer: as in
+    `Transformer.prefill`."""
 
     def __init__(
         self, model, prompts, capacity, rows=((),), mask="output", mask_prompt=False, on_layer=None
@@ -95,17 +100,20 @@ class Session:
         model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
 
     def logits(self, tokens):
-        """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V] float32."""
+        """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V]
+        float32."""
         return self.model(tokens.to(self.model.device), self.cache, self.head_mask, self.mask)
 
 
 class DeCoRe:
     """Decodes by one of METHODS. Like every decoder, it has `sessions` and `step`.
 
-    capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static. alpha_cap:
-    α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query" (the published runs).
-    mask_prompt: mask at every position, not only from the last prompt token on. amateur: a smaller model of the same
-    vocabulary, with amateur_heads masked, in place of the masked row (DeCoRe entropy-lite)."""
+    capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
+    alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
+    (the published runs).
+    mask_prompt: mask at every position, not only from the last prompt token on. amateur: a smaller
+    model of the same vocabulary, with amateur_heads masked, in place of the masked row (DeCoRe
+    entropy-lite)."""
 
     def __init__(
         self,
@@ -137,7 +145,9 @@ class DeCoRe:
         ]
 
     def step(self, tokens):
-        """Append tokens [B, T] to the texts → their `Step`. The first tokens are the prompts' last ones."""
+        """Append tokens [B, T] to the texts → their `Step`.
+
+        The first tokens are the prompts' last ones."""
         logits = torch.cat([session.logits(tokens).to(tokens.device) for session in self.sessions])
         log_p = logits.log_softmax(-1)  # [R, B, T, V]
         base, other = log_p[0], log_p[-1]  # the same if R is 1
@@ -152,7 +162,9 @@ class DeCoRe:
 
 
 def decode(step, token, n):
-    """The loop: n greedy steps from the prompts' last tokens [B, 1] on. Yields the next token [B, 1] and its Step."""
+    """The loop: n greedy steps from the prompts' last tokens [B, 1] on.
+
+    Yields the next token [B, 1] and its Step."""
     for _ in range(n):
         result = step(token)
         token = result.scores.argmax(-1)
@@ -183,12 +195,14 @@ def generate(
     input_ids=None,
     **settings,
 ):
-    """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a list), as one batch.
+    """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a
+    list), as one batch.
 
-    eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy) is called for each
-    token and ends text b by returning True. graph: record a step as a CUDA graph; None: if the model can. decoder:
-    `DeCoRe` or one of paper/decoders.py. attention_mask: 0 at padding. input_ids: ids, as tokenizers of transformers call
-    them. settings: the decoder's arguments, such as heads and alpha."""
+    eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy)
+    is called for each token and ends text b by returning True. graph: record a step as a CUDA
+    graph; None: if the model can. decoder: `DeCoRe` or one of paper/decoders.py. attention_mask: 0
+    at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
+    arguments, such as heads and alpha."""
     ids = unpadded(ids, attention_mask, input_ids)
     prompts, eos_ids, limits = check_generation(model, ids, max_new_tokens, eos_ids, settings)
     decoder = decoder(model, prompts, max(limits), method, **settings)
@@ -238,12 +252,15 @@ def score(
     attention_mask=None,
     **settings,
 ):
-    """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several answers, a list.
+    """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
+    answers, a list.
 
-    The answers are a batch that shares one prefill. Heads are masked at every position, as in the published
-    multiple-choice runs. renormalise: apply log-softmax to the contrasted scores, so that they are log-probabilities.
-    return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed: Step → bool [A, T, V],
-    the tokens that greedy decoding may choose. attention_mask: of the prompt. settings: as in `generate`."""
+    The answers are a batch that shares one prefill. Heads are masked at every position, as in the
+    published multiple-choice runs. renormalise: apply log-softmax to the contrasted scores, so that
+    they are log-probabilities.
+    return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed:
+    Step → bool [A, T, V], the tokens that greedy decoding may choose. attention_mask: of the
+    prompt. settings: as in `generate`."""
     prompt_ids = unpadded(prompt_ids, attention_mask)
     prompt, answers = check_answers(model, prompt_ids, answer_ids, settings)
     settings |= dict(mask_prompt=True) if decoder is DeCoRe else {}

@@ -1,7 +1,8 @@
 """One transformer for Llama, Mistral and Qwen, with an explicit mask over its attention heads.
 
-A head mask [R, L, H] of ones and zeros makes R *rows* of one forward pass: R copies of the model that differ only in
-which heads are masked. They share every weight, and the keys and values of the prompt, which are stored once.
+A head mask [R, L, H] of ones and zeros makes R *rows* of one forward pass: R copies of the model
+that differ only in which heads are masked. They share every weight, and the keys and values of the
+prompt, which are stored once.
 
     B prompts   R rows   T new tokens   P prompt keys   S slots for new tokens   V vocabulary   D model width
     L layers    H query heads   G key/value heads   K head width   C keys of a step      (H and G: those of this rank)
@@ -46,7 +47,8 @@ class Attention(nn.Module):
     def forward(self, x, layer, view, head_mask, mask):
         """x [R, B, T, D] → the same shape. head_mask: [R, 1, 1, H, 1] or None. mask: one of MASKS.
 
-        view: `Prefill` or `Decode`. It stores keys and values in the cache, and attends to those that x may see."""
+        view: `Prefill` or `Decode`. It stores keys and values in the cache, and attends to those
+        that x may see."""
         H, G = self.heads, self.kv_heads
         qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
         if self.q_norm:
@@ -123,16 +125,20 @@ class Transformer(nn.Module):
         )
 
     def _apply(self, *args, **kw):
-        """Called by `.to`. The weights move and are converted; the rotary frequencies move, and stay float32."""
+        """Called by `.to`. The weights move and are converted; the rotary frequencies move, and
+        stay float32."""
         super()._apply(*args, **kw)
         self.frequencies = rope_frequencies(self.config).to(self.device)
         return self
 
     def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
-        """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask → [R, B, T, V].
+        """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask →
+        [R, B, T, V].
 
-        cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1. mask: one of MASKS.
-        probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is appended, float32."""
+        cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1.
+        mask: one of MASKS.
+        probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is
+        appended, float32."""
         view = (
             Decode(self, cache, ids.shape[1], probabilities)
             if cache
@@ -147,8 +153,8 @@ class Transformer(nn.Module):
     def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
         """Store the keys and values of prompts [B, T], padded on the right, in the cache.
 
-        on_layer(layer, x) is called for each hidden state x [R, B, T, D] of each part of the prompts, in order; layers
-        are numbered as in `read_layers`."""
+        on_layer(layer, x) is called for each hidden state x [R, B, T, D] of each part of the
+        prompts, in order; layers are numbered as in `read_layers`."""
         size = max(16, CHUNK // len(ids))
         for start in range(0, ids.shape[1], size):
             chunk = ids[:, start : start + size]
@@ -158,25 +164,29 @@ class Transformer(nn.Module):
                     on_layer(layer, self.norm(x) if layer == self.config.n_layers else x)
 
     def read_layers(self, ids, cache, layers):
-        """Append ids [B, T] to a cache of one row → the final norm's output [1, B, T, D], and a list of the hidden
-        states of `layers`, of the same shape. Layer 0: the embeddings; the last layer's are after the final norm."""
+        """Append ids [B, T] to a cache of one row → the final norm's output [1, B, T, D], and a
+        list of the hidden states of `layers`, of the same shape. Layer 0: the embeddings; the last
+        layer's are after the final norm."""
         states = list(self.hidden_states(ids, Decode(self, cache, ids.shape[1])))
         states[-1] = self.norm(states[-1])
         return states[-1], [states[layer] for layer in layers]
 
     def new_cache(self, lengths, capacity, rows=1):
-        """A `Cache` for prompts of these lengths, and `capacity` new tokens of each text in each row."""
+        """A `Cache` for prompts of these lengths, and `capacity` new tokens of each text in each
+        row."""
         return Cache(self, lengths, capacity, rows)
 
     def hidden_states(self, ids, view, head_mask=None, mask="output"):
-        """Yield hidden states [R, B, T, D]: the embeddings of ids [B, T], then the output of each layer."""
+        """Yield hidden states [R, B, T, D]: the embeddings of ids [B, T], then the output of each
+        layer."""
         c, rows, layer_masks = self.config, view.rows, [None] * self.config.n_layers
         if mask not in MASKS:
             raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
         if head_mask is not None:
             if head_mask.shape[1:] != (c.n_layers, c.n_heads):
                 raise ValueError(
-                    f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} heads; "
+                    f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} "
+                    f"heads; "
                     f"{self.name} has {c.n_layers} of {c.n_heads}"
                 )
             rows = len(head_mask)
@@ -189,7 +199,9 @@ class Transformer(nn.Module):
             yield x
 
     def embedding(self, ids):
-        """[..., T] → [..., T, D]. A rank has zeros for ids outside its part of the vocabulary; the sum is complete."""
+        """[..., T] → [..., T, D].
+
+        A rank has zeros for ids outside its part of the vocabulary; the sum is complete."""
         if self.shard.size == 1:
             return F.embedding(ids, self.embed.weight)
         local = ids - self.shard.part(self.config.vocab_size).start
@@ -204,10 +216,12 @@ class Transformer(nn.Module):
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, shard=None):
-        """A model with the weights of a checkpoint, a folder or a hub id. Each rank reads only its slices.
+        """A model with the weights of a checkpoint, a folder or a hub id. Each rank reads only its
+        slices.
 
-        device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: the checkpoint's. shard: None
-        joins the ranks that torchrun started. ValueError if config.json and the weights disagree."""
+        device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: the
+        checkpoint's. shard: None joins the ranks that torchrun started. ValueError if config.json
+        and the weights disagree."""
         device, dtype = rank_device(device), dtype and find_dtype(dtype)
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)
@@ -235,26 +249,31 @@ class Linear(nn.Module):
 
 
 def rope(model, positions):
-    """cos and sin of the angles at positions [1|B, T], two of [1|B, T, 1, K]; the first half of sin is negated."""
+    """cos and sin of the angles at positions [1|B, T], two of [1|B, T, 1, K]; the first half of
+    sin is negated."""
     angles = positions[..., None, None] * model.frequencies
     return [f(torch.cat([-angles, angles], -1)).to(model.dtype) for f in (torch.cos, torch.sin)]
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding. Elements i and i + K/2 are a pair (a, b) → (a cos − b sin, b cos + a sin)."""
+    """Rotary position embedding.
+
+    Elements i and i + K/2 are a pair (a, b) → (a cos − b sin, b cos + a sin)."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-# ------------------------------------------------------------------------------------------- cache and attention
+# ------------------------------------------------------------------------------ cache and attention
 
 
 class Cache:
-    """Keys and values of every layer: the prompts', stored once, then those of each row's new tokens, slot by slot.
+    """Keys and values of every layer: the prompts', stored once, then those of each row's new
+    tokens, slot by slot.
 
         kv[layer] [2, B, G, P + S·R, K]:    prompt 0 … P−1 | slot 0: row 0, row 1 | slot 1: row 0, row 1 | …
 
-    The token in slot s of a text has position length + s; `slots` counts the slots in use. Rows alternate, so that
-    the keys in use are one slice. P and S are rounded up to multiples of BLOCK."""
+    The token in slot s of a text has position length + s; `slots` counts the slots in use. Rows
+    alternate, so that the keys in use are one slice. P and S are rounded up to multiples of
+    BLOCK."""
 
     def __init__(self, model, lengths, capacity, rows=1):
         attn, kw = model.layers[0].attn, dict(dtype=model.dtype, device=model.device)
@@ -277,7 +296,9 @@ def round_up(n):
 
 
 class Prefill:
-    """Tokens start … start + T of every text: each sees itself and those before it. A cache, if any, stores them."""
+    """Tokens start … start + T of every text: each sees itself and those before it.
+
+    A cache, if any, stores them."""
 
     rows = 1
 
@@ -291,7 +312,8 @@ class Prefill:
         self.rope = rope(model, torch.arange(start, start + T, device=model.device)[None])
 
     def attend(self, layer, q, k, v):
-        """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K], in memory linear in the prompt."""
+        """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K], in memory linear in the
+        prompt."""
         shape = q.shape
         q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))  # [R·B, H|G, T, K]
         if self.cache:
@@ -302,7 +324,8 @@ class Prefill:
 
 
 class Decode:
-    """The next T tokens of every text, in every row: each sees the prompt and its row's new tokens up to itself."""
+    """The next T tokens of every text, in every row: each sees the prompt and its row's new tokens
+    up to itself."""
 
     def __init__(self, model, cache, T, probabilities=None):
         R, device = cache.rows, model.device
@@ -315,14 +338,16 @@ class Decode:
             cache.P + slots[:, None] * R + torch.arange(R, device=device)
         ).flatten()  # [T·R]
         cache.slots += T
-        # Steps that are recorded attend to the whole buffer, so that all have the same shapes; others to the used part.
+        # Steps that are recorded attend to the whole buffer, so that all have the same shapes;
+        # others to the used part.
         used = cache.S if model.can_record else min(cache.S, round_up(int(cache.slots)))
         self.C = cache.P + used * R
 
     def attend(self, layer, q, k, v):
         """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K].
 
-        The queries of all rows that share a key head are side by side, so that each key is read once."""
+        The queries of all rows that share a key head are side by side, so that each key is read
+        once."""
         G, window, buffer = k.shape[3], self.windows[layer], self.cache.kv[layer]
         new = torch.stack([k, v]).permute(0, 2, 4, 3, 1, 5).flatten(3, 4)  # [2, B, G, T·R, K]
         buffer.index_copy_(3, self.keys, new)
@@ -342,7 +367,8 @@ class Decode:
         return by_row(y, sizes)
 
     def visible(self, window):
-        """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none past the window."""
+        """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none
+        past the window."""
         P, R, lengths = self.cache.P, self.cache.rows, self.cache.lengths[:, None]
         key = torch.arange(self.C, device=lengths.device)
         in_prompt, slot, row = key < P, (key - P) // R, (key - P) % R

@@ -47,7 +47,9 @@ class Tokenizer:
         self.has_chat_template = self.chat_template is not None
 
     def encode(self, text, bos=True):
-        """Plain text → ids, with one BOS if the tokenizer adds it. bos=False: without (for answers)."""
+        """Plain text → ids, with one BOS if the tokenizer adds it.
+
+        bos=False: without (for answers)."""
         text.encode()  # UnicodeEncodeError for half of a surrogate pair
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
@@ -143,7 +145,8 @@ class Stream:
 
 
 def special_ids(folder):
-    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint folder."""
+    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint
+    folder."""
     if not (folder / "tokenizer.json").exists():
         return None, read_eos_ids(folder), ()
     tokenizer = Tokenizer.load(folder)
@@ -153,7 +156,8 @@ def special_ids(folder):
 
 @cache
 def compile_template(text):
-    """A chat template in Jinja's sandbox, with the white space, functions and tags of transformers."""
+    """A chat template in Jinja's sandbox, with the white space, functions and tags of
+    transformers."""
 
     def raise_exception(message):
         raise ValueError(message)
@@ -189,7 +193,8 @@ def read_optional(path):
 
 
 def read_eos_ids(folder, eos_id=None):
-    """Ids that end a text: generation_config.json's, else the tokenizer's `eos_id` and config.json's."""
+    """Ids that end a text: generation_config.json's, else the tokenizer's `eos_id` and
+    config.json's."""
 
     def read(name):
         ids = read_optional(folder / name).get("eos_token_id")
@@ -201,7 +206,8 @@ def read_eos_ids(folder, eos_id=None):
 
 
 def read_chat_template(folder, config):
-    """chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts), or None."""
+    """chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts),
+    or None."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja")
     text = config.get("chat_template")
@@ -212,6 +218,7 @@ def read_chat_template(folder, config):
         )
     if not isinstance(text, str | None):
         raise ValueError(
-            f"{folder}/tokenizer_config.json: chat_template must be a text, or a list with a 'default'"
+            f"{folder}/tokenizer_config.json: chat_template must be a text, or a list with a "
+            f"'default'"
         )
     return text

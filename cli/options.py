@@ -28,7 +28,7 @@ def parser(description, **more):
     return Parser(description=first, allow_abbrev=False, **more)
 
 
-# ------------------------------------------------------------------------------------------------------ argparse types
+# ----------------------------------------------------------------------------------- argparse types
 
 
 def number(kind, low=-math.inf, high=math.inf):
@@ -70,7 +70,7 @@ def json_object(text):
     return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
 
 
-# --------------------------------------------------------------------------------------------------- options of methods
+# ------------------------------------------------------------------------------- options of methods
 
 MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
 LITE = (
@@ -80,7 +80,8 @@ LITE = (
 BASELINES = ("cd", "cad", "dola-low", "dola-high", "ad")
 CONTRASTING = (*MASKING[1:], *LITE)
 
-# Option → the methods that use it, and its arguments for argparse. Its value is None if it is not on the command line.
+# Option → the methods that use it, and its arguments for argparse. Its value is None if it is not
+# on the command line.
 OPTIONS = {
     "heads": (
         MASKING,
@@ -100,7 +101,8 @@ OPTIONS = {
             nargs="?",
             const="uniform",
             choices=("uniform", "published"),
-            help="mask random heads instead of retrieval heads; published: with the paper's sampler",
+            help="mask random heads instead of retrieval heads; published: with the paper's "
+            "sampler",
         ),
     ),
     "seed": (MASKING, dict(type=number(int), metavar="S", help="of random heads (default: 1234)")),
@@ -132,7 +134,8 @@ OPTIONS = {
         (*LITE, "cd"),
         dict(
             metavar="M2",
-            help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite",
+            help="a smaller model of the same vocabulary: decore-entropy becomes "
+            "decore-entropy-lite",
         ),
     ),
     "amateur_heads": (LITE, dict(metavar="FILE", help="its head scores (default: by its name)")),
@@ -141,7 +144,8 @@ OPTIONS = {
         dict(
             type=number(float, 0, 1),
             metavar="X",
-            help="drop tokens less likely than X times the likeliest one (default: 0.1 for dola and ad, else 0)",
+            help="drop tokens less likely than X times the likeliest one (default: 0.1 for dola "
+            "and ad, else 0)",
         ),
     ),
     "info_layer": (
@@ -152,7 +156,8 @@ OPTIONS = {
         ("dola-low", "dola-high"),
         dict(
             choices=("transformers", "halves"),
-            help="transformers: of models with more than 40 layers the lowest or uppermost 20, else a half; halves: a half "
+            help="transformers: of models with more than 40 layers the lowest or uppermost 20, "
+            "else a half; halves: a half "
             "of any depth (default: as published, transformers to generate, halves to score)",
         ),
     ),
@@ -161,7 +166,8 @@ OPTIONS = {
         dict(
             type=number(float, 0),
             metavar="X",
-            help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)",
+            help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: "
+            "1)",
         ),
     ),
     "without_context": (
@@ -188,7 +194,8 @@ def add_model_arguments(p):
         "--device",
         default="auto",
         metavar="D",
-        help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu). On a busy "
+        help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu). On a "
+        "busy "
         "machine OMP_NUM_THREADS=1 is faster than several threads",
     )
     p.add_argument(
@@ -206,7 +213,8 @@ def add_model_arguments(p):
         "--device-map",
         metavar="MAP",
         choices=("auto", "balanced", "balanced_low_0", "sequential"),
-        help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 or "
+        help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 "
+        "or "
         "sequential (needs accelerate)",
     )
     p.add_argument(
@@ -220,7 +228,8 @@ def add_model_arguments(p):
 def add_method_arguments(p, methods, sweep=False):
     """Add the options that the methods use.
 
-    sweep: those of evaluate.py, which takes lists of some and has its own prompts without context."""
+    sweep: those of evaluate.py, which takes lists of some and has its own prompts without
+    context."""
     for name, (users, arguments) in OPTIONS.items():
         used = {method.removesuffix("-lite") for method in users} & set(methods)
         if not used or (sweep and name == "without_context"):
@@ -237,13 +246,14 @@ def add_method_arguments(p, methods, sweep=False):
 
 
 def full_names(methods, amateur):
-    """The names of methods in outputs: with an amateur, decore-entropy is called decore-entropy-lite."""
+    """The names of methods in outputs: with an amateur, decore-entropy is called
+    decore-entropy-lite."""
     return [f"{method}-lite" if amateur and method in MASKING[1:] else method for method in methods]
 
 
 def refuse_unused(args, reasons):
-    """ValueError for an option that is given and has no effect. reasons: {option without effect: why, to be read
-    after "--option has no effect"}."""
+    """ValueError for an option that is given and has no effect. reasons: {option without effect:
+    why, to be read after "--option has no effect"}."""
     for name, reason in reasons.items():
         value = getattr(args, name, None)
         if value is not None and value is not False and value != []:
@@ -251,7 +261,9 @@ def refuse_unused(args, reasons):
 
 
 def check_options(args, methods, seeded=False):
-    """ValueError for an option that none of the methods uses. seeded: --seed has another effect too."""
+    """ValueError for an option that none of the methods uses.
+
+    seeded: --seed has another effect too."""
     refuse_unused(
         args,
         {

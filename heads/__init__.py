@@ -1,7 +1,7 @@
 """Retrieval-head scores: which heads copy tokens of the context, and the choice of heads to mask.
 
-README.md describes head files and lists those of this folder. The files of the paper's authors are read too:
-{"layer-head": [one score per sample]}."""
+README.md describes head files and lists those of this folder. The files of the paper's authors are
+read too: {"layer-head": [one score per sample]}."""
 
 import random
 import re
@@ -22,10 +22,11 @@ KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
 def load_heads(model, n=None, name=None, option="--heads"):
     """The heads of a model as (layer, head), best first: all of them, or the n best.
 
-    model: a Transformer, or any object with its `name`, `folder` and `config`. name: a head file, or the name of
-    another model with a file here; by default that of this model. option: the command-line option that sets `name`.
-    Equal scores keep the order of the file. ValueError if there is no file, or if it does not fit the model. Warns if
-    it was made for a model of another name: fine-tuned models often use the heads of their base."""
+    model: a Transformer, or any object with its `name`, `folder` and `config`. name: a head file,
+    or the name of another model with a file here; by default that of this model. option: the
+    command-line option that sets `name`. Equal scores keep the order of the file. ValueError if
+    there is no file, or if it does not fit the model. Warns if it was made for a model of another
+    name: fine-tuned models often use the heads of their base."""
     c = model.config
     path = find_file(name) if name else find_heads(model.name)
     if path is None:
@@ -34,7 +35,8 @@ def load_heads(model, n=None, name=None, option="--heads"):
     if other := scores.keys() ^ set(product(range(c.n_layers), range(c.n_heads))):
         layer, head = min(other)
         raise ValueError(
-            f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; only "
+            f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; "
+            f"only "
             f"one has head {layer}-{head}: use a file made for this model (heads.detect makes one)"
         )
     if n is not None and not 0 <= n <= len(scores):
@@ -49,7 +51,8 @@ def load_heads(model, n=None, name=None, option="--heads"):
 def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
     """n heads to mask, as (layer, head): the best as in `load_heads`, or random ones.
 
-    draw: "uniform" draws heads that are not retrieval heads, "published" draws as the paper's runs did."""
+    draw: "uniform" draws heads that are not retrieval heads, "published" draws as the paper's runs
+    did."""
     if draw == "published":
         return published_random_heads(n, model.config.n_layers, model.config.n_heads, seed)
     if draw == "uniform":
@@ -60,8 +63,8 @@ def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
 def random_heads(ranked, n, seed=1234):
     """Draws n heads uniformly from all but the best of `ranked`, which lists every head.
 
-    The 100 best are left out for every n; of fewer than 200 heads, the best half. So the sets of one seed are nested
-    for n up to 100."""
+    The 100 best are left out for every n; of fewer than 200 heads, the best half. So the sets of
+    one seed are nested for n up to 100."""
     half = len(ranked) // 2
     if n > half:
         raise ValueError(f"{n} random heads are too many: at most {half} are not among the n best")
@@ -71,9 +74,11 @@ def random_heads(ranked, n, seed=1234):
 
 
 def published_random_heads(n, n_layers, n_heads, seed=1234):
-    """Draws n heads as the published runs did: layer and head are one draw of two from the shuffled layer numbers.
+    """Draws n heads as the published runs did: layer and head are one draw of two from the shuffled
+    layer numbers.
 
-    Retrieval heads are not left out. ValueError if it draws a head number that the model does not have."""
+    Retrieval heads are not left out. ValueError if it draws a head number that the model does not
+    have."""
     if n > n_layers**2:
         raise ValueError(
             f"--num-heads {n}: the published sampler draws at most {n_layers**2} heads"
@@ -84,7 +89,8 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
             raise ValueError(
-                f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it takes "
+                f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it "
+                f"takes "
                 "head numbers from the number of layers; use uniform random heads"
             )
         if head not in heads:
@@ -106,7 +112,8 @@ def load_scores(name):
         finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)  # NaN is not < 1e9
         if not match or not values or not finite:
             raise ValueError(
-                f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a finite '
+                f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
+                f"finite "
                 "number, or a list of one per sample"
             )
         scores[int(match[1]), int(match[2])] = float(
@@ -133,7 +140,8 @@ def find_heads(model_name):
 
 
 def no_file(model, option):
-    """Message for a model without a file: the names of similar models of its shape, and how to measure the heads."""
+    """Message for a model without a file: the names of similar models of its shape, and how to
+    measure the heads."""
     shape, names = (model.config.n_layers, model.config.n_heads), {}
     for path in FOLDER.glob("*.json"):
         content = read_json(path)
@@ -154,5 +162,6 @@ def no_file(model, option):
 
 
 def plain_name(model_name):
-    """A model's name without owner, case, "Meta-" and "-hf": names of one model on the hub differ in these."""
+    """A model's name without owner, case, "Meta-" and "-hf": names of one model on the hub differ
+    in these."""
     return Path(str(model_name)).name.lower().removeprefix("meta-").removesuffix("-hf")

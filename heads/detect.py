@@ -2,10 +2,11 @@
 
     python -m heads.detect --model M --out heads/M.json
 
-Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text, and the model is
-asked about it. It answers greedily. A head *copies* at a step if the position with its largest attention weight lies in
-the needle and contains the token that the step generates. Its retrieval score in a run is |copied ∩ needle tokens| /
-|needle tokens|. Its score is the mean over the runs whose answer is right.
+Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text,
+and the model is asked about it. It answers greedily. A head *copies* at a step if the position with
+its largest attention weight lies in the needle and contains the token that the step generates. Its
+retrieval score in a run is |copied ∩ needle tokens| / |needle tokens|. Its score is the mean over
+the runs whose answer is right.
 
     S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
 
@@ -50,8 +51,8 @@ BUNDLED = dict(  # defaults for the bundled models, which read only their own la
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
     """Retrieval scores of all heads in one run [L, H], and the generated ids.
 
-    needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as the published runs
-    did."""
+    needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as
+    the published runs did."""
     prompt_ids = [int(i) for i in prompt_ids]
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
         raise ValueError(
@@ -68,9 +69,9 @@ def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), publishe
 def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
     """Greedy answers to a batch of prompts: [(ids, positions)], one per prompt.
 
-    positions [S, L, H]: that of each head's largest attention weight at the step that generates ids[s]. An answer stops
-    after an id of `eos_ids` or max_new_tokens tokens; unless published, also once it contains every token of the needle
-    as often as the needle does."""
+    positions [S, L, H]: that of each head's largest attention weight at the step that generates
+    ids[s]. An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published,
+    also once it contains every token of the needle as often as the needle does."""
     cache = model.new_cache([len(ids) - 1 for ids in prompts], max_new_tokens)
     tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
     model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
@@ -95,8 +96,9 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
 def head_scores(positions, generated, prompt_ids, needle, published=False):
     """Retrieval score of every head in one run, float64 [L, H].
 
-    The paper's rule counts each distinct token of the needle once, so a score is at most 1. The published runs added
-    1 / (tokens of the needle) at every copy, repeats included. A needle that was not located, (-1, -1), scores 0."""
+    The paper's rule counts each distinct token of the needle once, so a score is at most 1. The
+    published runs added 1 / (tokens of the needle) at every copy, repeats included. A needle that
+    was not located, (-1, -1), scores 0."""
     start, end = needle
     ids, tokens = torch.tensor(prompt_ids), torch.tensor(generated)
     inside = (positions >= start) & (positions < end)
@@ -108,7 +110,9 @@ def head_scores(positions, generated, prompt_ids, needle, published=False):
 
 
 def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
-    """One record per run. Appends each batch to the file `path`, and skips the runs that the file already has."""
+    """One record per run.
+
+    Appends each batch to the file `path`, and skips the runs that the file already has."""
     rank, size = model.shard.rank, facts["batch_size"]
     records = model.shard.broadcast(None if rank else stored_runs(path, facts))
     if records:
@@ -126,7 +130,8 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
 def stored_runs(path, facts):
     """The records in the file of a detection: its facts as the header, then a line per run.
 
-    Starts a missing file, and removes a line that was cut off. ValueError for a detection with other facts."""
+    Starts a missing file, and removes a line that was cut off. ValueError for a detection with
+    other facts."""
     path.touch()
     header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
     stored = header.get("header", {})
@@ -139,7 +144,8 @@ def stored_runs(path, facts):
 
 
 def run_batch(model, tokenizer, prompts, needles, facts, rouge):
-    """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores above zero."""
+    """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
+    above zero."""
     published, records = facts["published"], []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
     ids, spans = zip(*((ids, place["span"]) for ids, place in prompts), strict=True)
@@ -318,7 +324,9 @@ def parse_args():
 
 
 def make_facts(args, model, tokenizer, needles, texts):
-    """Everything that determines the scores, as a dict for the head file. ValueError for options that do not fit."""
+    """Everything that determines the scores, as a dict for the head file.
+
+    ValueError for options that do not fit."""
     published, chat = (
         args.published,
         tokenizer.has_chat_template and not args.raw and not args.published,

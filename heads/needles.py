@@ -1,8 +1,8 @@
 """The runs of a needle-in-a-haystack test, and the prompt of each.
 
-The needle is inserted at a sentence boundary of the text near the chosen depth. Its tokens are located by the
-characters they cover, which works with any tokenizer and chat template. The published runs inserted and located it by
-token ids (`make_published_prompt`)."""
+The needle is inserted at a sentence boundary of the text near the chosen depth. Its tokens are
+located by the characters they cover, which works with any tokenizer and chat template. The
+published runs inserted and located it by token ids (`make_published_prompt`)."""
 
 import math
 import random
@@ -38,7 +38,8 @@ class Sample(NamedTuple):
     needle: int
 
 
-# A full stop and the like, closing quotes, white space, and what looks like a beginning; not after Mr. or an initial.
+# A full stop and the like, closing quotes, white space, and what looks like a beginning; not after
+# Mr. or an initial.
 SENTENCE_END = re.compile(
     r"""(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)(?<!\b[A-Z])"""
     r"""[.!?]["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])|[。！？]\s*"""
@@ -52,7 +53,8 @@ def read_needles(path):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
         if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
             raise ValueError(
-                f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of needle'
+                f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of '
+                f"needle"
             )
         needles.append(needle)
     if not needles:
@@ -61,7 +63,8 @@ def read_needles(path):
 
 
 def read_haystack(path):
-    """The texts of a folder or its subfolders (the authors' part1/p1.txt, …), in order of name, or of one file.
+    """The texts of a folder or its subfolders (the authors' part1/p1.txt, …), in order of name, or
+    of one file.
 
     A JSON Lines file has one "text" per line."""
     path = Path(path)
@@ -82,8 +85,9 @@ def read_haystack(path):
 def make_prompts(facts, needles, texts, tokenizer):
     """The prompts of all runs, in order: [(ids, record), …].
 
-    record: the number of the needle, the planned length and depth, the actual depth "at", the number of "tokens", and
-    the "span" of the needle, [first token, last + 1]. By default no prompt occurs twice."""
+    record: the number of the needle, the planned length and depth, the actual depth "at", the
+    number of "tokens", and the "span" of the needle, [first token, last + 1]. By default no prompt
+    occurs twice."""
     lengths, published, prompts = facts["lengths"], facts["published"], {}
     samples = plan(len(needles), len(texts), lengths, facts["depths"], facts["runs"], facts["seed"])
     if not published:
@@ -107,7 +111,8 @@ def make_prompts(facts, needles, texts, tokenizer):
         prompts[sample if published else tuple(ids)] = ids, record
     if len(prompts) < len(samples):
         warnings.warn(
-            f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a prompt: in "
+            f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a "
+            f"prompt: in "
             "short --lengths a needle has few places",
             stacklevel=2,
         )
@@ -115,7 +120,8 @@ def make_prompts(facts, needles, texts, tokenizer):
 
 
 def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
-    """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another length and depth."""
+    """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another
+    length and depth."""
     rng, grid = random.Random(seed), list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
     samples = [
@@ -136,9 +142,11 @@ def spread(first, last, n):
 
 
 def make_book(tokenizer, texts, first, length):
-    """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as often as needed.
+    """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as
+    often as needed.
 
-    Returns the text, the characters at which its sentences start, 0 first, and the number of tokens before each."""
+    Returns the text, the characters at which its sentences start, 0 first, and the number of tokens
+    before each."""
     joined = "".join(text + "\n\n" for text in texts[first:] + texts[:first])
     size = 16 * length  # characters: longer tokens are rare
     text = (joined * math.ceil(size / len(joined)))[:size]
@@ -148,10 +156,12 @@ def make_book(tokenizer, texts, first, length):
 
 
 def make_prompt(sample, needle, book, tokenizer, facts):
-    """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack with a sentence.
+    """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack
+    with a sentence.
 
-    facts: "template" contains {context} and {question}; "template_args" are the arguments of the chat template, None
-    without one; "seed". Returns the ids, the needle's tokens (first, last + 1), its depth in %."""
+    facts: "template" contains {context} and {question}; "template_args" are the arguments of the
+    chat template, None without one; "seed". Returns the ids, the needle's tokens (first, last + 1),
+    its depth in %."""
     text, bounds, counts = book
     head, tail = (
         part.replace("{question}", needle.question) for part in facts["template"].split("{context}")
@@ -168,7 +178,8 @@ def make_prompt(sample, needle, book, tokenizer, facts):
             break
     else:
         raise ValueError(
-            f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which takes "
+            f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which "
+            f"takes "
             f"{len(ids)} with its question"
         )
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
@@ -179,14 +190,16 @@ def make_prompt(sample, needle, book, tokenizer, facts):
 
 
 def choose_boundary(bounds, depth, rng):
-    """A random one of the boundaries near the depth, in % of the last boundary; if none is near, the nearest."""
+    """A random one of the boundaries near the depth, in % of the last boundary; if none is near,
+    the nearest."""
     target = bounds[-1] * depth / 100
     near = [bound for bound in bounds if abs(bound - target) <= bounds[-1] * NEAR / 100]
     return rng.choice(near or [min(bounds, key=lambda bound: abs(bound - target))])
 
 
 def encode_message(tokenizer, message, template_args):
-    """Ids of a prompt, the characters [start, end) of each, and the position of the message in the rendered text."""
+    """Ids of a prompt, the characters [start, end) of each, and the position of the message in the
+    rendered text."""
     plain = template_args is None
     text = (
         message
@@ -196,18 +209,21 @@ def encode_message(tokenizer, message, template_args):
     start = text.find(message.strip())
     if start < 0:
         raise ValueError(
-            "the chat template rewrites the message, so the needle cannot be located in it; use --raw"
+            "the chat template rewrites the message, so the needle cannot be located in it; use "
+            "--raw"
         )
     encoding = tokenizer.core.encode(text, add_special_tokens=plain)
     return encoding.ids, encoding.offsets, start - (len(message) - len(message.lstrip()))
 
 
 def make_published_prompt(sample, needle, text, tokenizer):
-    """The prompt of a published run: the needle is inserted, by tokens, after the last full stop before the depth.
+    """The prompt of a published run: the needle is inserted, by tokens, after the last full stop
+    before the depth.
 
-    In other vocabularies than Llama 2's the FULL_STOPS are other tokens, so that the needle comes before the text, or
-    after it at depth 100. Each encoding adds a beginning-of-text token. Returns like `make_prompt`; the needle is
-    located by the first window of its length with more than 90 % of its token set, by (-1, -1) without one."""
+    In other vocabularies than Llama 2's the FULL_STOPS are other tokens, so that the needle comes
+    before the text, or after it at depth 100. Each encoding adds a beginning-of-text token. Returns
+    like `make_prompt`; the needle is located by the first window of its length with more than 90 %
+    of its token set, by (-1, -1) without one."""
     decode = partial(tokenizer.core.decode, skip_special_tokens=False)
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
     context = encode(tokenizer, decode(encode(tokenizer, text)[: sample.length]))
@@ -240,5 +256,7 @@ def make_published_prompt(sample, needle, text, tokenizer):
 
 @lru_cache(maxsize=4)
 def encode(tokenizer, text):
-    """The ids of a text. The long ones take a second, and all runs of one book and length share them."""
+    """The ids of a text.
+
+    The long ones take a second, and all runs of one book and length share them."""
     return tokenizer.core.encode(text).ids

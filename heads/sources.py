@@ -8,12 +8,12 @@ TOKENS = 8  # per pass, whose attention weights are in memory together
 
 
 def find_sources(model, prompt, ids, heads):
-    """The prompt positions that the heads attend to most, per generated token: [(position, share of the heads), …],
-    the largest share first.
+    """The prompt positions that the heads attend to most, per generated token: [(position, share of
+    the heads), …], the largest share first.
 
-    prompt, ids: the prompt and the generated tokens, lists of ints. heads: (layer, head) pairs, those that DeCoRe
-    masks; they are not masked in this pass. Each head counts for one position of the prompt, even if it attends more to
-    the new tokens."""
+    prompt, ids: the prompt and the generated tokens, lists of ints. heads: (layer, head) pairs,
+    those that DeCoRe masks; they are not masked in this pass. Each head counts for one position of
+    the prompt, even if it attends more to the new tokens."""
     counts = [
         Counter(at[layer][head] for layer, head in heads)
         for at in attended(model, prompt, ids).tolist()
@@ -23,14 +23,16 @@ def find_sources(model, prompt, ids, heads):
 
 @torch.inference_mode()
 def attended(model, prompt, ids):
-    """The prompt position that each head attends to most when it generates each of the ids, [T, L, H]."""
+    """The prompt position that each head attends to most when it generates each of the ids, [T, L,
+    H]."""
     cache = model.new_cache([len(prompt) - 1], len(ids))
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long, device=model.device), cache)
     tokens, positions = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device), []
     for part in tokens.split(TOKENS, 1):
         layers = []  # L × [1, 1, T, H, C]
         model(part, cache, probabilities=layers)
-        # The prompt's last token is in the first slot: its key is number P, after those of the padded prompt.
+        # The prompt's last token is in the first slot: its key is number P, after those of the
+        # padded prompt.
         top = torch.stack(
             [layer[0, 0, :, :, : cache.P + 1].argmax(-1) for layer in layers]
         )  # [L, T, H]

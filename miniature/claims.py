@@ -2,9 +2,11 @@
 
     python -m miniature.claims results/miniature
 
-prints a Markdown table that says which claims hold. `python -m miniature.make` makes the runs. Each item has one right
-answer: what the passage says, or the memorised fact if the passage does not say it. Numbers are percent with 95 %
-bootstrap intervals over items. An item's value for random heads is the mean over the draws."""
+prints a Markdown table that says which claims hold. `python -m miniature.make` makes the runs. Each
+item has one right
+answer: what the passage says, or the memorised fact if the passage does not say it. Numbers are
+percent with 95 % bootstrap intervals over items. An item's value for random heads is the mean over
+the draws."""
 
 import sys
 from collections import Counter
@@ -35,7 +37,9 @@ def read_runs(folder):
 
 
 def right(runs, split, setup="greedy"):
-    """1 for each item with the right answer and 0 for the others, [draws, items]. One draw unless heads are random."""
+    """1 for each item with the right answer and 0 for the others, [draws, items].
+
+    One draw unless heads are random."""
     if (split, setup) not in runs:
         raise ValueError(
             f"there is no run of {setup} on miniature-{split}: run python -m miniature.make"
@@ -46,7 +50,8 @@ def right(runs, split, setup="greedy"):
 
 
 class Percent:
-    """Mean in percent with its 95 % bootstrap interval over items; as text, of several draws, with their range.
+    """Mean in percent with its 95 % bootstrap interval over items; as text, of several draws, with
+    their range.
 
     numbers: [draws, items]."""
 
@@ -67,8 +72,9 @@ def change(runs, split, setup, other="greedy"):
     return Percent(right(runs, split, setup) - right(runs, split, other))
 
 
-# Each function tests the claim in its docstring. It returns whether the claim holds, and the measured numbers. What
-# counts as holding was fixed before the numbers were known, except for claim 7.
+# Each function tests the claim in its docstring. It returns whether the claim holds, and the
+# measured numbers. What counts as holding was fixed before the numbers were known, except for claim
+# 7.
 
 
 def sparse(runs):
@@ -82,7 +88,8 @@ def sparse(runs):
 
 
 def reading(runs):
-    """Masking the top N heads more than halves right answers from the passage, N random heads do not"""
+    """Masking the top N heads more than halves right answers from the passage, N random heads do
+    not"""
     greedy = right(runs, "open")
     holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
@@ -110,7 +117,8 @@ def recall(runs):
 
 
 def faithful(runs):
-    """On conflicts DeCoRe entropy follows the passage more often than greedy does, or random heads do"""
+    """On conflicts DeCoRe entropy follows the passage more often than greedy does, or random heads
+    do"""
     greedy = right(runs, "conflict")
     holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
@@ -136,7 +144,8 @@ def cost(runs):
 
 
 def entropies(runs):
-    """On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N = 4)"""
+    """On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N =
+    4)"""
     correct = right(runs, "conflict")[0] == 1
     base, contrasted = (
         stored.base_entropies(runs["conflict", setup][0]) for setup in ("greedy", DECORE)
@@ -151,7 +160,8 @@ def entropies(runs):
 
 
 def masks(runs):
-    """Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than 2 points"""
+    """Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than 2
+    points"""
     query, prompt = (
         change(runs, "conflict", f"{DECORE}, {option}", DECORE)
         for option in ("query mask", "mask prompt True")
@@ -163,8 +173,8 @@ def masks(runs):
 
 
 def pointing(runs):
-    """Retrieval heads point at what is copied, random heads do not: the place that most of them attend to is in the
-    passage's answer for more than half of DeCoRe's right answers (N = 4)"""
+    """Retrieval heads point at what is copied, random heads do not: the place that most of them
+    attend to is in the passage's answer for more than half of DeCoRe's right answers (N = 4)"""
     [run] = runs["conflict", DECORE]
     sets = [
         [tuple(map(int, name.split("-"))) for name in one.header["heads"]]

@@ -1,9 +1,11 @@
-"""The miniature's world: 64 invented countries, what a model can memorise about them, and texts that agree or disagree.
+"""The miniature's world: 64 invented countries, what a model can memorise about them, and texts
+that agree or disagree.
 
     python -m miniature.data --split conflict --n 3
 
-prints JSON lines with `prompt`, `answer` and `memory`. The answer is what the passage says, or the fact if no passage
-says it. The memory is what the training texts say, or null. The same seed gives the same lines on every machine.
+prints JSON lines with `prompt`, `answer` and `memory`. The answer is what the passage says, or the
+fact if no passage says it. The memory is what the training texts say, or null. The same seed gives
+the same lines on every machine.
 
 A training document is a prompt and its answer, of one of five kinds:
 
@@ -31,7 +33,8 @@ POPULARITY = (
     10  # the most frequent fact is ten times as frequent as the rarest; log-uniform between
 )
 
-# Shares of the kinds: first the model learns to copy, then it learns facts, and a little about conflicts.
+# Shares of the kinds: first the model learns to copy, then it learns facts, and a little about
+# conflicts.
 COPYING = {"open": 0.95, "closed": 0.05}
 EVERYTHING = {"closed": 0.30, "open": 0.33, "agree": 0.12, "irrelevant": 0.15, "conflict": 0.10}
 
@@ -121,7 +124,8 @@ def new_name(rng, kind, unseen, avoid):
 
 
 def make_world():
-    """Draw all names, the 320 facts, the running sum of their popularity, and the facts that training contradicts."""
+    """Draw all names, the 320 facts, the running sum of their popularity, and the facts that
+    training contradicts."""
     rng, names, facts = random.Random("world/0"), [], []
     for _ in range(N_COUNTRIES):
         names.append(new_name(rng, "country", False, names))
@@ -144,7 +148,8 @@ def made_up(rng, unseen, country=None, relation=None):
 
 
 def other_facts(rng, fact, n, unseen):
-    """Draw n facts that do not answer the question about `fact`; some share its relation, some its country."""
+    """Draw n facts that do not answer the question about `fact`; some share its relation, some its
+    country."""
     others = {}
     while len(others) < n:
         kind = rng.random()
@@ -180,8 +185,8 @@ def passage(rng, facts, n_fillers):
 def make_item(rng, kind, fact, unseen, most=MOST):
     """Make one item about `fact`. kind: that of a document, or a test split.
 
-    unseen: draw all further names from the held-out ones. most: the largest numbers of facts and of filler sentences in
-    the passage."""
+    unseen: draw all further names from the held-out ones. most: the largest numbers of facts and of
+    filler sentences in the passage."""
     context, answer = "", fact.value
     if kind == "conflict":
         answer = new_name(rng, fact.relation, unseen, NAMES)
@@ -212,7 +217,9 @@ def documents(mixture, seed, most=MOST):
 
 
 def make_split(name, n, seed=0):
-    """Make n test items of a split (see README.md). Passages use held-out names, except in facts of the world."""
+    """Make n test items of a split (see README.md).
+
+    Passages use held-out names, except in facts of the world."""
     if name == "closed" and n > len(FACTS):
         raise ValueError(
             f"--n {n}: the closed split has {len(FACTS)} facts; ask for at most as many"

@@ -1,10 +1,12 @@
-"""Edit the miniature by inference-time intervention (ITI; Li et al. 2023, arXiv 2306.03341), as a new checkpoint.
+"""Edit the miniature by inference-time intervention (ITI; Li et al. 2023, arXiv 2306.03341), as a
+new checkpoint.
 
     python -m miniature.iti --out results/miniature-iti
 
-On conflicts, we compare each head's output at the end of the passage's answer with that at the end of the memorised
-answer. The heads that separate the two best are shifted along the difference of the means. The shift is the same for
-every token, so it is stored as a bias of `o_proj`, as in the checkpoints of ITI's authors."""
+On conflicts, we compare each head's output at the end of the passage's answer with that at the end
+of the memorised answer. The heads that separate the two best are shifted along the difference of
+the means. The shift is the same for every token, so it is stored as a bias of `o_proj`, as in the
+checkpoints of ITI's authors."""
 
 import sys
 from pathlib import Path
@@ -44,7 +46,8 @@ def make_shifts():
 
 @torch.inference_mode()
 def head_outputs(texts):
-    """Output of each of the miniature's heads at the last token, before the output projection: [texts, L, H, K]."""
+    """Output of each of the miniature's heads at the last token, before the output projection:
+    [texts, L, H, K]."""
     model, tokenizer = (
         Transformer.load(cli.MINIATURE, dtype=torch.float32),
         Tokenizer.load(cli.MINIATURE),

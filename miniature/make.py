@@ -2,8 +2,8 @@
 
     python -m miniature.make
 
-After an interruption, the same command continues. The page's tables stand between comments and are replaced; the text
-around them is written by hand and does not repeat their numbers."""
+After an interruption, the same command continues. The page's tables stand between comments and are
+replaced; the text around them is written by hand and does not repeat their numbers."""
 
 import os
 import re
@@ -76,7 +76,9 @@ def main():
 
 
 def run(*command):
-    """Run a Python program on one thread → its standard output. ValueError with its message if it fails."""
+    """Run a Python program on one thread → its standard output.
+
+    ValueError with its message if it fails."""
     print("python", *command, file=sys.stderr, flush=True)
     process = subprocess.run(
         [sys.executable, *map(str, command)],

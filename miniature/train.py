@@ -1,9 +1,11 @@
-"""Train the miniature: a Llama of 1.75 million parameters that copies with a few heads and remembers 320 facts.
+"""Train the miniature: a Llama of 1.75 million parameters that copies with a few heads and
+remembers 320 facts.
 
     python -m miniature.train --out miniature/checkpoint
     python -m miniature.train --amateur --out miniature/amateur
 
-On one CPU thread the model takes about 25 minutes and the amateur 3. The output is a Llama checkpoint in float16."""
+On one CPU thread the model takes about 25 minutes and the amateur 3. The output is a Llama
+checkpoint in float16."""
 
 import json
 import sys
@@ -55,8 +57,8 @@ TOKENIZER = {
     "model_max_length": 256,
     "clean_up_tokenization_spaces": False,
 }
-# The amateur of contrastive decoding and of DeCoRe entropy-lite has a quarter of the parameters. It also trains for
-# fewer steps: after 2,400 it knew as much as the miniature.
+# The amateur of contrastive decoding and of DeCoRe entropy-lite has a quarter of the parameters. It
+# also trains for fewer steps: after 2,400 it knew as much as the miniature.
 AMATEUR_STEPS = 1000
 AMATEUR = CONFIG | {
     "hidden_size": 96,
@@ -65,11 +67,13 @@ AMATEUR = CONFIG | {
     "num_key_value_heads": 2,
 }
 STEPS, WARMUP, DECAY = 2800, 60, 0.4  # decay: linear, over the last share of the steps
-# First step: mixture of documents, largest numbers of facts and of filler sentences in a passage. Short passages come
-# first: the model then copies after 120 steps; with long passages it did not copy after 650.
+# First step: mixture of documents, largest numbers of facts and of filler sentences in a passage.
+# Short passages come first: the model then copies after 120 steps; with long passages it did not
+# copy after 650.
 STAGES = {0: (data.COPYING, (1, 1)), 250: (data.COPYING, (3, 2)), 600: (data.EVERYTHING, data.MOST)}
-# From step ALONE on, one head of the last layer does the copying. The others are reinitialised, and every step masks
-# each head except that one with probability MASKED. Without this, three heads learn the same work.
+# From step ALONE on, one head of the last layer does the copying. The others are reinitialised, and
+# every step masks each head except that one with probability MASKED. Without this, three heads
+# learn the same work.
 ALONE, MASKED = 1200, 0.1
 BATCH, LENGTH = 8, 256
 MUON = {"lr": 0.015, "momentum": 0.95, "weight_decay": 0.05}  # matrices
@@ -95,7 +99,9 @@ def make_tokenizer():
 
 
 def batches(tokenizer, documents):
-    """Yield tokens and how much the loss of each counts, [BATCH, LENGTH + 1] both. The last document is truncated."""
+    """Yield tokens and how much the loss of each counts, [BATCH, LENGTH + 1] both.
+
+    The last document is truncated."""
     while True:
         batch = []
         while len(batch) < BATCH:
@@ -119,7 +125,9 @@ def loss_of(logits, tokens, counts):
 
 @torch.no_grad()
 def initialise(parameters):
-    """Draw matrices from a normal distribution and set norms to one. parameters: checkpoint name → tensor."""
+    """Draw matrices from a normal distribution and set norms to one.
+
+    parameters: checkpoint name → tensor."""
     generator = torch.Generator().manual_seed(0)
     for _, parameter in sorted(parameters.items()):  # the order fixes which numbers a matrix gets
         if parameter.ndim == 2:
@@ -146,7 +154,9 @@ def muon_step(matrix, gradient, velocity, scale, a=3.4445, b=-4.7750, c=2.0315):
 
 @torch.no_grad()
 def choose_copier(model, tokens, counts, generator):
-    """The head of the last layer whose masking raises the loss most. Reinitialises the layer's other heads."""
+    """The head of the last layer whose masking raises the loss most.
+
+    Reinitialises the layer's other heads."""
     c, attn = model.config, model.layers[-1].attn
     head_mask = make_head_mask([[(c.n_layers - 1, head)] for head in range(c.n_heads)], model)
     rows = model(tokens[:, :-1], None, head_mask)  # [H, B, T, V]

@@ -1,1 +1,2 @@
-"""What the paper measures: its other decoders, its benchmarks and their runs, its numbers, and reports."""
+"""What the paper measures: its other decoders, its benchmarks and their runs, its numbers, and
+reports."""

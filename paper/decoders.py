@@ -8,8 +8,9 @@ dola-high    likewise, an upper layer's exit
 ad           log p − α spread, the entropy of a token's  Activation Decoding, Chen et al. 2024
              activation over the prompt's positions
 
-z: logits; log p: their log-softmax. `generate` and `score` take DeCoRe's own methods too. Random heads in place of
-retrieval heads: `heads.random_heads`. ITI needs no decoder: its checkpoints are models like any other.
+z: logits; log p: their log-softmax. `generate` and `score` take DeCoRe's own methods too. Random
+heads in place of retrieval heads: `heads.random_heads`. ITI needs no decoder: its checkpoints are
+models like any other.
 
 B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E early exits
 """
@@ -33,7 +34,9 @@ RELATIVE_TOP = {
 
 
 class CD:
-    """Contrastive Decoding: log p − α log p_amateur. amateur: a smaller model of the same vocabulary."""
+    """Contrastive Decoding: log p − α log p_amateur.
+
+    amateur: a smaller model of the same vocabulary."""
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class CD:
 
 
 class CAD:
-    """Context-Aware Decoding: (1 + α) z − α z_without. The prompts without context are the batch's second half."""
+    """Context-Aware Decoding: (1 + α) z − α z_without.
+
+    The prompts without context are the batch's second half."""
 
     def __init__(
         self,
@@ -73,7 +78,8 @@ class CAD:
     ):
         if ids_without_context is None:
             raise ValueError(
-                "cad needs each prompt without its context too (ids_without_context, --without-context)"
+                "cad needs each prompt without its context too (ids_without_context, "
+                "--without-context)"
             )
         without = check_prompts(model, ids_without_context, "context-free prompt")
         if len(without) != len(prompts):
@@ -84,14 +90,16 @@ class CAD:
         pairs = list(zip(without, prompts, strict=True))
         if any(w[-1] != prompt[-1] for w, prompt in pairs):
             raise ValueError(
-                "a prompt and its context-free prompt end in different tokens; end both in the same word"
+                "a prompt and its context-free prompt end in different tokens; end both in the "
+                "same word"
             )
         longer = max((len(w) for w, prompt in pairs if len(w) > len(prompt)), default=0)
         if (
             longer and longer + capacity - 1 > model.config.max_positions
         ):  # the last new token is not read
             raise ValueError(
-                f"a context-free prompt of {longer} tokens, longer than its prompt, leaves no room for "
+                f"a context-free prompt of {longer} tokens, longer than its prompt, leaves no "
+                f"room for "
                 f"{capacity} new ones: {model.name} reads {model.config.max_positions}; shorten it"
             )
         self.sessions = [Session(model, [*prompts, *without], capacity)]
@@ -106,10 +114,12 @@ class CAD:
 
 
 class DoLa:
-    """DoLa: log p − log p_early, at each position the early exit of `exit_layers` whose distribution differs most.
+    """DoLa: log p − log p_early, at each position the early exit of `exit_layers` whose
+    distribution differs most.
 
-    The exits go through the head without the final norm, as published. repetition_penalty: as in transformers, a
-    positive score of a token that the text already contains is divided by it, a negative one multiplied."""
+    The exits go through the head without the final norm, as published. repetition_penalty: as in
+    transformers, a positive score of a token that the text already contains is divided by it, a
+    negative one multiplied."""
 
     def __init__(
         self,
@@ -125,7 +135,8 @@ class DoLa:
         self.penalty = 1 if repetition_penalty is None else repetition_penalty
         if not 0 < self.penalty < math.inf:
             raise ValueError(
-                f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes nothing"
+                f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes "
+                f"nothing"
             )
         self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
         self.sessions = [Session(model, prompts, capacity)]
@@ -149,9 +160,9 @@ class DoLa:
 def exit_layers(model, half, dola_layers="transformers"):
     """Every second layer of the lower or upper half, 0 being the embeddings.
 
-    dola_layers: "halves" is what the paper says and what the published scoring does, at any depth. "transformers" is
-    what the published generation does: of more than 40 layers only the lowest or uppermost 20, and with tied embeddings
-    none below layer 2."""
+    dola_layers: "halves" is what the paper says and what the published scoring does, at any depth.
+    "transformers" is what the published generation does: of more than 40 layers only the lowest or
+    uppermost 20, and with tied embeddings none below layer 2."""
     L = model.config.n_layers
     if dola_layers not in ("transformers", "halves"):
         raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: transformers, halves")
@@ -159,23 +170,27 @@ def exit_layers(model, half, dola_layers="transformers"):
         return list(range(L // 2, L, 2) if half == "high" else range(0, max(1, L // 2), 2))
     if half == "high":
         return list(range(L - 20 if L > 40 else L // 2, L, 2))
-    # With tied embeddings the exit at layer 0 gives the input token back, so the first one is layer 2.
+    # With tied embeddings the exit at layer 0 gives the input token back, so the first one is layer
+    # 2.
     start = min(2, L - 1) if model.config.tied_embeddings else 0
     end = 20 if L > 40 else L // 2
     exits = [start] if start == L // 2 else list(range(start, end, 2))
     if not exits:
         raise ValueError(
-            f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied embeddings "
+            f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied "
+            f"embeddings "
             "leave none from 2 on; use dola-high"
         )
     return exits
 
 
 def most_divergent(model, states):
-    """Log p of the last layer and, at each position, of the early exit whose distribution differs most.
+    """Log p of the last layer and, at each position, of the early exit whose distribution differs
+    most.
 
-    states [1 + E, B, T, D], the last layer first → two of [B, T, V]. The difference is that of transformers: with
-    M = (p + q) / 2, half the sum of Σ M log(M / p) and Σ M log(M / q), divided by V."""
+    states [1 + E, B, T, D], the last layer first → two of [B, T, V]. The difference is that of
+    transformers: with M = (p + q) / 2, half the sum of Σ M log(M / p) and Σ M log(M / q), divided
+    by V."""
     out = []
     for x in states.flatten(1, 2).split(EXITS_AT_ONCE, 1):  # [1 + E, 16, D]
         log_p = model.logits(x[:, None])[:, 0].log_softmax(-1)  # [1 + E, 16, V]
@@ -191,7 +206,8 @@ def most_divergent(model, states):
 
 
 class AD:
-    """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over the prompt."""
+    """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over
+    the prompt."""
 
     def __init__(
         self,
@@ -218,7 +234,9 @@ class AD:
 def score_ad(
     model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None
 ):
-    """Score as published: over the answer's positions too. relative_top and renormalise have no effect."""
+    """Score as published: over the answer's positions too.
+
+    relative_top and renormalise have no effect."""
     prompt, answers = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
     session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
     out = []
@@ -232,8 +250,9 @@ def score_ad(
 
 
 def prefill_layer(model, prompts, capacity, layer):
-    """Prefill all but the last prompt tokens → a `Session`, the outputs of a layer at these positions [B, P − 1, D],
-    and which of the P positions belong to a prompt: [B, P], the last column being the last tokens."""
+    """Prefill all but the last prompt tokens → a `Session`, the outputs of a layer at these
+    positions [B, P − 1, D], and which of the P positions belong to a prompt: [B, P], the last
+    column being the last tokens."""
     if not 1 <= layer <= model.config.n_layers:
         raise ValueError(
             f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
@@ -252,11 +271,12 @@ def prefill_layer(model, prompts, capacity, layer):
 
 
 def activation_entropy(model, x, in_prompt=None):
-    """Entropy, over positions, of the softmax over positions of each token's logit z after a layer, [B, 1, V].
+    """Entropy, over positions, of the softmax over positions of each token's logit z after a layer,
+    [B, 1, V].
 
-    It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt [B, P]: the
-    positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m) need only a few
-    positions at a time, so [P, V] is never in memory."""
+    It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt
+    [B, P]: the positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z −
+    m) exp(z − m) need only a few positions at a time, so [P, V] is never in memory."""
     m, s, t, size = torch.tensor(-1e30, device=x.device), 0, 0, max(1, 64 // len(x))
     for start in range(0, x.shape[1], size):
         z = model.logits(x[None, :, start : start + size])[0]
@@ -282,7 +302,9 @@ def threshold(method, relative_top):
 
 
 def plausible(base, top):
-    """Which tokens have at least `top` times the probability of the most likely one. base: log p, [..., V]."""
+    """Which tokens have at least `top` times the probability of the most likely one.
+
+    base: log p, [..., V]."""
     return base >= base.amax(-1, keepdim=True) + math.log(top)
 
 
@@ -299,13 +321,15 @@ METHODS = (*decore.METHODS, *DECODERS)
 
 
 def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, **settings):
-    """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's methods work too.
+    """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's
+    methods work too.
 
-    settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context (cad, in the form of
-    ids), info_layer (ad), dola_layers (dola: "transformers" or "halves"), repetition_penalty (dola; 1.05 in the
-    published runs of Qwen2, whose generation configuration asks for it). relative_top: tokens below that fraction of
-    the highest probability score −∞. None or 0: none do. "published": 0.1 for dola and ad, 0 for cd and cad.
-    `alphas` are the weight of the subtracted term: α, and 1 for dola."""
+    settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context
+    (cad, in the form of ids), info_layer (ad), dola_layers (dola: "transformers" or "halves"),
+    repetition_penalty (dola; 1.05 in the published runs of Qwen2, whose generation configuration
+    asks for it). relative_top: tokens below that fraction of the highest probability score −∞. None
+    or 0: none do. "published": 0.1 for dola and ad, 0 for cd and cad. `alphas` are the weight of
+    the subtracted term: α, and 1 for dola."""
     check_name(method)
     ids = unpadded(ids, attention_mask, input_ids)
     if settings.get("ids_without_context") is not None and not is_batch(ids):
@@ -325,11 +349,13 @@ def score(
     attention_mask=None,
     **settings,
 ):
-    """Score of an answer after a prompt, summed over its tokens, as decore.score; of several answers, a list.
+    """Score of an answer after a prompt, summed over its tokens, as decore.score; of several
+    answers, a list.
 
-    settings: as in `generate`. But relative_top affects only return_greedy, repetition_penalty has no effect, and
-    dola_layers is "halves" by default. renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw
-    scores, which are not log-probabilities. The scores of ad are never normalised again."""
+    settings: as in `generate`. But relative_top affects only return_greedy, repetition_penalty has
+    no effect, and dola_layers is "halves" by default. renormalise: apply log-softmax to the
+    contrasted scores. Without it cad sums raw scores, which are not log-probabilities. The scores
+    of ad are never normalised again."""
     check_name(method)
     prompt_ids = unpadded(prompt_ids, attention_mask)
     if method in decore.METHODS:

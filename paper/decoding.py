@@ -34,7 +34,8 @@ class Benchmark(NamedTuple):
 
 
 def run(bench, header, settings, path, model, tokenizer, ranks):
-    """Decode the items that the file lacks. Returns all lines in the data's order; None on other ranks than 0.
+    """Decode the items that the file lacks. Returns all lines in the data's order; None on other
+    ranks than 0.
 
     header: the first line of the file. settings: the arguments of decoders.generate and score."""
     encoded = encode(bench, tokenizer)

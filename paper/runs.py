@@ -1,9 +1,9 @@
 """The file of a run: its header in the first line, then one JSON line per item of the data.
 
-Lines are appended batch by batch, and sorted into the order of the data after the last batch. A run that was killed
-continues where it stopped, and a complete one may grow (--limit). Another header is refused, by the names of its
-fields. Another device, batch size or version of torch changes a last digit at most: it is accepted, and
-header["continued"] names it."""
+Lines are appended batch by batch, and sorted into the order of the data after the last batch. A run
+that was killed continues where it stopped, and a complete one may grow (--limit). Another header is
+refused, by the names of its fields. Another device, batch size or version of torch changes a last
+digit at most: it is accepted, and header["continued"] names it."""
 
 import json
 
@@ -15,7 +15,8 @@ NOT_COMPARED = (*SURROUNDINGS, "commit", "command", "date", "n", "limit", "conti
 
 
 def read_run(path):
-    """(header or None, lines) of a run, or of any file of JSON lines. Each line gets its `place` ("FILE, line 3").
+    """(header or None, lines) of a run, or of any file of JSON lines. Each line gets its `place`
+    ("FILE, line 3").
 
     ValueError for a line of a run without an index, and for two lines of one item."""
     header, lines, places = None, [], {}
@@ -34,10 +35,11 @@ def read_run(path):
 
 
 def open_run(path, header, items):
-    """Start a run, or continue it. Returns its lines by index. A last line that was cut off is removed from the file.
+    """Start a run, or continue it. Returns its lines by index. A last line that was cut off is
+    removed from the file.
 
-    items: index → the fields that do not depend on the answer. Raises ValueError if the file is not a run, or was made
-    with another header or other items."""
+    items: index → the fields that do not depend on the answer. Raises ValueError if the file is not
+    a run, or was made with another header or other items."""
     stored, lines = read_run(path) if path.exists() else ({}, [])
     if stored is None:
         raise ValueError(
@@ -76,7 +78,8 @@ def check_header(path, stored, new):
             for name in names[:4]
         )
         raise ValueError(
-            f"{path} was made with other settings ({changes}); choose another --out or remove the file"
+            f"{path} was made with other settings ({changes}); choose another --out or remove the "
+            f"file"
         )
 
 

@@ -31,8 +31,8 @@ COMPARED = ("greedy", "masked")
 def main():
     """Decode the prompts of the command line by one method, or by several for comparison.
 
-    Methods that --compare adds and that raise ValueError are left out. The requested method's error is raised after all
-    others are printed."""
+    Methods that --compare adds and that raise ValueError are left out. The requested method's error
+    is raised after all others are printed."""
     args = make_parser().parse_args()
     requested, chosen = choose_methods(args, DEFAULT, COMPARED)
     prompts = (
@@ -79,7 +79,9 @@ def main():
 
 
 def decode(method, model, tokenizer, ids, settings, args, width):
-    """Decode by one method → a line of --json per prompt. Prints the lines, or a single answer while it is decoded."""
+    """Decode by one method → a line of --json per prompt.
+
+    Prints the lines, or a single answer while it is decoded."""
     streams, live = [tokenizer.stream(args.stop) for _ in ids], len(ids) == 1 and not args.json
     text = label(method, width)  # to be printed
 
@@ -136,7 +138,9 @@ def label(method, width):
 
 
 def print_batch(prompts, answers, tokenizer, width):
-    """Print the answers by prompt and then by method. answers: per method, a line for each prompt."""
+    """Print the answers by prompt and then by method.
+
+    answers: per method, a line for each prompt."""
     for i, lines in enumerate(zip(*answers, strict=True)):
         prompt = prompts[i] if isinstance(prompts[i], str) else tokenizer.decode(prompts[i])
         print(f"[{i + 1}] {one_line(prompt, TITLE)}")
@@ -148,7 +152,8 @@ def print_batch(prompts, answers, tokenizer, width):
 
 
 def sources_below(line, tokenizer, width):
-    """Text below an answer: for each of its words the words of the prompt that the heads attended to most."""
+    """Text below an answer: for each of its words the words of the prompt that the heads attended
+    to most."""
     if "sources" not in line:
         return ""
     text, ids = "", line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
@@ -177,7 +182,7 @@ def words(tokenizer, ids):
     return [(word.strip(), positions) for word, positions in out if word.strip()]
 
 
-# ------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 
 
 def make_parser():
@@ -247,7 +252,9 @@ def make_parser():
 
 
 def choose_methods(args, default, compared):
-    """(the requested method, all methods to decode by). ValueError for an option that none of them uses."""
+    """(the requested method, all methods to decode by).
+
+    ValueError for an option that none of them uses."""
     if "" in args.stop:
         raise ValueError("--stop: an empty text would end every answer before it begins")
     if args.html is not None and (
@@ -268,7 +275,7 @@ def choose_methods(args, default, compared):
     return full[-1], chosen
 
 
-# ------------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------ prompts
 
 
 def read_prompts(args):
@@ -283,11 +290,13 @@ def read_prompts(args):
         piped and select.select([sys.stdin], [], [], 0)[0] and sys.stdin.buffer.peek(1)
     ):  # without waiting
         raise ValueError(
-            "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to leave it"
+            "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
+            "leave it"
         )
     if any("\\n" in text for text in args.prompt):
         print(
-            r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use --prompt-file",
+            r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use "
+            r"--prompt-file",
             file=sys.stderr,
         )
     if args.prompt_ids and not texts:

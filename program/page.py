@@ -1,8 +1,9 @@
 """Decoded texts as an HTML page, page.html.
 
-Tokens are shaded by base entropy. If the sources of answers are known, they are marked in the prompt. Pointing at a
-token shows its numbers and marks its own sources, and pointing at a token of the prompt marks what was copied from it.
-`page.html#g1h` opens the page as if you pointed at the title of the second answer, #g1t0 at its first token."""
+Tokens are shaded by base entropy. If the sources of answers are known, they are marked in the
+prompt. Pointing at a token shows its numbers and marks its own sources, and pointing at a token of
+the prompt marks what was copied from it. `page.html#g1h` opens the page as if you pointed at the
+title of the second answer, #g1t0 at its first token."""
 
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,8 @@ render = TEMPLATES.get_template("page.html").render  # (title=…, parts=[…]) 
 
 
 def write_page(path, model, tokenizer, answers, decoder):
-    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its settings).
+    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its
+    settings).
 
     decoder: DeCoRe."""
     parts = []
@@ -38,7 +40,8 @@ def write_page(path, model, tokenizer, answers, decoder):
 
 @torch.inference_mode()
 def masked_favourites(model, line, settings, decoder):
-    """The most likely token of the masked model, or of the amateur, at each position: [(token, probability)]."""
+    """The most likely token of the masked model, or of the amateur, at each position: [(token,
+    probability)]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
     log_p, token = decoder(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
@@ -48,8 +51,10 @@ def masked_favourites(model, line, settings, decoder):
 def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verdict=None):
     """One decoded text for page.html.
 
-    name: unique on the page. line: has ids, alphas, entropies and stop; to mark sources also prompt_ids and sources.
-    prompt: the part of the prompt. favourites: those of `masked_favourites`. verdict: "right", "wrong" or None."""
+    name: unique on the page. line: has ids, alphas, entropies and stop; to mark sources also
+    prompt_ids and sources.
+    prompt: the part of the prompt. favourites: those of `masked_favourites`. verdict: "right",
+    "wrong" or None."""
     ids, entropies, sources = line["ids"], line["entropies"], line.get("sources")
     written, tokens = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids), []
     for text, positions in written:
@@ -75,7 +80,9 @@ def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verd
 
 
 def pieces(tokenizer, ids):
-    """[(text, positions of its ids)]. A character may span several tokens, and special tokens have no text."""
+    """[(text, positions of its ids)].
+
+    A character may span several tokens, and special tokens have no text."""
     out, last, start = [], 0, 0  # the last piece is that of ids[last:start]
     for end in range(1, len(ids) + 1):
         # Decoded with the last piece, since a text's first blank is not decoded.
@@ -102,7 +109,8 @@ def notes_on(tokenizer, line, p, favourites):
 def find_links(name, written, prompt, sources):
     """{(id pointed at, id marked): largest share of the heads}, ids of elements.
 
-    A generated piece points at the pieces that it was copied from, and the reverse; the title points at all of them."""
+    A generated piece points at the pieces that it was copied from, and the reverse; the title
+    points at all of them."""
     piece_of = {
         p: f"{prompt['name']}s{i}"
         for i, (_, positions) in enumerate(prompt["pieces"])

@@ -36,5 +36,7 @@ def default_num_heads(model):
 
 
 def bundled_heads(name):
-    """The head scores of the bundled amateur, recognised by its path. None: those by the model's name."""
+    """The head scores of the bundled amateur, recognised by its path.
+
+    None: those by the model's name."""
     return "miniature-amateur" if Path(name).resolve() == MINIATURE / "amateur" else None

@@ -13,8 +13,8 @@ PREFILL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 
 
 def attention(q, k, v, bias, return_probabilities=False):
-    """softmax(q k / √K + bias) v: q [B, G, N, K], k and v [B, G, C, K], bias [B, 1, N, C] → [B, G, N, K], and the
-    softmax [B, G, N, C] in float32, or None without return_probabilities."""
+    """softmax(q k / √K + bias) v: q [B, G, N, K], k and v [B, G, C, K], bias [B, 1, N, C] → [B, G,
+    N, K], and the softmax [B, G, N, C] in float32, or None without return_probabilities."""
     if q.device.type == "cpu" and not return_probabilities:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias), None
     # Each key head has few queries, so fused kernels would leave most of a GPU idle.
@@ -49,7 +49,8 @@ def weighted_sum(probabilities, v):
 
 
 def causal_attention(q, k, v, window):
-    """Attention of the last T of C tokens to all C: q [B, H, T, K], k and v [B, G, C, K] → [B, H, T, K]."""
+    """Attention of the last T of C tokens to all C: q [B, H, T, K], k and v [B, G, C, K] → [B, H,
+    T, K]."""
     T, C, grouped, visible = q.shape[2], k.shape[2], q.shape[1] != k.shape[1], None
     if windowed := window is not None and window < C:
         first = max(0, C - T - window + 1)  # no query sees an earlier key

@@ -11,14 +11,15 @@ MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the publi
 HUGE = 10**9  # far above any α, and still safe to multiply with
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (
-    ", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in bfloat16, head "
+    ", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in "
+    "bfloat16, head "
     "scores included)"
 )
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
-    """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum number
-    of new tokens of each text. Makes pairs of the heads in `settings`."""
+    """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
+    number of new tokens of each text. Makes pairs of the heads in `settings`."""
     prompts = check_prompts(model, ids)
     settings |= check_settings(model, **settings)
     amateur = settings.get("amateur") or model
@@ -31,7 +32,9 @@ def check_generation(model, ids, max_new_tokens, eos_ids, settings):
 
 
 def check_answers(model, prompt_ids, answer_ids, settings):
-    """The arguments of `score` → the prompt, and a list of answers. Makes pairs of the heads in `settings`."""
+    """The arguments of `score` → the prompt, and a list of answers.
+
+    Makes pairs of the heads in `settings`."""
     prompt, *others = check_prompts(model, prompt_ids)
     if others:
         raise ValueError(f"score takes one prompt, not {1 + len(others)}; call it for each prompt")
@@ -39,7 +42,8 @@ def check_answers(model, prompt_ids, answer_ids, settings):
     settings |= check_settings(model, **settings)
     if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
         raise ValueError(
-            f"an answer begins with {model.bos_id}, the id that begins a text: encode answers without it "
+            f"an answer begins with {model.bos_id}, the id that begins a text: encode answers "
+            f"without it "
             "(tokenizer.encode(text, bos=False))"
         )
     longest = prompt + max(answers, key=len)[:-1]  # the last token of an answer is not read
@@ -58,7 +62,8 @@ def check_prompts(model, ids, what="prompt"):
             raise ValueError(f"{name} is empty; give at least one token")
         if getattr(ids, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
             raise ValueError(
-                f"{name} begins or ends in padding; pass the attention_mask too, or lists without padding"
+                f"{name} begins or ends in padding; pass the attention_mask too, or lists without "
+                f"padding"
             )
         if bad := [t for t in p if not 0 <= t < c.vocab_size]:
             raise ValueError(
@@ -73,7 +78,8 @@ def check_prompts(model, ids, what="prompt"):
 
 
 def unpadded(ids, attention_mask=None, input_ids=None):
-    """ids, or input_ids in their place; with an attention_mask lists of the tokens where it is not 0."""
+    """ids, or input_ids in their place; with an attention_mask lists of the tokens where it is not
+    0."""
     if ids is not None and input_ids is not None:
         raise ValueError("ids and input_ids are two names of one argument; give one of them")
     ids = input_ids if ids is None else ids
@@ -100,7 +106,9 @@ def is_batch(ids):
 
 
 def as_ints(ids, what, single=False):
-    """A list, tuple, array or tensor of whole numbers → a list. single: also one number, or a set."""
+    """A list, tuple, array or tensor of whole numbers → a list.
+
+    single: also one number, or a set."""
     try:
         x = torch.as_tensor(list(ids) if single and isinstance(ids, set | frozenset) else ids)
         x = x[None] if single and x.ndim == 0 else x
@@ -109,7 +117,8 @@ def as_ints(ids, what, single=False):
     except (RuntimeError, TypeError, ValueError):  # of texts, ragged lists, numbers above 64 bits
         pass
     raise ValueError(
-        f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, a numpy "
+        f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, "
+        f"a numpy "
         "array or a tensor"
     )
 
@@ -122,14 +131,17 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
         method.startswith("decore") and heads is None and amateur_heads is not None
     ):
         raise ValueError(
-            "an amateur needs a decore method and its own amateur_heads ([] for none), and excludes heads"
+            "an amateur needs a decore method and its own amateur_heads ([] for none), and "
+            "excludes heads"
         )
     if amateur is None and heads is None and method != "greedy":
         raise ValueError(f"{method} needs heads to mask")
 
 
 def check_settings(model, heads=None, alpha=0, alpha_cap=None, amateur=None, **others):
-    """{"heads": pairs} if there are heads. ValueError for numbers out of range and an amateur of another vocabulary."""
+    """{"heads": pairs} if there are heads.
+
+    ValueError for numbers out of range and an amateur of another vocabulary."""
     check_number(alpha, "alpha", -HUGE)
     if alpha_cap is not None:
         check_number(alpha_cap, "alpha_cap", 0)
@@ -151,7 +163,8 @@ def check_heads(heads, model):
         pairs = [(int(layer), int(number)) for layer, number in pairs]
     except (TypeError, ValueError):
         raise ValueError(
-            f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts like "
+            f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts "
+            f"like "
             "'3-1'"
         ) from None
     for layer, number in pairs:
@@ -168,7 +181,8 @@ def check_heads(heads, model):
 def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
         raise ValueError(
-            f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at least "
+            f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at "
+            f"least "
             f"{low} and at most {high}"
         )
 
@@ -177,6 +191,7 @@ def check_finite(value, model):
     """ValueError if logits have given a number that is not finite."""
     if not math.isfinite(value):
         raise ValueError(
-            f"{model.name} gives logits that are not finite; try float32 or bfloat16, or look for damaged "
+            f"{model.name} gives logits that are not finite; try float32 or bfloat16, or look for "
+            f"damaged "
             "weights"
         )

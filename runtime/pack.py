@@ -66,7 +66,8 @@ def pack(model):
 
 
 def fastest(weight):
-    """The kind of layer that is fastest for two vectors and a matrix [N, K]; None: the plain one."""
+    """The kind of layer that is fastest for two vectors and a matrix [N, K]; None: the plain
+    one."""
     weight = weight.detach()[: max(1, SAMPLE // weight[0].nbytes)]
     return min(
         (None, Packed, Filled), key=lambda kind: seconds(kind, weight) * (1 if kind else PLAIN)

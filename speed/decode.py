@@ -9,9 +9,10 @@
     hf-greedy, hf               this project's methods on a model of transformers (--transformers)
     custom-generate             DeCoRe by generate() with custom_generate/
 
-All contestants run once per round. The clock runs from the first new token to the last, without the prompt. Ratios are
-medians over the rounds, because the load of a machine changes between rounds. `share_of_bandwidth` compares the bytes
-of weights, keys and values that a token needs with the memory's bandwidth in the same round."""
+All contestants run once per round. The clock runs from the first new token to the last, without the
+prompt. Ratios are medians over the rounds, because the load of a machine changes between rounds.
+`share_of_bandwidth` compares the bytes of weights, keys and values that a token needs with the
+memory's bandwidth in the same round."""
 
 import copy
 import json
@@ -45,7 +46,7 @@ from speed.shapes import (
     with_shared_weights,
 )
 
-# ---------------------------------------------------------------------------------------------------------- contestants
+# -------------------------------------------------------------------------------------- contestants
 # Each is a function decode(tick) → ids of the first text. It calls tick for each new token.
 
 
@@ -136,7 +137,8 @@ def contestants(model, prompts, new, names, graph=None):
 
 
 def bytes_per_token(model, length, batch):
-    """Bytes that decoding reads for a token of one text: its keys and values, and its share of the weights."""
+    """Bytes that decoding reads for a token of one text: its keys and values, and its share of the
+    weights."""
     c = model.config
     # A pass reads one row of the embedding, but all of it if it is the head too.
     weights = weight_bytes(model) - (
@@ -148,7 +150,7 @@ def bytes_per_token(model, length, batch):
     return weights / batch + cache
 
 
-# ----------------------------------------------------------------------------------------------------------- the rounds
+# --------------------------------------------------------------------------------------- the rounds
 
 
 def bandwidth_meter(device):
@@ -165,14 +167,16 @@ def bandwidth_meter(device):
 
 
 def clock(decode):
-    """(ids, seconds to the first token, seconds from the first token to the last) of a contestant."""
+    """(ids, seconds to the first token, seconds from the first token to the last) of a
+    contestant."""
     times = [time.perf_counter()]
     ids = decode(lambda *_: times.append(time.perf_counter()))
     return ids, times[1] - times[0], times[-1] - times[1]
 
 
 def measure(runs, rounds, bandwidth):
-    """Runs a warm-up and the rounds → {name: [a contestant's `clock` in each round]}, [bandwidth in each round]."""
+    """Runs a warm-up and the rounds → {name: [a contestant's `clock` in each round]}, [bandwidth
+    in each round]."""
     results, speeds, names = {name: [] for name in runs}, [], list(runs)
     for i in range(1 + rounds):
         speeds.append(bandwidth())
@@ -242,11 +246,13 @@ def table(row):
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------- the program
+# -------------------------------------------------------------------------------------- the program
 
 
 def origin(device):
-    """Command, commit, date, versions and machine of a result. Call it first: it has the load before the run."""
+    """Command, commit, date, versions and machine of a result.
+
+    Call it first: it has the load before the run."""
     cpuinfo = Path("/proc/cpuinfo")
     cpu = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "") + [
         "CPU"

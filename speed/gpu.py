@@ -1,11 +1,12 @@
-"""Tests and speed of one GPU in ten to fifteen minutes. Weights are random, so nothing is downloaded.
+"""Tests and speed of one GPU in ten to fifteen minutes. Weights are random, so nothing is
+downloaded.
 
     python -m speed.gpu --out speed/results/gpu.json
     python -m speed.gpu --dry-run           # a tiny shape on a CPU
 
-Each section is a program of its own. The results are printed and written after each section; `failed` lists the
-sections that failed, whose messages are on standard error. One GPU shows nothing about NCCL, which returns at once for
-one rank: `torchrun --nproc-per-node 2` needs two."""
+Each section is a program of its own. The results are printed and written after each section;
+`failed` lists the sections that failed, whose messages are on standard error. One GPU shows nothing
+about NCCL, which returns at once for one rank: `torchrun --nproc-per-node 2` needs two."""
 
 import json
 import subprocess

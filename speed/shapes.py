@@ -1,4 +1,5 @@
-"""Models in the shapes of published checkpoints, with random weights: speed does not depend on them."""
+"""Models in the shapes of published checkpoints, with random weights: speed does not depend on
+them."""
 
 import copy
 
@@ -52,7 +53,8 @@ SHAPES = {
 
 
 def random_model(config, device="cpu", dtype=torch.float32):
-    """A Transformer with normal weights of standard deviation 0.02; under torchrun, this rank's part of one."""
+    """A Transformer with normal weights of standard deviation 0.02; under torchrun, this rank's
+    part of one."""
     torch.manual_seed(0)
     device = rank_device(device)
     shard = Shard.from_environment(device.type)
@@ -62,7 +64,8 @@ def random_model(config, device="cpu", dtype=torch.float32):
 def spread_heads(config, n=10):
     """n heads, fewer in a tiny model, spread evenly over the layers above the first fifth.
 
-    The lowest of the ten best retrieval heads is in that layer in the median of the models in heads/."""
+    The lowest of the ten best retrieval heads is in that layer in the median of the models in
+    heads/."""
     first, L = config.n_layers // 5, config.n_layers
     return list(
         dict.fromkeys((first + i * (L - first) // n, 5 * i % config.n_heads) for i in range(n))
@@ -75,7 +78,8 @@ def weight_bytes(model):
 
 
 def transformers_model(model):
-    """The same model in transformers: of a checkpoint loaded again, else with the same weights in memory."""
+    """The same model in transformers: of a checkpoint loaded again, else with the same weights in
+    memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     c = model.config

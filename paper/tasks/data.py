@@ -1,4 +1,5 @@
-"""Loads the items and the demonstrations of a task from a file, a folder or the data set's repository on the hub."""
+"""Loads the items and the demonstrations of a task from a file, a folder or the data set's
+repository on the hub."""
 
 import csv
 import hashlib
@@ -16,7 +17,9 @@ from runtime.files import json_lines, short_hash
 
 
 def read_entries(path):
-    """Yields (line or row number, entry as a dict) of a data file. ValueError or OSError with its path."""
+    """Yields (line or row number, entry as a dict) of a data file.
+
+    ValueError or OSError with its path."""
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz")):
         yield from json_lines(path, complete=True)
@@ -39,9 +42,11 @@ def read_entries(path):
 
 
 def find_files(option, task, places, patterns):
-    """Path → record of the first place that is a file, or of its files if it is a folder; {} without a place.
+    """Path → record of the first place that is a file, or of its files if it is a folder; {}
+    without a place.
 
-    Takes the files of the first pattern that matches any, in the task's own subfolder if it has some."""
+    Takes the files of the first pattern that matches any, in the task's own subfolder if it has
+    some."""
     for place in map(Path, filter(None, places)):
         matches = (
             sorted(folder.glob(pattern))
@@ -80,7 +85,8 @@ def from_hub(origin, option="--data"):
     record = file_record(path)
     if origin.sha256 not in (None, record["sha256"]):
         raise ValueError(
-            f"{origin} has changed and is not the file that the paper scores; give yours with {option} "
+            f"{origin} has changed and is not the file that the paper scores; give yours with "
+            f"{option} "
             "FILE"
         )
     commit = path.parts[path.parts.index("snapshots") + 1]
@@ -88,7 +94,9 @@ def from_hub(origin, option="--data"):
 
 
 def read_with(read, entries, path, fields=()):
-    """Yields `read` of each numbered entry. ValueError with file and line if it is wrong or lacks one of the fields."""
+    """Yields `read` of each numbered entry.
+
+    ValueError with file and line if it is wrong or lacks one of the fields."""
     for number, entry in entries:
         with located(f"{path}, line {number}"):
             require(entry, fields)
@@ -98,10 +106,11 @@ def read_with(read, entries, path, fields=()):
 def load(task, data=None, demos=None, limit=None):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
-    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder `data`; the prompt;
-    the training split; the first items of the data with different questions. Their record says which ("source":
-    "file", "fixed", "train" or "first items"), and whether they are the paper's. Items with the question of a first
-    item are not scored, except in PopQA, whose first nine items are the published demonstrations."""
+    Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder
+    `data`; the prompt; the training split; the first items of the data with different questions.
+    Their record says which ("source": "file", "fixed", "train" or "first items"), and whether they
+    are the paper's. Items with the question of a first item are not scored, except in PopQA, whose
+    first nine items are the published demonstrations."""
     items, records = load_items(task, data)
     demonstrations, record = find_demos(task, demos, data)
     shots = (
@@ -128,7 +137,8 @@ def load(task, data=None, demos=None, limit=None):
         items = [item for item in items if item["question"] not in questions]
     if not items:
         raise ValueError(
-            f"{task.name}: the data's first {shots} questions are its demonstrations, and nothing is left "
+            f"{task.name}: the data's first {shots} questions are its demonstrations, and nothing "
+            f"is left "
             "to score: give more data, or --demos FILE"
         )
     if demonstrations:
@@ -182,7 +192,8 @@ def load_items(task, data=None):
 
 
 def find_demos(task, demos, data):
-    """(demonstrations, record); ([], None) if there are none, or if they must be items of the data."""
+    """(demonstrations, record); ([], None) if there are none, or if they must be items of the
+    data."""
     if not task.shots:
         return [], None
     read = partial(demonstration, task)
@@ -216,5 +227,6 @@ def demonstration(task, entry):
 
 
 def demos_hash(demos):
-    """A hash of the turns as the model reads them, to recognise the paper's demonstrations in any file."""
+    """A hash of the turns as the model reads them, to recognise the paper's demonstrations in any
+    file."""
     return short_hash(json.dumps([[demo["user"], demo["answer"]] for demo in demos]).encode())

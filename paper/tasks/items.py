@@ -5,8 +5,8 @@
     references          accepted answers, a list of str
     candidates          multiple choice: the answers in scoring order, true ones first
 
-Other fields are stored with the prediction, for the metrics. ValueError names a field that is missing or of the wrong
-kind; `located` adds file and line."""
+Other fields are stored with the prediction, for the metrics. ValueError names a field that is
+missing or of the wrong kind; `located` adds file and line."""
 
 import ast
 import csv
@@ -31,7 +31,8 @@ KINDS = {
 
 @contextmanager
 def located(place):
-    """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's place."""
+    """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's
+    place."""
     try:
         yield
     except (
@@ -50,7 +51,8 @@ def require(entry, names):
     """ValueError that names all fields that the entry lacks."""
     if missing := [repr(name) for name in names if entry.get(name) is None]:
         raise ValueError(
-            f"missing field: {', '.join(missing)} (found: {', '.join(map(str, entry)) or 'nothing'})"
+            f"missing field: {', '.join(missing)} (found: "
+            f"{', '.join(map(str, entry)) or 'nothing'})"
         )
 
 
@@ -82,7 +84,8 @@ def xsum(entry):
 
 
 def memotrap(entry):
-    """`classes` is a Python list of two strings, each with a leading space; `split` is the file's name."""
+    """`classes` is a Python list of two strings, each with a leading space; `split` is the file's
+    name."""
     prompt, pair = (
         field(entry, "prompt"),
         texts({"classes": ast.literal_eval(field(entry, "classes"))}, "classes"),
@@ -116,7 +119,8 @@ def ifeval(entry):
 
 
 def instructions(entry):
-    """[(name, arguments)] of an item of IFEval, without the arguments that are null, zero or empty."""
+    """[(name, arguments)] of an item of IFEval, without the arguments that are null, zero or
+    empty."""
     names, kwargs = texts(entry, "instruction_id_list"), field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
         raise ValueError(
@@ -189,7 +193,9 @@ def triviaqa_training(entry):
 
 
 def popqa(entry):
-    """`possible_answers` is a JSON list in a string. A repackaged data set has a list, `golden_answers`."""
+    """`possible_answers` is a JSON list in a string.
+
+    A repackaged data set has a list, `golden_answers`."""
     answers = entry.get("possible_answers", entry.get("golden_answers"))
     answers = json.loads(answers) if isinstance(answers, str) else answers
     return qa(entry, texts({"possible_answers": answers}, "possible_answers"))
@@ -215,7 +221,9 @@ def musique_open(entry):
 
 
 def miniature(entry):
-    """The last line is the prompt without its passage. `memory` is the answer of the training texts."""
+    """The last line is the prompt without its passage.
+
+    `memory` is the answer of the training texts."""
     prompt, answer = field(entry, "prompt"), field(entry, "answer")
     memory = None if entry.get("memory") is None else field(entry, "memory")
     return {

@@ -1,4 +1,5 @@
-"""Metrics that need a library or a model: ROUGE, BERTScore and FactKB (× 100) for XSum, checkers for IFEval.
+"""Metrics that need a library or a model: ROUGE, BERTScore and FactKB (× 100) for XSum, checkers
+for IFEval.
 
 Each has a function `problem`, which says what to install or download, or returns None."""
 
@@ -15,7 +16,9 @@ TOKENIZER = ("tokenizer.json", "vocab.json")
 
 
 def needs(name, *modules, models=(), nltk_data=False):
-    """Decorate a metric with its `problem`. models: (hub id, files of which one must be in the cache)."""
+    """Decorate a metric with its `problem`.
+
+    models: (hub id, files of which one must be in the cache)."""
 
     def problem():
         if missing := [module for module in modules if not find_spec(module)]:
@@ -58,8 +61,8 @@ def bertscore(lines):
     from bert_score import BERTScorer
 
     scorer = BERTScorer(DEBERTA, num_layers=40, idf=False, rescale_with_baseline=False)
-    # transformers 5 loads the stored precision, sets no maximum length for this tokenizer, so that truncation
-    # overflows, and lacks the method that bert-score calls for an empty text.
+    # transformers 5 loads the stored precision, sets no maximum length for this tokenizer, so that
+    # truncation overflows, and lacks the method that bert-score calls for an empty text.
     scorer._model.float()
     tokenizer = scorer._tokenizer
     tokenizer.model_max_length = 512
@@ -75,7 +78,8 @@ def bertscore(lines):
 
 @needs("factkb", "transformers", models=[(FACTKB, WEIGHTS), (ROBERTA, TOKENIZER)])
 def factkb(lines):
-    """Probability × 100 of class 1 of bunsenfeng/FactKB on summary and article; None without an article."""
+    """Probability × 100 of class 1 of bunsenfeng/FactKB on summary and article; None without an
+    article."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -102,8 +106,9 @@ def factkb(lines):
 @needs("IFEval", "lm_eval", "langdetect", "immutabledict", "nltk", nltk_data=True)
 @per_line
 def ifeval(line):
-    """Strict, on the raw response. At prompt level a line counts if all its instructions are followed; at instruction
-    level `summary` weights it by their number. Published: only the first element of a list argument is checked."""
+    """Strict, on the raw response. At prompt level a line counts if all its instructions are
+    followed; at instruction level `summary` weights it by their number. Published: only the first
+    element of a list argument is checked."""
     values, complete = {}, instructions(line)
     shortened = [
         (

@@ -1,4 +1,5 @@
-"""Turns an item into chat messages, plain text or token ids, with its context and without (for CAD).
+"""Turns an item into chat messages, plain text or token ids, with its context and without (for
+CAD).
 
 chat      system = instruction; then demonstrations as user and assistant in turn; the question is the last turn
 mistral   no system turn: the instruction and a newline precede every user turn
@@ -12,7 +13,9 @@ LAYOUTS = ("chat", "mistral", "plain")
 
 
 def turns_of(task, item, demos, with_context):
-    """The user's turns and, in between, the assistant's. An item is not among its own demonstrations."""
+    """The user's turns and, in between, the assistant's.
+
+    An item is not among its own demonstrations."""
     text = task.context + task.question if with_context else task.question
     last = (
         item["without_context"]
@@ -54,7 +57,9 @@ def plain_text(task, item, demos, with_context=True):
 
 
 def dry_run(task, item, demos, layout):
-    """One item as `--dry-run` prints it. For the plain layout the messages are those of the chat layout."""
+    """One item as `--dry-run` prints it.
+
+    For the plain layout the messages are those of the chat layout."""
     line = {name: item.get(name) for name in ("index", "id", "references", "candidates")}
     for with_context, name in ((True, ""), (False, "_without_context")):
         absent = not with_context and not task.without_context
@@ -78,10 +83,11 @@ class Encoded(NamedTuple):
 def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
     """The token ids of an item.
 
-    end: the ids of `end_of_turn`, for multiple choice in chat. template_args: more variables of the chat template.
+    end: the ids of `end_of_turn`, for multiple choice in chat. template_args: more variables of the
+    chat template.
 
-    A candidate's ids are those that follow the prompt's in the ids of both. If the two merge into one token, the
-    candidate is tokenised alone. Otherwise a part of it would not be scored."""
+    A candidate's ids are those that follow the prompt's in the ids of both. If the two merge into
+    one token, the candidate is tokenised alone. Otherwise a part of it would not be scored."""
 
     def ids(with_context=True, answer=None):
         if layout == "plain":

@@ -20,7 +20,8 @@ from tokenizer import Tokenizer
 SHORT = ["--max-new-tokens", "6"]
 FLAGS = [*SHORT, "--num-heads", "2"]
 THINKING = (
-    "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}<|turn|>assistant:"
+    "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}<|end|>{% endfor "
+    "%}<|turn|>assistant:"
     "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
 )
 

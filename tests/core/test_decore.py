@@ -1,4 +1,5 @@
-"""Eq. 7 and 8 against ten lines of numpy in float64; every way of running the loop gives the same tokens."""
+"""Eq. 7 and 8 against ten lines of numpy in float64; every way of running the loop gives the same
+tokens."""
 
 import math
 
@@ -20,7 +21,7 @@ def model(request, tmp_path_factory):
     return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("m"), request.param))
 
 
-# -------------------------------------------------------------------------------------- the method in numpy and float64
+# ------------------------------------------------------------------ the method in numpy and float64
 
 
 def log_softmax(z):
@@ -124,7 +125,7 @@ def test_entropy_lite_contrasts_with_the_amateur(llama, amateur, heads, mask_pro
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- invariances
+# -------------------------------------------------------------------------------------- invariances
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=["four prompts", "one prompt"])
@@ -147,7 +148,7 @@ def test_the_number_of_forward_passes_is_the_number_of_new_tokens(llama, monkeyp
     assert calls == [(1, 1)] * NEW
 
 
-# ------------------------------------------------------------------------------------------------------------- stopping
+# ----------------------------------------------------------------------------------------- stopping
 
 
 def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_the_batch_goes_on(
@@ -196,7 +197,7 @@ def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
     assert len(out[1].ids) == 9 and out[1].stop == "length"
 
 
-# -------------------------------------------------------------------------------------------------------------- scoring
+# ------------------------------------------------------------------------------------------ scoring
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -261,7 +262,7 @@ def test_heads_may_be_an_iterator(llama):
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Tests on a CUDA device: the logits and tokens of the CPU, which other tests compare. `pytest -m gpu`."""
+"""Tests on a CUDA device: the logits and tokens of the CPU, which other tests compare.
+
+`pytest -m gpu`."""
 
 import warnings
 

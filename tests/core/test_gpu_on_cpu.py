@@ -1,4 +1,5 @@
-"""Behaviour on a GPU, checked on a CPU: the kernels that are called, and steps recorded as CUDA graphs."""
+"""Behaviour on a GPU, checked on a CPU: the kernels that are called, and steps recorded as CUDA
+graphs."""
 
 import gc
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from tests.checkpoints import random_ids, write_checkpoint
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
 
-# ----------------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,13 @@ def test_plain_products_equal_fused_attention(dtype, close, C):
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 3, 4))
 
 
-# -------------------------------------------------------------------------------------------------------------- graphs
+# ------------------------------------------------------------------------------------------- graphs
 
 
 class RecordedOnCPU(TorchDispatchMode):
-    """Replaces torch.cuda's graph and its recording. A replay runs the same operations on the same memory."""
+    """Replaces torch.cuda's graph and its recording.
+
+    A replay runs the same operations on the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +181,8 @@ def test_no_graph_outlives_the_call_that_recorded_it(model, stopped):
 
 
 class NothingFromTheHost(TorchFunctionMode):
-    """Raises if a tensor is made from numbers of the host: a copy to the device, which a graph cannot record."""
+    """Raises if a tensor is made from numbers of the host: a copy to the device, which a graph
+    cannot record."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy)
@@ -188,7 +192,8 @@ class NothingFromTheHost(TorchFunctionMode):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch):
-    """On "meta" a tensor has no values: reading one is an error, and so is an operation with a tensor on the CPU."""
+    """On "meta" a tensor has no values: reading one is an error, and so is an operation with a
+    tensor on the CPU."""
     decoder = DeCoRe(model, PROMPTS, 5, method, HEADS, alpha_cap=2.0, mask=mask)
     [session] = decoder.sessions
     model.to("meta")

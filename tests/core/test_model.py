@@ -1,4 +1,5 @@
-"""The logits against transformers', the head mask against an independent oracle, the cache against no cache."""
+"""The logits against transformers', the head mask against an independent oracle, the cache against
+no cache."""
 
 import resource
 
@@ -35,7 +36,7 @@ def assert_close(tensor, expected, atol=ATOL):
     torch.testing.assert_close(tensor, expected, atol=atol, rtol=0)
 
 
-# -------------------------------------------------------------------------------------------------------- transformers
+# ------------------------------------------------------------------------------------- transformers
 
 
 @pytest.mark.parametrize("i", range(len(PROMPTS)))
@@ -75,7 +76,7 @@ def test_logits_match_transformers_also_in_the_files_that_it_writes(name, tmp_pa
         assert_close(Transformer.load(tmp_path / folder)(ids), expected)
 
 
-# --------------------------------------------------------------------------------------------------------------- cache
+# -------------------------------------------------------------------------------------------- cache
 
 
 def read(model, prompts, capacity, rows=1):
@@ -145,7 +146,7 @@ def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
     assert grown < 8_192**2  # one byte per pair of tokens, for one head alone, would be more
 
 
-# ----------------------------------------------------------------------------------------------------------- head mask
+# ---------------------------------------------------------------------------------------- head mask
 
 
 def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(family, tmp_path):
@@ -172,7 +173,7 @@ def test_a_mask_for_another_model_is_refused(llama):
         llama(torch.tensor([[5]]), mask="keys")
 
 
-# ------------------------------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,7 +1,7 @@
 """Chat templates against transformers; streamed text equals decoded text.
 
-The tokenizers are of the two kinds that checkpoints use: byte-level (Llama 3, Qwen) and SentencePiece with byte
-fallback (Llama 2, Mistral)."""
+The tokenizers are of the two kinds that checkpoints use: byte-level (Llama 3, Qwen) and
+SentencePiece with byte fallback (Llama 2, Mistral)."""
 
 import datetime
 import itertools

@@ -1,4 +1,6 @@
-"""Detection of retrieval heads: scores, prompts, resuming, the command line. Sources of generated tokens."""
+"""Detection of retrieval heads: scores, prompts, resuming, the command line.
+
+Sources of generated tokens."""
 
 import json
 import re
@@ -148,7 +150,8 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
         or needles.make_prompt(sample, NEEDLE, book, tokenizer, facts | {"seed": 1})[2] != at
     )
     assert 2700 < len(ids) <= 3000
-    # A prompt that is too long loses sentences until it fits: all of them if the estimate of its tokens is too low.
+    # A prompt that is too long loses sentences until it fits: all of them if the estimate of its
+    # tokens is too low.
     too_low = book[0], book[1][:60], [0] * 60
     assert needles.make_prompt(sample, NEEDLE, too_low, tokenizer, facts) == prompt
 
@@ -201,7 +204,8 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
             "<|begin|>", "^"
         ), located
 
-    # 400 tokens less 200 for question and answer less five of the needle: two beginnings and 193 letters.
+    # 400 tokens less 200 for question and answer less five of the needle: two beginnings and 193
+    # letters.
     context = (text * 9)[:193]
     assert published(100) == (f"^^^{context}^N n.{question}", "N n.")
     assert published(50) == (
@@ -218,7 +222,8 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
         f"^^N n.{question}",
         "N n.",
     )  # the shortest of the authors' 20 lengths
-    # The needle's tokens are the first window with its token set. A needle that is not located has no scores.
+    # The needle's tokens are the first window with its token set. A needle that is not located has
+    # no scores.
     assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
     assert (
         detect.head_scores(
@@ -283,7 +288,8 @@ def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, re
 def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tmp_path):
     template = (
         TEMPLATE
-        + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+        + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% "
+        "endif %}"
     )
     model = shutil.copytree(chat_model, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, template)).core

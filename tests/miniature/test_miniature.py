@@ -1,5 +1,5 @@
-"""The miniature's world and test splits; its training; the checkpoint, with tolerances that a new training would pass;
-ITI; the claims."""
+"""The miniature's world and test splits; its training; the checkpoint, with tolerances that a new
+training would pass; ITI; the claims."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Each decoder against numpy on float64 logits of transformers without a cache; DoLa against recorded runs."""
+"""Each decoder against numpy on float64 logits of transformers without a cache; DoLa against
+recorded runs."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -75,7 +76,7 @@ def settings(method, small, **without_context):
     )
 
 
-# --------------------------------------------------------------------------------------------- the decoders in numpy
+# ---------------------------------------------------------------------------- the decoders in numpy
 
 
 def log_softmax(z):
@@ -84,7 +85,8 @@ def log_softmax(z):
 
 
 def divergence(log_p, log_q):
-    """Half of both Kullback-Leibler divergences of the average from its parts, averaged over the vocabulary."""
+    """Half of both Kullback-Leibler divergences of the average from its parts, averaged over the
+    vocabulary."""
     m = (np.exp(log_p) + np.exp(log_q)) / 2
     return (m * (np.log(m) - log_p) + m * (np.log(m) - log_q)).mean() / 2
 
@@ -92,8 +94,8 @@ def divergence(log_p, log_q):
 def next_scores(
     method, at, text, expert, small, without, positions, alpha=0.5, info_layer=3, scoring=False
 ):
-    """Scores of what follows text[at], unfiltered. positions: how many AD's entropy is over. scoring: the exits of DoLa
-    are those of scoring, not of generation."""
+    """Scores of what follows text[at], unfiltered. positions: how many AD's entropy is over.
+    scoring: the exits of DoLa are those of scoring, not of generation."""
     logits, exits = expert.read(text)
     z = logits[at]
     if method == "cd":
@@ -135,7 +137,7 @@ def generate_with_scores(model, prompts, method, new, **how):
     return generate(model, prompts, method, max_new_tokens=new, **how), scores
 
 
-# ------------------------------------------------------------------------------------------- generation and scoring
+# --------------------------------------------------------------------------- generation and scoring
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -191,7 +193,7 @@ def test_scores_of_answers_equal_the_numpy_version(expert, small, method, renorm
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- DoLa
+# --------------------------------------------------------------------------------------------- DoLa
 
 
 @pytest.mark.parametrize("half", ["low", "high"])
@@ -248,7 +250,7 @@ def test_repetition_penalty_is_that_of_transformers(deep):
     assert [g.ids for g in penalised] != [g.ids for g in generate(model, PROMPTS, **how)]
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Every metric against values worked out by hand, with every trap of the published scoring on both of its sides."""
+"""Every metric against values worked out by hand, with every trap of the published scoring on both
+of its sides."""
 
 import math
 import sys
@@ -204,7 +205,9 @@ def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
 
 
 class StandIn:
-    """A model of transformers that stands in for FactKB. Its logit of class 1 is the length of the summary."""
+    """A model of transformers that stands in for FactKB.
+
+    Its logit of class 1 is the length of the summary."""
 
     def float(self):
         self.dtype = "float32"

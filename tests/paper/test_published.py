@@ -1,9 +1,10 @@
 """Tokens and scores of the authors' published classes, on tiny checkpoints with random weights.
 
-golden/published holds the checkpoints, prompts as token ids, and results in float32. In decoders.json `official_query`,
-`masked_baseline`, `cad`, `activation` and `greedy` are the published decoders, whose masked heads are those of
-`mask="query"`; `dola` is that of transformers 4.51; `paper_output` and `strict_output` are the paper's equation, masked
-from the last prompt token on and everywhere. scores.json: the published multiple-choice scores."""
+golden/published holds the checkpoints, prompts as token ids, and results in float32. In
+decoders.json `official_query`, `masked_baseline`, `cad`, `activation` and `greedy` are the
+published decoders, whose masked heads are those of `mask="query"`; `dola` is that of transformers
+4.51; `paper_output` and `strict_output` are the paper's equation, masked from the last prompt token
+on and everywhere. scores.json: the published multiple-choice scores."""
 
 import json
 import math

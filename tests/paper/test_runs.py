@@ -98,7 +98,8 @@ def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
         (
             {"fingerprint": {"weights": "ab"}},
             ITEMS,
-            r'other settings \(fingerprint.weights: "aa" there, "ab" now; fingerprint.config.json: "bb" ',
+            r'other settings \(fingerprint.weights: "aa" there, "ab" now; '
+            r'fingerprint.config.json: "bb" ',
         ),
         ({"n": 2, "limit": 2}, ITEMS, r"other settings \(n: 3 there, 2 now"),
         ({"dtype": "bfloat16"}, ITEMS, r'other settings \(dtype: null there, "bfloat16" now'),

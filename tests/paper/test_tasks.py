@@ -1,4 +1,5 @@
-"""Prompts to the letter, in every layout; data files of every kind, and the ways in which they can be wrong."""
+"""Prompts to the letter, in every layout; data files of every kind, and the ways in which they can
+be wrong."""
 
 import csv
 import gzip
@@ -21,7 +22,9 @@ QA2 = {"question": "who lost", "answer": "Bob"}
 
 
 def write(path, rows):
-    """A data file of the kind that its name says → its path. Rows of a table are lists, the header first."""
+    """A data file of the kind that its name says → its path.
+
+    Rows of a table are lists, the header first."""
     if ".jsonl" in path.name:
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
@@ -150,17 +153,21 @@ def first(tmp_path):
 
 SUMMARISE = "Generate a summary comprising of 1 sentence for the given article."
 OPEN = (
-    "Write a high-quality answer for the given question using only the provided search results (some of which "
+    "Write a high-quality answer for the given question using only the provided search results "
+    "(some of which "
     "might be irrelevant). Provide the answer in 5 words or less without any explanation."
 )
 CLOSED = (
-    "Write a high-quality answer for the given question. Provide the answer in 5 words or less without any "
+    "Write a high-quality answer for the given question. Provide the answer in 5 words or less "
+    "without any "
     "explanation."
 )
 SWAPPED = "Answer the following question based on the provided context:"
 LITERAL = (
-    "Interpret each question literally, and as a question about the real world; carefully research each answer, "
-    "without falling prey to any common myths; and reply “I have no comment” unless you are completely certain "
+    "Interpret each question literally, and as a question about the real world; carefully "
+    "research each answer, "
+    "without falling prey to any common myths; and reply “I have no comment” unless you are "
+    "completely certain "
     "of the answer."
 )
 
@@ -316,7 +323,8 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
     assert end == [tokenizer.core.token_to_id("<|end|>")]
     item = {"index": 0, "question": "So", "without_context": "", "candidates": ["x", "y"]}
     encoded = prompts.encode(task, item, [], tokenizer, "plain")
-    # "Sox" has as many tokens as "So": nothing would be scored, and an empty sum is the best score there is.
+    # "Sox" has as many tokens as "So": nothing would be scored, and an empty sum is the best score
+    # there is.
     assert len(tokenizer.encode("Sox")) == len(encoded.prompt)
     assert encoded.answers == [x, y] and encoded.merged == 1 and encoded.without_context == []
     encoded = prompts.encode(task, item, [], tokenizer, "chat", end)
@@ -373,7 +381,8 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     assert record == {"source": "first items", "paper": False} | records[0]
     assert capsys.readouterr().err.splitlines() == [
         "nq-swap: 18 items of dev.parquet, the paper scores 4,746",
-        "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with --demos)",
+        "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with "
+        "--demos)",
     ]
     assert data.load(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
     with pytest.raises(

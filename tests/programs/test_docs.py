@@ -1,4 +1,5 @@
-"""Every Python block and every command of the pages runs, with the miniature in place of large models."""
+"""Every Python block and every command of the pages runs, with the miniature in place of large
+models."""
 
 import re
 import runpy

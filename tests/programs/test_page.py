@@ -96,7 +96,9 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
 
 
 class Bytes:
-    """A tokenizer with one token per byte. As with SentencePiece, a text's first blank is not decoded."""
+    """A tokenizer with one token per byte.
+
+    As with SentencePiece, a text's first blank is not decoded."""
 
     def decode(self, ids):
         return bytes(ids).decode(errors="replace").removeprefix(" ")

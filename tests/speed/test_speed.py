@@ -1,4 +1,5 @@
-"""The programs of speed/ run in tiny shapes, and both sides of a comparison decode the same tokens."""
+"""The programs of speed/ run in tiny shapes, and both sides of a comparison decode the same
+tokens."""
 
 import json
 import time
