@@ -3,13 +3,14 @@
 A few attention heads, the retrieval heads, copy tokens out of the context. With those heads masked,
 the model stops reading and starts making things up. DeCoRe decodes from
 
-    p(x_t | x_<t)  ∝  exp[(1 + α) log p_base(x_t | x_<t) − α log p_masked(x_t | x_<t)]                (Eq. 7)
-    α = H(x_t) = −Σ p_base log p_base        (DeCoRe entropy; a constant α is DeCoRe static)          (Eq. 8)
+    p(x_t | x_<t)  ∝  exp[(1 + α) log p_base(x_t | x_<t) − α log p_masked(x_t | x_<t)]   (Eq. 7)
+    α = H(x_t) = −Σ p_base log p_base     (DeCoRe entropy; a constant α is DeCoRe static)   (Eq. 8)
 
 and so pushes the text towards what the context says. Base and masked model are two rows of one
 pass: see model.py.
 
-    R rows (0 base, 1 masked)   B prompts   T new tokens   A answers to score   V vocabulary   L layers   H heads
+    R rows (0 base, 1 masked)   B prompts   T new tokens   A answers to score
+    L layers   H heads   V vocabulary
 """
 
 import math

@@ -1,15 +1,17 @@
-"""Run the paper's benchmarks: a task × a method × a model → one JSON line per example, and a line of means.
+"""Run the paper's benchmarks: task × method × model → one JSON line per example, and their means.
 
-    python evaluate.py --task nq-swap --method greedy,decore-entropy --model M --data FILE --demos FILE --out DIR
-    python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run      print the prompts, without a model
-    python evaluate.py rescore --task nq-swap FILE.jsonl                      compute the metrics again, without a model
-    python evaluate.py report DIR                                             a folder's runs compared with the paper
+    python evaluate.py --task nq-swap --method greedy,decore-entropy --model M --data FILE
+                       --demos FILE --out DIR
+    python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run    print the prompts
+    python evaluate.py rescore --task nq-swap FILE.jsonl                    recompute the metrics
+    python evaluate.py report DIR                                           runs beside the paper's
 
-Lists with commas, `--task all` and `--task miniature` make a sweep. An interrupted run continues when the command is
-started again. Under torchrun the ranks share the examples; with --tp K, K ranks share one model.
+Lists with commas, `--task all` and `--task miniature` make a sweep. An interrupted run continues
+when the command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks
+share one model.
 
-In this file: a sweep from the command line to its runs (`evaluate`); the header of a run; the two commands without a
-model. paper/decoding.py decodes one run, paper/runs.py writes its file."""
+In this file: a sweep from the command line to its runs (`evaluate`); the header of a run; the two
+commands without a model. paper/decoding.py decodes one run, paper/runs.py writes its file."""
 
 import argparse
 import datetime
@@ -52,7 +54,7 @@ def main():
 
 
 def evaluate(argv):
-    """A sweep. Reads and checks everything before the first run, so that a mistake does not end it after hours."""
+    """A sweep. Reads and checks everything before the first run."""
     args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     reason = f"on {', '.join(task.name for task in tasks)}"
@@ -101,7 +103,8 @@ def make_parser():
         "--task",
         required=True,
         metavar="T[,T…]",
-        help=f"{', '.join(task.name for task in PAPER)}; all: these; miniature: the miniature's splits",
+        help=f"{', '.join(task.name for task in PAPER)}; all: these; "
+        "miniature: the miniature's splits",
     )
     p.add_argument(
         "--method",
@@ -165,9 +168,9 @@ def chosen_tasks(text):
 
 
 def make_setups(args, methods, model, amateur):
-    """[(settings of decoders.generate, fields of the header)] for every combination of the swept options.
+    """[(settings of decoders.generate, fields of the header)] for each combination of options.
 
-    Decodes one token with each, so that an option that does not fit the model is refused before the first run."""
+    Decodes one token with each, so that an option that does not fit the model is refused early."""
     swept = {
         "num_heads": args.num_heads or [default_num_heads(model)],
         "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
@@ -228,13 +231,17 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
             problem = None
             if max(lengths) > context:
                 problem = (
-                    f"{sum(length > context for length in lengths)} of {len(lengths)} prompts are longer than "
+                    f"{sum(length > context for length in lengths)} of {len(lengths)} "
+                    "prompts are longer than "
                     f"the {context} positions of {name} (the longest: {max(lengths)} tokens)"
                 )
             elif fields["method"] == "cad" and not bench.task.without_context:
                 problem = "its prompts have no context to leave out"
             elif fields["method"] == "cad" and other_ends:
-                problem = f"without context {other_ends} of its prompts end in another token (--layout {layout})"
+                problem = (
+                    f"without context {other_ends} of its prompts end in another token "
+                    f"(--layout {layout})"
+                )
             if problem:
                 problems.append(f"{bench.task.name} with {fields['method']} is left out: {problem}")
             else:
@@ -248,11 +255,11 @@ def fitting_runs(args, benchmarks, setups, model, tokenizer):
     return fitting
 
 
-# -------------------------------------------------------------------------------------------------- the header of a run
+# ------------------------------------------------------------------------------ the header of a run
 
 
 def make_header(args, bench, fields, model, ranks, fingerprints):
-    """The first line of a run's file: everything that determines its lines, and the software and machine."""
+    """The first line of a run's file: what determines its lines, the software, the machine."""
     task = bench.task
     device = (
         torch.cuda.get_device_name(model.device)
@@ -312,7 +319,7 @@ def run_name(header):
     return ".".join([header["task"], names["model"], header["method"], *parts])
 
 
-# --------------------------------------------------------------------------------------------- commands without a model
+# ------------------------------------------------------------------------- commands without a model
 
 
 def dry_run(args, benchmarks):
@@ -360,7 +367,8 @@ def print_means(lines, values, about):
     """Print the means as one JSON line."""
     if "rejection" in values[0] and not any("truth" in of_line for of_line in values):
         print(
-            "not judged, so only rejections are counted: evaluate.py rescore --judge adds truth, info and both",
+            "not judged, so only rejections are counted: evaluate.py rescore --judge adds truth, "
+            "info and both",
             file=sys.stderr,
         )
     print(

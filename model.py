@@ -4,8 +4,9 @@ A head mask [R, L, H] of ones and zeros makes R *rows* of one forward pass: R co
 that differ only in which heads are masked. They share every weight, and the keys and values of the
 prompt, which are stored once.
 
-    B prompts   R rows   T new tokens   P prompt keys   S slots for new tokens   V vocabulary   D model width
-    L layers    H query heads   G key/value heads   K head width   C keys of a step      (H and G: those of this rank)
+    B prompts   R rows   T new tokens   P prompt keys   S slots for new tokens   C keys of a step
+    L layers    H query heads   G key/value heads   K head width   D model width   V vocabulary
+    (H and G: those of this rank)
 
 In constructors, c is the model's Config, and kw the device and dtype.
 """
@@ -269,7 +270,8 @@ class Cache:
     """Keys and values of every layer: the prompts', stored once, then those of each row's new
     tokens, slot by slot.
 
-        kv[layer] [2, B, G, P + S·R, K]:    prompt 0 … P−1 | slot 0: row 0, row 1 | slot 1: row 0, row 1 | …
+        kv[layer] [2, B, G, P + S·R, K]:
+        prompt 0 … P−1 | slot 0: row 0, row 1 | slot 1: row 0, row 1 | …
 
     The token in slot s of a text has position length + s; `slots` counts the slots in use. Rows
     alternate, so that the keys in use are one slice. P and S are rounded up to multiples of

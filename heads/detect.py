@@ -31,7 +31,10 @@ from runtime import files
 from runtime.weights import fingerprint
 
 HAYSTACK = Path(__file__).parent / "haystack"
-TEMPLATE = "{context}\n\nBased on the content of the text, answer the question.\nQuestion: {question}\nAnswer:"
+TEMPLATE = (
+    "{context}\n\nBased on the content of the text, answer the question.\n"
+    "Question: {question}\nAnswer:"
+)
 SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
 NEWLINE, STOP_ID = "<0x0A>", 144  # published runs end an answer at this token or this id
@@ -137,7 +140,8 @@ def stored_runs(path, facts):
     stored = header.get("header", {})
     if other := sorted(name for name in stored | facts if stored.get(name) != facts.get(name)):
         raise ValueError(
-            f"{path} is a detection with another {', '.join(other)}; delete it, or choose another --out"
+            f"{path} is a detection with another {', '.join(other)}; "
+            "delete it, or choose another --out"
         )
     files.write(path, [header, *records])
     return records
@@ -181,7 +185,10 @@ def load_rouge():
 def summary(records):
     """How many answers are right; if none is, the first one and what to try."""
     right = sum(record["right"] for record in records)
-    advice = f"; the first one is {records[0]['answer'][:60]!r}: try --raw, --template, --needles or other --lengths"
+    advice = (
+        f"; the first one is {records[0]['answer'][:60]!r}: "
+        "try --raw, --template, --needles or other --lengths"
+    )
     return f"{right} of {len(records)} answers are right" + advice * (not right)
 
 
@@ -265,14 +272,16 @@ def parse_args():
         default=HAYSTACK / "needles.jsonl",
         metavar="FILE",
         help="JSON Lines: needle, "
-        "question, real_needle, the part that answers (default: heads/haystack/needles.jsonl, or the miniature's)",
+        "question, real_needle, the part that answers "
+        "(default: heads/haystack/needles.jsonl, or the miniature's)",
     )
     add(
         "--haystack",
         type=Path,
         default=HAYSTACK,
         metavar="DIR|FILE",
-        help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn (default: heads/haystack)",
+        help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn "
+        "(default: heads/haystack)",
     )
     add(
         "--runs",
@@ -286,7 +295,8 @@ def parse_args():
         "--template",
         type=template,
         metavar="TEXT",
-        help="contains {context} and {question}; \\n is a new line (default: the text, then the question)",
+        help="contains {context} and {question}; \\n is a new line "
+        "(default: the text, then the question)",
     )
     add(
         "--max-new-tokens",
@@ -378,7 +388,8 @@ def main():
     runs = Path(f"{args.out}.runs.jsonl")
     if args.out.exists() and not runs.exists():
         raise ValueError(
-            f"--out {args.out} exists, and its runs ({runs}) do not; delete it, or choose another --out"
+            f"--out {args.out} exists, and its runs ({runs}) do not; "
+            "delete it, or choose another --out"
         )
     rouge, needles, texts = load_rouge(), read_needles(args.needles), read_haystack(args.haystack)
     model, tokenizer = cli.load_model(args.model, args)

@@ -64,7 +64,8 @@ class Percent:
     def __str__(self):
         if len(self.draws) == 1:
             return f"{self.mean:z.1f} ({self.low:z.1f} to {self.high:z.1f})"
-        return f"{self.mean:.1f} ({len(self.draws)} draws, {self.draws.min():.1f} to {self.draws.max():.1f})"
+        low, high = self.draws.min(), self.draws.max()
+        return f"{self.mean:.1f} ({len(self.draws)} draws, {low:.1f} to {high:.1f})"
 
 
 def change(runs, split, setup, other="greedy"):
@@ -154,7 +155,8 @@ def entropies(runs):
     u = mannwhitneyu(base[correct], base[~correct], alternative="less").pvalue
     return (
         max(t, u) < 0.05 and Percent((contrasted - base)[None]).high < 0,
-        f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats (p = {t:.2g}, t-test; "
+        f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats "
+        f"(p = {t:.2g}, t-test; "
         f"{u:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats",
     )
 
@@ -227,7 +229,8 @@ def table(folder):
     for name, claim in CLAIMS.items():
         holds, measured = claim(runs)
         lines.append(
-            f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} | {measured} |"
+            f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} "
+            f"| {measured} |"
         )
     greedy = {split: run for (split, setup), [run, *_] in runs.items() if setup == "greedy"}
     items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())

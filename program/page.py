@@ -67,7 +67,8 @@ def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verd
                 differs=favourites and any(favourites[p][0] != ids[p] for p in positions),
             )
         )
-    footer = f"{len(ids)} tokens, mean base entropy {fmean(entropies or [0]):.3f} nats, stop: {line['stop']}"
+    mean = fmean(entropies or [0])
+    footer = f"{len(ids)} tokens, mean base entropy {mean:.3f} nats, stop: {line['stop']}"
     return dict(
         name=name,
         title=title,

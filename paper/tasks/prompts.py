@@ -1,7 +1,7 @@
 """Turns an item into chat messages, plain text or token ids, with its context and without (for
 CAD).
 
-chat      system = instruction; then demonstrations as user and assistant in turn; the question is the last turn
+chat      system = instruction; demonstrations as user and assistant in turn; last, the question
 mistral   no system turn: the instruction and a newline precede every user turn
 plain     one text: instruction, demonstrations, question; it ends with the answer's prefix
 """

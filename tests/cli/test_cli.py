@@ -401,7 +401,7 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
     assert lines[0]["stop"] == "stop" and len(lines[0]["ids"]) < 24
 
 
-def test_on_a_cpu_small_models_that_are_not_quantized_are_float32_and_others_are_refused_before_their_download(
+def test_on_a_cpu_small_models_are_float32_and_others_are_refused_before_their_download(
     tmp_path, monkeypatch
 ):
     write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, dtype=torch.bfloat16))

@@ -28,7 +28,10 @@ from model import Transformer
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer, special_ids
 
-WORDS = "the capital of France is Paris and the river runs through it . Größe naïve 中文 Ελλάδα 🙂 don't 1234 <b>&amp;"
+WORDS = (
+    "the capital of France is Paris and the river runs through it . "
+    "Größe naïve 中文 Ελλάδα 🙂 don't 1234 <b>&amp;"
+)
 TEXTS = [
     "",
     "The capital of France is Paris.",
@@ -122,7 +125,9 @@ TEMPLATES = {
 """,
     "qwen3": """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
-    {%- if message.role == "user" %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- break %}{%- endif %}
+    {%- if message.role == "user" %}
+        {%- set ns.last = messages|length - 1 - loop.index0 %}{%- break %}
+    {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if message.content is not string %}{%- continue %}{%- endif %}
@@ -132,7 +137,9 @@ TEMPLATES = {
     {%- endif %}
     {{- '<|start|>' + message.role + '\\n' + content + '<|end|>' + '\\n' }}
 {%- endfor %}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}
+    {{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
 {%- if tools %}{{- '# Tools' }}{%- endif %}
 """,
     "generation": """{{ bos_token }}

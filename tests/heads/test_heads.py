@@ -108,7 +108,8 @@ def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_t
     name, shape, hint
 ):
     model = shlex.quote(name)
-    command = f"python -m heads.detect --model {model} --out heads/{shlex.quote(name.rpartition('/')[2])}.json"
+    out = f"heads/{shlex.quote(name.rpartition('/')[2])}.json"
+    command = f"python -m heads.detect --model {model} --out {out}"
     with pytest.raises(ValueError, match=f"{re.escape(hint)}.*{re.escape(command)}$"):
         choose_heads(stand_in(*shape, name), None, 10)
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.txt")
-
 from tests.integrations.vllm_tokens import HEADS, METHODS, N
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +30,11 @@ os.environ |= dict(
 probe = subprocess.run([sys.executable, "-c", "import vllm._custom_ops"], capture_output=True)
 if probe.returncode < 0:
     pytest.skip("vLLM's wheel has no code for this processor", allow_module_level=True)
+vllm = pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.txt")
 
-import vllm
-from vllm import LLM, EngineArgs, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
 
 OPTIONS = dict(
     dtype="float32",

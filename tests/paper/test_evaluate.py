@@ -203,7 +203,8 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_pat
     [
         (
             "--method greedy,masked,decore-static --num-heads 1,2 --alpha 0,1",
-            "greedy masked.n1 masked.n2 decore-static.n1.a0 decore-static.n1.a1 decore-static.n2.a0 decore-static.n2.a1",
+            "greedy masked.n1 masked.n2 "
+            "decore-static.n1.a0 decore-static.n1.a1 decore-static.n2.a0 decore-static.n2.a1",
             3,
         ),
         (
@@ -212,8 +213,8 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_pat
             3,
         ),
         (
-            "--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt --amateur {model} "
-            "--amateur-heads {heads}",
+            "--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt "
+            "--amateur {model} --amateur-heads {heads}",
             "masked.n2.query.mask-prompt decore-entropy-lite.n2.query.mask-prompt.{name}",
             1,
         ),
@@ -363,7 +364,8 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(
     assert settings["renormalise"] == (not more)
     tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
     demo = "<|turn|>user:Q: q\nA:<|end|><|turn|>assistant:a<|end|>"
-    text = f"<|turn|>system:{TASKS['truthfulqa-mc'].instruction}<|end|>{demo * 2}<|turn|>user:Q: Why?\nA:<|end|>"
+    system = f"<|turn|>system:{TASKS['truthfulqa-mc'].instruction}<|end|>"
+    text = f"{system}{demo * 2}<|turn|>user:Q: Why?\nA:<|end|>"
     prompt = tokenizer.core.encode(text + "<|turn|>assistant:").ids
     # The template strips the blank before a candidate. The end of the turn is one token.
     answers = [

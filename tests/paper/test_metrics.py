@@ -71,7 +71,7 @@ def test_popqa_items_that_are_demonstrations_count_only_as_published():
     assert many("popqa", demonstration, other) == expected
 
 
-def test_answers_from_memory_are_counted_if_the_row_has_a_memory_and_the_miniatures_end_at_a_full_stop():
+def test_answers_from_memory_are_counted_and_the_miniatures_end_at_a_full_stop():
     rows = [
         dict(prediction="Old", references=["New"], memory=["Old"]),
         dict(prediction="x", references=["x"]),

@@ -25,23 +25,32 @@ PAGES = [
     )
 ]
 DETECT = "-m heads.detect --runs 20 --out TMP/heads.json"
-RUN = "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query --limit 4 --out TMP/8b"
+RUN = (
+    "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query "
+    "--limit 4 --out TMP/8b"
+)
 
 # How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
 RUN_HERE = {
-    "python decore.py --compare --sources --html": "decore.py --compare --sources --html TMP/page.html",
-    "python decore.py --model Qwen": "decore.py --model miniature --prompt-file miniature/example.txt --compare",
-    "python decore.py --transformers": "decore.py --transformers --heads heads/miniature.json --prompt Hi",
+    "python decore.py --compare --sources --html": "decore.py --compare --sources "
+    "--html TMP/page.html",
+    "python decore.py --model Qwen": "decore.py --model miniature "
+    "--prompt-file miniature/example.txt --compare",
+    "python decore.py --transformers": "decore.py --transformers "
+    "--heads heads/miniature.json --prompt Hi",
     "torchrun": "decore.py --prompt-file miniature/example.txt",
     "python decore.py": "decore.py",
-    "python paper/decoders.py": "paper/decoders.py --compare --info-layer 3 --amateur miniature/amateur",
+    "python paper/decoders.py": "paper/decoders.py --compare --info-layer 3 "
+    "--amateur miniature/amateur",
     "python evaluate.py --task nq-swap": RUN,
     "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
     "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
-    "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore TMP/8b/miniature-conflict.miniature.greedy.jsonl",
+    "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore "
+    "TMP/8b/miniature-conflict.miniature.greedy.jsonl",
     "python -m heads.detect --model Qwen": DETECT,
     "python -m heads.detect --model miniature": DETECT,
-    "python -m heads.detect --transformers": f"{DETECT.replace('heads.json', 'theirs.json')} --transformers",
+    "python -m heads.detect --transformers": DETECT.replace("heads.json", "theirs.json")
+    + " --transformers",
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
 }
 # Commands that other tests run, or that need a network or too much time → which.
