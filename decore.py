@@ -16,23 +16,27 @@ pass: see model.py.
 import math
 import runpy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from runtime.checks import (
-    check_answers,
+    as_batch,
+    as_given,
     check_finite,
     check_generation,
     check_heads,
+    check_masking,
     check_method,
+    check_scoring,
     is_batch,
     unpadded,
 )
 from runtime.graph import recorded
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
-SCORED_AT_ONCE = 512  # answer tokens per pass in `score`
+SCORED_AT_ONCE = 512  # answer tokens per pass in `loglikelihoods`
 
 
 def contrast(base, other, alpha):
@@ -54,13 +58,10 @@ def decore(model, prompts, heads, n):
     α, [B, 1] each.
 
     `generate` gives the same tokens; it adds other methods, end tokens, CUDA graphs and checks."""
-    head_mask = make_head_mask(
-        [[], heads], model
-    )  # row 0: all heads; row 1: without the retrieval heads
+    head_mask = make_head_mask([[], heads], model)  # row 1 is without the retrieval heads
     cache = model.new_cache([len(p) - 1 for p in prompts], n, rows=2)
-    model.prefill(
-        pad([p[:-1] for p in prompts], model.device), cache
-    )  # unmasked, once for both rows
+    beginnings = pad([p[:-1] for p in prompts], model.device)
+    model.prefill(beginnings, cache)  # unmasked, once for both rows
     token = pad([p[-1:] for p in prompts], model.device)  # masking starts here
     for _ in range(n):
         base, masked = model(token, cache, head_mask).log_softmax(-1)  # one pass: [B, 1, V] each
@@ -87,18 +88,28 @@ class Session:
 
     capacity: tokens that each text can still take, the prompt's last one included. rows: for each
     row, the heads to mask. All prompt tokens but the last are prefilled, unmasked and once for all
-    rows; mask_prompt masks the heads there too, and needs a single row. on_layer: as in
+    rows; mask_prompt masks the heads there too, and needs a single row. on_layer, groups: as in
     `Transformer.prefill`."""
 
     def __init__(
-        self, model, prompts, capacity, rows=((),), mask="output", mask_prompt=False, on_layer=None
+        self,
+        model,
+        prompts,
+        capacity,
+        rows=((),),
+        mask="output",
+        mask_prompt=False,
+        on_layer=None,
+        groups=1,
     ):
-        self.model, self.mask = model, mask
+        self.model = model
+        self.mask = mask
         head_mask = make_head_mask(rows, model)
         self.head_mask = head_mask if (head_mask == 0).any() else None
         self.cache = model.new_cache([len(p) - 1 for p in prompts], capacity, len(rows))
         ids = pad([p[:-1] for p in prompts], model.device)
-        model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask, on_layer)
+        prompt_mask = self.head_mask if mask_prompt else None
+        model.prefill(ids, self.cache, prompt_mask, mask, on_layer, groups)
 
     def logits(self, tokens):
         """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V]
@@ -112,9 +123,11 @@ class DeCoRe:
     capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
     alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
     (the published runs).
-    mask_prompt: mask at every position, not only from the last prompt token on. amateur: a smaller
-    model of the same vocabulary, with amateur_heads masked, in place of the masked row (DeCoRe
-    entropy-lite)."""
+    mask_prompt: mask at every position, not only from the last prompt token on; None: if answers
+    are scored. amateur: a smaller model of the same vocabulary, with amateur_heads masked, in place
+    of the masked row (DeCoRe entropy-lite)."""
+
+    scoring = {"mask_prompt": True}  # settings of `score`, unless they are given
 
     def __init__(
         self,
@@ -127,23 +140,26 @@ class DeCoRe:
         alpha_cap=None,
         scale_alpha=False,
         mask="output",
-        mask_prompt=False,
+        mask_prompt=None,
         amateur=None,
         amateur_heads=None,
     ):
-        check_method(method, METHODS, heads, amateur, amateur_heads)
-        self.method, self.alpha, self.alpha_cap = method, alpha, alpha_cap
+        check_method(method, METHODS)
+        check_masking(method, heads, amateur, amateur_heads)
+        self.method = method
+        self.alpha, self.alpha_cap = alpha, alpha_cap
         self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
         rows = {"greedy": [[]], "masked": [heads]}.get(method, [[], heads])
         if amateur:
-            passes = [(model, [[]]), (amateur, [amateur_heads])]
-        elif mask_prompt:
-            passes = [(model, [row]) for row in rows]  # a cache each: the prompts' keys differ too
-        else:
-            passes = [(model, rows)]  # rows of one pass
-        self.sessions = [
-            Session(m, prompts, capacity, rows, mask, mask_prompt) for m, rows in passes
-        ]
+            base = Session(model, prompts, capacity)
+            other = Session(amateur, prompts, capacity, [amateur_heads], mask, mask_prompt)
+            self.sessions = [base, other]
+        elif mask_prompt:  # a cache for each row, because the prompts' keys differ too
+            self.sessions = [
+                Session(model, prompts, capacity, [row], mask, mask_prompt) for row in rows
+            ]
+        else:  # rows of one pass
+            self.sessions = [Session(model, prompts, capacity, rows, mask)]
 
     def step(self, tokens):
         """Append tokens [B, T] to the texts → their `Step`.
@@ -176,9 +192,7 @@ def decode(step, token, n):
 class Generation:
     ids: list = field(default_factory=list)  # new tokens, the end token included
     alphas: list = field(default_factory=list)  # α as applied at each of them
-    entropies: list = field(
-        default_factory=list
-    )  # H of the base row in nats, neither scaled nor capped
+    entropies: list = field(default_factory=list)  # H of the base row in nats, as in `Step`
     stop: str | None = None  # "eos", "length", or "stop" if `on_token` ended the text
 
 
@@ -205,90 +219,114 @@ def generate(
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
     ids = unpadded(ids, attention_mask, input_ids)
-    prompts, eos_ids, limits = check_generation(model, ids, max_new_tokens, eos_ids, settings)
-    decoder = decoder(model, prompts, max(limits), method, **settings)
-    last, out = pad([p[-1:] for p in prompts], model.device), [Generation() for _ in prompts]
-    graph = (
-        all(session.model.can_record for session in decoder.sessions) if graph is None else graph
+    prompts, settings, eos_ids, limits = check_generation(
+        model, ids, max_new_tokens, eos_ids, settings
     )
-    step = recorded(decoder, last) if graph else decoder.step
+    decoding = decoder(model, prompts, max(limits), method, **settings)
+    can_record = all(session.model.can_record for session in decoding.sessions)
+    if graph and not can_record:
+        raise ValueError("graph=True needs models of our own engine on a GPU; leave graph out")
+    last = pad([p[-1:] for p in prompts], model.device)
+    step = recorded(decoding, last) if graph or (graph is None and can_record) else decoding.step
+    out = [Generation() for _ in prompts]
     for token, (scores, _, _, alpha, h) in decode(step, last, max(limits)):
         score = scores.gather(-1, token[..., None])[..., 0]
-        numbers = torch.stack([token.float(), score, alpha, h], -1)[
-            :, 0
-        ].tolist()  # [B][4], on the host
-        for b, g in enumerate(out):
+        numbers = torch.stack([token.float(), score, alpha, h], -1)  # [B, 1, 4], on the device
+        for b, (token_id, score, alpha, h) in enumerate(numbers[:, 0].tolist()):
+            g = out[b]
             if g.stop:
                 continue
-            token_id, score, alpha, h = numbers[b]
             check_finite(score + h, model)
-            g.ids.append(int(token_id))
+            token_id = int(token_id)
+            g.ids.append(token_id)
             g.alphas.append(alpha)
             g.entropies.append(h)
-            ended = on_token is not None and on_token(b, int(token_id), h) is True
-            g.stop = (
-                "eos"
-                if token_id in eos_ids
-                else "stop"
-                if ended
-                else "length"
-                if len(g.ids) == limits[b]
-                else None
-            )
+            ended = on_token is not None and on_token(b, token_id, h) is True
+            if token_id in eos_ids:
+                g.stop = "eos"
+            elif ended:
+                g.stop = "stop"
+            elif len(g.ids) == limits[b]:
+                g.stop = "length"
         if all(g.stop for g in out):
             break
     return out if is_batch(ids) else out[0]
 
 
-@torch.inference_mode()
 def score(
     model,
     prompt_ids,
     answer_ids,
     method="decore-entropy",
     renormalise=True,
-    return_greedy=False,
     decoder=DeCoRe,
-    allowed=None,
     attention_mask=None,
     **settings,
 ):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
-    answers, a list.
+    answers, a list. Several prompts with a list of answers each → a list of lists.
 
-    The answers are a batch that shares one prefill. Heads are masked at every position, as in the
-    published multiple-choice runs. renormalise: apply log-softmax to the contrasted scores, so that
-    they are log-probabilities.
-    return_greedy: return pairs of the sum and whether greedy decoding gives the answer. allowed:
-    Step → bool [A, T, V], the tokens that greedy decoding may choose. attention_mask: of the
-    prompt. settings: as in `generate`."""
-    prompt_ids = unpadded(prompt_ids, attention_mask)
-    prompt, answers = check_answers(model, prompt_ids, answer_ids, settings)
-    settings |= dict(mask_prompt=True) if decoder is DeCoRe else {}
-    decoder = decoder(model, [prompt], max(map(len, answers)), method, **settings)
-    for session in decoder.sessions:
-        session.cache = session.cache.repeat(len(answers))
-    ids = pad(answers, model.device)  # [A, T]
-    before = pad(
-        [prompt[-1:] + answer[:-1] for answer in answers], model.device
-    )  # the token before each
-    values, greedy, size = [], [], max(1, SCORED_AT_ONCE // len(answers))
+    Heads are masked at every position, as in the published multiple-choice runs, unless mask_prompt
+    is False. renormalise: apply log-softmax to the contrasted scores, so that they are
+    log-probabilities. attention_mask: of the prompts. settings: as in `generate`."""
+    prompts, answers = as_batch(unpadded(prompt_ids, attention_mask), answer_ids)
+    sums, _ = loglikelihoods(model, prompts, answers, method, renormalise, decoder, **settings)
+    return as_given(sums, answer_ids)
+
+
+@torch.inference_mode()
+def loglikelihoods(
+    model,
+    prompts,
+    answers,
+    method="decore-entropy",
+    renormalise=True,
+    decoder=DeCoRe,
+    allowed=None,
+    **settings,
+):
+    """Two lists of B lists: the score of each answer, and whether greedy decoding gives it.
+
+    The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids.
+    allowed: Step → bool [A, T, V], the tokens that greedy decoding may choose. The other arguments
+    are those of `score`."""
+    prompts, answers, settings = check_scoring(model, prompts, answers, settings)
+    given = {name: value for name, value in settings.items() if value is not None}
+    capacity = max(map(len, chain.from_iterable(answers)))
+    decoding = decoder(model, prompts, capacity, method, **(decoder.scoring | given))
+    caches = [session.cache for session in decoding.sessions]
+    sums, greedy = [], []
+    for b, prompt in enumerate(prompts):
+        A = len(answers[b])
+        for session, cache in zip(decoding.sessions, caches, strict=True):
+            texts = torch.arange(b, len(cache.lengths), len(prompts))  # one in each group
+            session.cache = cache.select(texts.repeat_interleave(A))
+        values, chosen = score_tokens(decoding, prompt[-1:], answers[b], renormalise, allowed)
+        sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b], strict=True)])
+        greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b], strict=True)])
+        check_finite(sum(sums[b]), model)
+    return sums, greedy
+
+
+def score_tokens(decoding, last, answers, renormalise, allowed):
+    """The score of each token of A answers, and whether greedy decoding chooses it: [A][T] each.
+
+    last: the prompt's last token, a list of one."""
+    ids = pad(answers)  # [A, T]
+    before = pad([last + answer[:-1] for answer in answers])
+    device = decoding.sessions[0].model.device
+    values, chosen = [], []
+    size = max(1, SCORED_AT_ONCE // len(answers))
     for part, tokens in zip(ids.split(size, 1), before.split(size, 1), strict=True):
-        result = decoder.step(tokens)
-        scores = result.scores
-        greedy.append(
-            (scores.where(allowed(result), -math.inf) if allowed else scores).argmax(-1) == part
-        )
-        scores = scores.log_softmax(-1) if renormalise else scores
+        result = decoding.step(tokens.to(device))
+        scores = result.scores  # [A, T, V]
+        part = part.to(device)
+        candidates = scores if allowed is None else scores.where(allowed(result), -math.inf)
+        chosen.append(candidates.argmax(-1) == part)
+        if renormalise:
+            scores = scores.log_softmax(-1)
         values.append(scores.gather(-1, part[..., None])[..., 0])
-    out = []
-    for answer, row, same in zip(
-        answers, torch.cat(values, 1).tolist(), torch.cat(greedy, 1).tolist(), strict=True
-    ):
-        total = math.fsum(row[: len(answer)])
-        check_finite(total, model)
-        out.append((total, all(same[: len(answer)])) if return_greedy else total)
-    return out if is_batch(answer_ids) else out[0]
+    return torch.cat(values, 1).tolist(), torch.cat(chosen, 1).tolist()
 
 
 def make_head_mask(rows, model):

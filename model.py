@@ -8,11 +8,14 @@ prompt, which are stored once.
     L layers    H query heads   G key/value heads   K head width   D model width   V vocabulary
     (H and G: those of this rank)
 
-In constructors, c is the model's Config, and kw the device and dtype.
+In constructors, c is the model's Config, and kw the device and dtype. In passes, `head_mask` says
+which heads are masked, `mask` what masking is (one of MASKS), and `view` what the tokens of the
+pass attend to: `Prefill` or `Decode`.
 """
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,24 +24,25 @@ from torch import nn
 
 from runtime.attention import attention, causal_attention
 from runtime.checks import MASKS
-from runtime.config import Config, find_dtype, rope_frequencies
+from runtime.config import Config, default_dtype, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
+from runtime.special import special_ids
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
-from tokenizer import special_ids
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
-BLOCK = 64  # P and S are multiples of this
+BLOCK = 64  # P, S and common prefixes are multiples of this
 
 
 class Attention(nn.Module):
     def __init__(self, c, shard, **kw):
         super().__init__()
-        self.shard, self.width = shard, c.head_dim
-        self.heads, self.kv_heads = c.n_heads // shard.size, max(1, c.n_kv_heads // shard.size)
-        self.qkv = Linear(
-            c.d_model, (self.heads + 2 * self.kv_heads) * c.head_dim, c.qkv_bias, **kw
-        )
+        self.shard = shard
+        self.width = c.head_dim
+        self.heads = c.n_heads // shard.size
+        self.kv_heads = max(1, c.n_kv_heads // shard.size)
+        qkv_heads = self.heads + 2 * self.kv_heads
+        self.qkv = Linear(c.d_model, qkv_heads * c.head_dim, c.qkv_bias, **kw)
         self.o = Linear(self.heads * c.head_dim, c.d_model, **kw)
         # The bias is not in `o`, because it is added once, after the sum over ranks.
         self.o_bias = nn.Parameter(torch.zeros(c.d_model, **kw)) if c.o_bias else None
@@ -46,24 +50,17 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
 
     def forward(self, x, layer, view, head_mask, mask):
-        """x [R, B, T, D] → the same shape. head_mask: [R, 1, 1, H, 1] or None. mask: one of MASKS.
-
-        view: `Prefill` or `Decode`. It stores keys and values in the cache, and attends to those
-        that x may see."""
+        """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1, 1, H, 1], or None."""
         H, G = self.heads, self.kv_heads
         qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
         q, k = rotate(qk, *view.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
-        if (
-            head_mask is not None and mask == "query"
-        ):  # a query of zeros averages the values of all its keys
-            q = q * head_mask
+        if head_mask is not None and mask == "query":
+            q = q * head_mask  # a query of zeros averages the values of all its keys
         y = view.attend(layer, q, k, v)
-        if (
-            head_mask is not None and mask == "output"
-        ):  # Eq. 4 and 5: a masked head adds exactly zero
-            y = y * head_mask
+        if head_mask is not None and mask == "output":
+            y = y * head_mask  # Eq. 4 and 5: a masked head adds exactly zero
         y = self.shard.all_reduce(self.o(y.flatten(-2)))
         return y if self.o_bias is None else y + self.o_bias
 
@@ -83,11 +80,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, shard, **kw):
         super().__init__()
-        self.attn_norm, self.attn = (
-            nn.RMSNorm(c.d_model, c.norm_eps, **kw),
-            Attention(c, shard, **kw),
-        )
-        self.mlp_norm, self.mlp = nn.RMSNorm(c.d_model, c.norm_eps, **kw), MLP(c, shard, **kw)
+        self.attn_norm = nn.RMSNorm(c.d_model, c.norm_eps, **kw)
+        self.attn = Attention(c, shard, **kw)
+        self.mlp_norm = nn.RMSNorm(c.d_model, c.norm_eps, **kw)
+        self.mlp = MLP(c, shard, **kw)
 
     def forward(self, x, layer, view, head_mask, mask):
         x = x + self.attn(self.attn_norm(x), layer, view, head_mask, mask)
@@ -99,14 +95,15 @@ class Transformer(nn.Module):
 
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):
         super().__init__()
-        shard, kw = shard or Shard(), dict(device=device, dtype=dtype)
+        shard = shard or Shard()
+        kw = dict(device=device, dtype=dtype)
         check_split(config, shard.size)
-        self.config, self.shard, self.name, self.folder = config, shard, config.model_type, None
+        self.config, self.shard = config, shard
+        self.name, self.folder = config.model_type, None
         self.bos_id, self.eos_ids, self.pad_ids = None, (), ()
+        self.product = None  # of a CPU's linear layers, chosen by `load`: see runtime/pack.py
         vocab = -(-config.vocab_size // shard.size)  # of one rank, rounded up
-        self.embed = Linear(
-            config.d_model, vocab, **kw
-        )  # one kind of layer, since it may also be the head
+        self.embed = Linear(config.d_model, vocab, **kw)  # may be the head too
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps, **kw)
         self.lm_head = self.embed if config.tied_embeddings else Linear(config.d_model, vocab, **kw)
@@ -114,9 +111,7 @@ class Transformer(nn.Module):
 
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)
-    can_record = property(
-        lambda self: self.device.type == "cuda"
-    )  # whether a step can be a CUDA graph
+    can_record = property(lambda self: self.device.type == "cuda")  # steps as CUDA graphs
 
     def __repr__(self):
         c = self.config
@@ -137,38 +132,43 @@ class Transformer(nn.Module):
         [R, B, T, V].
 
         cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1.
-        mask: one of MASKS.
+        mask: "output" (Eq. 4 and 5) or "query" (the published runs).
         probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is
         appended, float32."""
-        view = (
-            Decode(self, cache, ids.shape[1], probabilities)
-            if cache
-            else Prefill(self, 0, ids.shape[1])
-        )
+        T = ids.shape[1]
+        view = Decode(self, cache, T, probabilities) if cache else Prefill(self, 0, T)
         for x in self.hidden_states(ids, view, head_mask, mask):
             last = x
+        if cache:
+            cache.slots += T
         logits = self.logits(self.norm(last))
         return logits[0] if cache is None and head_mask is None else logits
 
     @torch.no_grad()
-    def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
+    def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None, groups=1):
         """Store the keys and values of prompts [B, T], padded on the right, in the cache.
 
-        on_layer(layer, x) is called for each hidden state x [R, B, T, D] of each part of the
-        prompts, in order; layers are numbered as in `read_layers`."""
-        size = max(16, CHUNK // len(ids))
-        for start in range(0, ids.shape[1], size):
-            chunk = ids[:, start : start + size]
-            view = Prefill(self, start, chunk.shape[1], cache)
-            for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
-                if on_layer:
-                    on_layer(layer, self.norm(x) if layer == self.config.n_layers else x)
+        groups: the prompts are this many groups of equal size, one after the other; the common
+        prefix of a group is read once. on_layer(layer, x) is called for each hidden state x
+        [R, B, T, D] of each part of the prompts, in order; layers are numbered as in
+        `read_layers`."""
+        size = len(ids) // groups
+        for first in range(0, len(ids), size):
+            texts = slice(first, first + size)
+            group = cache.select(texts)
+            for start, chunk in prefill_chunks(ids[texts]):
+                view = Prefill(self, start, chunk.shape[1], group)
+                for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
+                    if on_layer:
+                        x = self.norm(x) if layer == self.config.n_layers else x
+                        on_layer(layer, x.expand(-1, size, -1, -1))
 
     def read_layers(self, ids, cache, layers):
         """Append ids [B, T] to a cache of one row → the final norm's output [1, B, T, D], and a
         list of the hidden states of `layers`, of the same shape. Layer 0: the embeddings; the last
         layer's are after the final norm."""
         states = list(self.hidden_states(ids, Decode(self, cache, ids.shape[1])))
+        cache.slots += ids.shape[1]
         states[-1] = self.norm(states[-1])
         return states[-1], [states[layer] for layer in layers]
 
@@ -180,15 +180,16 @@ class Transformer(nn.Module):
     def hidden_states(self, ids, view, head_mask=None, mask="output"):
         """Yield hidden states [R, B, T, D]: the embeddings of ids [B, T], then the output of each
         layer."""
-        c, rows, layer_masks = self.config, view.rows, [None] * self.config.n_layers
+        c = self.config
+        rows = view.rows
+        layer_masks = [None] * c.n_layers
         if mask not in MASKS:
             raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
         if head_mask is not None:
             if head_mask.shape[1:] != (c.n_layers, c.n_heads):
                 raise ValueError(
                     f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} "
-                    f"heads; "
-                    f"{self.name} has {c.n_layers} of {c.n_heads}"
+                    f"heads; {self.name} has {c.n_layers} of {c.n_heads}"
                 )
             rows = len(head_mask)
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
@@ -220,20 +221,22 @@ class Transformer(nn.Module):
         """A model with the weights of a checkpoint, a folder or a hub id. Each rank reads only its
         slices.
 
-        device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: the
-        checkpoint's. shard: None joins the ranks that torchrun started. ValueError if config.json
-        and the weights disagree."""
-        device, dtype = rank_device(device), dtype and find_dtype(dtype)
+        device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: float32 for
+        fewer than a billion parameters on a CPU, else the checkpoint's. shard: None joins the ranks
+        that torchrun started. ValueError if config.json and the weights disagree."""
+        device = rank_device(device)
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
-        model = cls(config, shard, "meta", dtype or config.dtype)
+        dtype = find_dtype(dtype) if dtype else default_dtype(folder, device) or config.dtype
+        model = cls(config, shard, "meta", dtype)
         model.name = Path(folder).resolve().name if Path(name).exists() else str(name)
-        model.folder, (model.bos_id, model.eos_ids, model.pad_ids) = folder, special_ids(folder)
+        model.folder = folder
+        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         load_weights(model, folder, device)
         model.frequencies = rope_frequencies(config).to(device)
         if device.type == "cpu":
-            pack(model)
+            model.product = pack(model, Linear, keep="embed")
         return model.requires_grad_(False)
 
 
@@ -249,18 +252,43 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+def prefill_chunks(ids):
+    """Yield (start, tokens) of each pass that reads the prompts ids [B, T].
+
+    Tokens are [1, t] in the common prefix of the prompts and [B, t] after it."""
+    shared = common_prefix(ids)
+    for part, start, end in (ids[:1], 0, shared), (ids, shared, ids.shape[1]):
+        size = max(16, CHUNK // len(part))
+        for first in range(start, end, size):
+            yield first, part[:, first : min(first + size, end)]
+
+
+def common_prefix(ids):
+    """How many first tokens the prompts [B, T] have in common, rounded down to a multiple of
+    BLOCK: for fewer tokens, a pass would cost more than it saves."""
+    if len(ids) == 1:
+        return 0
+    differ = (ids != ids[:1]).any(0).nonzero()
+    length = int(differ[0]) if len(differ) else ids.shape[1]
+    return length // BLOCK * BLOCK
+
+
 def rope(model, positions):
-    """cos and sin of the angles at positions [1|B, T], two of [1|B, T, 1, K]; the first half of
-    sin is negated."""
-    angles = positions[..., None, None] * model.frequencies
-    return [f(torch.cat([-angles, angles], -1)).to(model.dtype) for f in (torch.cos, torch.sin)]
+    """cos and sin for `rotate` at positions [1|B, T]: two of [1|B, T, 1, K].
+
+    Each angle is there twice, for both elements of a pair. The sine is negative for the first
+    element."""
+    angles = positions[..., None, None] * model.frequencies  # [1|B, T, 1, K/2]
+    cos = torch.cat([angles.cos(), angles.cos()], -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    return cos.to(model.dtype), sin.to(model.dtype)
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding.
-
-    Elements i and i + K/2 are a pair (a, b) → (a cos − b sin, b cos + a sin)."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """Rotary position embedding: elements i and i + K/2 of x [R, B, T, H, K] are a pair
+    (a, b) → (a cos − b sin, b cos + a sin)."""
+    swapped = x.roll(x.shape[-1] // 2, -1)  # (b, a)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 # ------------------------------------------------------------------------------ cache and attention
@@ -278,18 +306,23 @@ class Cache:
     BLOCK."""
 
     def __init__(self, model, lengths, capacity, rows=1):
-        attn, kw = model.layers[0].attn, dict(dtype=model.dtype, device=model.device)
-        self.rows, self.P, self.S = rows, round_up(max(lengths)), round_up(capacity)
+        attn = model.layers[0].attn
+        self.rows = rows
+        self.P = round_up(max(lengths))
+        self.S = round_up(capacity)
         shape = 2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width
-        self.kv = [torch.zeros(shape, **kw) for _ in model.layers]
+        zeros = partial(torch.zeros, shape, dtype=model.dtype, device=model.device)
+        self.kv = [zeros() for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
 
-    def repeat(self, n):
-        """A cache with each text n times."""
+    def select(self, texts):
+        """A cache of some texts. texts: a slice, whose keys and values are views of these, or a
+        tensor of indices, for copies."""
         new = copy.copy(self)
-        new.kv = [kv.repeat_interleave(n, 1) for kv in self.kv]
-        new.lengths, new.slots = self.lengths.repeat_interleave(n), self.slots.clone()
+        new.kv = [kv[:, texts] for kv in self.kv]
+        new.lengths = self.lengths[texts]
+        new.slots = self.slots.clone()
         return new
 
 
@@ -300,17 +333,14 @@ def round_up(n):
 class Prefill:
     """Tokens start … start + T of every text: each sees itself and those before it.
 
-    A cache, if any, stores them."""
+    A cache, if any, stores them. If B is 1, the tokens belong to all texts of the cache."""
 
     rows = 1
 
     def __init__(self, model, start, T, cache=None):
-        self.windows, self.cache, self.start, self.end = (
-            model.config.windows,
-            cache,
-            start,
-            start + T,
-        )
+        self.windows = model.config.windows
+        self.cache = cache
+        self.start, self.end = start, start + T
         self.rope = rope(model, torch.arange(start, start + T, device=model.device)[None])
 
     def attend(self, layer, q, k, v):
@@ -321,8 +351,9 @@ class Prefill:
         if self.cache:
             kv = self.cache.kv[layer][..., : self.end, :]
             kv[..., self.start :, :] = torch.stack([k, v])
-            k, v = kv
-        return causal_attention(q, k, v, self.windows[layer]).transpose(1, 2).reshape(shape)
+            k, v = kv[:, : len(q)]
+        y = causal_attention(q, k, v, self.windows[layer])  # [R·B, H, T, K]
+        return y.transpose(1, 2).reshape(shape)
 
 
 class Decode:
@@ -331,18 +362,19 @@ class Decode:
 
     def __init__(self, model, cache, T, probabilities=None):
         R, device = cache.rows, model.device
-        self.rows, self.cache, self.windows = R, cache, model.config.windows
-        self.probabilities, self.biases = probabilities, {}  # window → [B, 1, R·T·H/G, C]
+        self.rows, self.cache = R, cache
+        self.windows = model.config.windows
+        self.probabilities = probabilities
+        self.biases = {}  # window → [B, 1, R·T·H/G, C]
         slots = cache.slots + torch.arange(T, device=device)  # [T]
         self.positions = cache.lengths[:, None] + slots  # [B, T]
         self.rope = rope(model, self.positions)
-        self.keys = (
-            cache.P + slots[:, None] * R + torch.arange(R, device=device)
-        ).flatten()  # [T·R]
-        cache.slots += T
-        # Steps that are recorded attend to the whole buffer, so that all have the same shapes;
-        # others to the used part.
-        used = cache.S if model.can_record else min(cache.S, round_up(int(cache.slots)))
+        keys = cache.P + slots[:, None] * R + torch.arange(R, device=device)  # [T, R]
+        self.keys = keys.flatten()
+        if model.can_record:
+            used = cache.S  # all recorded steps have the same shapes
+        else:
+            used = min(cache.S, round_up(int(cache.slots) + T))
         self.C = cache.P + used * R
 
     def attend(self, layer, q, k, v):
@@ -350,37 +382,49 @@ class Decode:
 
         The queries of all rows that share a key head are side by side, so that each key is read
         once."""
-        G, window, buffer = k.shape[3], self.windows[layer], self.cache.kv[layer]
-        new = torch.stack([k, v]).permute(0, 2, 4, 3, 1, 5).flatten(3, 4)  # [2, B, G, T·R, K]
-        buffer.index_copy_(3, self.keys, new)
+        G = k.shape[3]
+        buffer = self.cache.kv[layer]
+        new = torch.stack([k, v])  # [2, R, B, T, G, K]
+        new = new.permute(0, 2, 4, 3, 1, 5)  # [2, B, G, T, R, K]
+        buffer.index_copy_(3, self.keys, new.flatten(3, 4))
         k, v = buffer[..., : self.C, :]  # [B, G, C, K]
-        q = q.unflatten(3, (G, -1)).permute(1, 3, 0, 2, 4, 5)  # [B, G, R, T, H/G, K]
+        q = q.unflatten(3, (G, -1))  # [R, B, T, G, H/G, K]
+        q = q.permute(1, 3, 0, 2, 4, 5)  # [B, G, R, T, H/G, K]
         sizes = q.shape[2:5]
-        if window not in self.biases:
-            visible = self.visible(window).flatten(1, 2).repeat_interleave(sizes[2], 1)[:, None]
-            self.biases[window] = torch.zeros_like(visible, dtype=q.dtype).masked_fill(
-                ~visible, -math.inf
-            )
-        y, probabilities = attention(
-            q.flatten(2, 4), k, v, self.biases[window], self.probabilities is not None
-        )
-        if probabilities is not None:
+        bias = self.bias(self.windows[layer], sizes[2], q.dtype)
+        returns_probabilities = self.probabilities is not None
+        y, probabilities = attention(q.flatten(2, 4), k, v, bias, returns_probabilities)
+        if returns_probabilities:
             self.probabilities.append(by_row(probabilities, sizes))
         return by_row(y, sizes)
+
+    def bias(self, window, queries, dtype):
+        """0 for the keys that a query sees, else −∞: [B, 1, R·T·H/G, C]. queries: H/G."""
+        if window not in self.biases:
+            visible = self.visible(window).flatten(1, 2)  # [B, R·T, C]
+            hidden = ~visible.repeat_interleave(queries, 1)[:, None]
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.biases[window] = zeros.masked_fill(hidden, -math.inf)
+        return self.biases[window]
 
     def visible(self, window):
         """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none
         past the window."""
-        P, R, lengths = self.cache.P, self.cache.rows, self.cache.lengths[:, None]
+        P, R = self.cache.P, self.cache.rows
+        lengths = self.cache.lengths[:, None]  # [B, 1]
         key = torch.arange(self.C, device=lengths.device)
-        in_prompt, slot, row = key < P, (key - P) // R, (key - P) % R
+        in_prompt = key < P
+        slot, row = (key - P) // R, (key - P) % R
         position = torch.where(in_prompt, key, lengths + slot)  # [B, C]
+        padding = in_prompt & (key >= lengths)  # [B, C]
         age = self.positions[..., None] - position[:, None]  # [B, T, C]
-        seen = (age >= 0) & (age < (window or 2**30)) & ~(in_prompt & (key >= lengths))[:, None]
+        seen = (age >= 0) & (age < (window or 2**30)) & ~padding[:, None]
         own_row = in_prompt | (row == torch.arange(R, device=key.device)[:, None])  # [R, C]
         return seen[:, None] & own_row[:, None]
 
 
 def by_row(x, sizes):
     """[B, G, R·T·H/G, X] → [R, B, T, H, X]; sizes: (R, T, H/G)."""
-    return x.unflatten(2, sizes).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    x = x.unflatten(2, sizes)  # [B, G, R, T, H/G, X]
+    x = x.permute(2, 0, 3, 1, 4, 5)  # [R, B, T, G, H/G, X]
+    return x.flatten(3, 4)

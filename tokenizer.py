@@ -1,16 +1,14 @@
 """Text to ids and back: tokenizer.json, chat templates, and streaming of whole characters."""
 
 import json
-import os
 import re
 from datetime import datetime
 from functools import cache, partial
 
-import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.checks import as_ints
-from runtime.files import one_line, read_json, read_text
+from runtime.files import one_line, read_text
+from runtime.special import read_eos_ids, read_optional, read_special_tokens, read_tokenizer
 from runtime.weights import checkpoint_folder
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
@@ -26,24 +24,15 @@ class Tokenizer:
         return cls(checkpoint_folder(name, weights=False), name)
 
     def __init__(self, folder, name):
-        self.name, self.today = name, None  # today: the date in templates; None: the clock's
+        self.name = name
         self.core = read_tokenizer(folder / "tokenizer.json")
-        self.hidden = {
-            i for i, token in self.core.get_added_tokens_decoder().items() if token.special
-        }
-        config = read_optional(folder / "tokenizer_config.json")
-        # "<s>", or in older files {"content": "<s>", …}. Templates may use any of these tokens.
-        tokens = {
-            k: v.get("content") if isinstance(v, dict) else v
-            for k, v in config.items()
-            if k.endswith("_token")
-        }
-        self.special = {k: v for k, v in tokens.items() if v and isinstance(v, str)}
+        added = self.core.get_added_tokens_decoder()
+        self.hidden = {i for i, token in added.items() if token.special}
+        self.special = read_special_tokens(folder)
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
-        self.eos_ids = read_eos_ids(
-            folder, self.core.token_to_id(self.special.get("eos_token", ""))
-        )
-        self.chat_template = read_chat_template(folder, config)
+        eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
+        self.eos_ids = read_eos_ids(folder, eos_id)
+        self.chat_template = read_chat_template(folder)
         self.has_chat_template = self.chat_template is not None
 
     def encode(self, text, bos=True):
@@ -54,14 +43,18 @@ class Tokenizer:
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
-    def encode_chat(self, messages, generation_prompt=True, template_args=None):
-        """[{"role": …, "content": …}, …] → ids. The template writes all special tokens, BOS too."""
-        return self.encode(self.render(messages, generation_prompt, template_args), bos=False)
+    def encode_chat(self, messages, generation_prompt=True, template_args=None, today=None):
+        """[{"role": …, "content": …}, …] → ids. The template writes all special tokens, BOS too.
 
-    def render(self, messages, generation_prompt=True, template_args=None):
+        The arguments are those of `render`."""
+        text = self.render(messages, generation_prompt, template_args, today)
+        return self.encode(text, bos=False)
+
+    def render(self, messages, generation_prompt=True, template_args=None, today=None):
         """Messages → the text of a chat. ValueError if the template rejects the messages.
 
-        template_args: more variables of the template, for example {"enable_thinking": False}."""
+        template_args: more variables of the template, for example {"enable_thinking": False}.
+        today: the date in templates; None: the clock's."""
         if not self.has_chat_template:
             raise ValueError(
                 f"{self.name} has no chat template, like most base models: use plain text (--raw)"
@@ -74,7 +67,7 @@ class Tokenizer:
             add_generation_prompt=generation_prompt,
             tools=None,
             documents=None,
-            strftime_now=lambda form: (self.today or datetime.now()).strftime(form),
+            strftime_now=lambda form: (today or datetime.now()).strftime(form),
             **self.special,
         )
         try:
@@ -113,12 +106,12 @@ class Stream:
     stop: strings. `text` ends before the first of them, and `ended` says whether there was one."""
 
     def __init__(self, tokenizer, stop=()):
-        self.tokenizer, self.stop, self.held_back = (
-            tokenizer,
-            stop,
-            max(map(len, stop), default=1) - 1,
-        )
-        self.ids, self.text, self.ended = [], "", False
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.held_back = max(map(len, stop), default=1) - 1  # the longest start of a stop string
+        self.ids = []
+        self.text = ""
+        self.ended = False
 
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
@@ -135,23 +128,11 @@ class Stream:
 
     def grow(self, text, held_back=0):
         """held_back: characters at the end that may become a stop string."""
-        places, before = (
-            [text.index(string) for string in self.stop if string in text],
-            len(self.text),
-        )
+        before = len(self.text)
+        places = [text.index(string) for string in self.stop if string in text]
         self.ended = bool(places)
         self.text = text[: min(places, default=max(before, len(text) - held_back))]
         return self.text[before:]
-
-
-def special_ids(folder):
-    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint
-    folder."""
-    if not (folder / "tokenizer.json").exists():
-        return None, read_eos_ids(folder), ()
-    tokenizer = Tokenizer.load(folder)
-    pad_id = tokenizer.core.token_to_id(tokenizer.special.get("pad_token", ""))
-    return tokenizer.bos_id, tokenizer.eos_ids, tokenizer.eos_ids if pad_id is None else (pad_id,)
 
 
 @cache
@@ -171,54 +152,18 @@ def compile_template(text):
     return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
 
 
-def read_tokenizer(path):
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing; to make it from tokenizer.model or vocab.json, load the folder "
-            "with transformers' AutoTokenizer and call save_pretrained"
-        )
-    try:
-        core = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ValueError(
-            f"tokenizers {tokenizers.__version__} cannot read {path}: {one_line(error)}"
-        ) from None
-    core.no_truncation()  # some files still contain the settings of a training run
-    core.no_padding()
-    return core
-
-
-def read_optional(path):
-    return read_json(path) if os.path.lexists(path) else {}  # a dangling link is an error
-
-
-def read_eos_ids(folder, eos_id=None):
-    """Ids that end a text: generation_config.json's, else the tokenizer's `eos_id` and
-    config.json's."""
-
-    def read(name):
-        ids = read_optional(folder / name).get("eos_token_id")
-        ids = () if ids is None else as_ints(ids, f"{folder / name}: eos_token_id", single=True)
-        return [i for i in ids if i >= 0]  # -1: none
-
-    defaults = [] if eos_id is None else [eos_id]
-    return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))
-
-
-def read_chat_template(folder, config):
+def read_chat_template(folder):
     """chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts),
     or None."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja")
-    text = config.get("chat_template")
-    if isinstance(text, list):
-        text = next(
-            (t.get("template") for t in text if isinstance(t, dict) and t.get("name") == "default"),
-            text,
-        )
+    text = read_optional(folder / "tokenizer_config.json").get("chat_template")
+    for named in text if isinstance(text, list) else ():
+        if isinstance(named, dict) and named.get("name") == "default":
+            text = named.get("template")
     if not isinstance(text, str | None):
         raise ValueError(
-            f"{folder}/tokenizer_config.json: chat_template must be a text, or a list with a "
-            f"'default'"
+            f"{folder}/tokenizer_config.json: chat_template must be a text, "
+            "or a list with a 'default'"
         )
     return text

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-SMALL = 1_000_000_000  # parameters up to which a CPU computes in float32 by default
 TINY = 20_000_000  # parameters up to which a CPU computes with one thread by default
 
 
@@ -74,24 +73,13 @@ def load_weights(args, shard=None):
 def load(name, args, shard=None):
     """A model, by --device, --dtype and --transformers. shard: None joins the ranks of torchrun."""
     from model import Transformer
-    from runtime.files import read_json
-    from runtime.weights import checkpoint_folder
-    from tokenizer import special_ids
 
     device = choose_device(args)
     dtype = None if args.dtype == "auto" else args.dtype
-    folder = checkpoint_folder(name)
-    if dtype is None and device == "cpu" and not args.device_map:
-        # Two bytes a parameter, or four.
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        quantized = read_json(folder / "config.json").get("quantization_config")
-        dtype = None if quantized or stored >= 2 * SMALL else "float32"
     if args.transformers:
         from runtime.hf import HFModel
 
-        model = HFModel.load(name, device, dtype, args.device_map)
-        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
-        return model
+        return HFModel.load(name, device, dtype, args.device_map)
     return Transformer.load(name, device, dtype, shard)
 
 

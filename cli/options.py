@@ -155,10 +155,10 @@ OPTIONS = {
     "dola_layers": (
         ("dola-low", "dola-high"),
         dict(
-            choices=("transformers", "halves"),
-            help="transformers: of models with more than 40 layers the lowest or uppermost 20, "
-            "else a half; halves: a half "
-            "of any depth (default: as published, transformers to generate, halves to score)",
+            choices=("capped", "halves"),
+            help="capped: of models with more than 40 layers the lowest or uppermost 20, else a "
+            "half; halves: a half of any depth (default: as published, capped to generate, halves "
+            "to score)",
         ),
     ),
     "repetition_penalty": (

@@ -67,16 +67,17 @@ class HarnessModel(TemplateLM):
                     stacklevel=2,
                 )
             groups.setdefault(tuple(context[-room:]), {})[i] = answer
+        settings = self.settings.copy()
+        settings.pop("mask_prompt", None)  # scoring masks every position
         for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
-            results = decoders.score(
+            [sums], [greedy] = decoders.loglikelihoods(
                 self.model,
-                context,
-                list(answers.values()),
-                return_greedy=True,
+                [context],
+                [list(answers.values())],
                 renormalise=self.renormalise,
-                **self.settings,
+                **settings,
             )
-            out |= zip(answers, results, strict=True)
+            out |= zip(answers, zip(sums, greedy, strict=True), strict=True)
         return [out[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):

@@ -16,21 +16,26 @@ B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E ea
 """
 
 import math
+from itertools import chain
 
 import torch
 
 import decore
 from decore import Session, Step, entropy, pad
-from runtime.checks import check_answers, check_number, check_prompts, is_batch, unpadded
+from runtime.checks import (
+    as_batch,
+    as_given,
+    check_method,
+    check_number,
+    check_prompts,
+    check_scoring,
+    is_batch,
+    unpadded,
+)
 
 EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
-RELATIVE_TOP = {
-    "cd": 0,
-    "cad": 0,
-    "dola-low": 0.1,
-    "dola-high": 0.1,
-    "ad": 0.1,
-}  # of the published runs
+# relative_top of the published runs.
+RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}
 
 
 class CD:
@@ -38,22 +43,16 @@ class CD:
 
     amateur: a smaller model of the same vocabulary."""
 
+    scoring = {}
+
     def __init__(
-        self,
-        model,
-        prompts,
-        capacity,
-        method="cd",
-        amateur=None,
-        alpha=0.5,
-        relative_top="published",
+        self, model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top=None
     ):
         if amateur is None:
-            raise ValueError(
-                "cd needs an amateur: a smaller model of the same vocabulary (--amateur)"
-            )
+            raise ValueError("cd needs an amateur: a smaller model of the same vocabulary")
         self.sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
-        self.alpha, self.top = alpha, threshold(method, relative_top)
+        self.alpha = alpha
+        self.top = threshold(method, relative_top)
 
     def step(self, tokens):
         z, z_amateur = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
@@ -66,6 +65,8 @@ class CAD:
 
     The prompts without context are the batch's second half."""
 
+    scoring = {}
+
     def __init__(
         self,
         model,
@@ -74,13 +75,10 @@ class CAD:
         method="cad",
         ids_without_context=None,
         alpha=0.5,
-        relative_top="published",
+        relative_top=None,
     ):
         if ids_without_context is None:
-            raise ValueError(
-                "cad needs each prompt without its context too (ids_without_context, "
-                "--without-context)"
-            )
+            raise ValueError("cad needs each prompt without its context too: ids_without_context")
         without = check_prompts(model, ids_without_context, "context-free prompt")
         if len(without) != len(prompts):
             raise ValueError(
@@ -94,23 +92,22 @@ class CAD:
                 "same word"
             )
         longer = max((len(w) for w, prompt in pairs if len(w) > len(prompt)), default=0)
-        if (
-            longer and longer + capacity - 1 > model.config.max_positions
-        ):  # the last new token is not read
+        # The last new token is not read.
+        if longer and longer + capacity - 1 > model.config.max_positions:
             raise ValueError(
                 f"a context-free prompt of {longer} tokens, longer than its prompt, leaves no "
-                f"room for "
-                f"{capacity} new ones: {model.name} reads {model.config.max_positions}; shorten it"
+                f"room for {capacity} new ones: {model.name} reads {model.config.max_positions}; "
+                "shorten it"
             )
-        self.sessions = [Session(model, [*prompts, *without], capacity)]
-        self.alpha, self.top = alpha, threshold(method, relative_top)
+        self.sessions = [Session(model, [*prompts, *without], capacity, groups=2)]
+        self.alpha = alpha
+        self.top = threshold(method, relative_top)
 
     def step(self, tokens):
         z, z_without = self.sessions[0].logits(tokens.repeat(2, 1))[0].chunk(2)
         base, other = z.log_softmax(-1), z_without.log_softmax(-1)
-        return make_step(
-            (1 + self.alpha) * z - self.alpha * z_without, base, other, self.alpha, self.top
-        )
+        scores = (1 + self.alpha) * z - self.alpha * z_without
+        return make_step(scores, base, other, self.alpha, self.top)
 
 
 class DoLa:
@@ -121,28 +118,30 @@ class DoLa:
     transformers, a positive score of a token that the text already contains is divided by it, a
     negative one multiplied."""
 
+    scoring = {"dola_layers": "halves"}
+
     def __init__(
         self,
         model,
         prompts,
         capacity,
         method="dola-low",
-        dola_layers="transformers",
-        relative_top="published",
+        dola_layers="capped",
+        relative_top=None,
         repetition_penalty=None,
     ):
-        self.model, self.top = model, threshold(method, relative_top)
+        self.model = model
+        self.top = threshold(method, relative_top)
         self.penalty = 1 if repetition_penalty is None else repetition_penalty
         if not 0 < self.penalty < math.inf:
             raise ValueError(
-                f"repetition_penalty {repetition_penalty} is not a positive number; 1 changes "
-                f"nothing"
+                f"repetition_penalty {repetition_penalty} is not a positive number; "
+                "1 changes nothing"
             )
         self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
         self.sessions = [Session(model, prompts, capacity)]
-        self.in_text = torch.zeros(
-            len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device
-        )
+        shape = len(prompts), 1, model.config.vocab_size
+        self.in_text = torch.zeros(shape, dtype=torch.bool, device=model.device)
         for b, prompt in enumerate(prompts):
             self.in_text[b, 0, prompt] = True
 
@@ -157,15 +156,15 @@ class DoLa:
         return make_step(scores, base, other, 1, self.top)
 
 
-def exit_layers(model, half, dola_layers="transformers"):
+def exit_layers(model, half, dola_layers="capped"):
     """Every second layer of the lower or upper half, 0 being the embeddings.
 
     dola_layers: "halves" is what the paper says and what the published scoring does, at any depth.
-    "transformers" is what the published generation does: of more than 40 layers only the lowest or
+    "capped" is what the published generation does: of more than 40 layers only the lowest or
     uppermost 20, and with tied embeddings none below layer 2."""
     L = model.config.n_layers
-    if dola_layers not in ("transformers", "halves"):
-        raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: transformers, halves")
+    if dola_layers not in ("capped", "halves"):
+        raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: capped, halves")
     if dola_layers == "halves":
         return list(range(L // 2, L, 2) if half == "high" else range(0, max(1, L // 2), 2))
     if half == "high":
@@ -178,8 +177,7 @@ def exit_layers(model, half, dola_layers="transformers"):
     if not exits:
         raise ValueError(
             f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied "
-            f"embeddings "
-            "leave none from 2 on; use dola-high"
+            "embeddings leave none from 2 on; use dola-high"
         )
     return exits
 
@@ -197,11 +195,8 @@ def most_divergent(model, states):
         last, early = log_p[0], log_p[1:]
         mean = (last.exp() + early.exp()) / 2
         distance = (mean * (mean.clamp(min=1e-38).log() - (last + early) / 2)).mean(-1)  # [E, 16]
-        out.append(
-            torch.stack(
-                [last, early[distance.argmax(0), torch.arange(len(last), device=last.device)]]
-            )
-        )
+        positions = torch.arange(len(last), device=last.device)
+        out.append(torch.stack([last, early[distance.argmax(0), positions]]))
     return torch.cat(out, 1).unflatten(1, states.shape[1:3])
 
 
@@ -210,43 +205,46 @@ class AD:
     the prompt."""
 
     def __init__(
-        self,
-        model,
-        prompts,
-        capacity,
-        method="ad",
-        info_layer=24,
-        alpha=0.5,
-        relative_top="published",
+        self, model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top=None
     ):
         session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
         last = pad([p[-1:] for p in prompts], model.device)
-        _, [x] = model.read_layers(last, session.cache.repeat(1), [info_layer])
+        _, [x] = model.read_layers(
+            last, session.cache.select(torch.arange(len(prompts))), [info_layer]
+        )
         self.spread = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
-        self.model, self.sessions = model, [session]
-        self.alpha, self.top = alpha, threshold(method, relative_top)
+        self.sessions = [session]
+        self.alpha = alpha
+        self.top = threshold(method, relative_top)
 
     def step(self, tokens):
         base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
         return make_step(base - self.alpha * self.spread, base, base, self.alpha, self.top)
 
 
-def score_ad(
-    model, prompt_ids, answer_ids, info_layer=24, alpha=0.5, relative_top=None, renormalise=None
-):
-    """Score as published: over the answer's positions too.
-
-    relative_top and renormalise have no effect."""
-    prompt, answers = check_answers(model, prompt_ids, answer_ids, dict(alpha=alpha))
-    session, states, _ = prefill_layer(model, [prompt], 1 + max(map(len, answers)), info_layer)
-    out = []
-    for answer in answers:
-        tokens, cache = pad([prompt[-1:] + answer], model.device), session.cache.repeat(1)
-        last, [x] = model.read_layers(tokens, cache, [info_layer])
-        spread = activation_entropy(model, torch.cat([states, x[0]], 1))
-        scores = (model.logits(last)[0].log_softmax(-1) - alpha * spread)[0]  # [1 + T, V]
-        out.append(math.fsum(scores[i, token].item() for i, token in enumerate(answer)))
-    return out if is_batch(answer_ids) else out[0]
+def score_ad(model, prompts, answers, top=0, info_layer=24, alpha=0.5):
+    """`loglikelihoods` of AD as published: its entropy is over the answer's positions too."""
+    prompts, answers, _ = check_scoring(model, prompts, answers, dict(alpha=alpha))
+    capacity = 1 + max(map(len, chain.from_iterable(answers)))
+    session, states, _ = prefill_layer(model, prompts, capacity, info_layer)
+    sums, greedy = [], []
+    for b, prompt in enumerate(prompts):
+        sums.append([])
+        greedy.append([])
+        for answer in answers[b]:
+            tokens = pad([prompt[-1:] + answer], model.device)
+            cache = session.cache.select(torch.tensor([b]))
+            last, [x] = model.read_layers(tokens, cache, [info_layer])
+            read = states[b : b + 1, : len(prompt) - 1]
+            spread = activation_entropy(model, torch.cat([read, x[0]], 1))  # [1, 1, V]
+            base = model.logits(last)[0].log_softmax(-1)  # [1, 1 + T, V]
+            scores = (base - alpha * spread)[0, :-1]
+            ids = tokens[0, 1:]
+            sums[b].append(math.fsum(scores.gather(-1, ids[:, None]).flatten().tolist()))
+            if top:
+                scores = scores.where(plausible(base[0, :-1], top), -math.inf)
+            greedy[b].append(scores.argmax(-1).tolist() == answer)
+    return sums, greedy
 
 
 def prefill_layer(model, prompts, capacity, layer):
@@ -256,15 +254,17 @@ def prefill_layer(model, prompts, capacity, layer):
     if not 1 <= layer <= model.config.n_layers:
         raise ValueError(
             f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
-            "choose another (--info-layer)"
+            "choose another"
         )
     lengths = [len(p) for p in prompts]
-    states = [
-        torch.zeros(len(prompts), 0, model.config.d_model, dtype=model.dtype, device=model.device)
-    ]
-    session = Session(
-        model, prompts, capacity, on_layer=lambda i, x: states.append(x[0]) if i == layer else None
-    )
+    empty = len(prompts), 0, model.config.d_model
+    states = [torch.zeros(empty, dtype=model.dtype, device=model.device)]
+
+    def on_layer(i, x):
+        if i == layer:
+            states.append(x[0])
+
+    session = Session(model, prompts, capacity, on_layer=on_layer)
     in_prompt = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] - 1
     in_prompt[:, -1] = True
     return session, torch.cat(states, 1), in_prompt.to(model.device)
@@ -277,26 +277,25 @@ def activation_entropy(model, x, in_prompt=None):
     It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt
     [B, P]: the positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z −
     m) exp(z − m) need only a few positions at a time, so [P, V] is never in memory."""
-    m, s, t, size = torch.tensor(-1e30, device=x.device), 0, 0, max(1, 64 // len(x))
+    size = max(1, 64 // len(x))
+    m = torch.tensor(-1e30, device=x.device)
+    s = t = torch.zeros((), device=x.device)
     for start in range(0, x.shape[1], size):
         z = model.logits(x[None, :, start : start + size])[0]
         if in_prompt is not None:
             z = z.masked_fill(~in_prompt[:, start : start + size, None], -math.inf)
         top = torch.maximum(m, z.amax(1))
-        decay, w = (m - top).exp(), (z - top[:, None]).exp()
-        m, s, t = top, s * decay + w.sum(1), (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
+        decay = (m - top).exp()
+        w = (z - top[:, None]).exp()
+        t = (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
+        s = s * decay + w.sum(1)
+        m = top
     return (s.log() - t / s)[:, None]
 
 
 def threshold(method, relative_top):
-    """relative_top as a number; None: 0; "published": that of the published runs."""
-    top = (
-        RELATIVE_TOP[method]
-        if relative_top == "published"
-        else 0
-        if relative_top is None
-        else relative_top
-    )
+    """relative_top as a number; None: that of the published runs."""
+    top = RELATIVE_TOP[method] if relative_top is None else relative_top
     check_number(top, "relative_top", 0, 1)
     return top
 
@@ -325,21 +324,19 @@ def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, 
     methods work too.
 
     settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context
-    (cad, in the form of ids), info_layer (ad), dola_layers (dola: "transformers" or "halves"),
+    (cad, in the form of ids), info_layer (ad), dola_layers (dola: "capped" or "halves"),
     repetition_penalty (dola; 1.05 in the published runs of Qwen2, whose generation configuration
-    asks for it). relative_top: tokens below that fraction of the highest probability score −∞. None
-    or 0: none do. "published": 0.1 for dola and ad, 0 for cd and cad. `alphas` are the weight of
-    the subtracted term: α, and 1 for dola."""
-    check_name(method)
+    asks for it). relative_top: tokens below that fraction of the highest probability score −∞; 0:
+    none do; None: 0.1 for dola and ad, 0 for cd and cad, as in the published runs. `alphas` are the
+    weight of the subtracted term: α, and 1 for dola."""
+    check_method(method, METHODS)
     ids = unpadded(ids, attention_mask, input_ids)
     if settings.get("ids_without_context") is not None and not is_batch(ids):
         settings["ids_without_context"] = [settings["ids_without_context"]]
-    return decore.generate(
-        model, ids, method, decoder=DECODERS.get(method, decore.DeCoRe), **settings
-    )
+    decoder = DECODERS.get(method, decore.DeCoRe)
+    return decore.generate(model, ids, method, decoder=decoder, **settings)
 
 
-@torch.inference_mode()
 def score(
     model,
     prompt_ids,
@@ -349,33 +346,47 @@ def score(
     attention_mask=None,
     **settings,
 ):
-    """Score of an answer after a prompt, summed over its tokens, as decore.score; of several
-    answers, a list.
+    """Score of an answer after a prompt, summed over its tokens, in the forms of decore.score.
 
-    settings: as in `generate`. But relative_top affects only return_greedy, repetition_penalty has
-    no effect, and dola_layers is "halves" by default. renormalise: apply log-softmax to the
-    contrasted scores. Without it cad sums raw scores, which are not log-probabilities. The scores
-    of ad are never normalised again."""
-    check_name(method)
-    prompt_ids = unpadded(prompt_ids, attention_mask)
-    if method in decore.METHODS:
-        return decore.score(model, prompt_ids, answer_ids, method, **settings)
-    settings.pop("repetition_penalty", None)
-    top, settings["relative_top"] = (
-        threshold(method, settings.get("relative_top", "published")),
-        None,
-    )
-    if method == "ad":
-        return score_ad(model, prompt_ids, answer_ids, **settings)
+    prompt_ids_without_context: for cad, in the form of prompt_ids. settings: as in `generate`; but
+    relative_top and repetition_penalty have no effect, and dola_layers is "halves" by default.
+    renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw scores, which
+    are not log-probabilities. The scores of ad are never normalised again."""
+    prompts, answers = as_batch(unpadded(prompt_ids, attention_mask), answer_ids)
+    if prompt_ids_without_context is not None and not is_batch(prompt_ids):
+        prompt_ids_without_context = [prompt_ids_without_context]
     if prompt_ids_without_context is not None:
-        settings["ids_without_context"] = [prompt_ids_without_context]
-    if top and settings.get("return_greedy"):
-        settings["allowed"] = lambda step: plausible(step.base, top)
-    if method.startswith("dola"):
-        settings = {"dola_layers": "halves"} | settings
-    return decore.score(model, prompt_ids, answer_ids, method, decoder=DECODERS[method], **settings)
+        settings["prompts_without_context"] = prompt_ids_without_context
+    sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
+    return as_given(sums, answer_ids)
 
 
-def check_name(method):
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; known: {', '.join(METHODS)}")
+@torch.inference_mode()
+def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **settings):
+    """As decore.loglikelihoods; cad has prompts_without_context too, in the form of prompts.
+
+    relative_top affects only whether greedy decoding gives an answer."""
+    check_method(method, METHODS)
+    if method in decore.METHODS:
+        return decore.loglikelihoods(model, prompts, answers, method, renormalise, **settings)
+    top = threshold(method, settings.pop("relative_top", None))
+    if method == "ad":
+        return score_ad(model, prompts, answers, top, **settings)
+    if method == "cad":
+        settings["ids_without_context"] = settings.pop("prompts_without_context", None)
+    settings.pop("repetition_penalty", None)
+
+    def allowed(step):
+        return plausible(step.base, top)
+
+    return decore.loglikelihoods(
+        model,
+        prompts,
+        answers,
+        method,
+        renormalise,
+        DECODERS[method],
+        allowed if top else None,
+        relative_top=0,
+        **settings,
+    )

@@ -1,6 +1,5 @@
 """One run: a benchmark is decoded with one method, batch by batch, into a file (runs.py)."""
 
-import datetime
 import json
 import time
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ PROMPT_FIELDS = (
     "passages",
     "without_context",
 )  # not stored: the data hold them
-DAY = datetime.date(2024, 7, 26)  # "today" in chat templates: the default of Llama 3.1
 
 
 class Benchmark(NamedTuple):
@@ -68,7 +66,6 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
 
 def encode(bench, tokenizer):
     """The token ids of all items."""
-    tokenizer.today = DAY
     in_chat = bench.task.choice and bench.layout != "plain"
     end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
     return [
@@ -94,8 +91,10 @@ def decode(bench, batch, header, settings, model, tokenizer):
     if bench.task.choice:
         [e] = batch
         more = {"prompt_ids_without_context": without[0]} if settings["method"] == "cad" else {}
+        settings = settings | more
+        settings.pop("mask_prompt", None)  # scoring masks every position
         scores = decoders.score(
-            model, e.prompt, e.answers, renormalise=header["renormalise"], **settings, **more
+            model, e.prompt, e.answers, renormalise=header["renormalise"], **settings
         )
         n_true = bench.items[e.index]["n_true"]
         results = [

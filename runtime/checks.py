@@ -11,61 +11,76 @@ MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the publi
 HUGE = 10**9  # far above any α, and still safe to multiply with
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (
-    ", or use a model that reads more: --model Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in "
-    "bfloat16, head "
-    "scores included)"
+    ", or use a model that reads more, such as Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in "
+    "bfloat16, head scores included)"
 )
 
 
 def check_generation(model, ids, max_new_tokens, eos_ids, settings):
-    """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
-    number of new tokens of each text. Makes pairs of the heads in `settings`."""
+    """The arguments of `generate` → prompts as lists of ints, `settings` with heads as pairs, end
+    ids as a set, and the maximum number of new tokens of each text."""
+    check_model(model)
     prompts = check_prompts(model, ids)
-    settings |= check_settings(model, **settings)
+    settings = check_settings(model, settings)
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     context = min(model.config.max_positions, amateur.config.max_positions)
     limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
     eos_ids = model.eos_ids if eos_ids is None else eos_ids
-    return prompts, set(as_ints(eos_ids, "eos_ids", single=True)), limits
+    eos_ids = set(as_ints(eos_ids, "eos_ids", single=True))
+    return prompts, settings, eos_ids, limits
 
 
-def check_answers(model, prompt_ids, answer_ids, settings):
-    """The arguments of `score` → the prompt, and a list of answers.
-
-    Makes pairs of the heads in `settings`."""
-    prompt, *others = check_prompts(model, prompt_ids)
-    if others:
-        raise ValueError(f"score takes one prompt, not {1 + len(others)}; call it for each prompt")
-    answers = check_prompts(model, answer_ids, "answer")
-    settings |= check_settings(model, **settings)
-    if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in answers]:
+def check_scoring(model, prompts, answers, settings):
+    """The arguments of `loglikelihoods` → prompts, the answers of each, and `settings` with heads
+    as pairs."""
+    check_model(model)
+    prompts = check_prompts(model, prompts)
+    if len(answers) != len(prompts):
         raise ValueError(
-            f"an answer begins with {model.bos_id}, the id that begins a text: encode answers "
-            f"without it "
-            "(tokenizer.encode(text, bos=False))"
+            f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
-    longest = prompt + max(answers, key=len)[:-1]  # the last token of an answer is not read
-    for m in (model, settings.get("amateur") or model):
-        check_prompts(m, longest, "prompt with its longest answer")
-    return prompt, answers
+    answers = [check_prompts(model, one, "answer") for one in answers]
+    settings = check_settings(model, settings)
+    for prompt, candidates in zip(prompts, answers, strict=True):
+        if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
+            raise ValueError(
+                f"an answer begins with {model.bos_id}, the id that begins a text: encode answers "
+                "without it (tokenizer.encode(text, bos=False))"
+            )
+        longest = prompt + max(candidates, key=len)[:-1]  # an answer's last token is not read
+        for m in (model, settings.get("amateur") or model):
+            check_prompts(m, longest, "prompt with its longest answer")
+    return prompts, answers, settings
+
+
+def check_model(model):
+    if not hasattr(model, "new_cache"):
+        raise ValueError(
+            f"{type(model).__name__} is not a model of ours; wrap a causal model of transformers: "
+            "HFModel(model), from runtime.hf"
+        )
 
 
 def check_prompts(model, ids, what="prompt"):
     """One sequence or several → lists of ints in the model's vocabulary and within its context."""
-    sequences, prompts, c = ids if is_batch(ids) and len(ids) else [ids], [], model.config
+    sequences = ids if is_batch(ids) and len(ids) else [ids]
+    prompts = []
+    c = model.config
     for i, sequence in enumerate(sequences, 1):
         name = f"{what} {i} of {len(sequences)}" if len(sequences) > 1 else f"the {what}"
-        prompts.append(p := as_ints(sequence, name))
+        p = as_ints(sequence, name)
+        prompts.append(p)
         if not p:
             raise ValueError(f"{name} is empty; give at least one token")
         if getattr(ids, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
             raise ValueError(
-                f"{name} begins or ends in padding; pass the attention_mask too, or lists without "
-                f"padding"
+                f"{name} begins or ends in padding; pass the attention_mask too, "
+                "or lists without padding"
             )
-        if bad := [t for t in p if not 0 <= t < c.vocab_size]:
+        bad = [t for t in p if not 0 <= t < c.vocab_size]
+        if bad:
             raise ValueError(
                 f"{name} contains the id {bad[0]}; {model.name} knows 0 to {c.vocab_size - 1}"
             )
@@ -86,12 +101,11 @@ def unpadded(ids, attention_mask=None, input_ids=None):
     if attention_mask is None:
         return ids
     try:
-        ids, kept = torch.as_tensor(ids), torch.as_tensor(attention_mask).bool()
-        return (
-            [x[k].tolist() for x, k in zip(ids, kept, strict=True)]
-            if ids.ndim > 1
-            else ids[kept].tolist()
-        )
+        ids = torch.as_tensor(ids)
+        kept = torch.as_tensor(attention_mask).bool()
+        if ids.ndim == 1:
+            return ids[kept].tolist()
+        return [x[k].tolist() for x, k in zip(ids, kept, strict=True)]
     except (IndexError, RuntimeError, TypeError, ValueError):
         raise ValueError(
             "attention_mask must have the shape of the ids, with 1 for tokens and 0 for padding"
@@ -103,6 +117,26 @@ def is_batch(ids):
     if isinstance(ids, list | tuple):
         return len(ids) > 0 and getattr(ids[0], "ndim", hasattr(ids[0], "__len__")) > 0
     return getattr(ids, "ndim", 1) > 1
+
+
+def as_batch(prompts, answers):
+    """The prompts and answers of `score` as B prompts and B lists of answers."""
+    if is_nested(answers):
+        return prompts, answers
+    prompts = prompts if is_batch(prompts) else [prompts]
+    return prompts, [answers if is_batch(answers) else [answers]]
+
+
+def as_given(sums, answers):
+    """B lists of sums → the form in which `score` got the answers."""
+    if is_nested(answers):
+        return sums
+    return sums[0] if is_batch(answers) else sums[0][0]
+
+
+def is_nested(answers):
+    """Whether answers are lists of answers, not answers."""
+    return is_batch(answers) and is_batch(answers[0])
 
 
 def as_ints(ids, what, single=False):
@@ -118,15 +152,17 @@ def as_ints(ids, what, single=False):
         pass
     raise ValueError(
         f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, "
-        f"a numpy "
-        "array or a tensor"
+        "a numpy array or a tensor"
     )
 
 
-def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
-    """ValueError for an unknown method, or one of DeCoRe's without the heads that it masks."""
+def check_method(method, known):
     if method not in known:
         raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}")
+
+
+def check_masking(method, heads, amateur, amateur_heads):
+    """ValueError for a method of DeCoRe without the heads that it masks."""
     if amateur is not None and not (
         method.startswith("decore") and heads is None and amateur_heads is not None
     ):
@@ -138,34 +174,37 @@ def check_method(method, known, heads=None, amateur=None, amateur_heads=None):
         raise ValueError(f"{method} needs heads to mask")
 
 
-def check_settings(model, heads=None, alpha=0, alpha_cap=None, amateur=None, **others):
-    """{"heads": pairs} if there are heads.
+def check_settings(model, settings):
+    """`settings` with heads as pairs.
 
     ValueError for numbers out of range and an amateur of another vocabulary."""
-    check_number(alpha, "alpha", -HUGE)
-    if alpha_cap is not None:
-        check_number(alpha_cap, "alpha_cap", 0)
+    check_number(settings.get("alpha", 0), "alpha", -HUGE)
+    if settings.get("alpha_cap") is not None:
+        check_number(settings["alpha_cap"], "alpha_cap", 0)
+    amateur = settings.get("amateur")
     if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
             f"{amateur.config.vocab_size}; contrasting needs one vocabulary"
         )
-    return {} if heads is None else {"heads": check_heads(heads, model)}
+    if settings.get("heads") is None:
+        return settings
+    return settings | {"heads": check_heads(settings["heads"], model)}
 
 
 def check_heads(heads, model):
     """(layer, head) pairs or "layer-head" → a list of pairs of ints in the model, each once."""
     L, H = model.config.n_layers, model.config.n_heads
+    pairs = []
     try:
-        pairs = [
-            head.split("-") if isinstance(head, str) else as_ints(head, "a head") for head in heads
-        ]
-        pairs = [(int(layer), int(number)) for layer, number in pairs]
+        for head in heads:
+            pair = head.split("-") if isinstance(head, str) else as_ints(head, "a head")
+            layer, number = map(int, pair)
+            pairs.append((layer, number))
     except (TypeError, ValueError):
         raise ValueError(
-            f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs or of texts "
-            f"like "
-            "'3-1'"
+            f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs "
+            "or of texts like '3-1'"
         ) from None
     for layer, number in pairs:
         if not (0 <= layer < L and 0 <= number < H):
@@ -180,10 +219,9 @@ def check_heads(heads, model):
 
 def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
+        what = "finite" if kind is numbers.Real else "whole"
         raise ValueError(
-            f"{name} {n!r} is not a {'finite' if kind is numbers.Real else 'whole'} number of at "
-            f"least "
-            f"{low} and at most {high}"
+            f"{name} {n!r} is not a {what} number of at least {low} and at most {high}"
         )
 
 
@@ -191,7 +229,6 @@ def check_finite(value, model):
     """ValueError if logits have given a number that is not finite."""
     if not math.isfinite(value):
         raise ValueError(
-            f"{model.name} gives logits that are not finite; try float32 or bfloat16, or look for "
-            f"damaged "
-            "weights"
+            f"{model.name} gives logits that are not finite; try float32 or bfloat16, "
+            "or look for damaged weights"
         )

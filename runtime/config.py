@@ -12,6 +12,8 @@ from runtime.files import one_line, read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+SMALL = 1_000_000_000  # parameters up to which a CPU computes in float32 by default
+
 
 @dataclass(frozen=True)
 class Config:
@@ -152,6 +154,17 @@ def field(fields, where, key, kind, null=...):
         present = one_line(json.dumps(value), 80) if key in fields else "missing"
         raise ValueError(f"{where}: {key} is {present}; it must be {expected}")
     return value
+
+
+def default_dtype(folder, device):
+    """The dtype in which a checkpoint computes by default; None: its own.
+
+    On a CPU, float32 for models of fewer than a billion parameters that are not quantized."""
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    small = stored < 2 * SMALL  # two bytes a parameter, or four
+    quantized = read_json(folder / "config.json").get("quantization_config")
+    is_cpu = torch.device(device).type == "cpu"
+    return torch.float32 if is_cpu and small and not quantized else None
 
 
 def find_dtype(dtype, where="arguments"):

@@ -21,10 +21,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from runtime.config import find_dtype
+from runtime.config import default_dtype, find_dtype
 from runtime.errors import out_of_memory
 from runtime.files import one_line
+from runtime.pack import pack
 from runtime.parallel import Shard
+from runtime.special import special_ids
 from runtime.torchrun import rank_and_size
 from runtime.weights import check_names, checkpoint_folder, weight_files
 
@@ -51,6 +53,7 @@ class HFModel(nn.Module):
         self.shard = Shard()
         self.folder = folder
         self.name = str(name or hf.name_or_path or c.model_type)
+        self.product = None  # as in `Transformer`
         self.bos_id = None
         ends = hf.generation_config.eos_token_id
         if not isinstance(ends, list):
@@ -79,7 +82,8 @@ class HFModel(nn.Module):
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, device_map=None):
-        """As `Transformer.load`. device_map: that of transformers, in place of `device`."""
+        """As `Transformer.load`. device_map: that of transformers, in place of `device`; weights
+        then have the checkpoint's dtype by default."""
         if rank_and_size()[1] > 1:
             raise ValueError(
                 "ranks of torchrun do not share a model of transformers: start one process, and "
@@ -88,12 +92,15 @@ class HFModel(nn.Module):
         c = read_config(checkpoint_folder(name, weights=False))
         folder = checkpoint_folder(name)
         weight_files(folder)  # refuses pickles
+        dtype = find_dtype(dtype) if dtype else "auto"
+        if dtype == "auto" and not device_map:
+            dtype = default_dtype(folder, device) or "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
             device_map = device_map or {"": device}
         with naming(folder):
             hf, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=find_dtype(dtype) if dtype else "auto",
+                dtype=dtype,
                 device_map=device_map,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -106,7 +113,16 @@ class HFModel(nn.Module):
             )
         check_names(folder, info["missing_keys"], info["unexpected_keys"])
         name = folder.resolve().name if Path(name).exists() else name
-        return cls(hf if device_map else hf.to(device), name, folder)
+        tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
+        product = None
+        if not device_map:
+            hf = hf.to(device)
+            product = pack(hf, nn.Linear) if hf.device.type == "cpu" else None
+        model = cls(hf, name, folder)
+        model.product = product
+        model.config.tied_embeddings = tied  # a packed head has a matrix of its own
+        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
+        return model
 
     def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
         """As `Transformer.forward`."""
@@ -119,8 +135,8 @@ class HFModel(nn.Module):
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
 
-    def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None):
-        """As `Transformer.prefill`."""
+    def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None, groups=1):
+        """As `Transformer.prefill`, but common prefixes are read with every prompt."""
         if ids.shape[1] == 0:
             return
         inputs = cache.prompts(ids)
@@ -324,16 +340,15 @@ class HFCache:
         """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
         return (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)
 
-    def repeat(self, n):
-        """A cache with each text n times."""
-        new, texts = (
-            copy.copy(self),
-            torch.arange(self.rows * len(self.lengths), device=self.lengths.device),
-        )
+    def select(self, texts):
+        """As `Cache.select`, but always copies."""
+        every = torch.arange(self.rows * len(self.lengths), device=self.lengths.device)
+        new = copy.copy(self)
         new.kv = copy.deepcopy(self.kv)
         if self.P:
-            new.kv.reorder_cache(texts.repeat_interleave(n))
-        new.lengths, new.pad = self.lengths.repeat_interleave(n), self.pad.repeat_interleave(n, 0)
+            new.kv.reorder_cache(every.unflatten(0, (self.rows, -1))[:, texts].flatten())
+        new.lengths = self.lengths[texts]
+        new.pad = self.pad[texts]
         return new
 
 

@@ -44,25 +44,27 @@ class Filled(Packed):
 
 
 @torch.no_grad()
-def pack(model):
-    """Replace the large linear layers of a model on a CPU by the fastest kind.
+def pack(model, linear, keep=None):
+    """Replace the large layers of class `linear` of a model on a CPU by the fastest kind, which is
+    returned: "plain", "packed" or "filled".
 
-    A packed layer has no plain weight. But of a tied head the embedding stays plain for looking up
-    rows, so that matrix is in memory twice."""
-    Linear = type(model.embed)  # model.py imports this file
-    names = [
-        name
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, Linear) and layer.weight.nbytes > SMALL and name != "embed"
-    ]
+    A packed layer has no plain weight. keep: the name of a layer that stays plain, for looking up
+    rows. If its weight is the head's too, that matrix is in memory twice."""
+    names = []
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if type(layer) is linear and layer.weight.nbytes > SMALL and name != keep:
+            names.append(name)
     if not names:
-        return
-    kind = fastest(
-        max((model.get_submodule(name).weight for name in names), key=lambda weight: weight.nbytes)
-    )
-    for name in names if kind else ():  # not layers, so that weights can be freed
+        return "plain"
+    weights = [model.get_submodule(name).weight for name in names]
+    kind = fastest(max(weights, key=lambda weight: weight.nbytes))
+    del weights  # so that each matrix is freed when its packed one exists
+    if kind is None:
+        return "plain"
+    for name in names:
         layer = model.get_submodule(name)
         model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
+    return kind.__name__.lower()
 
 
 def fastest(weight):

@@ -163,7 +163,7 @@ def settings_of(header, task, model):
         "relative_top": None,
         "info_layer": 24,
         "renormalise": True,
-        "dola_layers": "halves" if task.choice else "transformers",
+        "dola_layers": "halves" if task.choice else "capped",
         "repetition_penalty": 1.05 if qwen_dola else 1.0,
         "heads": None,
     }

@@ -6,10 +6,12 @@ mistral   no system turn: the instruction and a newline precede every user turn
 plain     one text: instruction, demonstrations, question; it ends with the answer's prefix
 """
 
+import datetime
 from os.path import commonprefix
 from typing import NamedTuple
 
 LAYOUTS = ("chat", "mistral", "plain")
+DAY = datetime.date(2024, 7, 26)  # "today" in chat templates: the default of Llama 3.1
 
 
 def turns_of(task, item, demos, with_context):
@@ -95,7 +97,7 @@ def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
         turns = messages(task, item, demos, layout, with_context)
         turns += [] if answer is None else [{"role": "assistant", "content": answer}]
         return tokenizer.encode_chat(
-            turns, generation_prompt=answer is None, template_args=template_args
+            turns, generation_prompt=answer is None, template_args=template_args, today=DAY
         )
 
     prompt, answers, merged = ids(), [], 0
@@ -122,6 +124,7 @@ def end_of_turn(tokenizer, template_args=None):
             [{"role": "user", "content": "0"}, {"role": "assistant", "content": answer}],
             generation_prompt=False,
             template_args=template_args,
+            today=DAY,
         )[::-1]
         for answer in ("0", "1")
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from decore import METHODS, decore, generate, make_head_mask, score
+from decore import METHODS, decore, generate, loglikelihoods, make_head_mask, score
 from model import MASKS, Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
@@ -246,13 +246,10 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
         llama, PROMPTS[1], method, heads=HEADS, mask_prompt=True, max_new_tokens=5, eos_ids=()
     ).ids
     other = text[:4] + [text[4] ^ 1]
-    pairs = score(
-        llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS, return_greedy=True
-    )
-    assert [greedy for _, greedy in pairs] == [True, False, True]
-    assert [value for value, _ in pairs] == score(
-        llama, PROMPTS[1], [text, other, text[:2]], method, heads=HEADS
-    )
+    answers = [text, other, text[:2]]
+    sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], method, heads=HEADS)
+    assert greedy == [[True, False, True]]
+    assert sums == [score(llama, PROMPTS[1], answers, method, heads=HEADS)]
 
 
 def test_heads_may_be_an_iterator(llama):

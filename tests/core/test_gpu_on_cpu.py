@@ -120,6 +120,7 @@ def graphs_on_cpu(kind=RecordedOnCPU):
         patch("torch.cuda.CUDAGraph", kind),
         patch("torch.cuda.graph", lambda graph: graph),
         patch("torch.cuda.device", lambda device: nullcontext()),
+        patch.object(Transformer, "can_record", True),
     ):
         yield
 

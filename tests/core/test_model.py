@@ -177,10 +177,14 @@ def test_a_mask_for_another_model_is_refused(llama):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_have_the_dtype_of_the_checkpoint_or_the_chosen_one(tmp_path, dtype):
+def test_weights_are_float32_if_small_or_have_the_dtype_of_the_checkpoint_or_the_chosen_one(
+    tmp_path, dtype, monkeypatch
+):
     folder = write_checkpoint(
         tmp_path, "qwen2", dtype=dtype, torch_dtype=str(dtype).removeprefix("torch.")
     )
+    assert Transformer.load(folder).dtype == torch.float32
+    monkeypatch.setattr("runtime.config.SMALL", 1)
     assert repr(Transformer.load(folder)).endswith(f"qwen2, 3 layers of 4 heads, {dtype} on cpu)")
     assert Transformer.load(folder, dtype="bfloat16").dtype == torch.bfloat16
     wide = Transformer.load(folder, dtype=torch.float32)

@@ -25,8 +25,9 @@ from tokenizers import Tokenizer as Core
 import decore
 import paper.decoders
 from model import Transformer
+from runtime.special import special_ids
 from tests.checkpoints import write_checkpoint, write_tokenizer
-from tokenizer import Tokenizer, special_ids
+from tokenizer import Tokenizer
 
 WORDS = (
     "the capital of France is Paris and the river runs through it . "
@@ -203,11 +204,12 @@ def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_
         tokenizer.render(messages, template_args={"thinking": 1})
 
 
-def test_templates_print_the_date_of_the_tokenizer_or_today(tmp_path):
+def test_templates_print_today_or_the_given_date(tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
     assert f"Today: {datetime.date.today():%d %b %Y}" in tokenizer.render(CONVERSATIONS[0])
-    tokenizer.today = datetime.date(2024, 7, 26)
-    assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0])
+    day = datetime.date(2024, 7, 26)
+    assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0], today=day)
+    assert tokenizer.decode(tokenizer.encode_chat(CONVERSATIONS[0], today=day)).count("2024") == 1
 
 
 @pytest.mark.parametrize(
