@@ -171,7 +171,7 @@ def test_an_answer_that_fills_the_context_says_so(call):
         2,
         "",
         1,
-    ) and "use a model that reads more: --model Qwen/" in err
+    ) and "use a model that reads more, such as Qwen/" in err
 
 
 def test_sources_stand_below_each_answer_word_by_word(call, objects):
