@@ -179,7 +179,8 @@ def make_setups(args, methods, model, amateur):
     setups = []
     for method in methods:
         used = [
-            values if method in cli.OPTIONS[name][0] else [None] for name, values in swept.items()
+            values if method in cli.OPTIONS[name].methods else [None]
+            for name, values in swept.items()
         ]
         for combination in itertools.product(*used):
             values = dict(zip(swept, combination, strict=True))

@@ -21,6 +21,7 @@ from cli.options import (
     add_model_arguments,
     check_options,
     comma_list,
+    did_you_mean,
     full_names,
     method_name,
     number,

@@ -6,7 +6,9 @@ import math
 import re
 import sys
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
 
@@ -58,12 +60,19 @@ def method_name(known):
 
     def parse(text):
         if text not in known:
+            names = f"known: {', '.join(known)}"
             raise argparse.ArgumentTypeError(
-                f"method {text!r} is unknown; known: {', '.join(known)}"
+                f"method {text!r} is unknown{did_you_mean(text, known)}; {names}"
             )
         return text
 
     return parse
+
+
+def did_you_mean(text, known):
+    """The nearest name, as the end of a clause; nothing if none is near."""
+    nearest = get_close_matches(text, known, 1)
+    return f", did you mean {nearest[0]}?" if nearest else ""
 
 
 def json_object(text):
@@ -73,21 +82,23 @@ def json_object(text):
 # ------------------------------------------------------------------------------- options of methods
 
 MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
-LITE = (
-    "decore-static-lite",
-    "decore-entropy-lite",
-)  # contrast with an amateur, whose heads are masked
+LITE = ("decore-static-lite", "decore-entropy-lite")  # mask heads of the amateur
 BASELINES = ("cd", "cad", "dola-low", "dola-high", "ad")
 CONTRASTING = (*MASKING[1:], *LITE)
 
-# Option → the methods that use it, and its arguments for argparse. Its value is None if it is not
-# on the command line.
+
+class Option(NamedTuple):
+    methods: tuple  # that use it
+    arguments: dict  # of add_argument
+
+
+# The value of an option that is not on the command line is None.
 OPTIONS = {
-    "heads": (
+    "heads": Option(
         MASKING,
         dict(metavar="FILE", help="head scores, or a model's name (default: by the model's name)"),
     ),
-    "num_heads": (
+    "num_heads": Option(
         MASKING + LITE,
         dict(
             type=positive,
@@ -95,7 +106,7 @@ OPTIONS = {
             help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
         ),
     ),
-    "random_heads": (
+    "random_heads": Option(
         MASKING,
         dict(
             nargs="?",
@@ -105,24 +116,28 @@ OPTIONS = {
             "sampler",
         ),
     ),
-    "seed": (MASKING, dict(type=number(int), metavar="S", help="of random heads (default: 1234)")),
-    "alpha": (
+    "seed": Option(
+        MASKING, dict(type=number(int), metavar="S", help="of random heads (default: 1234)")
+    ),
+    "alpha": Option(
         ("decore-static", "cd", "cad", "ad", "decore-static-lite"),
         dict(type=number(float), metavar="A", help="a constant α (default: 0.5)"),
     ),
-    "alpha_cap": (CONTRASTING, dict(type=number(float, 0), metavar="X", help="α = min(α, X)")),
-    "scale_alpha": (
+    "alpha_cap": Option(
+        CONTRASTING, dict(type=number(float, 0), metavar="X", help="α = min(α, X)")
+    ),
+    "scale_alpha": Option(
         ("decore-entropy", "decore-entropy-lite"),
         dict(action="store_true", default=None, help="α = H / ln V"),
     ),
-    "mask": (
+    "mask": Option(
         MASKING + LITE,
         dict(
             choices=("output", "query"),
             help="output: the paper's equation; query: its runs (default: output)",
         ),
     ),
-    "mask_prompt": (
+    "mask_prompt": Option(
         MASKING + LITE,
         dict(
             action="store_true",
@@ -130,7 +145,7 @@ OPTIONS = {
             help="mask heads at every position, those of the prompt included",
         ),
     ),
-    "amateur": (
+    "amateur": Option(
         (*LITE, "cd"),
         dict(
             metavar="M2",
@@ -138,8 +153,10 @@ OPTIONS = {
             "decore-entropy-lite",
         ),
     ),
-    "amateur_heads": (LITE, dict(metavar="FILE", help="its head scores (default: by its name)")),
-    "relative_top": (
+    "amateur_heads": Option(
+        LITE, dict(metavar="FILE", help="its head scores (default: by its name)")
+    ),
+    "relative_top": Option(
         BASELINES,
         dict(
             type=number(float, 0, 1),
@@ -148,11 +165,10 @@ OPTIONS = {
             "and ad, else 0)",
         ),
     ),
-    "info_layer": (
-        ("ad",),
-        dict(type=positive, metavar="L", help="the information layer (default: 24)"),
+    "info_layer": Option(
+        ("ad",), dict(type=positive, metavar="L", help="the information layer (default: 24)")
     ),
-    "dola_layers": (
+    "dola_layers": Option(
         ("dola-low", "dola-high"),
         dict(
             choices=("capped", "halves"),
@@ -161,7 +177,7 @@ OPTIONS = {
             "to score)",
         ),
     ),
-    "repetition_penalty": (
+    "repetition_penalty": Option(
         ("dola-low", "dola-high"),
         dict(
             type=number(float, 0),
@@ -170,9 +186,8 @@ OPTIONS = {
             "1)",
         ),
     ),
-    "without_context": (
-        ("cad",),
-        dict(action="append", metavar="TEXT", help="the prompt without its context"),
+    "without_context": Option(
+        ("cad",), dict(action="append", metavar="TEXT", help="the prompt without its context")
     ),
 }
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
@@ -195,8 +210,7 @@ def add_model_arguments(p):
         default="auto",
         metavar="D",
         help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu). On a "
-        "busy "
-        "machine OMP_NUM_THREADS=1 is faster than several threads",
+        "busy machine OMP_NUM_THREADS=1 is faster than several threads",
     )
     p.add_argument(
         "--dtype",
@@ -214,8 +228,7 @@ def add_model_arguments(p):
         metavar="MAP",
         choices=("auto", "balanced", "balanced_low_0", "sequential"),
         help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 "
-        "or "
-        "sequential (needs accelerate)",
+        "or sequential (needs accelerate)",
     )
     p.add_argument(
         "--template-args",
@@ -230,19 +243,23 @@ def add_method_arguments(p, methods, sweep=False):
 
     sweep: those of evaluate.py, which takes lists of some and has its own prompts without
     context."""
-    for name, (users, arguments) in OPTIONS.items():
-        used = {method.removesuffix("-lite") for method in users} & set(methods)
-        if not used or (sweep and name == "without_context"):
+    for name, option in OPTIONS.items():
+        users = named(option.methods)
+        if not set(users) & set(methods) or (sweep and name == "without_context"):
             continue
+        arguments = dict(option.arguments)
         if sweep and name in ("num_heads", "alpha", "seed"):
             metavar = arguments["metavar"]
-            arguments = arguments | dict(
-                type=comma_list(arguments["type"]), metavar=f"{metavar}[,{metavar}…]"
-            )
-        only = (
-            "" if set(users) >= set(MASKING) or set(users) >= set(LITE) else ", ".join(users) + ": "
-        )
-        p.add_argument(flag(name), **arguments | dict(help=only + arguments["help"]))
+            arguments["metavar"] = f"{metavar}[,{metavar}…]"
+            arguments["type"] = comma_list(arguments["type"])
+        if not set(MASKING) <= set(option.methods) and not set(LITE) <= set(option.methods):
+            arguments["help"] = f"{', '.join(users)}: {arguments['help']}"
+        p.add_argument(flag(name), **arguments)
+
+
+def named(methods):
+    """The names that --method takes for these methods."""
+    return list(dict.fromkeys(method.removesuffix("-lite") for method in methods))
 
 
 def full_names(methods, amateur):
@@ -264,14 +281,11 @@ def check_options(args, methods, seeded=False):
     """ValueError for an option that none of the methods uses.
 
     seeded: --seed has another effect too."""
-    refuse_unused(
-        args,
-        {
-            name: f"on {', '.join(methods)}; it is an option of {', '.join(users)}"
-            for name, (users, _) in OPTIONS.items()
-            if not set(users) & set(methods)
-        },
-    )
+    for name, option in OPTIONS.items():
+        if not set(option.methods) & set(methods):
+            users = ", ".join(named(option.methods))
+            reason = f"on {', '.join(methods)}; it is an option of {users}"
+            refuse_unused(args, {name: reason})
     if not args.random_heads and not seeded:
         refuse_unused(args, {"seed": "without --random-heads"})
     if args.random_heads == "published":

@@ -5,7 +5,6 @@ read too: {"layer-head": [one score per sample]}."""
 
 import random
 import re
-import shlex
 import warnings
 from difflib import get_close_matches
 from itertools import product
@@ -19,28 +18,33 @@ FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
 
 
-def load_heads(model, n=None, name=None, option="--heads"):
+def load_heads(model, n=None, name=None):
     """The heads of a model as (layer, head), best first: all of them, or the n best.
 
-    model: a Transformer, or any object with its `name`, `folder` and `config`. name: a head file,
-    or the name of another model with a file here; by default that of this model. option: the
-    command-line option that sets `name`. Equal scores keep the order of the file. ValueError if
-    there is no file, or if it does not fit the model. Warns if it was made for a model of another
-    name: fine-tuned models often use the heads of their base."""
+    model: a Transformer, or any object with its `name` and `config`. name: a head file, or the name
+    of another model with a file here; by default that of this model. Equal scores keep the order of
+    the file. ValueError if there is no file, or if it does not fit the model. Warns if it was made
+    for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
     path = find_file(name) if name else find_heads(model.name)
     if path is None:
-        raise ValueError(no_file(model, option))
-    scores, made_for = load_scores(path), read_json(path).get("model")
-    if other := scores.keys() ^ set(product(range(c.n_layers), range(c.n_heads))):
+        names = ", ".join(similar_models(model)) or "none of a related model"
+        raise ValueError(
+            f"no head scores are known for {model.name}: name a head file or a related model "
+            f"({names}), or measure them: python -m heads.detect"
+        )
+    scores = load_scores(path)
+    made_for = read_json(path).get("model")
+    other = scores.keys() ^ set(product(range(c.n_layers), range(c.n_heads)))
+    if other:
         layer, head = min(other)
         raise ValueError(
             f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; "
-            f"only "
-            f"one has head {layer}-{head}: use a file made for this model (heads.detect makes one)"
+            f"only one has head {layer}-{head}: use a file made for this model "
+            "(heads.detect makes one)"
         )
     if n is not None and not 0 <= n <= len(scores):
-        raise ValueError(f"--num-heads {n}: {model.name} has {len(scores)} heads")
+        raise ValueError(f"{n} heads are too many: {model.name} has {len(scores)}")
     if made_for and plain_name(made_for) != plain_name(model.name):
         warnings.warn(
             f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
@@ -48,16 +52,27 @@ def load_heads(model, n=None, name=None, option="--heads"):
     return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
 
 
-def choose_heads(model, name, n, option="--heads", draw=None, seed=1234):
+def choose_heads(model, name, n, draw=None, seed=1234):
     """n heads to mask, as (layer, head): the best as in `load_heads`, or random ones.
 
-    draw: "uniform" draws heads that are not retrieval heads, "published" draws as the paper's runs
-    did."""
+    draw: "uniform" draws heads that are not retrieval heads, or from all heads, with a warning, if
+    there are no scores; "published" draws as the paper's runs did."""
+    c = model.config
     if draw == "published":
-        return published_random_heads(n, model.config.n_layers, model.config.n_heads, seed)
-    if draw == "uniform":
-        return random_heads(load_heads(model, None, name, option), n, seed)
-    return load_heads(model, n, name, option)
+        return published_random_heads(n, c.n_layers, c.n_heads, seed)
+    if draw is None:
+        return load_heads(model, n, name)
+    if name or find_heads(model.name):
+        return random_heads(load_heads(model, None, name), n, seed)
+    warnings.warn(
+        f"no head scores are known for {model.name}: random heads are drawn from all heads, "
+        "retrieval heads included",
+        stacklevel=2,
+    )
+    heads = list(product(range(c.n_layers), range(c.n_heads)))
+    if n > len(heads):
+        raise ValueError(f"{n} random heads are too many: {model.name} has {len(heads)}")
+    return random.Random(seed).sample(heads, n)
 
 
 def random_heads(ranked, n, seed=1234):
@@ -80,18 +95,17 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     Retrieval heads are not left out. ValueError if it draws a head number that the model does not
     have."""
     if n > n_layers**2:
-        raise ValueError(
-            f"--num-heads {n}: the published sampler draws at most {n_layers**2} heads"
-        )
-    rng, heads, numbers = random.Random(seed), [], list(range(n_layers))
+        raise ValueError(f"{n} heads are too many: the published sampler draws {n_layers**2}")
+    rng = random.Random(seed)
+    heads = []
+    numbers = list(range(n_layers))
     rng.shuffle(numbers)
     while len(heads) < n:
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
             raise ValueError(
                 f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it "
-                f"takes "
-                "head numbers from the number of layers; use uniform random heads"
+                "takes head numbers from the number of layers; use uniform random heads"
             )
         if head not in heads:
             heads.append(head)
@@ -102,23 +116,26 @@ def load_scores(name):
     """{(layer, head): score} in the order of the file; the mean if the file has a list per head."""
     path = find_file(name)
     content = read_json(path)
-    entries, scores = content.get("scores", content), {}
+    entries = content.get("scores", content)
     if not isinstance(entries, dict) or not entries:
         raise ValueError(
             f'{path}: "scores" must be an object with one entry "layer-head": score per head'
         )
+    scores, lengths = {}, set()
     for key, value in entries.items():
-        match, values = KEY.fullmatch(key), value if isinstance(value, list) else [value]
+        match = KEY.fullmatch(key)
+        values = value if isinstance(value, list) else [value]
         finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)  # NaN is not < 1e9
         if not match or not values or not finite:
             raise ValueError(
                 f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
-                f"finite "
-                "number, or a list of one per sample"
+                "finite number, or a list of one per sample"
             )
-        scores[int(match[1]), int(match[2])] = float(
-            np.mean(values)
-        )  # its last digit decides published ties
+        lengths.add(len(values))
+        # The last digit of the mean decides published ties.
+        scores[int(match[1]), int(match[2])] = float(np.mean(values))
+    if len(lengths) > 1:
+        raise ValueError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
     return scores
 
 
@@ -126,9 +143,11 @@ def find_file(name):
     """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
+        known = [path.stem for path in FOLDER.glob("*.json")]
+        near = get_close_matches(Path(name).stem, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise FileNotFoundError(
-            f"{name} is neither a head file nor a model of heads/README.md; "
-            "python -m heads.detect finds the heads of any other model"
+            f"{name} is neither a head file nor a model of heads/README.md{hint}"
         )
     return path
 
@@ -139,26 +158,15 @@ def find_heads(model_name):
     return files.get(plain_name(model_name))
 
 
-def no_file(model, option):
-    """Message for a model without a file: the names of similar models of its shape, and how to
-    measure the heads."""
-    shape, names = (model.config.n_layers, model.config.n_heads), {}
+def similar_models(model):
+    """Names of at most three models of the same shape with a head file here, the nearest first."""
+    shape = model.config.n_layers, model.config.n_heads
+    names = {}
     for path in FOLDER.glob("*.json"):
         content = read_json(path)
         if (content.get("n_layers"), content.get("n_heads")) == shape:
             names[plain_name(path.stem)] = path.stem
-    similar = get_close_matches(plain_name(model.name), names)  # three at most, best first
-    hints = ", ".join(f"{option} {names[name]}" for name in similar)
-    local = (
-        model.folder and Path(model.folder).resolve().name == model.name
-    )  # else a folder of the hub's cache
-    return (
-        f"no head scores are known for {model.name}: "
-        + f"try those of a related model ({hints}), " * bool(hints)
-        + f"give {option} FILE, or measure them: python -m heads.detect --model "
-        f"{shlex.quote(str(model.folder if local else model.name))} "
-        f"--out heads/{shlex.quote(Path(model.name).name)}.json"
-    )
+    return [names[name] for name in get_close_matches(plain_name(model.name), names)]
 
 
 def plain_name(model_name):

@@ -40,8 +40,10 @@ EARLY = 20  # after so many runs, print how many answers are right
 NEWLINE, STOP_ID = "<0x0A>", 144  # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
 
+# The values of options that are left out.
+DEFAULTS = dict(needles=HAYSTACK / "needles.jsonl", haystack=HAYSTACK, max_new_tokens=50)
 DETECTION = cli.MINIATURE / "detection"
-BUNDLED = dict(  # defaults for the bundled models, which read only their own language
+BUNDLED = dict(  # those for the bundled models, which read only their own language
     needles=DETECTION / "needles.jsonl",
     haystack=DETECTION / "haystack.jsonl",
     lengths=spread(60, 240, 5),
@@ -241,7 +243,7 @@ def template(text):
     return text.replace("\\n", "\n")
 
 
-def parse_args():
+def make_parser():
     p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
     add = p.add_argument
     cli.add_model_arguments(p)
@@ -269,16 +271,13 @@ def parse_args():
     add(
         "--needles",
         type=Path,
-        default=HAYSTACK / "needles.jsonl",
         metavar="FILE",
-        help="JSON Lines: needle, "
-        "question, real_needle, the part that answers "
+        help="JSON Lines: needle, question, real_needle, the part that answers "
         "(default: heads/haystack/needles.jsonl, or the miniature's)",
     )
     add(
         "--haystack",
         type=Path,
-        default=HAYSTACK,
         metavar="DIR|FILE",
         help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn "
         "(default: heads/haystack)",
@@ -298,13 +297,7 @@ def parse_args():
         help="contains {context} and {question}; \\n is a new line "
         "(default: the text, then the question)",
     )
-    add(
-        "--max-new-tokens",
-        type=cli.positive,
-        default=50,
-        metavar="N",
-        help="of an answer (default 50)",
-    )
+    add("--max-new-tokens", type=cli.positive, metavar="N", help="of an answer (default 50)")
     add(
         "--batch-size",
         type=cli.positive,
@@ -325,11 +318,18 @@ def parse_args():
         help="as the published runs: needle inserted and located by token ids, "
         "their prompt, repeated tokens counted, answers end only at a new line's token or id 144",
     )
-    args = p.parse_args()
+    return p
+
+
+def parse_args():
+    """The options of the command line. Those that are left out have a value for the bundled models,
+    unless others of the question are given."""
+    args = make_parser().parse_args()
     bundled = Path(args.model).resolve() in (cli.MINIATURE, cli.MINIATURE / "amateur")
-    if bundled and not args.published and args.haystack == HAYSTACK == args.needles.parent:
-        p.set_defaults(**BUNDLED)
-        args = p.parse_args()
+    own = bundled and not args.published and args.needles is None and args.haystack is None
+    for name, value in (BUNDLED if own else DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return args
 
 

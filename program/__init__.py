@@ -1,97 +1,126 @@
-"""The program behind decore.py: decodes prompts and prints texts or JSON, or writes a page.
+"""The program behind decore.py: decodes prompts by any method, and prints texts or JSON, or writes
+a page.
 
-settings.py makes the arguments of a method, page.py the page."""
+settings.py makes the arguments of a method, prompts.py reads prompts, printing.py shows answers,
+page.py writes the page."""
 
+import argparse
 import json
 import os
-import select
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import cli
-from decore import DeCoRe
 from heads.sources import find_sources
 from paper import decoders
-from program.page import pieces, write_page
+from program.page import write_page
+from program.printing import label, sources_below
+from program.prompts import EXAMPLE, prompts_to_ids, read_prompt, read_prompts, token_ids
 from program.settings import method_settings
-from runtime.checks import check_prompts
-from runtime.files import one_line, read_text
+from runtime.files import one_line
+from runtime.torchrun import rank_and_size
 
-EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
-TITLE = 60  # characters of a prompt that are printed above its answers
-SHOWN = 3  # words of the prompt that --sources prints for a new word
-
-
-DEFAULT = "decore-entropy"
 COMPARED = ("greedy", "masked")
+TITLE = 60  # characters of a prompt that are printed above its answers
+EXAMPLES = """examples:
+  python decore.py                                            the built-in example
+  python decore.py --model Qwen/Qwen2.5-3B-Instruct --prompt-file passage.txt --compare
+  python decore.py --model my-gemma2 --transformers --prompt "…" --method dola-low,decore-entropy
+"""
 
 
 def main():
-    """Decode the prompts of the command line by one method, or by several for comparison.
+    """Decode the prompts of the command line by one method, or by several.
 
-    Methods that --compare adds and that raise ValueError are left out. The requested method's error
-    is raised after all others are printed."""
+    What can be known without weights is checked before they are read. Methods that --compare adds
+    and that raise ValueError are left out; a requested method's error is raised after the other
+    answers are printed."""
     args = make_parser().parse_args()
-    requested, chosen = choose_methods(args, DEFAULT, COMPARED)
-    prompts = (
-        read_prompts(args) if os.environ.get("RANK", "0") == "0" else None
-    )  # rank 0 has standard input
-    model, tokenizer, amateur = cli.load_models(args)
+    requested, chosen = choose_methods(args)
+    facts, tokenizer, amateur_facts = cli.read_models(args)
+    job = None
+    if rank_and_size()[0] == 0:  # it has standard input
+        job = prepare(args, requested, chosen, facts, tokenizer, amateur_facts)
+    model, amateur = cli.load_weights(args)
     if not model.can_record:
         cli.refuse_unused(args, {"no_graph": f"on {model.device.type}"})
-    prompts = model.shard.broadcast(prompts)
-    if not prompts:
-        prompts, chosen = [read_prompt(EXAMPLE)], list(dict.fromkeys(["greedy", *chosen]))
-        if True:
-            args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
-        if not args.json:
-            print(prompts[0], end="\n\n", flush=True)
-    ids = [encode(prompt, tokenizer, args) for prompt in prompts]
-    check_prompts(model, ids)
-    width = max(14, *map(len, chosen)) if len(chosen) > 1 else 0
-    answers, failure = [], None  # answers: per method, (a line of --json per prompt, settings)
-    try:
-        for method in chosen:
-            try:
-                settings = method_settings(method, args, model, amateur)
-                if method == "cad" and args.without_context:
-                    settings["ids_without_context"] = [
-                        encode(text, tokenizer, args) for text in args.without_context
-                    ]
-                answers.append(
-                    (decode(method, model, tokenizer, ids, settings, args, width), settings)
-                )
-            except ValueError as error:
-                if method == requested:
-                    failure = error
-                else:
-                    print(f"{method} is left out: {error}", file=sys.stderr)
-    finally:  # also after Ctrl-C
-        if len(ids) > 1 and not args.json:
-            print_batch(prompts, [lines for lines, _ in answers], tokenizer, width)
+    prompts, settings = model.shard.broadcast(job)
+    width = max(14, *map(len, settings)) if len(settings) > 1 else 0
+    answers, failures = {}, []
+    for method, arguments in settings.items():
+        if "amateur" in arguments:
+            arguments["amateur"] = amateur
+        try:
+            answers[method] = answer(method, prompts, arguments, model, tokenizer, args, width)
+        except ValueError as error:
+            if method in requested:
+                failures.append(error)
+            else:
+                print(f"{method} is left out: {error}", file=sys.stderr)
     if args.html and answers:
-        write_page(args.html, model, tokenizer, answers, DeCoRe)
+        write_page(args.html, model, tokenizer, answers, settings)
         print(f"wrote {args.html}", file=sys.stderr)
-    if failure:
-        raise failure
+    if failures:
+        raise failures[0]
 
 
-def decode(method, model, tokenizer, ids, settings, args, width):
-    """Decode by one method → a line of --json per prompt.
+def prepare(args, requested, chosen, model, tokenizer, amateur):
+    """(prompts as {title: ids}, {method: its settings}), from the options and the facts of the
+    models. Prints the built-in example if there is no prompt."""
+    given = read_prompts(args)
+    prompts = given or [read_prompt(EXAMPLE)]
+    if not given:
+        chosen = list(dict.fromkeys(["greedy", *chosen]))
+        args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
+    ids = prompts_to_ids(prompts, model, tokenizer, args)
+    settings = {}
+    for method in chosen:
+        try:
+            settings[method] = method_settings(method, args, model, amateur)
+            if method == "cad" and args.without_context:
+                without = prompts_to_ids(args.without_context, model, tokenizer, args)
+                settings[method]["ids_without_context"] = without
+        except ValueError as error:
+            if method in requested:
+                raise
+            print(f"{method} is left out: {error}", file=sys.stderr)
+        if "amateur" in settings.get(method, ()):
+            settings[method]["amateur"] = None  # its weights come later
+    if not given and not args.json:
+        print(prompts[0], end="\n\n", flush=True)
+    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
+    return list(zip(texts, ids, strict=True)), settings
 
-    Prints the lines, or a single answer while it is decoded."""
-    streams, live = [tokenizer.stream(args.stop) for _ in ids], len(ids) == 1 and not args.json
-    text = label(method, width)  # to be printed
+
+def answer(method, prompts, settings, model, tokenizer, args, width):
+    """Decode prompts, pairs of text and ids, by one method → an object of --json per prompt.
+
+    Prints the objects; or the only answer while it is decoded; or each of several answers when it
+    ends."""
+    ids = [prompt for _, prompt in prompts]
+    streams = [tokenizer.stream(args.stop) for _ in ids]
+    texts = [label(method, width) for _ in ids]  # to be printed
+    models = model, settings.get("amateur") or model
+    context = min(m.config.max_positions for m in models)
+    left = [max(1, min(args.max_new_tokens, context - len(prompt))) for prompt in ids]
+    is_live = len(ids) == 1 and not args.json
+    at_end = len(ids) > 1 and not args.json and not args.sources
 
     def on_token(b, token, entropy):
-        nonlocal text
-        text += "" if token in tokenizer.eos_ids else streams[b].push(token)
-        if live:
-            print(text, end="", flush=True)
-            text = ""
-        return streams[b].ended
+        is_end = token in tokenizer.eos_ids
+        texts[b] += "" if is_end else streams[b].push(token)
+        left[b] -= 1
+        ended = streams[b].ended
+        if is_live:
+            print(texts[b], end="", flush=True)
+            texts[b] = ""
+        elif at_end and (is_end or ended or left[b] == 0):
+            print_answer(b, texts[b] + streams[b].end())
+        return ended
+
+    def print_answer(b, text):
+        print(f"[{b + 1}] {one_line(prompts[b][0], TITLE)}\n{text}\n", flush=True)
 
     start = time.perf_counter()
     out = decoders.generate(
@@ -103,10 +132,11 @@ def decode(method, model, tokenizer, ids, settings, args, width):
         graph=False if args.no_graph else None,
         **settings,
     )
-    seconds, n = time.perf_counter() - start, sum(len(g.ids) for g in out)
-    heads, lines = settings.get("amateur_heads", settings.get("heads", ())), []
-    for prompt, g, stream in zip(ids, out, streams, strict=True):
-        text += stream.end()
+    seconds = time.perf_counter() - start
+    heads = settings.get("amateur_heads", settings.get("heads", ()))
+    lines = []
+    for b, (prompt, g, stream) in enumerate(zip(ids, out, streams, strict=True)):
+        texts[b] += stream.end()
         line = dict(
             prompt_ids=prompt,
             ids=g.ids,
@@ -124,126 +154,87 @@ def decode(method, model, tokenizer, ids, settings, args, width):
             line["amateur"] = settings["amateur"].name
         if args.json:
             print(json.dumps(line, ensure_ascii=False), flush=True)
-        elif live:
-            print(text + sources_below(line, tokenizer, width), flush=True)
+        elif is_live:
+            print(texts[b] + sources_below(line, tokenizer, width), flush=True)
+        elif not at_end:
+            print_answer(b, texts[b] + sources_below(line, tokenizer, width))
         lines.append(line)
+    n = sum(len(g.ids) for g in out)
     print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
     if any(g.stop == "length" and len(g.ids) < args.max_new_tokens for g in out):
         print(f"{method}: an answer ended because the context is full", file=sys.stderr)
     return lines
 
 
-def label(method, width):
-    return f"{method:>{width}}  " if width else ""
-
-
-def print_batch(prompts, answers, tokenizer, width):
-    """Print the answers by prompt and then by method.
-
-    answers: per method, a line for each prompt."""
-    for i, lines in enumerate(zip(*answers, strict=True)):
-        prompt = prompts[i] if isinstance(prompts[i], str) else tokenizer.decode(prompts[i])
-        print(f"[{i + 1}] {one_line(prompt, TITLE)}")
-        for line in lines:
-            print(
-                label(line["method"], width) + line["text"] + sources_below(line, tokenizer, width)
-            )
-        print(flush=True)
-
-
-def sources_below(line, tokenizer, width):
-    """Text below an answer: for each of its words the words of the prompt that the heads attended
-    to most."""
-    if "sources" not in line:
-        return ""
-    text, ids = "", line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
-    word_of = {
-        p: word for word, positions in words(tokenizer, line["prompt_ids"]) for p in positions
-    }
-    for word, positions in words(tokenizer, ids):
-        shares = Counter()
-        for p in positions:
-            for place, share in line["sources"][p]:
-                if place in word_of:
-                    shares[word_of[place]] += share / len(positions)
-        text += f"\n{'':{width}}  {word} ← " + ", ".join(
-            f"{w} {share:.0%}" for w, share in shares.most_common(SHOWN)
-        )
-    return text
-
-
-def words(tokenizer, ids):
-    """[(word, positions of its ids)] of a text."""
-    out = []
-    for text, positions in pieces(tokenizer, ids):
-        if not out or text[0].isspace() or out[-1][0][-1].isspace():
-            out.append(("", []))
-        out[-1] = out[-1][0] + text, [*out[-1][1], *positions]
-    return [(word.strip(), positions) for word, positions in out if word.strip()]
-
-
 # ------------------------------------------------------------------------------------------ options
 
 
 def make_parser():
-    methods, default, compared = decoders.METHODS, DEFAULT, COMPARED
     p = cli.parser("Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.")
-    cli.add_model_arguments(p)
+    p.epilog = EXAMPLES
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    cli.add_model_arguments(p.add_argument_group("model"))
     several = dict(action="append", default=[])
-    p.add_argument(
+    group = p.add_argument_group("prompt")
+    group.add_argument(
         "--prompt",
         metavar="TEXT",
         **several,
         help="several prompts are decoded as one batch; without a prompt, standard input is one",
     )
-    p.add_argument(
+    group.add_argument(
         "--prompt-file",
         metavar="F",
         **several,
         help="a file that is one prompt; - is standard input",
     )
-    p.add_argument(
+    group.add_argument(
         "--prompt-ids",
         metavar="1,2,3",
         type=token_ids,
         **several,
         help="token ids, used as they are",
     )
-    p.add_argument(
+    group.add_argument(
         "--system", metavar="TEXT", help="system message, for models with a chat template"
     )
-    p.add_argument("--raw", action="store_true", default=None, help="plain text, no chat template")
-    p.add_argument(
+    group.add_argument(
+        "--raw", action="store_true", default=None, help="plain text, no chat template"
+    )
+    group = p.add_argument_group("method")
+    group.add_argument(
+        "--method",
+        type=cli.comma_list(cli.method_name(decoders.METHODS)),
+        default=["decore-entropy"],
+        metavar="M[,M…]",
+        help=f"{', '.join(decoders.METHODS)} (default: decore-entropy)",
+    )
+    cli.add_method_arguments(group, decoders.METHODS)
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help=f"decode with {' and '.join(COMPARED)} too, if they apply",
+    )
+    group = p.add_argument_group("output")
+    group.add_argument(
         "--max-new-tokens",
         type=cli.positive,
         default=64,
         metavar="N",
         help="maximum number of new tokens (default: 64)",
     )
-    p.add_argument("--stop", metavar="TEXT", **several, help="an answer ends before this text")
-    p.add_argument(
-        "--method",
-        type=cli.method_name(methods),
-        metavar="M",
-        help=f"{', '.join(methods)} (default: {default})",
-    )
-    cli.add_method_arguments(p, methods)
-    p.add_argument(
-        "--compare",
-        action="store_true",
-        help=f"decode with {', '.join(compared)} too, if they apply",
-    )
-    p.add_argument("--json", action="store_true", help="one JSON object per prompt")
-    p.add_argument(
+    group.add_argument("--stop", metavar="TEXT", **several, help="an answer ends before this text")
+    group.add_argument("--json", action="store_true", help="one JSON object per prompt")
+    group.add_argument(
         "--html", metavar="FILE", help="also write a page: entropy as shade, numbers on pointing"
     )
-    p.add_argument(
+    group.add_argument(
         "--sources",
         action="store_true",
-        help="show what in the prompt the masked heads attend to: below "
-        "each answer the words, with --json and --html the tokens",
+        help="show what in the prompt the masked heads attend to: below each answer the words, "
+        "with --json and --html the tokens",
     )
-    p.add_argument(
+    group.add_argument(
         "--no-graph",
         action="store_true",
         help="on a GPU: do not record a decoding step as a CUDA graph",
@@ -251,8 +242,8 @@ def make_parser():
     return p
 
 
-def choose_methods(args, default, compared):
-    """(the requested method, all methods to decode by).
+def choose_methods(args):
+    """(the requested methods, all methods to decode by).
 
     ValueError for an option that none of them uses."""
     if "" in args.stop:
@@ -263,71 +254,15 @@ def choose_methods(args, default, compared):
         raise ValueError(
             f"--html {args.html} cannot be written: give a file in a folder that you may write to"
         )
-    names = [*(compared if args.compare else ()), args.method or default]
-    full = cli.full_names(names, args.amateur)
-    both = [
-        name for pair in zip(names, full, strict=True) for name in pair
-    ]  # without and with the amateur
-    chosen = list(dict.fromkeys(both if args.compare else full))
+    requested = cli.full_names(args.method, args.amateur)
+    chosen = requested
+    if args.compare:  # without the amateur, and with it
+        names = [*COMPARED, *args.method]
+        chosen = [*names, *cli.full_names(names, args.amateur)]
+        chosen = list(
+            dict.fromkeys(sorted(chosen, key=lambda m: names.index(m.removesuffix("-lite"))))
+        )
     cli.check_options(args, chosen)
-    if not set(chosen) & {*cli.OPTIONS["num_heads"][0]}:
+    if not set(chosen) & set(cli.OPTIONS["num_heads"].methods):
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
-    return full[-1], chosen
-
-
-# ------------------------------------------------------------------------------------------ prompts
-
-
-def read_prompts(args):
-    """Texts and lists of ids; none of them for the built-in example."""
-    texts, piped = (
-        args.prompt + [read_prompt(path) for path in args.prompt_file],
-        not sys.stdin.isatty(),
-    )
-    if piped and not texts and not args.prompt_ids:
-        texts = [text for text in [read_prompt("-")] if text.strip()]
-    elif (
-        piped and select.select([sys.stdin], [], [], 0)[0] and sys.stdin.buffer.peek(1)
-    ):  # without waiting
-        raise ValueError(
-            "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
-            "leave it"
-        )
-    if any("\\n" in text for text in args.prompt):
-        print(
-            r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use "
-            r"--prompt-file",
-            file=sys.stderr,
-        )
-    if args.prompt_ids and not texts:
-        cli.refuse_unused(
-            args, dict.fromkeys(("system", "raw", "template_args"), "on --prompt-ids")
-        )
-    if not texts + args.prompt_ids and Path(args.model).resolve() != cli.MINIATURE:
-        raise ValueError("nothing to answer: give --prompt, --prompt-file or --prompt-ids")
-    return texts + args.prompt_ids
-
-
-def token_ids(text):
-    return [cli.number(int, 0)(part) for part in text.split(",")]
-
-
-def read_prompt(path):
-    """The text of a file, or of the standard input, without one final newline."""
-    return (sys.stdin.read() if path == "-" else read_text(path)).removesuffix("\n")
-
-
-def encode(prompt, tokenizer, args):
-    """Token ids of a text, through the chat template if there is one. Ids stay as they are."""
-    if not isinstance(prompt, str):
-        return prompt
-    if not prompt.strip():
-        raise ValueError("the prompt is empty")
-    if args.raw or not tokenizer.has_chat_template:
-        if args.system is not None or args.template_args:
-            raise ValueError("--system and --template-args need a chat template, and exclude --raw")
-        return tokenizer.encode(prompt)
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return tokenizer.encode_chat(
-        [*system, {"role": "user", "content": prompt}], template_args=args.template_args
-    )
+    return requested, chosen

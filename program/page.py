@@ -5,63 +5,95 @@ prompt. Pointing at a token shows its numbers and marks its own sources, and poi
 the prompt marks what was copied from it. `page.html#g1h` opens the page as if you pointed at the
 title of the second answer, #g1t0 at its first token."""
 
+import shlex
+import sys
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from jinja2 import Environment, FileSystemLoader
 
+from decore import DeCoRe
+
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
 )
-render = TEMPLATES.get_template("page.html").render  # (title=…, parts=[…]) → the page as a text
+# (title=…, parts=[…], command=…) → the page as a text
+render = TEMPLATES.get_template("page.html").render
 
 
-def write_page(path, model, tokenizer, answers, decoder):
-    """Write each prompt and its answers. answers: per method, (one line of --json per prompt, its
-    settings).
+def write_page(path, model, tokenizer, answers, settings):
+    """Write each prompt and its answers, if this is the first rank.
 
-    decoder: DeCoRe."""
+    answers, settings: per method, an object of --json for each prompt, and its arguments."""
     parts = []
-    for b, lines in enumerate(zip(*(lines for lines, _ in answers), strict=True)):
+    for b, lines in enumerate(zip(*answers.values(), strict=True)):
         prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
         parts.append(prompt)
-        for i, (line, (batch, settings)) in enumerate(zip(lines, answers, strict=True)):
-            is_decore = line["method"].startswith("decore")
-            favourites = masked_favourites(model, line, settings, decoder) if is_decore else None
-            parts.append(
-                answer_part(
-                    tokenizer, line["method"], f"g{i * len(batch) + b}", line, prompt, favourites
-                )
-            )
+        for i, line in enumerate(lines):
+            method = line["method"]
+            favourites = None
+            if method.startswith("decore"):
+                favourites = masked_favourites(model, line, settings[method])
+            name = f"g{i * len(answers[method]) + b}"
+            part = answer_part(tokenizer, method, name, line, prompt, favourites)
+            parts.append(part | dict(details=details(line, settings[method])))
     if model.shard.rank == 0:
-        Path(path).write_text(render(title=model.name, parts=parts), encoding="utf-8")
+        command = shlex.join(["python", "decore.py", *sys.argv[1:]])
+        text = render(title=model.name, parts=parts, command=command)
+        draft = Path(f"{path}.draft")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def details(line, settings):
+    """A method's α and heads in words."""
+    parts = []
+    method = line["method"]
+    if "static" in method or method in ("cd", "cad", "ad"):
+        parts.append(f"α = {settings['alpha']:g}")
+    elif method.startswith("decore"):
+        rule = "H / ln V" if settings["scale_alpha"] else "H"
+        cap = settings["alpha_cap"]
+        parts.append(f"α = {rule}" if cap is None else f"α = min({rule}, {cap:g})")
+    if "amateur" in line:
+        parts.append(f"amateur {line['amateur']}")
+    if line["heads"]:
+        parts.append(f"N = {len(line['heads'])} heads masked: {', '.join(line['heads'])}")
+    return "; ".join(parts)
 
 
 @torch.inference_mode()
-def masked_favourites(model, line, settings, decoder):
+def masked_favourites(model, line, settings):
     """The most likely token of the masked model, or of the amateur, at each position: [(token,
     probability)]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    log_p, token = decoder(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
+    log_p, token = DeCoRe(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 
-def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verdict=None):
+def answer_part(tokenizer, title, name, line, prompt=None, favourites=None):
     """One decoded text for page.html.
 
     name: unique on the page. line: has ids, alphas, entropies and stop; to mark sources also
-    prompt_ids and sources.
-    prompt: the part of the prompt. favourites: those of `masked_favourites`. verdict: "right",
-    "wrong" or None."""
+    prompt_ids and sources. prompt: the part of the prompt. favourites: those of
+    `masked_favourites`."""
     ids, entropies, sources = line["ids"], line["entropies"], line.get("sources")
-    written, tokens = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids), []
+    written = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids)
+    tokens = []
     for text, positions in written:
-        notes = [note for p in positions for note in notes_on(tokenizer, line, p, favourites)]
+        notes = []
+        for p in positions:
+            notes += notes_on(tokenizer, line, p, favourites)
+        word = text.lstrip(" ")  # blanks are not shaded
         tokens.append(
             dict(
-                text=text,
+                blank=text[: len(text) - len(word)],
+                text=word,
                 note="\n".join(notes),
                 entropy=max(entropies[p] for p in positions),
                 differs=favourites and any(favourites[p][0] != ids[p] for p in positions),
@@ -72,7 +104,6 @@ def answer_part(tokenizer, title, name, line, prompt=None, favourites=None, verd
     return dict(
         name=name,
         title=title,
-        verdict=verdict,
         tokens=tokens,
         footer=footer,
         contrasted=favourites,
@@ -84,10 +115,12 @@ def pieces(tokenizer, ids):
     """[(text, positions of its ids)].
 
     A character may span several tokens, and special tokens have no text."""
-    out, last, start = [], 0, 0  # the last piece is that of ids[last:start]
+    out = []
+    last = start = 0  # the last piece is that of ids[last:start]
     for end in range(1, len(ids) + 1):
         # Decoded with the last piece, since a text's first blank is not decoded.
-        before, text = (tokenizer.decode(ids[last:at]) for at in (start, end))
+        before = tokenizer.decode(ids[last:start])
+        text = tokenizer.decode(ids[last:end])
         if len(text) > len(before) and (end == len(ids) or not text.endswith("\ufffd")):
             out.append((text[len(before) :], range(start, end)))
             last, start = start, end
@@ -112,17 +145,17 @@ def find_links(name, written, prompt, sources):
 
     A generated piece points at the pieces that it was copied from, and the reverse; the title
     points at all of them."""
-    piece_of = {
-        p: f"{prompt['name']}s{i}"
-        for i, (_, positions) in enumerate(prompt["pieces"])
-        for p in positions
-    }
+    piece_of = {}  # position in the prompt → the id of its piece
+    for i, (_, positions) in enumerate(prompt["pieces"]):
+        piece_of |= dict.fromkeys(positions, f"{prompt['name']}s{i}")
     links = {}
     for t, (_, positions) in enumerate(written):
-        for position, share in (
-            source for p in positions for source in sources[p] if source[0] in piece_of
-        ):
-            source, token = piece_of[position], f"{name}t{t}"
-            for pair in ((token, source), (source, token), (f"{name}h", source)):
-                links[pair] = max(share, links.get(pair, 0))
+        token = f"{name}t{t}"
+        for p in positions:
+            for position, share in sources[p]:
+                source = piece_of.get(position)
+                if source is None:
+                    continue
+                for pair in (token, source), (source, token), (f"{name}h", source):
+                    links[pair] = max(share, links.get(pair, 0))
     return links

@@ -1,34 +1,52 @@
 """The arguments of a method, from the command line."""
 
+import shlex
 from pathlib import Path
 
 from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
-from heads import choose_heads
+from heads import choose_heads, find_heads, similar_models
 
 
 def method_settings(method, args, model, amateur):
-    """The arguments of `decoders.generate` and `score` for a method, from the command line."""
+    """The arguments of `decoders.generate` and `score` for a method, from the command line.
+
+    model, amateur: models, or what `cli.read_models` knows of them before their weights."""
     settings = dict(method=method.removesuffix("-lite"))
     for name in (*DEFAULTS, "relative_top", "info_layer", "dola_layers", "repetition_penalty"):
         value = getattr(args, name, None)
-        if method in OPTIONS[name][0] and (value is not None or name in DEFAULTS):
+        if method in OPTIONS[name].methods and (value is not None or name in DEFAULTS):
             settings[name] = DEFAULTS[name] if value is None else value
     n = args.num_heads or default_num_heads(model)
     if method in MASKING:
-        settings["heads"] = choose_heads(
-            model,
-            args.heads or bundled_heads(args.model),
-            n,
-            draw=args.random_heads,
-            seed=SEED if args.seed is None else args.seed,
-        )
-    if method in OPTIONS["amateur"][0]:
+        heads = args.heads or bundled_heads(args.model)
+        if not args.random_heads:
+            check_known(model, heads, "--heads", args.model, args)
+        seed = SEED if args.seed is None else args.seed
+        settings["heads"] = choose_heads(model, heads, n, args.random_heads, seed)
+    if method in OPTIONS["amateur"].methods:
         settings["amateur"] = amateur
     if method in LITE:
-        settings["amateur_heads"] = choose_heads(
-            amateur, args.amateur_heads or bundled_heads(args.amateur), n, "--amateur-heads"
-        )
+        heads = args.amateur_heads or bundled_heads(args.amateur)
+        check_known(amateur, heads, "--amateur-heads", args.amateur, args)
+        settings["amateur_heads"] = choose_heads(amateur, heads, n)
     return settings
+
+
+def check_known(model, heads, flag, name, args):
+    """ValueError without a head file: with related models, and the command that measures scores.
+
+    name: that of the model on the command line."""
+    if heads or find_heads(model.name):
+        return
+    similar = ", ".join(f"{flag} {name}" for name in similar_models(model))
+    hints = f"try those of a related model ({similar}), " if similar else ""
+    command = f"python -m heads.detect --model {shlex.quote(str(name))}"
+    out = shlex.quote(f"heads/{Path(model.name).name}.json")
+    command += f" --transformers --out {out}" if args.transformers else f" --out {out}"
+    raise ValueError(
+        f"no head scores are known for {model.name}: {hints}give {flag} FILE, "
+        f"or measure them: {command}"
+    )
 
 
 def default_num_heads(model):

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shlex
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from heads import (
     published_random_heads,
     random_heads,
 )
+from program.settings import method_settings
 from tests.checkpoints import stand_in, write_lines
 
 BEST = {
@@ -86,45 +88,28 @@ def test_every_hub_name_of_a_model_finds_its_file():
 @pytest.mark.parametrize(
     "name, shape, hint",
     [
-        (
-            "meta-llama/Llama-3.2-3B-Instruct",
-            (28, 24),
-            "try those of a related model (--heads Llama-3.2-3B), give",
-        ),
-        (
-            "someone/honest_llama3_8B_instruct",
-            (32, 32),
-            "try those of a related model (--heads Meta-Llama-3-8B-Instruct",
-        ),
-        (
-            "someone/Llama-3.2-3B-Instruct",
-            (30, 24),
-            "are known for someone/Llama-3.2-3B-Instruct: give --heads FILE, or",
-        ),
-        ("someone/模型", (32, 32), "are known for someone/模型: give --heads FILE, or"),
+        ("meta-llama/Llama-3.2-3B-Instruct", (28, 24), "--heads Llama-3.2-3B), give"),
+        ("someone/honest_llama3_8B_instruct", (32, 32), "--heads Meta-Llama-3-8B-Instruct"),
+        ("someone/Llama-3.2-3B-Instruct", (30, 24), "Instruct: give --heads FILE, or"),
+        ("someone/模 型", (32, 32), "are known for someone/模 型: give --heads FILE, or"),
     ],
 )
+@pytest.mark.parametrize("transformers", [False, True])
 def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_that_measures(
-    name, shape, hint
+    name, shape, hint, transformers
 ):
-    model = shlex.quote(name)
-    out = f"heads/{shlex.quote(name.rpartition('/')[2])}.json"
-    command = f"python -m heads.detect --model {model} --out {out}"
-    with pytest.raises(ValueError, match=f"{re.escape(hint)}.*{re.escape(command)}$"):
-        choose_heads(stand_in(*shape, name), None, 10)
-
-
-def test_the_command_that_measures_has_the_folder_as_given(tmp_path, monkeypatch):
-    (tmp_path / "my model").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for folder, given in (
-        ("my model", "'my model'"),
-        (tmp_path / "my model", f"'{tmp_path}/my model'"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"measure them: .* --model {given} --out heads/'my model'.json"
-        ):
-            load_heads(stand_in(name="my model", folder=folder))
+    args = Namespace(
+        model=name, heads=None, num_heads=None, random_heads=None, transformers=transformers
+    )
+    with pytest.raises(ValueError) as error:
+        method_settings("masked", args, stand_in(*shape, name), None)
+    message, _, command = str(error.value).partition("measure them: ")
+    assert message.startswith(f"no head scores are known for {name}: ") and hint in message
+    out = f"heads/{name.rpartition('/')[2]}.json"
+    expected = ["--model", name, *["--transformers"] * transformers, "--out", out]
+    assert shlex.split(command) == ["python", "-m", "heads.detect", *expected]
+    with pytest.raises(ValueError, match="no head scores are known.* heads.detect"):
+        load_heads(stand_in(*shape, name))
 
 
 def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file(tmp_path):
@@ -151,7 +136,7 @@ def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file
         ):
             load_heads(stand_in(*shape), name=path)
     for n in (-1, 7):
-        with pytest.raises(ValueError, match=f"--num-heads {n}: tiny has 6 heads"):
+        with pytest.raises(ValueError, match=f"{n} heads are too many: tiny has 6"):
             load_heads(stand_in(2, 3), n, path)
 
 
@@ -179,10 +164,12 @@ def test_an_entry_that_is_not_a_head_and_its_scores_is_refused(tmp_path, key, sc
 def test_a_file_without_scores_and_an_unknown_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match='"scores" must be an object'):
         load_scores(write_lines(tmp_path / "empty.json", [{"scores": {}, "model": "m"}]))
-    with pytest.raises(
-        FileNotFoundError, match="no-such-model is neither a head file nor a model.*heads.detect"
-    ):
-        load_heads(stand_in(), name="no-such-model")
+    lists = {"0-0": [0.5, 1], "0-1": [0.25]}
+    with pytest.raises(ValueError, match=r"heads have \[1, 2\] samples"):
+        load_scores(write_lines(tmp_path / "lists.json", [lists]))
+    unknown = "mistral-7b-v0.4 is neither .* did you mean Mistral-7B-v0.3?"
+    with pytest.raises(FileNotFoundError, match=unknown):
+        load_heads(stand_in(), name="mistral-7b-v0.4")
 
 
 def test_a_file_of_another_model_is_a_warning_if_it_fits_and_an_error_alone_if_not(recwarn):
@@ -217,6 +204,14 @@ def test_random_heads_are_nested_and_hold_no_retrieval_head():
         random_heads(RANKED[:32], 17)
 
 
+def test_random_heads_without_scores_are_drawn_from_all_heads_with_a_warning():
+    with pytest.warns(UserWarning, match="random heads are drawn from all heads"):
+        heads = choose_heads(stand_in(), None, 12, "uniform", seed=3)
+    assert sorted(heads) == [(layer, head) for layer in range(3) for head in range(4)]
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="13 random heads"):
+        choose_heads(stand_in(), None, 13, "uniform")
+
+
 def test_published_random_heads_replay_the_sampler():
     heads = published_random_heads(100, n_layers=32, n_heads=32)  # nine of its draws repeat one
     random.seed(1234)  # the published code seeds the global generator
@@ -230,5 +225,5 @@ def test_published_random_heads_replay_the_sampler():
     assert published_random_heads(10, 32, 32) == heads[:10]
     with pytest.raises(ValueError, match="a layer has 4 heads"):
         published_random_heads(20, n_layers=80, n_heads=4)
-    with pytest.raises(ValueError, match="at most 9 heads"):
+    with pytest.raises(ValueError, match="10 heads are too many"):
         published_random_heads(10, n_layers=3, n_heads=4)

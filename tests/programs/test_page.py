@@ -1,23 +1,23 @@
-"""Pages of decoded texts and of items of stored runs."""
+"""Pages of decoded texts."""
 
 import html
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import evaluate
 import program
 from decore import DeCoRe
 from heads import choose_heads
 from model import Transformer
 from program import page
-from tests.checkpoints import write_lines
 from tokenizer import Tokenizer
 
 SPAN = re.compile(
-    r'<span class="t( differs)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
+    r'( *)<span class="t( differs)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
     r'data-note="([^"]*)">([^<]*)</span>'
 )
 
@@ -25,8 +25,8 @@ SPAN = re.compile(
 def spans(text):
     """Of each token on a page: (whether it differs, shade, lines of its note, text)."""
     return [
-        (bool(differs), float(shade), html.unescape(note).split("\n"), html.unescape(token))
-        for differs, shade, note, token in SPAN.findall(text)
+        (bool(differs), float(shade), html.unescape(note).split("\n"), blank + html.unescape(token))
+        for blank, differs, shade, note, token in SPAN.findall(text)
     ]
 
 
@@ -89,6 +89,8 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     assert "".join(token for *_, token in tokens) == tokenizer.decode(ids)
     assert any(differs for differs, *_ in tokens) == (ids != favourites)
     assert {shade for _, shade, *_ in tokens} != {0.0}
+    assert "α = 0.25; N = 2 heads masked: " + ", ".join(line["heads"]) in text
+    assert "--method decore-static --alpha 0.25 --heads" in text.partition("<ul")[0]
     _, text = decode("--method", "greedy")
     assert (
         "<script" not in text and "&lt;" in text and "entropy" in text and "favourite" not in text
@@ -126,7 +128,9 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse(sources):
     )
     prompt = dict(name="p0", pieces=page.pieces(Bytes(), line["prompt_ids"]))
     text = page.render(
-        title="<x>", parts=[prompt, page.answer_part(Bytes(), "<title>", "g0", line, prompt)]
+        title="<x>",
+        command="c",
+        parts=[prompt, page.answer_part(Bytes(), "<title>", "g0", line, prompt)],
     )
     rules = re.findall(
         r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) {[^/}]*/ ([\d.]+)\) }", text
@@ -172,112 +176,17 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse(sources):
     )
 
 
-# Items of stored runs
+def test_a_page_that_cannot_be_written_completely_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    path.write_text("old")
 
+    def write_text(draft, text, encoding):
+        draft.open("w").write(text[:9])
+        raise OSError(28, "No space left on device")
 
-@pytest.fixture
-def show(tmp_path, call):
-    """show(*arguments) → (standard error, the page or None)"""
-
-    def run(*args):
-        out = tmp_path / "page.html"
-        out.unlink(missing_ok=True)
-        status, _, err = call(evaluate.main, "report", "page", *args, "--html", out)
-        assert (status, out.exists()) in ((0, True), (2, False)) and err.count(
-            "error: "
-        ) == status / 2
-        return err, out.read_text(encoding="utf-8") if out.exists() else None
-
-    return run
-
-
-def test_an_item_of_two_runs_is_a_page_with_prompt_references_and_both_texts(call, show, tmp_path):
-    call(
-        evaluate.main,
-        "--task",
-        "miniature-conflict",
-        "--method",
-        "greedy,decore-entropy",
-        "--num-heads",
-        2,
-        "--limit",
-        3,
-        "--out",
-        tmp_path,
-        "--device",
-        "cpu",
-    )
-    runs = [
-        tmp_path / f"miniature-conflict.miniature.{name}.jsonl"
-        for name in ("greedy", "decore-entropy.n2")
-    ]
-    lines = [json.loads(path.read_text().splitlines()[2]) for path in runs]
-    err, text = show(runs[0], "--item", 1, "--against", runs[1])
-    assert (
-        err == ""
-        and html.escape(lines[0]["question"]) in text
-        and lines[0]["references"][0] in text
-    )
-    names = re.findall(r' id="(\w+)"', text)
-    assert len(names) == len(set(names)) > 10
-    for line, part, method in zip(
-        lines, re.split("<h2[^>]*>", text)[1:], ("greedy", "DeCoRe entropy, N = 2"), strict=True
-    ):
-        verdict = "right" if line["references"][0] in line["prediction"] else "wrong"
-        assert part.startswith(f'miniature: {method}\n<span class="{verdict}">')
-        tokens = spans(part)
-        assert "".join(token for *_, token in tokens) == line["prediction"]
-        assert [lines[0] for *_, lines, _ in tokens] == [
-            f"base entropy {h:.3f} nats" for h in line["entropies"][: len(tokens)]
-        ]
-    greedy, contrasted = (path.read_text() for path in runs)
-    other = tmp_path / "other.jsonl"
-    for content, args, words in (
-        ("", (runs[0], "--item", 3), "has no item 3"),
-        (
-            contrasted.replace("miniature-conflict", "miniature-open"),
-            (runs[0], "--item", 0, "--against", other),
-            "is a run of miniature-conflict, --against has one of miniature-open",
-        ),
-        (
-            greedy.replace('"prediction": " ', '"prediction": " X'),
-            (other, "--item", 0),
-            "give --model",
-        ),
-    ):
-        other.write_text(content)
-        assert words in show(*args)[0]
-
-
-def test_candidates_are_sorted_by_score_and_the_answer_is_marked(show, tmp_path):
-    settings = {
-        "task": "truthfulqa-mc",
-        "version": 1,
-        "model": "x",
-        "method": "greedy",
-        "n": 1,
-        "layout": "plain",
-    }
-    line = {
-        "index": 0,
-        "candidates": ["yes", "no", "maybe"],
-        "scores_true": [-3.0, -1.0],
-        "scores_false": [-2.0],
-    }
-    for best, mark in ((0, "✗ wrong"), (1, "✓ right")):
-        path = write_lines(
-            tmp_path / "choice.jsonl", [{"header": settings}, line | {"best_position": best}]
-        )
-        _, text = show(path, "--item", 0)
-        assert re.findall(r"<td.*?>(.*?)</td>", text) == [
-            "-1.00",
-            "true",
-            "no",
-            "-2.00",
-            "false",
-            "maybe",
-            "-3.00",
-            "true",
-            "yes",
-        ]
-        assert mark in text
+    monkeypatch.setattr(Path, "write_text", write_text)
+    model = SimpleNamespace(name="m", shard=SimpleNamespace(rank=0))
+    with pytest.raises(OSError, match="No space"):
+        page.write_page(path, model, Bytes(), {}, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "old"

@@ -1,8 +1,9 @@
-"""The program behind decore.py and paper/decoders.py: prompts, options, JSON, text for people."""
+"""The program behind decore.py: prompts, options, JSON, text for people."""
 
 import json
 import re
-from types import SimpleNamespace
+import shlex
+import shutil
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch
 import cli
 import decore
 import program
-from heads import load_heads, published_random_heads, random_heads
+from heads import detect, load_heads, published_random_heads, random_heads
 from heads.sources import find_sources
 from model import Transformer
 from paper import decoders
+from program.prompts import EXAMPLE
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -53,18 +55,23 @@ def labels(heads):
     return [f"{layer}-{head}" for layer, head in heads]
 
 
-def test_answers_to_several_prompts_are_printed_also_after_ctrl_c(call, base, monkeypatch):
-    def generate(*args, method, **settings):
-        if method == "decore-entropy":
+def test_each_of_several_answers_is_printed_when_it_ends(call, base, monkeypatch):
+    def generate(model, ids, method, **settings):
+        if method == "masked":
+            for _ in range(6):
+                settings["on_token"](1, 72, 0.0)
             raise KeyboardInterrupt
-        return generated(*args, method=method, **settings)
+        return generated(model, ids, method, **settings)
 
     generated = decore.generate
     monkeypatch.setattr("decore.generate", generate)
-    status, out, _ = call(
-        program.main, *base, *FLAGS, "--compare", "--prompt", "Hi", "--prompt", "Ho"
-    )
-    assert status == 130 and out.count("greedy") == out.count("masked") == 2
+    several = ["--method", "greedy,masked", "--prompt", "Hi", "--prompt", "Ho"]
+    status, out, _ = call(program.main, *base, *FLAGS, *several)
+    assert status == 130 and re.findall(r"\[\d\] H[io]\n *\w+", out) == [
+        "[1] Hi\n        greedy",
+        "[2] Ho\n        greedy",
+        "[2] Ho\n        masked",
+    ]
 
 
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
@@ -106,10 +113,9 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     for options in (prompts, [*prompts, "--json"], ["--json"]):
         monkeypatch.setattr("sys.stdin", open(tmp_path / "prompt.txt", encoding="utf-8"))
         outputs.append(call(program.main, *base, *FLAGS, *options))
-    (_, out, err), lines, [piped] = (
-        outputs[0],
-        *([*map(json.loads, text.splitlines())] for _, text, _ in outputs[1:]),
-    )
+    _, out, err = outputs[0]
+    lines = [json.loads(line) for line in outputs[1][1].splitlines()]
+    piped = json.loads(outputs[2][1])
     tokenizer = Tokenizer.load(base[1])
     file = tokenizer.encode("from a\nfile\n")  # without one final newline
     assert [line["prompt_ids"] for line in lines] == [
@@ -129,13 +135,6 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
         f"{title}\n{line['text']}\n\n" for title, line in zip(titles, lines, strict=True)
     )
     assert "tokens/s" in err
-    _, out, _ = call(
-        program.main, *base, *FLAGS, *prompts[:2], *prompts[-2:], "--compare"
-    )  # by prompt, then method
-    methods = ["greedy", "masked", "decore-entropy"]
-    assert re.findall(r"^\[\d\]|^ *(?:greedy|masked|decore-entropy)(?=  )", out, re.M) == [
-        label for i in (1, 2) for label in (f"[{i}]", *(f"{method:>14}" for method in methods))
-    ]
 
 
 def test_text_that_would_be_dropped_or_misread_is_named(call, base, tmp_path, monkeypatch):
@@ -152,26 +151,13 @@ def test_text_that_would_be_dropped_or_misread_is_named(call, base, tmp_path, mo
 
 
 def test_an_answer_that_fills_the_context_says_so(call):
+    prompt = "--prompt-ids", "5" + ",5" * 249, "--method", "greedy"
     for n, full in ((6, False), (7, True)):  # the miniature reads 256 tokens
-        _, _, err = call(
-            program.main,
-            "--prompt-ids",
-            "5" + ",5" * 249,
-            "--method",
-            "greedy",
-            "--max-new-tokens",
-            n,
-        )
-        assert (
-            "greedy: 6 tokens" in err
-            and ("an answer ended because the context is full" in err) == full
-        )
+        _, _, err = call(program.main, *prompt, "--max-new-tokens", n)
+        assert "greedy: 6 tokens" in err
+        assert ("an answer ended because the context is full" in err) == full
     status, out, err = call(program.main, "--prompt", "word " * 150, "--compare")
-    assert (status, out, err.count("\n")) == (
-        2,
-        "",
-        1,
-    ) and "use a model that reads more, such as Qwen/" in err
+    assert (status, out) == (2, "") and "use a model that reads more, such as Qwen/" in err
 
 
 def test_sources_stand_below_each_answer_word_by_word(call, objects):
@@ -224,58 +210,66 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
     assert text == "".join(
         f"{name:>14}  {line['text']}\n" for name, line in lines.items() if "amateur" not in line
     )
-    status, out, err = call(
-        program.main, *base[:2], *amateur, *prompt, "--compare"
-    )  # no heads of the model itself
-    assert (
-        status == 0
-        and "masked  " not in out
-        and "masked is left out: no head scores are known" in err
-    )
 
 
-@pytest.mark.parametrize(
-    "options, status, methods, reasons",
-    [
-        (
-            "{heads}",
-            0,
-            [*decore.METHODS, "dola-low", "dola-high"],
-            [
-                "cd is left out: cd needs an amateur",
-                "cad is left out: cad needs",
-                "ad is left out: info_layer 24",
-            ],
-        ),
-        (
-            "--amateur {base}",
-            0,
-            ["greedy", "cd", "dola-low", "dola-high"],
-            ["masked is left out: no head scores"],
-        ),
-        (
-            "--method ad",
-            2,
-            ["greedy", "dola-low", "dola-high"],
-            ["error: info_layer 24"],
-        ),  # requested
-        (
-            "--method masked",
-            2,
-            ["greedy", "dola-low", "dola-high"],
-            ["error: no head scores are known"],
-        ),
-    ],
-)
-def test_compare_leaves_out_methods_that_fail_and_ends_in_an_error_if_the_requested_one_fails(
-    call, base, options, status, methods, reasons
+def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_error(
+    call, base, tmp_path
 ):
-    options = options.format(heads=" ".join(base[2:]), base=base[1]).split()
-    result, out, err = call(
-        program.main, *base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare", *options
-    )
-    assert (result, [json.loads(line)["method"] for line in out.splitlines()]) == (status, methods)
-    assert all(reason in err for reason in reasons) and err.count("error: ") == bool(status)
+    prompt = ["--prompt", "Hi", "--json", *SHORT]
+
+    def run(*options):
+        status, out, err = call(program.main, *prompt, *options)
+        methods = [json.loads(line)["method"] for line in out.splitlines()]
+        return status, methods, err
+
+    no_heads = base[:2]
+    status, methods, err = run(*no_heads, "--method", "dola-low", "--compare")
+    assert (status, methods) == (0, ["greedy", "dola-low"])
+    assert "masked is left out: no head scores are known" in err
+    status, methods, err = run(*no_heads, "--method", "ad,dola-high", "--compare")
+    assert (status, methods) == (2, ["greedy", "dola-high"])
+    assert err.splitlines()[-1].startswith("program.py: error: info_layer 24 is outside")
+
+
+def test_heads_prompts_and_methods_are_checked_before_weights_are_read(call, base, tmp_path):
+    folder = tmp_path / "no weights"
+    shutil.copytree(base[1], folder)
+    (folder / "model.safetensors").write_text("damaged")
+    named = ["--model", folder, "--prompt", "Hi"]
+    for options, words in (
+        ([], "no head scores are known"),
+        (["--heads", "nosuch.json"], "nosuch.json is neither a head file nor a model"),
+        (["--heads", folder / "heads.json", "--num-heads", 99], "99 heads are too many"),
+        (["--method", "greedy", "--prompt-ids", "999"], "contains the id 999"),
+        (["--method", "greedy", "--system", "S"], "need a chat template"),
+        (["--method", "greedy"], "model.safetensors"),
+    ):
+        status, out, err = call(program.main, *named, *options)
+        assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+@pytest.mark.parametrize("flags", [[], ["--transformers"]])
+def test_the_suggested_detection_runs_as_printed(call, base, tmp_path, flags):
+    """Up to its own checks: a tiny random model finds no needle."""
+    _, _, err = call(program.main, *base[:2], "--prompt", "Hi", *flags)
+    program_name, *command = shlex.split(err.rpartition("measure them: ")[2])
+    assert (program_name, command[:2]) == ("python", ["-m", "heads.detect"])
+    assert ("--transformers" in command) == bool(flags)
+    args = detect.make_parser().parse_args(command[2:])
+    assert args.model == base[1] and args.transformers == bool(flags)
+
+
+def test_random_heads_without_scores_are_drawn_from_all_heads_and_say_so(call, base):
+    random = ["--random-heads", "--method", "masked", "--prompt", "Hi"]
+    _, out, err = call(program.main, *base[:2], *FLAGS, *random, "--json")
+    assert len(set(json.loads(out)["heads"])) == 2
+    assert "random heads are drawn from all heads, retrieval heads included" in err
+
+
+def test_a_prompt_that_is_not_the_miniatures_names_a_real_model(call):
+    for prompt, unknown in (("The capital of France is", True), (EXAMPLE.read_text(), False)):
+        _, _, err = call(program.main, "--prompt", prompt.strip(), *SHORT)
+        assert ("the miniature knows invented facts" in err) == unknown
 
 
 def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, tmp_path):
@@ -354,7 +348,7 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
     "arguments, settings",
     [
         ("--method=cad --without-context=i --alpha=2", dict(ids_without_context=[72], alpha=2.0)),
-        ("--method=ad --info-layer=2 --relative-top=0", dict(info_layer=2, relative_top=None)),
+        ("--method=ad --info-layer=2 --relative-top=0", dict(info_layer=2, relative_top=0)),
         ("--method=dola-high --dola-layers=halves", dict(dola_layers="halves")),
         ("--method=cd --amateur={base}", dict(amateur=True)),
     ],
@@ -362,14 +356,7 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
 def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments, settings):
     model = Transformer.load(base[1])
     settings = settings | (dict(amateur=model) if "amateur" in settings else {})
-    [line] = objects(
-        *base[:2],
-        *SHORT,
-        "--prompt",
-        "Hi",
-        *arguments.format(base=base[1]).split(),
-        main=program.main,
-    )
+    [line] = objects(*base[:2], *SHORT, "--prompt", "Hi", *arguments.format(base=base[1]).split())
     g = decoders.generate(
         model, line["prompt_ids"], line["method"], max_new_tokens=6, eos_ids=[257], **settings
     )
@@ -399,31 +386,6 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
         second,
     ] and stop not in second
     assert lines[0]["stop"] == "stop" and len(lines[0]["ids"]) < 24
-
-
-def test_on_a_cpu_small_models_are_float32_and_others_are_refused_before_their_download(
-    tmp_path, monkeypatch
-):
-    write_tokenizer(write_checkpoint(tmp_path, vocab_size=259, dtype=torch.bfloat16))
-    args = program.make_parser("", decore.METHODS, "", ()).parse_args(["--device", "cpu"])
-    assert cli.load_model(tmp_path, args)[0].dtype == torch.float32
-    monkeypatch.setattr(
-        "runtime.hf.HFModel.load",
-        lambda name, device, dtype, device_map: SimpleNamespace(dtype=dtype),
-    )
-    args.transformers = True
-    config = json.loads((tmp_path / "config.json").read_text())
-    for changes, dtype in (({}, "float32"), ({"quantization_config": {"bits": 4}}, None)):
-        (tmp_path / "config.json").write_text(json.dumps(config | changes))
-        assert cli.load_model(tmp_path, args)[0].dtype == dtype
-    args.transformers = False
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
-    monkeypatch.setattr(
-        "runtime.weights.checkpoint_folder",
-        lambda name, weights=True: weights and pytest.fail("downloaded") or tmp_path,
-    )
-    with pytest.raises(ValueError, match="gemma"):
-        cli.load_model(tmp_path, args)
 
 
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):

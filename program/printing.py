@@ -1,0 +1,52 @@
+"""Answers for people: texts, and the words of the prompt that they were copied from."""
+
+from collections import Counter
+
+from program.page import pieces
+
+SHOWN = 3  # words of the prompt that are printed for a new word
+LINES = 8  # new words that are printed for an answer
+
+
+def label(method, width):
+    """The beginning of an answer's line if there are several methods, else nothing."""
+    return f"{method:>{width}}  " if width else ""
+
+
+def sources_below(line, tokenizer, width):
+    """Text below an answer, without sources nothing: for each of its words, the words of the prompt
+    that the heads attended to most. Of many words, those with the largest shares.
+
+    line: an object of --json."""
+    if "sources" not in line:
+        return ""
+    ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
+    word_of = {}  # position in the prompt → its word
+    for word, positions in words(tokenizer, line["prompt_ids"]):
+        word_of |= dict.fromkeys(positions, word)
+    rows = []  # (the largest share, a line)
+    for word, positions in words(tokenizer, ids):
+        shares = Counter()
+        for p in positions:
+            for place, share in line["sources"][p]:
+                if place in word_of:
+                    shares[word_of[place]] += share / len(positions)
+        best = shares.most_common(SHOWN)
+        if best:
+            sources = ", ".join(f"{source} {share:.0%}" for source, share in best)
+            rows.append((best[0][1], f"\n{'':{width}}  {word} ← {sources}"))
+    shown = sorted(rows, key=lambda row: -row[0])[:LINES]
+    text = "".join(row[1] for row in rows if row in shown)
+    hidden = len(rows) - len(shown)
+    return text + (f"\n{'':{width}}  … and {hidden} more words" if hidden else "")
+
+
+def words(tokenizer, ids):
+    """[(word, positions of its ids)] of a text."""
+    out = []
+    for text, positions in pieces(tokenizer, ids):
+        if not out or text[0].isspace() or out[-1][0][-1].isspace():
+            out.append(("", []))
+        word, before = out[-1]
+        out[-1] = word + text, [*before, *positions]
+    return [(word.strip(), positions) for word, positions in out if word.strip()]

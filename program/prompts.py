@@ -1,0 +1,83 @@
+"""Prompts from the command line: options, files, standard input."""
+
+import re
+import select
+import sys
+from pathlib import Path
+
+import cli
+from runtime.checks import check_prompts
+from runtime.files import read_text
+
+EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
+KNOWN = re.compile(r"(^|\n)Answer: The [\w ]+ of \w+ is$")  # the miniature's form of prompt
+
+
+def read_prompts(args):
+    """Texts and lists of ids; none of them for the built-in example."""
+    texts = args.prompt + [read_prompt(path) for path in args.prompt_file]
+    piped = not sys.stdin.isatty()
+    if piped and not texts and not args.prompt_ids:
+        texts = [text for text in [read_prompt("-")] if text.strip()]
+    elif piped and is_waiting(sys.stdin):
+        raise ValueError(
+            "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
+            "leave it"
+        )
+    if any("\\n" in text for text in args.prompt):
+        print(
+            r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use "
+            r"--prompt-file",
+            file=sys.stderr,
+        )
+    if args.prompt_ids and not texts:
+        without_text = dict.fromkeys(("system", "raw", "template_args"), "on --prompt-ids")
+        cli.refuse_unused(args, without_text)
+    is_miniature = Path(args.model).resolve() == cli.MINIATURE
+    if not texts + args.prompt_ids and not is_miniature:
+        raise ValueError("nothing to answer: give --prompt, --prompt-file or --prompt-ids")
+    if is_miniature and not all(KNOWN.search(text) for text in texts):
+        print(
+            "the miniature knows invented facts, in prompts like miniature/example.txt only; for "
+            "others give a real model, such as --model Qwen/Qwen2.5-3B-Instruct",
+            file=sys.stderr,
+        )
+    return texts + args.prompt_ids
+
+
+def is_waiting(stdin):
+    """Whether standard input has a text, without waiting for one."""
+    return select.select([stdin], [], [], 0)[0] and stdin.buffer.peek(1)
+
+
+def token_ids(text):
+    """argparse type: token ids separated by commas."""
+    return [cli.number(int, 0)(part) for part in text.split(",")]
+
+
+def read_prompt(path):
+    """The text of a file, or of the standard input, without one final newline."""
+    return (sys.stdin.read() if path == "-" else read_text(path)).removesuffix("\n")
+
+
+def prompts_to_ids(prompts, model, tokenizer, args):
+    """The token ids of texts, through the chat template if there is one. Ids stay as they are.
+
+    model: its config and name are known; its weights are not needed."""
+    ids = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            ids.append(prompt)
+        elif not prompt.strip():
+            raise ValueError("the prompt is empty")
+        elif args.raw or not tokenizer.has_chat_template:
+            if args.system is not None or args.template_args:
+                raise ValueError(
+                    "--system and --template-args need a chat template, and exclude --raw"
+                )
+            ids.append(tokenizer.encode(prompt))
+        else:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            messages = [*system, {"role": "user", "content": prompt}]
+            ids.append(tokenizer.encode_chat(messages, template_args=args.template_args))
+    return check_prompts(model, ids)
