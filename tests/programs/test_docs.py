@@ -40,8 +40,6 @@ RUN_HERE = {
     "--heads heads/miniature.json --prompt Hi",
     "torchrun": "decore.py --prompt-file miniature/example.txt",
     "python decore.py": "decore.py",
-    "python paper/decoders.py": "paper/decoders.py --compare --info-layer 3 "
-    "--amateur miniature/amateur",
     "python evaluate.py --task nq-swap": RUN,
     "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
     "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
