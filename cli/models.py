@@ -40,9 +40,9 @@ def read_model(name, args):
     choose_device(args)
     folder = checkpoint_folder(name, weights=False)
     if args.transformers:
-        from runtime import hf
+        from runtime.hf import describe, read_config
 
-        config = hf.describe(hf.read_config(folder))
+        config = describe(read_config(folder))
     else:
         config = Config.from_checkpoint(folder)
     short = folder.resolve().name if Path(name).exists() else str(name)

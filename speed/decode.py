@@ -33,7 +33,7 @@ import torch
 
 import cli
 import decore
-from model import Transformer
+from model import Linear, Transformer
 from runtime.config import DTYPES
 from runtime.files import commit
 from runtime.pack import pack
@@ -128,7 +128,7 @@ def contestants(model, prompts, new, names, graph=None):
     twin = transformers_model(model) if peers else None  # before packing: it needs plain weights
     runs = {name: PEERS[name](with_shared_weights(twin), prompts, new, heads) for name in peers}
     if model.device.type == "cpu":
-        pack(model)
+        pack(model, Linear, keep="embed")
     return runs | {
         name: this_project(model, prompts, new, heads, name, graph)
         for name in names

@@ -24,7 +24,7 @@ DECODE = (
 )
 # Section → its seconds at most, and its command.
 SECTIONS = {
-    "tests": (400, "-m pytest -v -m gpu tests/test_gpu.py"),
+    "tests": (400, "-m pytest -v -m gpu tests/core/test_gpu.py"),
     "short": (120, f"{DECODE} transformers two-pass hf custom-generate --prompt 512"),
     "without graphs": (120, f"{DECODE} --prompt 512 --no-graph"),
     "medium": (120, f"{DECODE} transformers two-pass --prompt 8192"),

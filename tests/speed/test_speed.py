@@ -118,10 +118,10 @@ def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_goes_on_after_a_fai
     assert not any(
         "--no-graph" in gpu.dry(command) for _, command in gpu.SECTIONS.values()
     )  # refused on a CPU
-    monkeypatch.setattr(
-        gpu, "SECTIONS", {"bad": (60, "-c raise(ValueError)"), "short": gpu.SECTIONS["short"]}
-    )
+    sections = {name: gpu.SECTIONS[name] for name in ("tests", "short")}
+    monkeypatch.setattr(gpu, "SECTIONS", {"bad": (60, "-c raise(ValueError)")} | sections)
     call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     assert [failure.split(":")[0] for failure in result["failed"]] == ["bad"]
+    assert "tests collected" in result["tests"]
     assert len(result["short"]["tokens_per_second"]) == 6
