@@ -6,6 +6,7 @@ from cli.models import (
     benchmark_template_args,
     choose_device,
     limit_threads,
+    load,
     load_model,
     load_models,
     load_weights,

@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cli
+from heads import KEY
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from runtime import files
 from runtime.weights import fingerprint
@@ -114,45 +116,68 @@ def head_scores(positions, generated, prompt_ids, needle, published=False):
     return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
 
 
-def run_all(model, tokenizer, prompts, needles, facts, rouge, path):
+def run_all(model, tokenizer, prompts, needles, facts, rouge, path, min_success=1):
     """One record per run.
 
-    Appends each batch to the file `path`, and skips the runs that the file already has."""
+    Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
+    if none of the first answers is right, unless min_success is 0."""
     rank, size = model.shard.rank, facts["batch_size"]
-    records = model.shard.broadcast(None if rank else stored_runs(path, facts))
+    records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
     if records:
         print(f"{path} has {len(records)} of {len(prompts)} runs", file=sys.stderr)
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
+        if i >= EARLY and min_success and not any(record["right"] for record in records):
+            raise ValueError(f"{summary(records)}; --min-success 0 goes on")
         batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts, rouge)
         if rank == 0:
             files.append(path, batch)
         records += batch
-        if i < EARLY <= len(records):
+        if i < EARLY <= len(records) < len(prompts):
             tqdm.write(f"so far, {summary(records)}", file=sys.stderr)
     return records
 
 
-def stored_runs(path, facts):
+def stored_runs(path, facts, prompts):
     """The records in the file of a detection: its facts as the header, then a line per run.
 
     Starts a missing file, and removes a line that was cut off. ValueError for a detection with
-    other facts."""
+    other facts, and for a line that is not the run of its prompt."""
     path.touch()
+    remedy = "delete it, or choose another --out"
     header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
-    stored = header.get("header", {})
-    if other := sorted(name for name in stored | facts if stored.get(name) != facts.get(name)):
-        raise ValueError(
-            f"{path} is a detection with another {', '.join(other)}; "
-            "delete it, or choose another --out"
-        )
+    stored = header.get("header")
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path}: line 1 is not the header of a detection; {remedy}")
+    other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
+    if other:
+        raise ValueError(f"{path} is a detection with another {', '.join(other)}; {remedy}")
+    for i, record in enumerate(records):
+        if i == len(prompts) or not is_run(record, prompts[i][1]):
+            raise ValueError(
+                f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)} of this detection; "
+                f"{remedy}"
+            )
     files.write(path, [header, *records])
     return records
+
+
+def is_run(record, place):
+    """Whether a stored record is complete, and that of a prompt's `place`."""
+    scores = record.get("scores")
+    return (
+        place.items() <= record.items()
+        and isinstance(record.get("answer"), str)
+        and isinstance(record.get("right"), bool)
+        and isinstance(scores, dict)
+        and all(KEY.fullmatch(head) and type(x) is float for head, x in scores.items())
+    )
 
 
 def run_batch(model, tokenizer, prompts, needles, facts, rouge):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
     above zero."""
-    published, records = facts["published"], []
+    published = facts["published"]
+    records = []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
     ids, spans = zip(*((ids, place["span"]) for ids, place in prompts), strict=True)
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
@@ -160,17 +185,11 @@ def run_batch(model, tokenizer, prompts, needles, facts, rouge):
         scores = head_scores(positions, answer, prompt, place["span"], published)
         text = tokenizer.decode(answer).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
-        records.append(
-            place
-            | {
-                "answer": text,
-                "recall": round(recall, 4),
-                "right": recall > SUCCESS,
-                "scores": {
-                    f"{i}-{j}": round(scores[i, j].item(), 6) for i, j in scores.nonzero().tolist()
-                },
-            }
-        )
+        above_zero = {}
+        for layer, head in scores.nonzero().tolist():
+            above_zero[f"{layer}-{head}"] = round(scores[layer, head].item(), 6)
+        result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
+        records.append(place | result | dict(scores=above_zero))
     return records
 
 
@@ -189,7 +208,7 @@ def summary(records):
     right = sum(record["right"] for record in records)
     advice = (
         f"; the first one is {records[0]['answer'][:60]!r}: "
-        "try --raw, --template, --needles or other --lengths"
+        "try --raw, a shorter --lengths, another --template, or an instruct model"
     )
     return f"{right} of {len(records)} answers are right" + advice * (not right)
 
@@ -198,16 +217,18 @@ def mean_scores(model, records, facts, min_success):
     """The content of the head file: mean scores over the runs with a right answer, and the facts.
 
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
-    c, right = model.config, [record["scores"] for record in records if record["right"]]
+    c = model.config
+    right = [record["scores"] for record in records if record["right"]]
     if len(right) < min_success or not any(right):
         raise ValueError(
             f"{summary(records)} (--min-success {min_success}); "
             f"{len(set().union(*right))} heads copied in right ones"
         )
-    heads = [f"{layer}-{head}" for layer in range(c.n_layers) for head in range(c.n_heads)]
-    means = {
-        head: round(sum(scores.get(head, 0) for scores in right) / len(right), 6) for head in heads
-    }
+    means = {}
+    for layer, head in product(range(c.n_layers), range(c.n_heads)):
+        name = f"{layer}-{head}"
+        total = sum(scores.get(name, 0) for scores in right)
+        means[name] = round(total / len(right), 6)
     return {
         "model": model.name,
         "n_layers": c.n_layers,
@@ -307,10 +328,10 @@ def make_parser():
     )
     add(
         "--min-success",
-        type=cli.positive,
+        type=cli.number(int, 0),
         default=10,
         metavar="N",
-        help="right answers needed (default 10)",
+        help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
     )
     add(
         "--published",
@@ -334,22 +355,24 @@ def parse_args():
 
 
 def make_facts(args, model, tokenizer, needles, texts):
-    """Everything that determines the scores, as a dict for the head file.
+    """Everything that determines the scores, as a dict for the head file, but for `weight_facts`.
 
-    ValueError for options that do not fit."""
-    published, chat = (
-        args.published,
-        tokenizer.has_chat_template and not args.raw and not args.published,
-    )
-    unused = ["template", "raw"] + ["seed"] * (not args.runs) if published else []
-    cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
-    cli.refuse_unused(args, {} if chat else {"template_args": "on plain text"})
+    model: the facts of a model. ValueError for options that do not fit."""
+    published = args.published
+    chat = tokenizer.has_chat_template and not args.raw and not published
+    if published:
+        unused = ["template", "raw"] + ["seed"] * (not args.runs)
+        cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
+    template_args = None
+    if chat:
+        template_args = cli.benchmark_template_args(tokenizer, args.template_args) or {}
+    else:
+        cli.refuse_unused(args, {"template_args": "on plain text"})
     libraries = "torch", "tokenizers", "rouge-score", *["transformers"] * args.transformers
     longest = model.config.max_positions - args.max_new_tokens
     last = min(5000, longest)
-    first = max(
-        last // 5, min(400, 3 * last // 4)
-    )  # in a short context the needle takes most of a prompt
+    # In a short context the needle takes most of a prompt.
+    first = max(last // 5, min(400, 3 * last // 4))
     prompt_lengths = args.lengths or (PUBLISHED_LENGTHS if published else spread(first, last, 5))
     if prompt_lengths[-1] > longest:
         raise ValueError(
@@ -358,7 +381,7 @@ def make_facts(args, model, tokenizer, needles, texts):
         )
     return {
         "model": model.name,
-        "fingerprint": fingerprint(args.model),
+        "fingerprint": None,
         "lengths": prompt_lengths,
         "depths": args.depths,
         "runs": args.runs,
@@ -367,17 +390,25 @@ def make_facts(args, model, tokenizer, needles, texts):
         "haystack": files.short_hash(json.dumps(texts).encode()),
         "template": PUBLISHED if published else args.template or TEMPLATE,
         "chat": chat,
-        "template_args": (cli.benchmark_template_args(tokenizer, args.template_args) or {})
-        if chat
-        else None,
+        "template_args": template_args,
         "published": published,
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
+        "device": None,
+        "dtype": None,
+        "ranks": None,
+        "engine": "transformers" if args.transformers else "own",
+        "versions": {name: version(name) for name in libraries},
+    }
+
+
+def weight_facts(args, model):
+    """The facts that are known with the weights."""
+    return {
+        "fingerprint": fingerprint(args.model),
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "ranks": model.shard.size,
-        "engine": "transformers" if args.transformers else "own",
-        "versions": {name: version(name) for name in libraries},
     }
 
 
@@ -391,14 +422,21 @@ def main():
             f"--out {args.out} exists, and its runs ({runs}) do not; "
             "delete it, or choose another --out"
         )
-    rouge, needles, texts = load_rouge(), read_needles(args.needles), read_haystack(args.haystack)
-    model, tokenizer = cli.load_model(args.model, args)
-    cli.limit_threads(model)
-    facts = make_facts(args, model, tokenizer, needles, texts)
+    rouge = load_rouge()
+    needles = read_needles(args.needles)
+    texts = read_haystack(args.haystack)
+    checkpoint = cli.read_model(args.model, args)
+    tokenizer = checkpoint.tokenizer
+    facts = make_facts(args, checkpoint, tokenizer, needles, texts)
     prompts = make_prompts(facts, needles, texts, tokenizer)
+    model = cli.load(args.model, args)
+    cli.limit_threads(model)
+    facts |= weight_facts(args, model)
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
         try:
-            records = run_all(model, tokenizer, prompts, needles, facts, rouge, runs)
+            records = run_all(
+                model, tokenizer, prompts, needles, facts, rouge, runs, args.min_success
+            )
         except KeyboardInterrupt:
             print("\nstopped; the same command continues", file=sys.stderr)
             raise

@@ -26,9 +26,7 @@ COVERED = 0.9  # share of the needle's token set by which they located it
 class Needle(NamedTuple):
     needle: str
     question: str
-    real_needle: (
-        str  # the part of the needle that answers the question; heads are scored on its tokens
-    )
+    real_needle: str  # the part that answers the question; heads are scored on its tokens
 
 
 class Sample(NamedTuple):
@@ -53,8 +51,8 @@ def read_needles(path):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
         if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
             raise ValueError(
-                f'{path}, line {number}: needs "needle", "question" and "real_needle", a part of '
-                f"needle"
+                f'{path}, line {number}: needs "needle", "question" and "real_needle", '
+                "a part of needle"
             )
         needles.append(needle)
     if not needles:
@@ -77,7 +75,7 @@ def read_haystack(path):
         texts = [read_text(file).strip() for file in files]
     if not any(texts):
         raise ValueError(
-            f"--haystack {path} holds no text; give a text file, or a folder with .txt files"
+            f"haystack {path} holds no text; give a text file, or a folder with .txt files"
         )
     return texts
 
@@ -88,18 +86,18 @@ def make_prompts(facts, needles, texts, tokenizer):
     record: the number of the needle, the planned length and depth, the actual depth "at", the
     number of "tokens", and the "span" of the needle, [first token, last + 1]. By default no prompt
     occurs twice."""
-    lengths, published, prompts = facts["lengths"], facts["published"], {}
+    lengths, published = facts["lengths"], facts["published"]
     samples = plan(len(needles), len(texts), lengths, facts["depths"], facts["runs"], facts["seed"])
     if not published:
-        texts = [
-            make_book(tokenizer, texts, i, lengths[-1])
-            for i in range(min(len(texts), len(needles)))
-        ]
+        used = range(min(len(texts), len(needles)))
+        texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in used]
+    prompts = {}
     for sample in samples:
         arguments = sample, needles[sample.needle], texts[sample.book], tokenizer
-        ids, span, at = (
-            make_published_prompt(*arguments) if published else make_prompt(*arguments, facts)
-        )
+        if published:
+            ids, span, at = make_published_prompt(*arguments)
+        else:
+            ids, span, at = make_prompt(*arguments, facts)
         record = {
             "needle": sample.needle,
             "length": sample.length,
@@ -112,8 +110,7 @@ def make_prompts(facts, needles, texts, tokenizer):
     if len(prompts) < len(samples):
         warnings.warn(
             f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a "
-            f"prompt: in "
-            "short --lengths a needle has few places",
+            "prompt: in short lengths a needle has few places",
             stacklevel=2,
         )
     return list(prompts.values())
@@ -122,16 +119,15 @@ def make_prompts(facts, needles, texts, tokenizer):
 def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another
     length and depth."""
-    rng, grid = random.Random(seed), list(product(lengths, spread(0, 100, n_depths)))
+    rng = random.Random(seed)
+    grid = list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
-    samples = [
-        Sample(i % n_books, *place, i)
-        for turn in zip(*places, strict=True)
-        for i, place in enumerate(turn)
-    ]
+    samples = []
+    for turn in zip(*places, strict=True):
+        samples += [Sample(i % n_books, *place, i) for i, place in enumerate(turn)]
     if runs and runs > len(samples):
         raise ValueError(
-            f"--runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs"
+            f"runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs"
         )
     return sorted(samples[:runs])
 
@@ -170,7 +166,8 @@ def make_prompt(sample, needle, book, tokenizer, facts):
     room = sample.length - len(encode_chat(f"{head}{needle.needle} {tail}")[0])
     # The joined text may have more tokens than its parts, so the first attempt may be too long.
     for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
-        end, rng = bounds[last], random.Random(f"{facts['seed']} {sample}")
+        end = bounds[last]
+        rng = random.Random(f"{facts['seed']} {sample}")
         at = choose_boundary(bounds[: last + 1], sample.depth, rng)
         context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
         ids, offsets, shift = encode_chat(head + context + tail)
@@ -178,14 +175,12 @@ def make_prompt(sample, needle, book, tokenizer, facts):
             break
     else:
         raise ValueError(
-            f"--lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which "
-            f"takes "
-            f"{len(ids)} with its question"
+            f"lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which "
+            f"takes {len(ids)} with its question"
         )
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
-    inside = [
-        i for i, (a, b) in enumerate(offsets) if a < first + len(needle.real_needle) and b > first
-    ]
+    end_of_needle = first + len(needle.real_needle)
+    inside = [i for i, (a, b) in enumerate(offsets) if a < end_of_needle and b > first]
     return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)
 
 
@@ -201,16 +196,15 @@ def encode_message(tokenizer, message, template_args):
     """Ids of a prompt, the characters [start, end) of each, and the position of the message in the
     rendered text."""
     plain = template_args is None
-    text = (
-        message
-        if plain
-        else tokenizer.render([{"role": "user", "content": message}], template_args=template_args)
-    )
+    text = message
+    if not plain:
+        messages = [{"role": "user", "content": message}]
+        text = tokenizer.render(messages, template_args=template_args)
     start = text.find(message.strip())
     if start < 0:
         raise ValueError(
             "the chat template rewrites the message, so the needle cannot be located in it; use "
-            "--raw"
+            "plain text"
         )
     encoding = tokenizer.core.encode(text, add_special_tokens=plain)
     return encoding.ids, encoding.offsets, start - (len(message) - len(message.lstrip()))

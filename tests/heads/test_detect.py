@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -258,8 +259,9 @@ def prepare(chat_model, monkeypatch):
         )
         args = detect.parse_args()
         items = needles.read_needles(args.needles)
-        facts = detect.make_facts(args, *cli.load_model(args.model, args), items, BOOKS)
-        return facts, needles.make_prompts(facts, items, BOOKS, Tokenizer.load(args.model))
+        checkpoint = cli.read_model(args.model, args)
+        facts = detect.make_facts(args, checkpoint, checkpoint.tokenizer, items, BOOKS)
+        return facts, needles.make_prompts(facts, items, BOOKS, checkpoint.tokenizer)
 
     return run
 
@@ -391,11 +393,63 @@ def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_co
     shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
     different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
     assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
+
+
+def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_path, monkeypatch):
     monkeypatch.setattr(detect, "SUCCESS", 1)
-    status, _, err = call(detect.main, "--runs", 20, "--out", tmp_path / "other.json")
-    assert status == 2 and re.search(
-        "so far, 0 of 20 answers are right; the first one is '.*': try --raw, ", err
-    )
+    path = tmp_path / "h.json"
+    for _ in range(2):  # also if it is continued
+        status, _, err = call(detect.main, "--runs", 28, "--out", path)
+        assert status == 2 and re.search(
+            "error: 0 of 20 answers are right; the first one is '.*': try --raw, a shorter "
+            "--lengths, .*; --min-success 0 goes on$",
+            err.splitlines()[-1],
+        )
+        assert len(Path(f"{path}.runs.jsonl").read_text().splitlines()) == 21
+    status, _, err = call(detect.main, "--runs", 28, "--out", path, "--min-success", 0)
+    assert status == 2 and "0 of 28 answers are right" in err
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda lines: [*lines, lines[1]], "line 10 is not run 9 of 8"),
+        (lambda lines: lines[:2] + lines[3:], "line 3 is not run 2 of 8"),
+        (lambda lines: [lines[0], lines[2], lines[1]], "line 2 is not run 1 of 8"),
+        (lambda lines: [lines[0], lines[1], lines[1]], "line 3 is not run 2 of 8"),
+        (lambda lines: [lines[0], lines[1].replace("scores", "x")], "line 2 is not run 1"),
+        (lambda lines: [lines[0], lines[1].replace('"right"', '"x"')], "line 2 is not run 1"),
+        (lambda lines: ['{"header": [1]}'], "line 1 is not the header of a detection"),
+        (lambda lines: lines[1:], "line 1 is not the header of a detection"),
+    ],
+)
+def test_a_stored_run_is_that_of_its_prompt(call, finished, tmp_path, damage, words):
+    path = tmp_path / "heads.json"
+    Path(f"{path}.runs.jsonl").write_text("\n".join(damage(finished)) + "\n")
+    status, out, err = call(detect.main, *SHORT, "--out", path)
+    assert (status, out, path.exists()) == (2, "", False)
+    assert words in err.splitlines()[-1] and "choose another --out" in err
+
+
+@pytest.fixture
+def finished(call, tmp_path_factory):
+    """The lines of a finished detection's runs."""
+    path = tmp_path_factory.mktemp("finished") / "heads.json"
+    call(detect.main, *SHORT, "--min-success", 4, "--out", path)
+    return Path(f"{path}.runs.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_options_are_checked_before_weights_are_read(call, chat_model, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(chat_model, folder)
+    (folder / "model.safetensors").write_text("damaged")
+    options = "--model", folder, "--out", tmp_path / "h.json"
+    _, _, err = call(detect.main, *options, "--lengths", "1000:3000:2")
+    assert "3000 tokens do not fit the context of" in err
+    (folder / name).unlink()
+    _, _, err = call(detect.main, *options)
+    assert name in err and err.count("\n") == 1
 
 
 def test_scores_that_are_all_zero_are_refused(llama):
