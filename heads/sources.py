@@ -14,11 +14,11 @@ def find_sources(model, prompt, ids, heads):
     prompt, ids: the prompt and the generated tokens, lists of ints. heads: (layer, head) pairs,
     those that DeCoRe masks; they are not masked in this pass. Each head counts for one position of
     the prompt, even if it attends more to the new tokens."""
-    counts = [
-        Counter(at[layer][head] for layer, head in heads)
-        for at in attended(model, prompt, ids).tolist()
-    ]
-    return [[(position, n / len(heads)) for position, n in count.most_common()] for count in counts]
+    sources = []
+    for at in attended(model, prompt, ids).tolist():
+        counts = Counter(at[layer][head] for layer, head in heads)
+        sources.append([(position, n / len(heads)) for position, n in counts.most_common()])
+    return sources
 
 
 @torch.inference_mode()
@@ -27,14 +27,13 @@ def attended(model, prompt, ids):
     H]."""
     cache = model.new_cache([len(prompt) - 1], len(ids))
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long, device=model.device), cache)
-    tokens, positions = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device), []
+    tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
+    positions = []
     for part in tokens.split(TOKENS, 1):
         layers = []  # L × [1, 1, T, H, C]
         model(part, cache, probabilities=layers)
-        # The prompt's last token is in the first slot: its key is number P, after those of the
-        # padded prompt.
-        top = torch.stack(
-            [layer[0, 0, :, :, : cache.P + 1].argmax(-1) for layer in layers]
-        )  # [L, T, H]
+        # Keys of the padded prompt, and the first slot: the prompt's last token has key P.
+        tops = [layer[0, 0, :, :, : cache.P + 1].argmax(-1) for layer in layers]
+        top = torch.stack(tops)  # [L, T, H]
         positions.append(model.shard.all_gather(top.clamp(max=len(prompt) - 1)).transpose(0, 1))
     return torch.cat(positions).cpu()

@@ -73,60 +73,46 @@ def change(runs, split, setup, other="greedy"):
     return Percent(right(runs, split, setup) - right(runs, split, other))
 
 
-# Each function tests the claim in its docstring. It returns whether the claim holds, and the
-# measured numbers. What counts as holding was fixed before the numbers were known, except for claim
-# 7.
+# Each function tests one of CLAIMS. It returns whether the claim holds, and the measured numbers.
+# What counts as holding was fixed before the numbers were known, except for claim 7.
 
 
 def sparse(runs):
-    """Retrieval heads are few: at most a fifth of the heads score above 0.1, the best above 0.5"""
     scores = np.array(sorted(load_scores("miniature").values(), reverse=True))
     share = np.mean(scores > 0.1)
     best = ", ".join(f"{score:.3f}" for score in scores[:5])
-    return 0 < share <= 0.2 and scores[
-        0
-    ] > 0.5, f"{share:.1%} of {len(scores)} heads; the best five: {best}"
+    measured = f"{share:.1%} of {len(scores)} heads; the best five: {best}"
+    return 0 < share <= 0.2 and scores[0] > 0.5, measured
 
 
 def reading(runs):
-    """Masking the top N heads more than halves right answers from the passage, N random heads do
-    not"""
     greedy = right(runs, "open")
     holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
-        top, others = (
-            right(runs, "open", f"masked, N = {n}"),
-            right(runs, "open", f"masked, N = {n}, random heads"),
-        )
-        holds.append(
-            top.mean() < greedy.mean() / 2 < others.mean() and Percent(others.mean(0) - top).low > 0
-        )
+        top = right(runs, "open", f"masked, N = {n}")
+        others = right(runs, "open", f"masked, N = {n}, random heads")
+        halved = top.mean() < greedy.mean() / 2 < others.mean()
+        holds.append(halved and Percent(others.mean(0) - top).low > 0)
         measured += f"; N = {n}: {Percent(top)}, random heads {Percent(others)}"
     return all(holds), measured
 
 
 def recall(runs):
-    """Masking the top N heads costs less closed-book recall than answers from the passage"""
     holds, measured = [], []
     for n in NUMBERS:
-        closed, opened = (
-            change(runs, split, "greedy", f"masked, N = {n}") for split in ("closed", "open")
-        )
+        closed = change(runs, "closed", "greedy", f"masked, N = {n}")
+        opened = change(runs, "open", "greedy", f"masked, N = {n}")
         holds.append(closed.high < opened.low)
         measured.append(f"N = {n}: {closed} against {opened}")
     return all(holds), "points lost at " + "; ".join(measured)
 
 
 def faithful(runs):
-    """On conflicts DeCoRe entropy follows the passage more often than greedy does, or random heads
-    do"""
     greedy = right(runs, "conflict")
     holds, measured = [], f"greedy {Percent(greedy)}"
     for n in NUMBERS:
-        top, others = (
-            right(runs, "conflict", f"DeCoRe entropy, N = {n}{heads}")
-            for heads in ("", ", random heads")
-        )
+        top = right(runs, "conflict", f"DeCoRe entropy, N = {n}")
+        others = right(runs, "conflict", f"DeCoRe entropy, N = {n}, random heads")
         holds.append(Percent(top - greedy).low > 0 and Percent(top - others.mean(0)).low > 0)
         measured += (
             f"; N = {n}: {Percent(top)}, won {(top > greedy).sum()}, lost {(top < greedy).sum()}, "
@@ -136,56 +122,39 @@ def faithful(runs):
 
 
 def cost(runs):
-    """Without a conflict DeCoRe entropy (N = 4) costs less than a point"""
     changes = {split: change(runs, split, DECORE) for split in ("open", "closed", "irrelevant")}
-    return (
-        all(won.low > -1 for won in changes.values()),
-        "change " + ", ".join(f"{split} {won}" for split, won in changes.items()),
-    )
+    measured = ", ".join(f"{split} {won}" for split, won in changes.items())
+    return all(won.low > -1 for won in changes.values()), f"change {measured}"
 
 
 def entropies(runs):
-    """On conflicts base entropy per token is lower for right answers, and lower with DeCoRe (N =
-    4)"""
     correct = right(runs, "conflict")[0] == 1
-    base, contrasted = (
-        stored.base_entropies(runs["conflict", setup][0]) for setup in ("greedy", DECORE)
-    )
+    base = stored.base_entropies(runs["conflict", "greedy"][0])
+    contrasted = stored.base_entropies(runs["conflict", DECORE][0])
     t = ttest_ind(base[correct], base[~correct], equal_var=False, alternative="less").pvalue
     u = mannwhitneyu(base[correct], base[~correct], alternative="less").pvalue
-    return (
-        max(t, u) < 0.05 and Percent((contrasted - base)[None]).high < 0,
+    measured = (
         f"greedy: right {base[correct].mean():.3f}, wrong {base[~correct].mean():.3f} nats "
-        f"(p = {t:.2g}, t-test; "
-        f"{u:.2g}, U-test); greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats",
+        f"(p = {t:.2g}, t-test; {u:.2g}, U-test); "
+        f"greedy {base.mean():.3f}, DeCoRe {contrasted.mean():.3f} nats"
     )
+    return max(t, u) < 0.05 and Percent((contrasted - base)[None]).high < 0, measured
 
 
 def masks(runs):
-    """Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than 2
-    points"""
-    query, prompt = (
-        change(runs, "conflict", f"{DECORE}, {option}", DECORE)
-        for option in ("query mask", "mask prompt True")
-    )
-    return (
-        all(-2 < won.low and won.high < 2 for won in (query, prompt)),
-        f"query {query}, masked prompt {prompt}",
-    )
+    query = change(runs, "conflict", f"{DECORE}, query mask", DECORE)
+    prompt = change(runs, "conflict", f"{DECORE}, mask prompt True", DECORE)
+    holds = all(-2 < won.low and won.high < 2 for won in (query, prompt))
+    return holds, f"query {query}, masked prompt {prompt}"
 
 
 def pointing(runs):
-    """Retrieval heads point at what is copied, random heads do not: the place that most of them
-    attend to is in the passage's answer for more than half of DeCoRe's right answers (N = 4)"""
     [run] = runs["conflict", DECORE]
-    sets = [
-        [tuple(map(int, name.split("-"))) for name in one.header["heads"]]
-        for one in (run, *runs["conflict", f"{DECORE}, random heads"])
-    ]
-    model, tokenizer = (
-        Transformer.load(cli.MINIATURE, dtype=torch.float32),
-        Tokenizer.load(cli.MINIATURE),
-    )
+    sets = []  # of retrieval heads, then random ones
+    for one in run, *runs["conflict", f"{DECORE}, random heads"]:
+        sets.append([tuple(map(int, name.split("-"))) for name in one.header["heads"]])
+    model = Transformer.load(cli.MINIATURE, dtype=torch.float32)
+    tokenizer = Tokenizer.load(cli.MINIATURE)
     hits = []
     for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
         if not correct:
@@ -194,44 +163,65 @@ def pointing(runs):
         before = f"he {text.rpartition('Answer: The ')[2]} "  # "he capital of X is "
         start = text.index(f"{before}{answer}.") + len(before)
         prompt = tokenizer.core.encode(text)
-        span = {
-            i
-            for i, (first, end) in enumerate(prompt.offsets)
-            if first < start + len(answer) and end > start
-        }
+        stop = start + len(answer)
+        span = [i for i, (a, b) in enumerate(prompt.offsets) if a < stop and b > start]
         places = attended(model, prompt.ids, line["ids"][:1])[0].tolist()  # [L][H]
-        # Of several positions that most heads attend to, the first in the order of the heads.
-        tops = [
-            Counter(places[layer][head] for layer, head in heads).most_common(1)[0][0]
-            for heads in sets
-        ]
-        hits.append([top in span for top in tops])
+        hits.append([])
+        for heads in sets:
+            votes = Counter(places[layer][head] for layer, head in heads)
+            # Of several positions with most votes, the first in the order of the heads.
+            hits[-1].append(votes.most_common(1)[0][0] in span)
     top, others = np.split(np.array(hits, float).T, [1])  # [1, items], [draws, items]
     top, others = Percent(top), Percent(others)
     return top.low > 50 > others.high, f"{top} of {len(hits)}, random heads {others}"
 
 
 CLAIMS = {
-    "1": sparse,
-    "2": reading,
-    "3": recall,
-    "4": faithful,
-    "4, cost": cost,
-    "5": entropies,
-    "6": masks,
-    "7": pointing,
+    "1": (
+        "Retrieval heads are few: at most a fifth of the heads score above 0.1, the best above 0.5",
+        sparse,
+    ),
+    "2": (
+        "Masking the top N heads more than halves right answers from the passage, N random "
+        "heads do not",
+        reading,
+    ),
+    "3": (
+        "Masking the top N heads costs less closed-book recall than answers from the passage",
+        recall,
+    ),
+    "4": (
+        "On conflicts DeCoRe entropy follows the passage more often than greedy does, or "
+        "random heads do",
+        faithful,
+    ),
+    "4, cost": ("Without a conflict DeCoRe entropy (N = 4) costs less than a point", cost),
+    "5": (
+        "On conflicts base entropy per token is lower for right answers, and lower with "
+        "DeCoRe (N = 4)",
+        entropies,
+    ),
+    "6": (
+        "Query masking and a masked prompt change DeCoRe's faithfulness (N = 4) by less than "
+        "2 points",
+        masks,
+    ),
+    "7": (
+        "Retrieval heads point at what is copied, random heads do not: the place that most of "
+        "them attend to is in the passage's answer for more than half of DeCoRe's right "
+        "answers (N = 4)",
+        pointing,
+    ),
 }
 
 
 def table(folder):
     """The claims tested on a folder's runs, as a Markdown table with a line about its origin."""
-    runs, lines = read_runs(folder), ["| | claim | holds | measured |", "|---|---|---|---|"]
-    for name, claim in CLAIMS.items():
+    runs = read_runs(folder)
+    lines = ["| | claim | holds | measured |", "|---|---|---|---|"]
+    for name, (text, claim) in CLAIMS.items():
         holds, measured = claim(runs)
-        lines.append(
-            f"| {name} | {' '.join(claim.__doc__.split())} | {'yes' if holds else '**no**'} "
-            f"| {measured} |"
-        )
+        lines.append(f"| {name} | {text} | {'yes' if holds else '**no**'} | {measured} |")
     greedy = {split: run for (split, setup), [run, *_] in runs.items() if setup == "greedy"}
     items = ", ".join(f"{split} {len(run.lines):,}" for split, run in greedy.items())
     about = greedy["open"].header
