@@ -22,18 +22,22 @@ import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import cli
-from paper import decoders, judges, report, runs
-from paper.decoding import Benchmark, encode, run
+from paper import decoders, judges, numbers, plan, report, runs
+from paper.decoding import Benchmark, items_to_ids, run
 from paper.report import stored
 from paper.tasks import MINIATURE, PAPER, data, find, metrics, prompts
 from program.settings import default_num_heads, method_settings
 from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
+
+BATCH = 16  # prompts at once, by default
+QWEN2_PENALTY = 1.05  # in the published runs of DoLa, from Qwen2's generation_config.json
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
 USED_BY_TASK = {
@@ -47,48 +51,173 @@ USED_BY_TASK = {
 }
 
 
+class Job(NamedTuple):
+    """A benchmark with a method: one run."""
+
+    bench: Benchmark
+    method: str  # with "-lite" if it contrasts with an amateur
+    options: dict  # in place of those of the command line
+    header: dict = {}  # more fields of the run's header
+
+
 def main():
-    commands = {"rescore": rescore, "report": report.main}
+    commands = {"paper": paper, "rescore": rescore, "report": report.main}
     first, *rest = sys.argv[1:] or [""]
     return commands[first](rest) if first in commands else evaluate(sys.argv[1:])
 
 
 def evaluate(argv):
-    """A sweep. Reads and checks everything before the first run."""
+    """A sweep from the command line."""
     args = make_parser().parse_args(argv)
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     reason = f"on {', '.join(task.name for task in tasks)}"
-    cli.refuse_unused(
-        args, {name: reason for name, used in USED_BY_TASK.items() if not any(map(used, tasks))}
-    )
-    benchmarks = [
-        Benchmark(task, *data.load(task, args.data, args.demos, args.limit)) for task in tasks
-    ]
+    unused = [name for name, used in USED_BY_TASK.items() if not any(map(used, tasks))]
+    cli.refuse_unused(args, dict.fromkeys(unused, reason))
+    benchmarks = [load_benchmark(task, args) for task in tasks]
     cli.check_options(args, methods)
     if set(methods) <= {"greedy", "masked", "ad"}:
         cli.refuse_unused(args, {"no_renormalise": f"on {', '.join(methods)}"})
     if args.dry_run:
         return dry_run(args, benchmarks)
-    for task in tasks:
+    swept = {
+        "num_heads": args.num_heads or [None],
+        "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
+        "seed": (args.seed or [cli.SEED]) if args.random_heads else [None],
+    }
+    jobs = []
+    for bench, method in itertools.product(benchmarks, methods):
+        used = []
+        for name, values in swept.items():
+            used.append(values if method in cli.OPTIONS[name].methods else [None])
+        for values in itertools.product(*used):
+            jobs.append(Job(bench, method, dict(zip(swept, values, strict=True))))
+    sweep(args, jobs)
+
+
+def load_benchmark(task, args):
+    return Benchmark(task, *data.load(task, args.data, args.demos, args.limit))
+
+
+def paper(argv):
+    """The paper's runs of a model, or the plan of them."""
+    args = paper_parser().parse_args(argv)
+    known = {*plan.ORDER, "all", *(row["table"] for row in numbers.table("paper"))}
+    for name in set(args.table) - known:
+        raise ValueError(f"--table {name} is unknown{cli.did_you_mean(name, known)}; see --help")
+    tables = plan.ORDER if "all" in args.table else args.table
+    tasks = [task.name for task in chosen_tasks(args.task)] if args.task else None
+    planned = plan.planned_runs(args.like or args.model, tables, tasks, args.method)
+    if args.plan:
+        return show_plan(args, planned)
+    cli.refuse_unused(
+        args, dict.fromkeys(("json", "prefill_speed", "decode_speed"), "without --plan")
+    )
+    if args.out is None:
+        raise ValueError("--out DIR is missing: the folder of the runs")
+    if args.like:
+        kept = [one for one in planned if one.checkpoint is None]
+        if len(kept) < len(planned):
+            print("the runs of ITI are left out: its checkpoints are not --model", file=sys.stderr)
+        planned = kept
+    defaults = vars(make_parser().parse_args(["--task", "all"]))
+    for checkpoint in dict.fromkeys(one.checkpoint for one in planned):
+        selected = [one for one in planned if one.checkpoint == checkpoint]
+        own = vars(args) | dict(amateur=None, template_args=args.template_args)
+        if any(one.amateur for one in selected):
+            own["amateur"] = args.amateur or plan.AMATEUR
+        if checkpoint:
+            own["model"] = checkpoint
+        elif args.dtype == "auto":
+            own["dtype"] = "bfloat16"
+        options = argparse.Namespace(**defaults | own)
+        benchmarks = {}
+        jobs = []
+        for one in selected:
+            task = find(one.task)
+            if task not in benchmarks:
+                benchmarks[task] = load_benchmark(task, options)
+            jobs.append(paper_job(one, benchmarks[task], args))
+        sweep(options, jobs, lenient=True)
+
+
+def paper_job(planned, bench, args):
+    """The run of a row of the paper, with the settings of the published runs."""
+    name = (args.like or args.model).lower()
+    options = dict(
+        num_heads=planned.num_heads,
+        alpha=planned.alpha,
+        mask=planned.mask,
+        random_heads=planned.random_heads,
+        seed=planned.seed,
+    )
+    if planned.method.startswith("dola") and "qwen2" in name and not bench.task.choice:
+        options["repetition_penalty"] = QWEN2_PENALTY
+    header = {
+        "paper": dict(table=", ".join(planned.tables), num_heads=planned.how, values=planned.values)
+    }
+    if args.like:
+        header["like"] = args.like
+    return Job(bench, planned.method, options, header)
+
+
+def show_plan(args, planned):
+    """Print the runs and what they cost, without loading a model."""
+    tokenizer = config = None
+    try:
+        facts = cli.read_model(args.model, args)
+        tokenizer, config = facts.tokenizer, facts.config
+    except (OSError, ValueError) as error:
+        print(f"prompt tokens are not counted: {error}", file=sys.stderr)
+    items, tokens, problems = {}, {}, {}
+    args.batch_size = BATCH
+    for name in dict.fromkeys(one.task for one in planned):
+        task = find(name)
+        items[name] = min(task.n, args.limit or task.n)
+        try:
+            bench = load_benchmark(task, args)
+        except (OSError, ValueError, ImportError) as error:
+            problems[name] = str(error)
+            continue
+        items[name] = len(bench.items)
+        if tokenizer:
+            bench = in_layout(bench, args, config, tokenizer)
+            tokens[name] = plan.prompt_tokens(items_to_ids(bench, tokenizer), BATCH)
+    missing = {one.key: plan.missing_of(one, args, problems) for one in planned}
+    if args.json:
+        return plan.print_json(planned, items, missing)
+    size = plan.parameters(args.like or args.model, config)
+    plan.print_plan(args, planned, items, tokens, missing, size)
+
+
+def sweep(args, jobs, lenient=False):
+    """Run the jobs, in order. Everything is checked before the first run.
+
+    lenient: leave out runs that do not fit the model, in place of a ValueError."""
+    for task in dict.fromkeys(job.bench.task for job in jobs):
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
     ranks = Ranks(args.tp, args.device)
-    model, tokenizer, amateur = cli.load_models(args, ranks.shard)
-    setups = make_setups(args, methods, model, amateur)
-    fingerprints = ranks.share(
-        lambda: [fingerprint(name) if name else None for name in (args.model, args.amateur)]
-    )
-    for bench, settings, fields in fitting_runs(args, benchmarks, setups, model, tokenizer):
-        header = make_header(args, bench, fields, model, ranks, fingerprints)
+    facts, tokenizer, amateur_facts = cli.read_models(args)
+    runs_fitting = fitting_runs(args, jobs, facts, amateur_facts, tokenizer, lenient)
+    model, amateur = cli.load_weights(args, ranks.shard)
+    for _, settings, _ in runs_fitting:
+        if "amateur" in settings:
+            settings["amateur"] = amateur
+        decoders.check(model, settings["method"], settings)
+    names = args.model, args.amateur
+    fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in names])
+    for job, settings, fields in runs_fitting:
+        header = make_header(args, job, fields, model, ranks, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
         try:
-            lines = run(bench, header, settings, path, model, tokenizer, ranks)
+            lines = run(job.bench, header, settings, path, model, tokenizer, ranks)
         except KeyboardInterrupt:
             print("\ninterrupted: the same command continues", file=sys.stderr)
             raise
         if ranks.rank == 0:
-            lines = judges.judge(lines, path, bench.task)
-            print_means(lines, stored.values_of(path, bench.task, lines), {"run": str(path)})
+            task = job.bench.task
+            lines = judges.judge(lines, path, task)
+            print_means(lines, stored.values_of(path, task, lines), {"run": str(path)})
 
 
 def make_parser():
@@ -161,112 +290,145 @@ def make_parser():
     return p
 
 
+def paper_parser():
+    p = cli.parser("Run what the paper's tables hold of a model; with --plan, say what it costs.")
+    p.prog += " paper"
+    cli.add_model_arguments(p)
+    p.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of `fetch`")
+    p.add_argument("--demos", type=Path, metavar="DIR", help="(default: the data's folder)")
+    p.add_argument("--out", metavar="DIR", help="folder of the runs")
+    p.add_argument(
+        "--table",
+        type=cli.comma_list(str),
+        default=["main"],
+        metavar="NAME[,NAME…]",
+        help=f"{', '.join(plan.ORDER)}, all, or a table of paper/paper.csv (default: main)",
+    )
+    p.add_argument("--task", metavar="T[,T…]", help="only these tasks")
+    p.add_argument(
+        "--method", type=cli.comma_list(str), metavar="M[,M…]", help="only these methods"
+    )
+    p.add_argument("--like", metavar="MODEL", help="the runs of this model of the paper")
+    p.add_argument("--amateur", metavar="M2", help=f"(default: {plan.AMATEUR})")
+    p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items of each task")
+    p.add_argument(
+        "--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model"
+    )
+    p.add_argument("--plan", action="store_true", help="print the runs and their cost, run nothing")
+    p.add_argument("--json", action="store_true", help="with --plan: a JSON line for each run")
+    for name, what in (("prefill", "prompt"), ("decode", "new")):
+        p.add_argument(
+            f"--{name}-speed",
+            type=cli.number(float, 1e-9),
+            metavar="S",
+            help=f"{what} tokens per second (default: computed from the model's size for one H100)",
+        )
+    return p
+
+
 def chosen_tasks(text):
     groups = {"all": [task.name for task in PAPER], "miniature": [task.name for task in MINIATURE]}
     names = [name for part in text.split(",") for name in groups.get(part, [part])]
     return [find(name) for name in dict.fromkeys(names)]
 
 
-def make_setups(args, methods, model, amateur):
-    """[(settings of decoders.generate, fields of the header)] for each combination of options.
-
-    Decodes one token with each, so that an option that does not fit the model is refused early."""
-    swept = {
-        "num_heads": args.num_heads or [default_num_heads(model)],
-        "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
-        "seed": (args.seed or [cli.SEED]) if args.random_heads else [None],
+def make_setup(args, job, model, amateur):
+    """(settings of decoders.generate, fields of the header) of a job. ValueError if its options do
+    not fit the model. model, amateur: what is known before the weights."""
+    options = dict(job.options)
+    if job.method in cli.OPTIONS["num_heads"].methods and options["num_heads"] is None:
+        options["num_heads"] = default_num_heads(model)
+    given = argparse.Namespace(**vars(args) | options)
+    settings = method_settings(job.method, given, model, amateur)
+    decoders.check(model, settings["method"], settings)
+    heads = settings.get("heads", settings.get("amateur_heads"))
+    fields = settings | {name: options[name] for name in ("num_heads", "alpha", "seed")}
+    fields |= {
+        "method": job.method,
+        "heads": heads and [f"{layer}-{head}" for layer, head in heads],
+        "random_heads": given.random_heads if "heads" in settings else None,
+        "amateur": amateur.name if "amateur" in settings else None,
     }
-    setups = []
-    for method in methods:
-        used = [
-            values if method in cli.OPTIONS[name].methods else [None]
-            for name, values in swept.items()
-        ]
-        for combination in itertools.product(*used):
-            values = dict(zip(swept, combination, strict=True))
-            settings = method_settings(
-                method, argparse.Namespace(**vars(args) | values), model, amateur
-            )
-            without = {"ids_without_context": [0]} if method == "cad" else {}
-            decoders.generate(model, [0], max_new_tokens=1, **settings, **without)
-            heads = settings.get("heads", settings.get("amateur_heads"))
-            fields = (
-                settings
-                | values
-                | {
-                    "method": method,
-                    "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-                    "random_heads": args.random_heads if "heads" in settings else None,
-                    "amateur": amateur.name if "amateur" in settings else None,
-                }
-            )
-            fields.pop("amateur_heads", None)
-            setups.append((settings, fields))
-    return setups
+    fields.pop("amateur_heads", None)
+    return settings, fields
 
 
-def fitting_runs(args, benchmarks, setups, model, tokenizer):
-    """[(benchmark, settings, fields)] of all runs: every benchmark with every setup that fits it.
-
-    Prints a line for each pair that does not fit. ValueError if none fits."""
-    template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    native = "mistral" if model.config.model_type == "mistral" else "chat"
+def in_layout(bench, args, config, tokenizer):
+    """The benchmark with the layout of its prompts, and the arguments of the chat template."""
+    native = "mistral" if config.model_type == "mistral" else "chat"
     native = native if tokenizer.has_chat_template else "plain"
+    layout = bench.task.layout or getattr(args, "layout", None) or native
+    template_args = None
+    if layout != "plain":
+        template_args = cli.benchmark_template_args(tokenizer, args.template_args)
+    return bench._replace(layout=layout, template_args=template_args)
+
+
+def fitting_runs(args, jobs, model, amateur, tokenizer, lenient):
+    """[(job, settings, fields)] of the jobs that fit the model, its amateur and the prompts.
+
+    Prints a line for each task and method that does not fit. ValueError if none fits."""
+    about = {}  # task → (benchmark, lengths of its prompts, those that end in another token)
     fitting, problems = [], []
-    for bench in benchmarks:
-        layout = bench.task.layout or args.layout or native
-        bench = bench._replace(
-            layout=layout, template_args=None if layout == "plain" else template_args
-        )
-        encoded = encode(bench, tokenizer)
-        # The last token of an answer is not read.
-        lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded]
-        other_ends = sum(
-            e.without_context is not None and e.without_context[-1:] != e.prompt[-1:]
-            for e in encoded
-        )
-        for settings, fields in setups:
-            context, name = min(
-                (m.config.max_positions, m.name) for m in (model, settings.get("amateur") or model)
+    for job in jobs:
+        name = job.bench.task.name
+        if name not in about:
+            bench = in_layout(job.bench, args, model.config, tokenizer)
+            about[name] = bench, *measure(items_to_ids(bench, tokenizer))
+        bench, lengths, other_ends = about[name]
+        try:
+            settings, fields = make_setup(args, job, model, amateur)
+        except ValueError as error:
+            if not lenient:
+                raise
+            problems.append(f"{name} with {job.method} is left out: {error}")
+            continue
+        readers = [model, amateur] if "amateur" in settings else [model]
+        context, reader = min((m.config.max_positions, m.name) for m in readers)
+        problem = None
+        if max(lengths) > context:
+            longer = sum(length > context for length in lengths)
+            problem = (
+                f"{longer} of {len(lengths)} prompts are longer than the {context} positions of "
+                f"{reader} (the longest: {max(lengths)} tokens)"
             )
-            problem = None
-            if max(lengths) > context:
-                problem = (
-                    f"{sum(length > context for length in lengths)} of {len(lengths)} "
-                    "prompts are longer than "
-                    f"the {context} positions of {name} (the longest: {max(lengths)} tokens)"
-                )
-            elif fields["method"] == "cad" and not bench.task.without_context:
-                problem = "its prompts have no context to leave out"
-            elif fields["method"] == "cad" and other_ends:
-                problem = (
-                    f"without context {other_ends} of its prompts end in another token "
-                    f"(--layout {layout})"
-                )
-            if problem:
-                problems.append(f"{bench.task.name} with {fields['method']} is left out: {problem}")
-            else:
-                fitting.append((bench, settings, fields))
+        elif job.method == "cad" and not bench.task.without_context:
+            problem = "its prompts have no context to leave out"
+        elif job.method == "cad" and other_ends:
+            problem = (
+                f"without context {other_ends} of its prompts end in another token "
+                f"(--layout {bench.layout})"
+            )
+        if problem:
+            problems.append(f"{name} with {job.method} is left out: {problem}")
+        else:
+            fitting.append((job._replace(bench=bench), settings, fields))
     if not fitting:
         raise ValueError(problems[0])
-    if args.template_args and all(bench.layout == "plain" for bench, *_ in fitting):
+    if args.template_args and all(job.bench.layout == "plain" for job, *_ in fitting):
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)
     return fitting
 
 
+def measure(encoded):
+    """(tokens of each prompt with its longest answer, prompts whose context-free form ends in
+    another token)."""
+    # The last token of an answer is not read.
+    lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded]
+    pairs = [(e.prompt, e.without_context) for e in encoded if e.without_context is not None]
+    return lengths, sum(prompt[-1:] != without[-1:] for prompt, without in pairs)
+
+
 # ------------------------------------------------------------------------------ the header of a run
 
 
-def make_header(args, bench, fields, model, ranks, fingerprints):
+def make_header(args, job, fields, model, ranks, fingerprints):
     """The first line of a run's file: what determines its lines, the software, the machine."""
-    task = bench.task
-    device = (
-        torch.cuda.get_device_name(model.device)
-        if model.device.type == "cuda"
-        else platform.machine()
-    )
+    bench, task = job.bench, job.bench.task
+    is_cuda = model.device.type == "cuda"
+    device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
     return fields | {
         "model": model.name,
@@ -289,13 +451,14 @@ def make_header(args, bench, fields, model, ranks, fingerprints):
         "data": bench.data,
         "demos": bench.demo_record,
         "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None,
-        "batch_size": args.batch_size or 16,
+        "batch_size": args.batch_size or BATCH,
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
-        "mask_prompt": None
-        if task.choice
-        else fields.get("mask_prompt"),  # scoring masks every position
+        # Scoring masks every position.
+        "mask_prompt": None if task.choice else fields.get("mask_prompt"),
         "renormalise": not args.no_renormalise if task.choice else None,
         "seed": cli.SEED if fields["seed"] is None else fields["seed"],
+        "product": model.product,
+        **job.header,
     }
 
 

@@ -25,14 +25,18 @@ from decore import Session, Step, entropy, pad
 from runtime.checks import (
     as_batch,
     as_given,
+    check_masking,
     check_method,
     check_number,
     check_prompts,
     check_scoring,
+    check_settings,
     is_batch,
     unpadded,
 )
 
+NO_AMATEUR = "cd needs an amateur: a smaller model of the same vocabulary"
+INFO_LAYER = 24  # of the published runs
 EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
 # relative_top of the published runs.
 RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}
@@ -49,7 +53,7 @@ class CD:
         self, model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top=None
     ):
         if amateur is None:
-            raise ValueError("cd needs an amateur: a smaller model of the same vocabulary")
+            raise ValueError(NO_AMATEUR)
         self.sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
         self.alpha = alpha
         self.top = threshold(method, relative_top)
@@ -205,7 +209,14 @@ class AD:
     the prompt."""
 
     def __init__(
-        self, model, prompts, capacity, method="ad", info_layer=24, alpha=0.5, relative_top=None
+        self,
+        model,
+        prompts,
+        capacity,
+        method="ad",
+        info_layer=INFO_LAYER,
+        alpha=0.5,
+        relative_top=None,
     ):
         session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
         last = pad([p[-1:] for p in prompts], model.device)
@@ -222,7 +233,7 @@ class AD:
         return make_step(base - self.alpha * self.spread, base, base, self.alpha, self.top)
 
 
-def score_ad(model, prompts, answers, top=0, info_layer=24, alpha=0.5):
+def score_ad(model, prompts, answers, top=0, info_layer=INFO_LAYER, alpha=0.5):
     """`loglikelihoods` of AD as published: its entropy is over the answer's positions too."""
     prompts, answers, _ = check_scoring(model, prompts, answers, dict(alpha=alpha))
     capacity = 1 + max(map(len, chain.from_iterable(answers)))
@@ -251,11 +262,7 @@ def prefill_layer(model, prompts, capacity, layer):
     """Prefill all but the last prompt tokens → a `Session`, the outputs of a layer at these
     positions [B, P − 1, D], and which of the P positions belong to a prompt: [B, P], the last
     column being the last tokens."""
-    if not 1 <= layer <= model.config.n_layers:
-        raise ValueError(
-            f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
-            "choose another"
-        )
+    check_layer(model, layer)
     lengths = [len(p) for p in prompts]
     empty = len(prompts), 0, model.config.d_model
     states = [torch.zeros(empty, dtype=model.dtype, device=model.device)]
@@ -317,6 +324,34 @@ def make_step(scores, base, other, alpha, top):
 
 DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}
 METHODS = (*decore.METHODS, *DECODERS)
+
+
+def check(model, method, settings):
+    """ValueError if the settings of `generate` do not fit a model, or its facts: `name`, `config`.
+
+    The prompts without context of cad are not needed yet."""
+    check_method(method, METHODS)
+    settings = check_settings(model, settings)
+    reads_layers = method == "ad" or method.startswith("dola")
+    if reads_layers and not getattr(model, "has_exits", True):
+        raise ValueError(f"{model.name}: the layers cannot be read, as {method} does")
+    if method == "ad":
+        check_layer(model, settings.get("info_layer", INFO_LAYER))
+    elif reads_layers:
+        exit_layers(model, method.removeprefix("dola-"), settings.get("dola_layers", "capped"))
+    elif method == "cd" and settings.get("amateur") is None:
+        raise ValueError(NO_AMATEUR)
+    elif method in decore.METHODS:
+        names = ("heads", "amateur", "amateur_heads")
+        check_masking(method, *(settings.get(name) for name in names))
+
+
+def check_layer(model, layer):
+    if not 1 <= layer <= model.config.n_layers:
+        raise ValueError(
+            f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
+            "choose another"
+        )
 
 
 def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, **settings):

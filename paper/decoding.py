@@ -12,13 +12,8 @@ from paper import decoders, runs
 from paper.tasks import Task, prompts
 from runtime import files
 
-PROMPT_FIELDS = (
-    "context",
-    "title",
-    "text",
-    "passages",
-    "without_context",
-)  # not stored: the data hold them
+# Not stored: the data hold them.
+PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")
 
 
 class Benchmark(NamedTuple):
@@ -32,19 +27,17 @@ class Benchmark(NamedTuple):
 
 
 def run(bench, header, settings, path, model, tokenizer, ranks):
-    """Decode the items that the file lacks. Returns all lines in the data's order; None on other
+    """Answer the items that the file lacks. Returns all lines in the data's order; None on other
     ranks than 0.
 
     header: the first line of the file. settings: the arguments of decoders.generate and score."""
-    encoded = encode(bench, tokenizer)
+    encoded = items_to_ids(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
-    width = (
-        1 if bench.task.choice else header["batch_size"]
-    )  # of choices, a batch is one item's candidates
+    width = header["batch_size"]
 
-    def decode_batch(batch):
-        answers = decode(bench, batch, header, settings, model, tokenizer) if batch else []
-        return [questions[e.index] | answer for e, answer in zip(batch, answers, strict=True)]
+    def lines_of(batch):
+        answers = answer(bench, batch, header, settings, model, tokenizer) if batch else []
+        return [questions[e.index] | line for e, line in zip(batch, answers, strict=True)]
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions))
@@ -56,7 +49,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
             total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0
         ) as bar:
             for first in range(0, len(batches), ranks.replicas):
-                lines = ranks.gather(partial(decode_batch, batches[first + ranks.replica]))
+                lines = ranks.gather(partial(lines_of, batches[first + ranks.replica]))
                 lines = [line for line in lines if line["index"] not in done]
                 if ranks.rank == 0:
                     files.append(path, lines)
@@ -64,58 +57,73 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
         return runs.finish(path) if ranks.rank == 0 else None
 
 
-def encode(bench, tokenizer):
-    """The token ids of all items."""
+def items_to_ids(bench, tokenizer):
+    """The token ids of all items, as `prompts.Encoded`."""
     in_chat = bench.task.choice and bench.layout != "plain"
     end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
-    return [
-        prompts.encode(
-            bench.task, item, bench.demos, tokenizer, bench.layout, end, bench.template_args
-        )
-        for item in bench.items
-    ]
+    how = bench.demos, tokenizer, bench.layout, end, bench.template_args
+    return [prompts.item_to_ids(bench.task, item, *how) for item in bench.items]
 
 
 def question_of(item, encoded):
     """The part of a line that does not depend on the answer."""
     fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
     key = files.short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
-    return json.loads(
-        json.dumps(fields | {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)})
+    fields |= {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}
+    return json.loads(json.dumps(fields))
+
+
+def answer(bench, batch, header, settings, model, tokenizer):
+    """Answer or score a batch. Returns the part of each line that is the answer."""
+    start = time.perf_counter()
+    results = score if bench.task.choice else generate
+    lines = results(bench, batch, header, settings, model, tokenizer)
+    seconds = round((time.perf_counter() - start) / len(batch), 6)
+    return [line | {"seconds": seconds} for line in lines]
+
+
+def score(bench, batch, header, settings, model, tokenizer):
+    """The scores of each item's candidates, true ones first."""
+    settings = dict(settings)
+    settings.pop("mask_prompt", None)  # scoring masks every position
+    if settings["method"] == "cad":
+        settings["prompts_without_context"] = [e.without_context for e in batch]
+    sums, _ = decoders.loglikelihoods(
+        model,
+        [e.prompt for e in batch],
+        [e.answers for e in batch],
+        renormalise=header["renormalise"],
+        **settings,
     )
-
-
-def decode(bench, batch, header, settings, model, tokenizer):
-    """Decode or score a batch. Returns the part of each line that is the answer."""
-    start, without = time.perf_counter(), [e.without_context for e in batch]
-    if bench.task.choice:
-        [e] = batch
-        more = {"prompt_ids_without_context": without[0]} if settings["method"] == "cad" else {}
-        settings = settings | more
-        settings.pop("mask_prompt", None)  # scoring masks every position
-        scores = decoders.score(
-            model, e.prompt, e.answers, renormalise=header["renormalise"], **settings
-        )
+    lines = []
+    for e, scores in zip(batch, sums, strict=True):
         n_true = bench.items[e.index]["n_true"]
-        results = [
+        lines.append(
             {
                 "scores_true": scores[:n_true],
                 "scores_false": scores[n_true:],
                 "merged": e.merged,
                 "tokens": sum(map(len, e.answers)),
             }
-        ]
-    else:
-        more = {"ids_without_context": without} if settings["method"] == "cad" else {}
-        out = decoders.generate(
-            model,
-            [e.prompt for e in batch],
-            max_new_tokens=header["max_new_tokens"],
-            eos_ids=tokenizer.eos_ids,
-            **settings,
-            **more,
         )
-        results = [
+    return lines
+
+
+def generate(bench, batch, header, settings, model, tokenizer):
+    """The text that answers each item, its ids, alphas and entropies."""
+    settings = dict(settings)
+    if settings["method"] == "cad":
+        settings["ids_without_context"] = [e.without_context for e in batch]
+    out = decoders.generate(
+        model,
+        [e.prompt for e in batch],
+        max_new_tokens=header["max_new_tokens"],
+        eos_ids=tokenizer.eos_ids,
+        **settings,
+    )
+    lines = []
+    for g in out:
+        lines.append(
             {
                 "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
                 "ids": g.ids,
@@ -123,7 +131,5 @@ def decode(bench, batch, header, settings, model, tokenizer):
                 "entropies": [round(entropy, 6) for entropy in g.entropies],
                 "stop": g.stop,
             }
-            for g in out
-        ]
-    seconds = round((time.perf_counter() - start) / len(batch), 6)
-    return [result | {"seconds": seconds} for result in results]
+        )
+    return lines

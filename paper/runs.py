@@ -11,7 +11,8 @@ from paper.tasks.items import field, located
 from runtime.files import json_lines, write
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")
-NOT_COMPARED = (*SURROUNDINGS, "commit", "command", "date", "n", "limit", "continued")
+FACTS = ("commit", "command", "date", "n", "limit", "paper", "product", "continued")
+NOT_COMPARED = (*SURROUNDINGS, *FACTS)
 
 
 def read_run(path):
@@ -50,9 +51,14 @@ def open_run(path, header, items):
         check_header(path, stored, header)
         for line in lines:
             item = items.get(line["index"])
+            problem = None
             if item is None or any(line.get(name) != item[name] for name in item):
+                problem = "is not that of the data"
+            elif not is_answer(line, header["max_new_tokens"] is None):
+                problem = "has no complete answer"
+            if problem:
                 raise ValueError(
-                    f"{line['place']}: item {line['index']} is not that of the data; "
+                    f"{line['place']}: item {line['index']} {problem}; "
                     "choose another --out or remove the file"
                 )
         changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
@@ -63,33 +69,47 @@ def open_run(path, header, items):
     return {line["index"]: line for line in lines}
 
 
+def is_answer(line, choice):
+    """Whether a stored line has everything that a run writes. choice: of multiple choice."""
+    names = ("scores_true", "scores_false") if choice else ("ids", "alphas", "entropies")
+    lists = [line.get(name) for name in names]
+    if not all(isinstance(values, list) for values in lists):
+        return False
+    if choice:
+        return True
+    same_length = len({len(values) for values in lists}) == 1
+    ended = line.get("stop") in ("eos", "length")
+    return same_length and ended and isinstance(line.get("prediction"), str)
+
+
 def check_header(path, stored, new):
     """Raise ValueError with the names of fields that differ and change numbers."""
     smaller = type(stored.get("n")) is not int or stored["n"] > new["n"]
     stored, new = flat(stored), flat(new)
-    names = ["n"] * smaller + [
-        name
-        for name in dict.fromkeys([*stored, *new])
-        if name.split(".")[0] not in NOT_COMPARED and stored.get(name) != new.get(name)
-    ]
+    names = ["n"] * smaller
+    for name in dict.fromkeys([*stored, *new]):
+        if name.split(".")[0] not in NOT_COMPARED and stored.get(name) != new.get(name):
+            names.append(name)
     if names:
         changes = "; ".join(
             f"{name}: {brief(stored.get(name))} there, {brief(new.get(name))} now"
             for name in names[:4]
         )
         raise ValueError(
-            f"{path} was made with other settings ({changes}); choose another --out or remove the "
-            f"file"
+            f"{path} was made with other settings ({changes}); choose another --out or remove "
+            "the file"
         )
 
 
 def flat(header):
     """The header with "fingerprint.weights" as the name of a value inside an object."""
-    return {
-        f"{name}.{inner}" if inner else name: value
-        for name, outer in header.items()
-        for inner, value in (outer.items() if isinstance(outer, dict) else [(None, outer)])
-    }
+    out = {}
+    for name, outer in header.items():
+        if isinstance(outer, dict):
+            out |= {f"{name}.{inner}": value for inner, value in outer.items()}
+        else:
+            out[name] = outer
+    return out
 
 
 def save(path, header, lines):

@@ -10,6 +10,7 @@ metrics.py compares the answers with the references."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from paper.tasks import items, metrics, model_metrics
@@ -335,5 +336,7 @@ TASKS = {task.name: task for task in PAPER + MINIATURE}
 def find(name):
     """The task of this name; ValueError lists the known ones."""
     if not isinstance(name, str) or name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; known tasks: {', '.join(TASKS)}")
+        near = get_close_matches(str(name), TASKS, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown task {name!r}{hint}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]

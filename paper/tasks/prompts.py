@@ -82,7 +82,7 @@ class Encoded(NamedTuple):
     merged: int  # candidates whose first token merged with the prompt's last
 
 
-def encode(task, item, demos, tokenizer, layout, end=(), template_args=None):
+def item_to_ids(task, item, demos, tokenizer, layout, end=(), template_args=None):
     """The token ids of an item.
 
     end: the ids of `end_of_turn`, for multiple choice in chat. template_args: more variables of the

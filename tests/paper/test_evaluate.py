@@ -101,7 +101,7 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
     monkeypatch.setattr(
-        "paper.decoding.decode", lambda *_: pytest.fail("a stored row was decoded again")
+        "paper.decoding.answer", lambda *_: pytest.fail("a stored row was decoded again")
     )
     assert start(*arguments)[0] == 0 and content(path) == complete
 
@@ -110,7 +110,7 @@ def test_ctrl_c_says_that_the_same_command_continues(start, model, data, tmp_pat
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paper.decoding.decode", interrupt)
+    monkeypatch.setattr("paper.decoding.answer", interrupt)
     status, _, err = start(*model, *data["nq-closed"], *GREEDY, "--out", tmp_path)
     assert status == 130 and err.rstrip().endswith("interrupted: the same command continues")
 

@@ -17,6 +17,7 @@ HEADER = {
     "limit": None,
     "alpha": 0.5,
     "batch_size": "auto",
+    "max_new_tokens": 5,
     "device": "cpu (x86_64)",
     "tp": 1,
     "versions": {"torch": "2"},
@@ -33,7 +34,9 @@ def row(index, **more):
         "prompt_sha256": f"p{index}",
         "prediction": "é",
         "ids": [1],
+        "alphas": [0.5],
         "entropies": [0.5],
+        "stop": "length",
     } | more
 
 
@@ -89,6 +92,24 @@ def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
     open_run(path, HEADER | {"batch_size": 2}, ITEMS)
     assert read_run(path)[0] == HEADER | {"continued": [changes, {"batch_size": 2}]}
     assert remarks(settings) == ['continued with another device ("cuda (H100)"), batch_size (8)']
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alphas": None},
+        {"alphas": [0.5, 0.5]},
+        {"ids": 1},
+        {"stop": "end"},
+        {"stop": None},
+        {"prediction": None},
+    ],
+)
+def test_an_incomplete_answer_is_not_continued(path, changes):
+    before = write(path, row(0), row(1, **changes)).read_bytes()
+    with pytest.raises(ValueError, match="line 3: item 1 has no complete answer"):
+        open_run(path, HEADER, ITEMS)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -322,19 +322,19 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
     x, y, end = tokenizer.encode("x"), tokenizer.encode("y"), prompts.end_of_turn(tokenizer)
     assert end == [tokenizer.core.token_to_id("<|end|>")]
     item = {"index": 0, "question": "So", "without_context": "", "candidates": ["x", "y"]}
-    encoded = prompts.encode(task, item, [], tokenizer, "plain")
+    encoded = prompts.item_to_ids(task, item, [], tokenizer, "plain")
     # "Sox" has as many tokens as "So": nothing would be scored, and an empty sum is the best score
     # there is.
     assert len(tokenizer.encode("Sox")) == len(encoded.prompt)
     assert encoded.answers == [x, y] and encoded.merged == 1 and encoded.without_context == []
-    encoded = prompts.encode(task, item, [], tokenizer, "chat", end)
+    encoded = prompts.item_to_ids(task, item, [], tokenizer, "chat", end)
     assert encoded.answers == [x + end, y + end] and encoded.merged == 0
     assert (
         tokenizer.core.decode(encoded.prompt, skip_special_tokens=False)
         == "<|turn|>So<|end|><|turn|>"
     )
     tokenizer.chat_template = TEMPLATE.replace("<|turn|>", "So")  # merges with "x", too
-    encoded = prompts.encode(task, item, [], tokenizer, "chat", end)
+    encoded = prompts.item_to_ids(task, item, [], tokenizer, "chat", end)
     assert encoded.answers == [x + end, y + end] and encoded.merged == 1
 
 

@@ -1,0 +1,208 @@
+"""evaluate.py paper: the runs of the paper's tables, what they cost, and running them."""
+
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+import evaluate
+from paper import numbers, plan
+from paper.report import stored
+from paper.tasks.prompts import Encoded
+from tests.checkpoints import write_lines
+
+ROOT = Path(__file__).parents[2]
+BASE = "Meta-Llama-3-8B-Instruct"
+LARGE = "Meta-Llama-3-70B-Instruct"
+SWAP = {"substring_match_published": 66.08}  # of DeCoRe entropy
+
+
+def test_the_main_tables_come_with_greedy_and_decore_entropy_first():
+    runs = plan.planned_runs(f"meta-llama/{BASE}", ["main"])
+    assert [run.method for run in runs[:28]] == ["greedy"] * 14 + ["decore-entropy"] * 14
+    assert [run.task for run in runs[:14]] == [run.task for run in runs[14:28]]
+    xsum = runs[14]
+    assert (xsum.task, xsum.num_heads, xsum.how, xsum.mask) == ("xsum", 90, "inferred", "query")
+    assert xsum.values["factkb"] == 66.1 and xsum.values["entropy"] == 0.38
+    assert xsum.tables == ["result_faithfulness", "result_entropy_sum"]
+
+
+@pytest.mark.parametrize("model", [BASE, LARGE, "Mistral-7B-Instruct-v0.3", "Qwen2-7B-Instruct"])
+def test_every_number_of_the_paper_belongs_to_one_run(model):
+    runs = plan.planned_runs(model, plan.ORDER)
+    assert len({run.key for run in runs}) == len(runs)
+    for row in numbers.table("paper"):
+        if row["model"] == model:
+            of_row = [r for r in runs if r.task == row["task"] and row["table"] in r.tables]
+            values = [r.values.get(row["metric"], 1e9) for r in of_row]
+            nearest = min(abs(value - float(row["value"])) for value in values)
+            assert nearest < 0.011, row  # the inferred N of one row has a value 0.01 lower
+
+
+def test_an_unstated_n_is_the_inferred_one_or_that_of_the_closest_table():
+    def n(model, task, method, group="main"):
+        [run] = plan.planned_runs(model, [group], [task], [method])
+        return run.num_heads, run.how
+
+    assert n(BASE, "truthfulqa-mc", "decore-entropy") == (80, "inferred")
+    assert n(BASE, "xsum", "decore-static") == (90, f"as xsum {BASE} decore-entropy")
+    assert n(LARGE, "nq-closed", "decore-entropy") == (70, "inferred")  # 70 or 100
+    assert n("Qwen2-7B-Instruct", "popqa", "decore-entropy")[0] == 10
+    assert n(LARGE, "xsum", "decore-entropy-lite", "lite") == (90, f"as xsum {BASE} decore-entropy")
+    [run, *_] = plan.planned_runs(BASE, ["n"], ["popqa"])
+    assert (run.num_heads, run.how) == (10, "")
+
+
+def test_other_tables_are_chosen_by_name():
+    def methods(*groups, model=BASE):
+        return {run.method for run in plan.planned_runs(model, groups, ["nq-swap"])}
+
+    assert methods("masked") == {"masked"} and methods("n") == {"decore-entropy"}
+    assert methods("lite", model=LARGE) == {"decore-entropy-lite"}
+    alphas = [run.alpha for run in plan.planned_runs(BASE, ["alpha"], ["nq-swap"])]
+    assert alphas == [-0.5, 0, 1, 2, 4, 8]
+    [iti] = plan.planned_runs(BASE, ["iti"], ["nq-swap"])
+    assert (iti.method, iti.checkpoint) == ("greedy", "jujipotle/honest_llama3_8B_instruct")
+    random = plan.planned_runs(BASE, ["random"], ["nq-swap"])
+    assert len(random) == 2 * 10 * len(plan.SEEDS)
+    assert {run.random_heads for run in random} == {"published"}
+    [cd] = plan.planned_runs(LARGE, ["main"], ["nq-swap"], ["cd"])
+    assert (cd.amateur, cd.alpha) == (plan.AMATEUR, 0.5)
+
+
+def test_the_common_prefix_of_a_batch_is_counted_once():
+    prompts = [[1] * 100 + [n] * (n + 1) for n in range(2, 5)] + [[9] * 70]
+    items = [Encoded(i, ids, None, None, 0) for i, ids in enumerate(prompts)]
+    total = 103 + 104 + 105 + 70
+    assert plan.prompt_tokens(items, 3) == (total, total - 2 * 64)
+    assert plan.prompt_tokens(items, 1) == (total, total)
+
+
+def test_parameters_are_those_of_the_model(llama, amateur):
+    def count(model):
+        return sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+    for model in llama, amateur:
+        assert plan.parameters("x", model.config) == count(model)
+    assert plan.parameters("Qwen/Qwen2.5-0.5B-Instruct") == 0.5e9
+    assert plan.parameters("miniature") is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data and demonstrations of nq-swap, as `fetch` arranges them."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "nq_swap").mkdir()
+    rows = []
+    for i in range(40):
+        row = {"question": f"who is {i}", "org_answer": ["Old"], "sub_answer": ["New"]}
+        rows.append(row | {"sub_context": f"{i} is New."})
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "nq_swap" / "dev-0.parquet"
+    )
+    demos = [{"question": "q", "answer": "a", "context": "c"}] * 4
+    write_lines(folder / "nq_swap" / "demos.jsonl", demos)
+    return folder
+
+
+@pytest.fixture
+def paper(call, folder):
+    """Runs `evaluate.py paper` for the miniature."""
+    return partial(call, evaluate.main, "paper", "--data", folder)
+
+
+def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_model, folder):
+    options = "--model", chat_model, "--like", BASE, "--plan"
+    status, out, err = paper(*options, "--json")
+    assert status == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert len(lines) == len(plan.planned_runs(BASE, ["main"]))
+    assert {*lines[0]} >= {*"task method num_heads alpha mask amateur random_heads table".split()}
+    swap = next(line for line in lines if line["task"] == "nq-swap" and line["num_heads"])
+    assert swap["paper"] == SWAP and swap["items"] == 40
+    assert swap["mask"] == "query" and swap["table"] == "result_faithfulness"
+    assert swap["missing"] == [
+        f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
+        f"--out heads/{chat_model.name}.json"
+    ]
+    popqa = next(line for line in lines if line["task"] == "popqa")
+    assert popqa["items"] == 14267
+    assert popqa["missing"][0].endswith(f"python evaluate.py fetch {folder} --task popqa")
+    status, out, _ = paper(*options, "--prefill-speed", 1000, "--decode-speed", 10)
+    assert status == 0 and "at 1,000 prompt and 10 new tokens per second" in out
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith("nq-swap")] == [
+        ["nq-swap", "7", "40"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--plan"], "the paper has no numbers of miniature: choose one of its models with --like"),
+        (["--like", BASE, "--out", "x", "--json"], "--json has no effect without --plan"),
+        (["--like", BASE], "--out DIR is missing"),
+        (["--like", BASE, "--plan", "--table", "mian"], "--table mian is unknown, did you mean"),
+        (["--like", BASE, "--plan", "--task", "nq-swop"], "did you mean nq-swap?"),
+        (["--like", BASE, "--plan", "--task", "xsum", "--method", "cd"], "no numbers of"),
+    ],
+)
+def test_a_mistake_is_one_line(paper, options, words):
+    status, out, err = paper(*options)
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_a_killed_sweep_ends_like_an_uninterrupted_one_and_is_reported(paper, folder, tmp_path):
+    rows = "--like", BASE, "--task", "nq-swap", "--method", "greedy,decore-entropy,cad"
+    rows += "--table", "main,n", "--limit", "36", "--dtype", "float32"
+    status, out, err = paper(*rows, "--out", tmp_path / "whole")
+    assert status == 0 and "nq-swap with decore-entropy is left out: 40 heads" in err
+    names = [Path(json.loads(line)["run"]).stem for line in out.splitlines()]
+    assert names == [
+        "nq-swap.miniature.greedy",
+        "nq-swap.miniature.decore-entropy.n10.query",
+        "nq-swap.miniature.cad.a0.5",
+        "nq-swap.miniature.decore-entropy.n20.query",
+        "nq-swap.miniature.decore-entropy.n30.query",
+    ]
+    killed = tmp_path / "killed"
+    command = [sys.executable, "evaluate.py", "paper", "--data", folder, *rows, "--out", killed]
+    for written in (20, 70):
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL)
+        while process.poll() is None and lines_in(killed) < written:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    assert 70 <= lines_in(killed) < 5 * 37
+    assert paper(*rows, "--out", killed)[0] == 0
+    for name in names:
+        whole, again = (content(at / f"{name}.jsonl") for at in (tmp_path / "whole", killed))
+        assert whole == again
+    header = content(killed / f"{names[1]}.jsonl")[0]
+    assert header["like"] == BASE and header["paper"] == {
+        "table": "result_faithfulness, result_ablation_num_masked_retr_head_faithfulness",
+        "num_heads": "inferred",
+        "values": SWAP,
+    }
+    run = stored.read(killed / f"{names[1]}.jsonl")
+    assert run.paper_model == BASE
+    assert numbers.cell(run, "substring_match_published")["value"] == "66.08"
+
+
+def lines_in(folder):
+    return sum(len(path.read_bytes().splitlines()) for path in folder.glob("*.jsonl"))
+
+
+def content(path):
+    """A run without what differs from process to process."""
+    first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    header = first["header"]
+    for name in ("command", "date", "commit"):
+        header.pop(name)
+    for line in lines:
+        line.pop("seconds")
+    return [header, *lines]
