@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 import cli
-from paper import decoders, judges, numbers, plan, report, runs
+from paper import decoders, fetch, judges, numbers, plan, report, runs
 from paper.decoding import Benchmark, items_to_ids, run
 from paper.report import stored
 from paper.tasks import MINIATURE, PAPER, data, find, metrics, prompts
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 def main():
-    commands = {"paper": paper, "rescore": rescore, "report": report.main}
+    commands = {"fetch": fetch.main, "paper": paper, "rescore": rescore, "report": report.main}
     first, *rest = sys.argv[1:] or [""]
     return commands[first](rest) if first in commands else evaluate(sys.argv[1:])
 

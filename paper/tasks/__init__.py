@@ -43,10 +43,9 @@ class Task:
     question: str = "{question}"  # the last user turn, after the context
     context: str = ""  # precedes the question; CAD leaves it out
     instruction: str = ""  # the system turn
-    without_context: str = (
-        ""  # CAD's second prompt: "" none; "passage" drops the context; "demos" the
-    )
-    #                                     demonstrations too; "field" is a field of the item
+    # CAD's second prompt: "" none; "passage" drops the context; "demos" the demonstrations too;
+    # "field" is a field of the item.
+    without_context: str = ""
     gap: str = "\n\n"  # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
     shots: int = 0
@@ -55,9 +54,8 @@ class Task:
     demo_file: str = "demos.jsonl"
     fixed_demos: tuple = ()  # demonstrations that are part of the prompt
     demos_hash: str = ""  # data.demos_hash of the paper's demonstrations
-    training: HubFile | None = (
-        None  # its first rows are the demonstrations without --demos, as in the paper
-    )
+    # Its first rows are the demonstrations without --demos, as in the paper.
+    training: HubFile | None = None
     read_training: Callable | None = None
     demos_are_items: bool = False  # demonstrations are test items, but never of themselves
     splits: bool = False  # several files; each is a split, averaged separately
@@ -101,7 +99,7 @@ IFEVAL = Task(
     items.ifeval,
     (model_metrics.ifeval,),
     folder="ifeval",
-    files=("ifeval.jsonl", "ifeval_input_data.jsonl"),
+    files=("ifeval.jsonl", "ifeval_input_data.jsonl", "ifeval*.arrow"),
     fields=("prompt", "instruction_id_list", "kwargs"),
     origin=HubFile(
         "google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"
@@ -218,7 +216,12 @@ TRIVIAQA = Task(
     items.triviaqa,
     (metrics.short_answer,),
     folder="triviaqa",
-    files=("validation-*.parquet", "unfiltered.nocontext/validation-*.parquet", "triviaqa*.jsonl"),
+    files=(
+        "validation-*.parquet",
+        "unfiltered.nocontext/validation-*.parquet",
+        "triviaqa*.jsonl",
+        "triviaqa*.arrow",
+    ),
     fields=("question",),
     origin=TRIVIA_QA,
     instruction="Answer the given question.",
@@ -235,7 +238,7 @@ POPQA = Task(
     items.popqa,
     (metrics.short_answer,),
     folder="popqa",
-    files=("test.tsv", "popQA*.tsv", "popqa*.jsonl"),
+    files=("test.tsv", "popQA*.tsv", "popqa*.jsonl", "popqa*.arrow"),
     fields=("question",),
     origin=HubFile("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
     instruction="Answer the given question.",

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import sys
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 from paper.tasks.items import field, located, require
@@ -28,34 +28,36 @@ def read_entries(path):
         with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if name.endswith(".tsv") else ",")
             yield from ((reader.line_num, row) for row in reader)
-    elif name.endswith(".parquet"):
+    elif name.endswith((".parquet", ".arrow")):
         try:
-            from pyarrow.parquet import read_table
+            from pyarrow import ipc, parquet
         except ImportError:
-            raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from None
+            raise ImportError(f"{path}: this file needs pyarrow: pip install pyarrow") from None
         with located(path):
-            yield from enumerate(read_table(path).to_pylist(), 1)
+            if name.endswith(".parquet"):
+                table = parquet.read_table(path)
+            else:
+                table = ipc.open_stream(path.read_bytes()).read_all()
+            yield from enumerate(table.to_pylist(), 1)
     else:
         raise ValueError(
-            f"{path}: unknown kind of file; known: .jsonl, .jsonl.gz, .csv, .tsv, .parquet"
+            f"{path}: unknown kind of file; known: .jsonl, .jsonl.gz, .csv, .tsv, .parquet, .arrow"
         )
 
 
-def find_files(option, task, places, patterns):
+def find_files(option, task, places, patterns, required):
     """Path → record of the first place that is a file, or of its files if it is a folder; {}
-    without a place.
+    without one.
 
     Takes the files of the first pattern that matches any, in the task's own subfolder if it has
-    some."""
+    some. required: FileNotFoundError if the first place holds none."""
     for place in map(Path, filter(None, places)):
-        matches = (
-            sorted(folder.glob(pattern))
-            for pattern in patterns
-            for folder in (place / task.folder, place)
-        )
-        if files := next(filter(None, matches), []) if place.is_dir() else [place]:
+        files = [] if place.is_dir() else [place]
+        for pattern, folder in product(patterns, (place / task.folder, place)):
+            files = files or sorted(folder.glob(pattern))
+        if files:
             return {path: file_record(path) for path in files}
-    if places[0]:
+    if places[0] and required:
         raise FileNotFoundError(
             f"{option} {places[0]}: no file for {task.name} in this folder ({', '.join(patterns)})"
         )
@@ -85,9 +87,8 @@ def from_hub(origin, option="--data"):
     record = file_record(path)
     if origin.sha256 not in (None, record["sha256"]):
         raise ValueError(
-            f"{origin} has changed and is not the file that the paper scores; give yours with "
-            f"{option} "
-            "FILE"
+            f"{origin} has changed and is not the file that the paper scores; "
+            f"give yours with {option} FILE"
         )
     commit = path.parts[path.parts.index("snapshots") + 1]
     return path, {"hub": origin.repo, "revision": commit} | record
@@ -113,33 +114,30 @@ def load(task, data=None, demos=None, limit=None):
     first nine items are the published demonstrations."""
     items, records = load_items(task, data)
     demonstrations, record = find_demos(task, demos, data)
-    shots = (
-        task.shots + task.demos_are_items
-    )  # PopQA: an item that is one of them is shown the ninth instead
+    # PopQA: an item that is one of the demonstrations is shown the ninth instead.
+    shots = task.shots + task.demos_are_items
     if shots and record is None:
         if task.demo_answer == "cot_answer":
             raise ValueError(f"{task.name} needs --demos FILE: its items have no reasoning to show")
         first = {}
         for item in items:
             first.setdefault(item["question"], item)
-        demonstrations = [
-            demonstration(task, item | {"answer": item["references"][0]}) for item in first.values()
-        ]
+        for item in first.values():
+            answered = item | {"answer": item["references"][0]}
+            demonstrations.append(demonstration(task, answered))
         record = {"source": "first items"} | records[0]
     demonstrations = demonstrations[:shots]
     questions = {demo["question"] for demo in demonstrations}
     if task.demos_are_items:
-        items = [
-            item | {"demonstration": True} if item["question"] in questions else item
-            for item in items
-        ]
+        for item in items:
+            if item["question"] in questions:
+                item["demonstration"] = True
     elif record and record["source"] == "first items":
         items = [item for item in items if item["question"] not in questions]
     if not items:
         raise ValueError(
             f"{task.name}: the data's first {shots} questions are its demonstrations, and nothing "
-            f"is left "
-            "to score: give more data, or --demos FILE"
+            "is left to score: give more data, or --demos FILE"
         )
     if demonstrations:
         record["paper"] = demos_hash(demonstrations) == task.demos_hash
@@ -149,12 +147,8 @@ def load(task, data=None, demos=None, limit=None):
             f"{task.name}: {len(demonstrations)} demonstrations ({origin}), {verdict}",
             file=sys.stderr,
         )
-    return (
-        [item | {"index": index} for index, item in enumerate(items[:limit])],
-        records,
-        demonstrations,
-        record,
-    )
+    items = [item | {"index": index} for index, item in enumerate(items[:limit])]
+    return items, records, demonstrations, record
 
 
 def load_items(task, data=None):
@@ -165,15 +159,15 @@ def load_items(task, data=None):
         function, split = task.made_by
         made = pkgutil.resolve_name(function)(split, task.n)
         record = {"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}
-        return [task.read(item._asdict()) | {"id": index} for index, item in enumerate(made)], [
-            record
-        ]
+        items = [task.read(item._asdict()) | {"id": index} for index, item in enumerate(made)]
+        return items, [record]
     if data is None and task.origin is None:
-        raise ValueError(f"{task.name} needs --data FILE; docs/data.md says where it is")
-    files, items = (
-        find_files("--data", task, [data], task.files) or dict([from_hub(task.origin)]),
-        [],
-    )
+        raise ValueError(
+            f"{task.name} needs --data FILE: python evaluate.py fetch DIR --task {task.name}"
+        )
+    files = find_files("--data", task, [data], task.files, required=task.origin is None)
+    files = files or dict([from_hub(task.origin)])
+    items = []
     names = ", ".join(path.name for path in files)
     if len(files) > 1 and not task.splits:
         raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
@@ -198,11 +192,14 @@ def find_demos(task, demos, data):
         return [], None
     read = partial(demonstration, task)
     places = [demos, data if data and Path(data).is_dir() else None]
-    for path, record in find_files("--demos", task, places, [task.demo_file]).items():
+    found_elsewhere = task.fixed_demos or task.training or task.demos_are_items
+    files = find_files("--demos", task, places, [task.demo_file], required=not found_elsewhere)
+    for path, record in files.items():
         entries = (pair for pair in read_entries(path) if pair[1].get("used_in_paper") is not False)
-        if demonstrations := list(read_with(read, entries, path)):
-            return demonstrations, {"source": "file"} | record
-        raise ValueError(f"{path}: holds no demonstrations")
+        demonstrations = list(read_with(read, entries, path))
+        if not demonstrations:
+            raise ValueError(f"{path}: holds no demonstrations")
+        return demonstrations, {"source": "file"} | record
     if task.fixed_demos:
         return list(map(read, task.fixed_demos)), {"source": "fixed"}
     if not task.training:

@@ -504,12 +504,12 @@ def test_wrong_names_and_files_are_refused_with_what_to_give(tmp_path):
             data.load(find(name), *arguments)
 
     write(tmp_path / "demos.jsonl", [QA])
-    refuse("--data .*: no file for triviaqa in this folder", "triviaqa", tmp_path)
+    refuse("--data .*: no file for xsum in this folder", "xsum", tmp_path)
     for name in ("validation-1.parquet", "validation-2.parquet"):
         (tmp_path / name).write_bytes(b"")
     refuse("several files fit triviaqa, name one", "triviaqa", tmp_path)
-    refuse("memotrap needs --data FILE; docs/data.md says", "memotrap")
-    refuse("unknown task 'nqswap'; known tasks: xsum, memotrap", "nqswap")
+    refuse("memotrap needs --data FILE: python evaluate.py fetch", "memotrap")
+    refuse("unknown task 'nqswap', did you mean nq-swap.; known tasks: xsum", "nqswap")
     refuse(
         "demos.jsonl, line 1: missing field: 'context'",
         "nq-swap",

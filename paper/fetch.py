@@ -1,0 +1,364 @@
+"""Downloads the data and the demonstrations of the paper's tasks into the layout that --data and
+--demos read.
+
+The first origin is the repository of the paper's authors, at its last commit. It holds the files
+that the paper scored, and the demonstrations as lists in its source, which is read and never run.
+The second origin of a data file is its data set on the Hugging Face hub."""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+import zipfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
+
+from tqdm import tqdm
+
+import cli
+from paper import judges
+from paper.tasks import PAPER, data, find, model_metrics
+from runtime.errors import hub_reason
+from runtime.files import one_line
+
+COMMIT = "d1fa5a916a566025e9790214fb6cdcc545347f26"
+AUTHORS = f"https://raw.githubusercontent.com/aryopg/DeCoRe/{COMMIT}"
+PUNKT = (
+    "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/tokenizers/punkt_tab.zip"
+)
+HUB = "https://huggingface.co"
+AT_ONCE = 4  # downloads
+CHUNK = 1 << 20  # bytes
+
+
+class File(NamedTuple):
+    folder: str  # of the tasks that use it, as in `Task.folder`
+    name: str  # in that folder
+    source: str  # path in the authors' repository
+    digest: str  # sha256; or, of 40 digits, git's id of the content, which the commit pins
+    function: str = ""  # of a source file: the one that holds demonstrations
+
+
+# Data, then sources of demonstrations.
+FILES = (
+    File(
+        "xsum",
+        "xsum-1000.jsonl",
+        "data/XSum/xsum-1000.jsonl",
+        "71409a4cbe21b183ccd44e317bf7a42522bb0db37bc754f89ce20260d0c0ab9b",
+    ),
+    File(
+        "memotrap",
+        "1-proverb-ending.csv",
+        "data/MemoTrap/1-proverb-ending.csv",
+        "e6d1b4e6ec6bc90c22afb9138bafbdf276fbe252be705d44ff16fdb44d50bae7",
+    ),
+    File(
+        "memotrap",
+        "2-proverb-translation.csv",
+        "data/MemoTrap/2-proverb-translation.csv",
+        "2f78d1d18d80d839a36eaaa0143f7aacb73a827c2422d21a7ddf0c60400d5033",
+    ),
+    File(
+        "memotrap",
+        "3-hate-speech-ending.csv",
+        "data/MemoTrap/3-hate-speech-ending.csv",
+        "e9d020f85703f62fc56643f1fd5f3cae7deffaa6860017f8f4be278a7e09a36e",
+    ),
+    File(
+        "memotrap",
+        "4-history-of-science-qa.csv",
+        "data/MemoTrap/4-history-of-science-qa.csv",
+        "32144d7411aff7558ac8c64ba676e407e3e2931dea03f4154a521b373f5f962b",
+    ),
+    File(
+        "ifeval",
+        "ifeval-train.arrow",
+        "data/IFEval/train/data-00000-of-00001.arrow",
+        "24462c901dc17af5c2da0e7cf47d42fab902fb59efca1edeffbe4ec3e4221794",
+    ),
+    File(
+        "nq",
+        "nq-open-oracle.jsonl.gz",
+        "data/NQ/nq-open-oracle.jsonl.gz",
+        "6a7f72b846f663a133ef952244e5a4e43f06bcf190afe34e8fbe687ce0d1653e",
+    ),
+    File(
+        "nq_swap",
+        "dev-00000-of-00001.parquet",
+        "data/NQ-Swap/data/dev-00000-of-00001.parquet",
+        "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c",
+    ),
+    File(
+        "truthfulqa",
+        "TruthfulQA.csv",
+        "data/TruthfulQA/TruthfulQA.csv",
+        "f9bd9e859cc102cb1f647f1064da7e009be752c416845cf9fa56e6eaae403a7d",
+    ),
+    File(
+        "triviaqa",
+        "triviaqa-validation.arrow",
+        "data/TriviaQA_unfiltered/data-00000-of-00001.arrow",
+        "fbabbe2c2aaac2cb75c58d2b8478ffcf736ba5ea",
+    ),
+    File(
+        "popqa",
+        "popqa-test.arrow",
+        "data/PopQA/test/data-00000-of-00001.arrow",
+        "6f85d8c96d5b0b394409c946f719d3c256f70a84",
+    ),
+    File(
+        "musique",
+        "musique_ans_v1.0_dev.jsonl",
+        "data/MuSiQue/musique_ans_v1.0_dev.jsonl",
+        "147ce11a0bc7f8d66922fc4b4f252caeabc34c1b",
+    ),
+    File(
+        "nq",
+        "demos_closed_book.jsonl",
+        "src/datasets/nq.py",
+        "384ed79ab50ecc598305b786a61f55ed690221da382a1d8cfe803af8ee6721f5",
+        "create_closed_book_demo_text",
+    ),
+    File(
+        "nq_swap",
+        "demos.jsonl",
+        "src/datasets/nq_swap.py",
+        "c505d32665556566f20e8f94448cbba5efafb1214724e290d83d657f21ca34fa",
+        "create_demo_text",
+    ),
+    File(
+        "truthfulqa",
+        "demos.jsonl",
+        "src/datasets/truthfulqa.py",
+        "062dc901d37b2656a3898bc936a82108096e34cfa7741d6d6db7b97212933138",
+        "create_demo_text",
+    ),
+    File(
+        "triviaqa",
+        "demos.jsonl",
+        "src/datasets/triviaqa.py",
+        "c5b455c813e26f9ae2a2b0d48771b980a7140481aba8ba17894180c83b95629d",
+        "create_demo_text",
+    ),
+    File(
+        "popqa",
+        "demos.jsonl",
+        "src/datasets/popqa.py",
+        "bcbb2f21b0507ed544c834fdc2bea9be95ec22366d7d210ab7af1c403d3e2c04",
+        "create_demo_text",
+    ),
+    File(
+        "musique",
+        "demos.jsonl",
+        "src/datasets/musique.py",
+        "d6c1c8b8b9feb105c32b966c09fe76f544442b7f4364888da946235f497efbbb",
+        "create_closed_book_demo_text",
+    ),
+)
+
+
+def main(argv):
+    p = cli.parser("Download the data and demonstrations of the paper's tasks, and check them.")
+    p.prog += " fetch"
+    p.add_argument("folder", type=Path, metavar="DIR", help="what --data and --demos then name")
+    p.add_argument("--task", metavar="T[,T…]", help="only for these tasks (default: all)")
+    p.add_argument("--mirror", metavar="URL", help="read URL/HOST/PATH in place of every address")
+    p.add_argument(
+        "--metrics", action="store_true", help="also what metrics need: models, judges, nltk's data"
+    )
+    args = p.parse_args(argv)
+    tasks = [find(name) for name in args.task.split(",")] if args.task else PAPER
+    folders = {task.folder for task in tasks}
+    files = [file for file in FILES if file.folder in folders]
+    lacking = []
+    with tqdm(unit="B", unit_scale=True) as bar, ThreadPoolExecutor(AT_ONCE) as pool:
+        work = partial(fetch, args.folder, mirror=args.mirror, progress=bar.update)
+        for count, (file, problem) in enumerate(zip(files, pool.map(work, files), strict=True), 1):
+            bar.set_description(f"{count} of {len(files)} files")
+            if problem:
+                bar.write(problem, file=sys.stderr)
+                lacking.append(f"{file.folder}/{file.name}")
+    for name, work in requirements(tasks, args.mirror) if args.metrics else ():
+        try:
+            work()
+        except Exception as error:  # the libraries raise many kinds
+            print(f"{name}: {one_line(error)}", file=sys.stderr)
+            lacking.append(name)
+    if lacking:
+        raise ValueError(f"missing: {', '.join(lacking)}; the same command fetches only these")
+    print(f"{args.folder} holds {len(files)} files of {len(tasks)} tasks")
+
+
+def fetch(folder, file, mirror=None, progress=lambda n: None):
+    """Download a file, unless it is there. Returns why it cannot be had, or None."""
+    path = folder / file.folder / file.name
+    try:
+        if file.function:
+            fetch_demos(path, file, mirror, progress)
+            return None
+        if path.exists() and digest(path.read_bytes(), file.digest) == file.digest:
+            return None
+        content = download(f"{AUTHORS}/{quote(file.source)}", mirror, progress)
+        if digest(content, file.digest) != file.digest:
+            raise ValueError(f"{AUTHORS}/{file.source} is not the file that the paper scored")
+        save(path, content)
+    except (OSError, ValueError) as error:
+        problem = f"{path}: {one_line(error)}"
+        return from_hub(path, file, mirror, problem)
+    return None
+
+
+def fetch_demos(path, file, mirror, progress):
+    """The demonstrations as JSON lines, from the lists in the authors' source."""
+    if has_demos(path, file):
+        return
+    source = download(f"{AUTHORS}/{file.source}", mirror, progress)
+    if digest(source, file.digest) != file.digest:
+        raise ValueError(f"{AUTHORS}/{file.source} is not that of the paper's authors")
+    demos = read_demos(source, file.function)
+    lines = [json.dumps(demo, ensure_ascii=False) + "\n" for demo in demos]
+    save(path, "".join(lines).encode())
+
+
+def has_demos(path, file):
+    """Whether a file holds the paper's demonstrations."""
+    tasks = [task for task in PAPER if (task.folder, task.demo_file) == (file.folder, file.name)]
+    try:
+        demos, _ = data.find_demos(tasks[0], path, None)
+    except (OSError, ValueError):
+        return False
+    shots = tasks[0].shots + tasks[0].demos_are_items
+    return data.demos_hash(demos[:shots]) == tasks[0].demos_hash
+
+
+def read_demos(source, function):
+    """The demonstrations that a function of a Python source appends to lists, without running it.
+
+    `questions.append("…")` is the field "question" of the next one. In the branch of an `if` on
+    "cot_" or "direct_", answers are "cot_answer" or "direct_answer"."""
+    lists = defaultdict(list)
+
+    def visit(nodes, prefix=""):
+        for node in nodes:
+            if isinstance(node, ast.If):
+                constants = [n.value for n in ast.walk(node.test) if isinstance(n, ast.Constant)]
+                kinds = [text for text in constants if text in ("cot_", "direct_")]
+                visit(node.body, *kinds)
+                visit(node.orelse)
+            match node:
+                case ast.Expr(
+                    ast.Call(
+                        ast.Attribute(ast.Name(name), "append"), [ast.Constant(str() as text)], []
+                    )
+                ):
+                    lists[prefix + name.removesuffix("s")].append(text)
+
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            visit(node.body)
+    if not lists:
+        raise ValueError(f"no demonstrations in {function}")
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+
+
+def download(url, mirror, progress):
+    """The content of an address."""
+    parts = urlsplit(url)
+    address = f"{mirror.rstrip('/')}/{parts.netloc}{parts.path}" if mirror else url
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(address, timeout=60) as response:
+            for chunk in iter(partial(response.read, CHUNK), b""):
+                content += chunk
+                progress(len(chunk))
+    except urllib.error.URLError as error:
+        raise OSError(f"{address}: {error.reason}") from None
+    return bytes(content)
+
+
+def digest(content, like):
+    """The sha256 of a content; or git's id of it, if `like` has 40 digits."""
+    if len(like) == 64:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def save(path, content):
+    """Write a file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def from_hub(path, file, mirror, problem):
+    """Take a file's data set on the hub in its place. Returns why that fails, or None."""
+    from huggingface_hub import hf_hub_download
+
+    origin = next((task.origin for task in PAPER if task.folder == file.folder), None)
+    if origin is None or file.function:
+        return problem
+    endpoint = f"{mirror.rstrip('/')}/{urlsplit(HUB).netloc}" if mirror else None
+    try:
+        cached = hf_hub_download(
+            origin.repo,
+            origin.file,
+            repo_type="dataset",
+            revision=origin.revision,
+            endpoint=endpoint,
+        )
+        content = Path(cached).read_bytes()
+        if origin.sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            return f"{problem}; {origin} has changed"
+        save(path.with_name(Path(origin.file).name), content)
+    except Exception as error:  # the library raises many kinds
+        return f"{problem}; {hub_reason(error)}: {origin}"
+    return None
+
+
+def requirements(tasks, mirror):
+    """Yield (name, function that downloads it) of what the tasks' metrics need."""
+    from huggingface_hub import snapshot_download
+
+    endpoint = f"{mirror.rstrip('/')}/{urlsplit(HUB).netloc}" if mirror else None
+    names = {task.name for task in tasks}
+    models = {}
+    if "xsum" in names:
+        models = dict.fromkeys((model_metrics.DEBERTA, model_metrics.FACTKB))
+        models[model_metrics.ROBERTA] = ["*.json", "*.txt"]
+    if "truthfulqa-gen" in names:
+        models |= dict.fromkeys(judges.OPEN.split(","))
+    for name, patterns in models.items():
+        yield name, partial(snapshot_download, name, allow_patterns=patterns, endpoint=endpoint)
+    if "ifeval" in names:
+        yield "punkt_tab", partial(fetch_punkt, mirror)
+
+
+def fetch_punkt(mirror):
+    """Unpack nltk's punkt_tab where nltk looks for it."""
+    import nltk
+
+    folder = Path(nltk.downloader.Downloader().default_download_dir()) / "tokenizers"
+    if (folder / "punkt_tab").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = folder / "punkt_tab.zip"
+    save(archive, download(PUNKT, mirror, lambda n: None))
+    draft = folder / "punkt_tab.part"
+    with zipfile.ZipFile(archive) as files:
+        files.extractall(draft)
+    os.replace(draft / "punkt_tab", folder / "punkt_tab")
+    shutil.rmtree(draft)
+    archive.unlink()

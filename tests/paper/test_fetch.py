@@ -1,0 +1,220 @@
+"""evaluate.py fetch: what it writes, checks, leaves and says, from a server on this machine."""
+
+import hashlib
+import json
+import os
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+import evaluate
+from paper import fetch
+from paper.tasks import PAPER, data, find
+
+SOURCE = """
+import nowhere
+
+class Data:
+    def other(self):
+        questions.append("not of this function")
+
+    def create_demo_text(self):
+        contexts, questions, answers = [], [], []
+        contexts.append("a " "text")
+        questions.append(
+            "q1"
+        )
+        answers.append("a1")
+        contexts.append("b")
+        # questions.append("left out")
+        questions.append("q2")
+        answers.append("a2")
+        if self.chat:
+            demos = [f"{question}" for question in questions]
+        return demos
+
+    def create_two_kinds(self):
+        questions.append("q")
+        if self.variation.startswith("cot_"):
+            answers.append("Since … So the answer is: a")
+        elif self.variation.startswith("direct_"):
+            answers.append("a")
+"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        self.server.requests.append(self.path)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A mirror of the folder tmp_path/mirror; `requests` are the paths that were asked for."""
+    (tmp_path / "mirror").mkdir()
+    handler = partial(Quiet, directory=tmp_path / "mirror")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.requests = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def run(call, server, tmp_path, monkeypatch):
+    """run(*options) → (status, the last line of stderr, all of it), with two files of two tasks."""
+    text = b'{"document": "d", "summary": "s"}\n'
+    files = (
+        fetch.File("xsum", "xsum-1000.jsonl", "data/a b.jsonl", hashlib.sha256(text).hexdigest()),
+        fetch.File("nq_swap", "demos.jsonl", "src/x.py", git_id(SOURCE), "create_demo_text"),
+    )
+    monkeypatch.setattr(fetch, "FILES", files)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    root = tmp_path / "mirror" / fetch.AUTHORS.removeprefix("https://")
+    (root / "data").mkdir(parents=True)
+    (root / "src").mkdir()
+    (root / "data" / "a b.jsonl").write_bytes(text)
+    (root / "src" / "x.py").write_text(SOURCE)
+    mirror = f"http://127.0.0.1:{server.server_port}/"
+
+    def run(*options):
+        options = tmp_path / "data", "--mirror", mirror, *options
+        status, _, err = call(evaluate.main, "fetch", *options)
+        return status, err.rstrip("\n").rpartition("\n")[2], err
+
+    run.root = root
+    return run
+
+
+def git_id(text):
+    content = text.encode()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+def tree(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_files_and_demonstrations_are_written_once(run, server, tmp_path, monkeypatch):
+    status, _, err = run()
+    assert status == 0, err
+    assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl", "xsum/xsum-1000.jsonl"]
+    demos = (tmp_path / "data/nq_swap/demos.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in demos] == [
+        {"context": "a text", "question": "q1", "answer": "a1"},
+        {"context": "b", "question": "q2", "answer": "a2"},
+    ]
+    items, *_ = data.load(find("xsum"), tmp_path / "data")
+    assert items[0]["references"] == ["s"]
+    server.requests.clear()
+    monkeypatch.setattr(fetch, "has_demos", lambda path, file: True)
+    assert run()[0] == 0 and server.requests == []
+    (tmp_path / "data/xsum/xsum-1000.jsonl").write_text("changed")
+    assert run("--task", "xsum")[0] == 0 and len(server.requests) == 1
+    assert "document" in (tmp_path / "data/xsum/xsum-1000.jsonl").read_text()
+
+
+def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
+    (run.root / "data" / "a b.jsonl").write_text("another file")
+    status, last, err = run()
+    assert status == 2 and "data/a b.jsonl is not the file that the paper scored" in err
+    assert last.endswith("missing: xsum/xsum-1000.jsonl; the same command fetches only these")
+    assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl"]
+    (run.root / "src" / "x.py").write_text(SOURCE + "# changed")
+    (tmp_path / "data/nq_swap/demos.jsonl").unlink()
+    (run.root / "data" / "a b.jsonl").unlink()
+    status, last, err = run()
+    assert status == 2 and "x.py is not that of the paper's authors" in err
+    assert "missing: xsum/xsum-1000.jsonl, nq_swap/demos.jsonl" in last
+    assert tree(tmp_path / "data") == []
+
+
+def test_no_connection_and_a_full_disk_are_one_line_for_each_file(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: os.write(os.open("/dev/full", 1), b"x"))
+    status, last, err = run()
+    assert status == 2 and err.count("No space left on device") == 2 and "Traceback" not in err
+    assert tree(tmp_path / "data") == []
+    monkeypatch.undo()
+    address = "http://127.0.0.1:9/"
+    problem = fetch.fetch(tmp_path, fetch.FILES[0], address)
+    assert "Connection refused" in problem and "\n" not in problem
+
+
+def test_a_download_that_breaks_off_leaves_no_file(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Quiet, "do_GET", break_off)
+    status, _, err = run("--task", "xsum")
+    assert status == 2 and "is not the file that the paper scored" in err
+    assert tree(tmp_path / "data") == []
+
+
+def break_off(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "34")
+    handler.end_headers()
+    handler.wfile.write(b'{"document"')
+
+
+def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch):
+    def hf_hub_download(repo, file, repo_type, revision, endpoint):
+        assert (repo, repo_type) == ("akariasai/PopQA", "dataset")
+        assert endpoint.endswith("/huggingface.co")
+        path = tmp_path / "cached"
+        path.write_text("question\tpossible_answers\nq\t[]\n")
+        return path
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    file = fetch.File("popqa", "popqa-test.arrow", "data/none", "0" * 40)
+    monkeypatch.setattr(fetch, "FILES", (file,))
+    assert run("--task", "popqa")[0] == 0
+    assert tree(tmp_path / "data") == ["popqa/test.tsv"]
+
+
+def test_the_two_kinds_of_answers_are_told_apart_by_their_branches():
+    assert fetch.read_demos(SOURCE, "create_two_kinds") == [
+        {"question": "q", "cot_answer": "Since … So the answer is: a", "direct_answer": "a"}
+    ]
+    with pytest.raises(ValueError, match="no demonstrations in nothing"):
+        fetch.read_demos(SOURCE, "nothing")
+
+
+def test_every_task_has_its_data_and_its_demonstrations():
+    data_files = {file.folder for file in fetch.FILES if not file.function}
+    demos = {(file.folder, file.name) for file in fetch.FILES if file.function}
+    for task in PAPER:
+        assert task.folder in data_files
+        if task.shots and not task.fixed_demos:
+            assert (task.folder, task.demo_file) in demos
+    for file in fetch.FILES:
+        assert len(file.digest) in (40, 64)
+        if not file.function:
+            patterns = [task.files for task in PAPER if task.folder == file.folder]
+            assert any(Path(file.name).match(pattern) for one in patterns for pattern in one)
+
+
+def test_arrow_files_are_read(tmp_path):
+    table = pyarrow.table({"key": [1], "prompt": ["p"], "n": [None]})
+    path = tmp_path / "x.arrow"
+    with pyarrow.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table)
+    assert list(data.read_entries(path)) == [(1, {"key": 1, "prompt": "p", "n": None})]
+
+
+def test_metrics_fetches_models_and_judges(run, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **how: fetched.append(name)
+    )
+    monkeypatch.setattr(fetch, "fetch_punkt", lambda mirror: fetched.append("punkt"))
+    monkeypatch.setattr(fetch, "FILES", ())
+    assert run("--metrics")[0] == 0
+    assert fetched == [
+        "microsoft/deberta-xlarge-mnli",
+        "bunsenfeng/FactKB",
+        "roberta-base",
+        "allenai/truthfulqa-truth-judge-llama2-7B",
+        "allenai/truthfulqa-info-judge-llama2-7B",
+        "punkt",
+    ]
