@@ -76,7 +76,12 @@ def did_you_mean(text, known):
 
 
 def json_object(text):
-    return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+    """argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise argparse.ArgumentTypeError("the object is nested too deeply") from None
+    return value | {}  # TypeError, which argparse reports, if it is not an object
 
 
 # ------------------------------------------------------------------------------- options of methods

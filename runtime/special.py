@@ -1,6 +1,7 @@
 """The ids that a checkpoint's tokenizer and configuration mark as special."""
 
 import os
+from contextlib import contextmanager
 
 import tokenizers
 
@@ -56,7 +57,8 @@ def read_tokenizer(path):
             "with transformers' AutoTokenizer and call save_pretrained"
         )
     try:
-        core = tokenizers.Tokenizer.from_file(str(path))
+        with silent_stderr():
+            core = tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:  # a panic of the library is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -66,6 +68,21 @@ def read_tokenizer(path):
     core.no_truncation()  # some files still contain the settings of a training run
     core.no_padding()
     return core
+
+
+@contextmanager
+def silent_stderr():
+    """Discard what is written to file descriptor 2, where a panic of the library prints its
+    trace."""
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 def read_optional(path):

@@ -2,6 +2,7 @@
 tokens."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -250,6 +251,15 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
     sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], method, heads=HEADS)
     assert greedy == [[True, False, True]]
     assert sums == [score(llama, PROMPTS[1], answers, method, heads=HEADS)]
+
+
+def test_a_graph_and_a_model_of_transformers_are_refused_in_one_line(llama):
+    with pytest.raises(ValueError, match="graph=True needs models of our own engine on a GPU"):
+        generate(llama, PROMPTS, "greedy", graph=True)
+    foreign = torch.nn.Linear(1, 1)
+    for function in partial(generate, foreign, PROMPTS), partial(score, foreign, [1], [2]):
+        with pytest.raises(ValueError, match=r"Linear is not a model of ours.* HFModel\(model\)"):
+            function(heads=HEADS)
 
 
 def test_heads_may_be_an_iterator(llama):

@@ -360,6 +360,18 @@ def test_padded_batches_of_transformers_decode_and_score_as_their_prompts_one_by
         decore.generate(model, inputs.input_ids, attention_mask=[[1, 1], [1, 1]], **how)
 
 
+def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path, capfd):
+    save(tmp_path, byte_level())
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["he"] = len(content["model"]["vocab"])
+    content["model"] |= dict(continuing_subword_prefix="Ġ", merges=[["h", "e"]])
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="tokenizers .* cannot read") as error:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+
+
 def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(
     tmp_path,
 ):

@@ -77,6 +77,11 @@ MISTAKES = [
         "{chat} --prompt Hi --template-args [1]",
         "--template-args: invalid json_object value: '[1]'",
     ),
+    (
+        program,
+        BASE + " --template-args " + "[" * 9999,
+        "--template-args: the object is nested too deeply",
+    ),
     # options without effect, and their values
     (
         program,
