@@ -181,6 +181,8 @@ def check_settings(model, settings):
     check_number(settings.get("alpha", 0), "alpha", -HUGE)
     if settings.get("alpha_cap") is not None:
         check_number(settings["alpha_cap"], "alpha_cap", 0)
+    if settings.get("mask", MASKS[0]) not in MASKS:
+        raise ValueError(f"mask {settings['mask']!r} is unknown; known: {', '.join(MASKS)}")
     amateur = settings.get("amateur")
     if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
         raise ValueError(
