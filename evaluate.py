@@ -31,7 +31,7 @@ from paper import decoders, fetch, judges, numbers, plan, report, runs
 from paper.decoding import Benchmark, items_to_ids, run
 from paper.report import stored
 from paper.tasks import MINIATURE, PAPER, data, find, metrics, prompts
-from program.settings import default_num_heads, method_settings
+from program.settings import default_num_heads, has_heads, method_settings
 from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
@@ -182,7 +182,7 @@ def show_plan(args, planned):
         if tokenizer:
             bench = in_layout(bench, args, config, tokenizer)
             tokens[name] = plan.prompt_tokens(items_to_ids(bench, tokenizer), BATCH)
-    missing = {one.key: plan.missing_of(one, args, problems) for one in planned}
+    missing = {one.key: plan.missing_of(one, args, problems, has_heads) for one in planned}
     if args.json:
         return plan.print_json(planned, items, missing)
     size = plan.parameters(args.like or args.model, config)

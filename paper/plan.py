@@ -11,12 +11,10 @@ from os.path import commonprefix
 from pathlib import Path
 
 import cli
-from heads import find_heads
 from model import BLOCK
 from paper.numbers import TASKS, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import find, metrics
-from program.settings import bundled_heads
 
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
@@ -194,8 +192,10 @@ def passes(run):
     return 2 if masked or run.amateur or run.method == "cad" else 1
 
 
-def missing_of(run, args, problems):
-    """What a run lacks, each with the command that gets it. problems: task → that of its data."""
+def missing_of(run, args, problems, has_heads):
+    """What a run lacks, each with the command that gets it.
+
+    problems: task → that of its data. has_heads: whether a model of this name has head scores."""
     missing = []
     if run.task in problems:
         command = f"python evaluate.py fetch {args.data} --task {run.task}"
@@ -203,7 +203,7 @@ def missing_of(run, args, problems):
     missing += metrics.problems(find(run.task))
     if run.num_heads and run.random_heads is None:
         name = (args.amateur or run.amateur) if run.amateur else args.model
-        if not (find_heads(name) or bundled_heads(name)):
+        if not has_heads(name):
             short = Path(name).name
             missing.append(
                 f"no head scores of {short}: "

@@ -36,7 +36,7 @@ def check_known(model, heads, flag, name, args):
     """ValueError without a head file: with related models, and the command that measures scores.
 
     name: that of the model on the command line."""
-    if heads or find_heads(model.name):
+    if heads or has_heads(model.name):
         return
     similar = ", ".join(f"{flag} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""
@@ -47,6 +47,11 @@ def check_known(model, heads, flag, name, args):
         f"no head scores are known for {model.name}: {hints}give {flag} FILE, "
         f"or measure them: {command}"
     )
+
+
+def has_heads(name):
+    """Whether a model of this name has head scores here."""
+    return bool(find_heads(name) or bundled_heads(name))
 
 
 def default_num_heads(model):
