@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,14 +250,17 @@ def test_heads_prompts_and_methods_are_checked_before_weights_are_read(call, bas
 
 
 @pytest.mark.parametrize("flags", [[], ["--transformers"]])
-def test_the_suggested_detection_runs_as_printed(call, base, tmp_path, flags):
-    """Up to its own checks: a tiny random model finds no needle."""
+def test_the_suggested_detection_runs_as_printed(call, base, tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(detect, "EARLY", 4)
     _, _, err = call(program.main, *base[:2], "--prompt", "Hi", *flags)
-    program_name, *command = shlex.split(err.rpartition("measure them: ")[2])
-    assert (program_name, command[:2]) == ("python", ["-m", "heads.detect"])
-    assert ("--transformers" in command) == bool(flags)
-    args = detect.make_parser().parse_args(command[2:])
-    assert args.model == base[1] and args.transformers == bool(flags)
+    command = shlex.split(err.rpartition("measure them: ")[2])
+    assert command[:3] == ["python", "-m", "heads.detect"]
+    status, _, err = call(detect.main, *command[3:])
+    assert status == 2 and "0 of 4 answers are right" in err  # a random model
+    [runs] = Path("heads").glob("*.json.runs.jsonl")
+    facts = json.loads(runs.read_text().partition("\n")[0])["header"]
+    assert facts["engine"] == ("transformers" if flags else "own")
 
 
 def test_random_heads_without_scores_are_drawn_from_all_heads_and_say_so(call, base):
