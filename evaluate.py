@@ -3,6 +3,8 @@
     python evaluate.py --task nq-swap --method greedy,decore-entropy --model M --data FILE
                        --demos FILE --out DIR
     python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run    print the prompts
+    python evaluate.py fetch DIR                                            download the data
+    python evaluate.py paper --model M --data DIR --out DIR [--plan]        the paper's rows
     python evaluate.py rescore --task nq-swap FILE.jsonl                    recompute the metrics
     python evaluate.py report DIR                                           runs beside the paper's
 
@@ -223,9 +225,9 @@ def sweep(args, jobs, lenient=False):
 def make_parser():
     p = cli.parser(
         "Run benchmarks: a task × a method × a model.",
-        epilog="Two more commands, each with a --help: "
-        "`python evaluate.py rescore FILE` computes the metrics of stored runs again, "
-        "`python evaluate.py report DIR` makes tables of a folder's runs.",
+        epilog="More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
+        "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
+        "runs again, report DIR makes tables of a folder's runs.",
     )
     cli.add_model_arguments(p)
     p.add_argument(
