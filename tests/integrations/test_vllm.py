@@ -1,7 +1,7 @@
 """DeCoRe inside vLLM beside our own engine, whose tokens vllm_tokens.py writes.
 
-It runs in vLLM's environment, which .ci/vllm makes from requirements-vllm.txt. Most engines start in
-this process, in seconds."""
+It runs in the environment that .ci/vllm makes of requirements-vllm.txt. Most engines start in this
+process, in seconds."""
 
 import gc
 import json
