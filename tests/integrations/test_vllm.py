@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,8 @@ os.environ |= dict(
 )
 vllm = pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.txt")
 
-from vllm import LLM, SamplingParams  # noqa: E402
+import decore_vllm  # noqa: E402
+from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
 
@@ -185,6 +187,76 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
     environment = os.environ | dict(PYTHONPATH=paths)
     subprocess.run([sys.executable, "-c", RUNNER_V2], cwd=folder, env=environment, check=True)
     assert json.loads((folder / "v2.json").read_text()) == ours["entropy"] + ours["greedy"]
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    """vLLM's configuration, with DeCoRe."""
+    options = dict(OPTIONS, additional_config={"decore": {"heads": HEADS}})
+    return EngineArgs(str(folder / "llama3"), **options).create_engine_config()
+
+
+class Changed:
+    """A configuration in which one value, by its path, is another."""
+
+    def __init__(self, config, path, value):
+        name, _, rest = path.partition(".")
+        self.config = config
+        self.change = name, Changed(getattr(config, name), rest, value) if rest else value
+
+    def __getattr__(self, name):
+        return self.change[1] if name == self.change[0] else getattr(self.config, name)
+
+
+def refusal(config):
+    """The message with which an engine of this configuration is refused."""
+    with pytest.raises(ValueError) as error:
+        decore_vllm.create_engine_config(None, lambda args: config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("path", decore_vllm.REFUSED)
+def test_what_would_give_other_tokens_is_refused_by_name(config, path):
+    value = 2 if path.endswith("_size") else True
+    assert f"decore does not work with {path}: see docs" in refusal(Changed(config, path, value))
+
+
+@pytest.mark.parametrize(
+    "path, value, words",
+    [
+        ("model_config.runner_type", "pooling", "does not work with pooling"),
+        ("speculative_config", SimpleNamespace(method="eagle"), "other than ngram"),
+        ("load_config.load_format", "tensorizer", "does not work with load_format"),
+        ("additional_config", {"decore": {"head": 1}}, "decore head: Extra inputs"),
+        ("additional_config", {"decore": {"heads": [[9, 9]]}}, "give a head file, or pairs from"),
+        ("additional_config", {"decore": {"heads": "no-such"}}, "is not a head file"),
+        ("additional_config", {"decore": {"alpha": 1}}, "alpha has no effect on decore-entropy"),
+        ("additional_config", {"decore": {"num_heads": 0}}, "decore num_heads: "),
+        ("additional_config", {"decore": {"heads": HEADS, "num_heads": 2}}, "num_heads has no"),
+    ],
+)
+def test_engines_and_settings_that_do_not_fit_are_refused_in_one_line(config, path, value, words):
+    assert words in refusal(Changed(config, path, value))
+
+
+def test_other_versions_of_vllm_are_refused(config, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    assert "works with vLLM <0.33,>=0.32, not 0.99.0" in refusal(config)
+
+
+def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, ours, monkeypatch):
+    """Without masked heads, the masked model is the base model."""
+    prompts = ours["prompts"]
+    with start(folder / "llama3", on=False, kv_cache_dtype="fp8") as llm:
+        stock = decode(llm, prompts)
+    del llm
+    monkeypatch.setattr(decore_vllm, "choose_heads", lambda *_: [])
+    with start(folder / "llama3", settings=dict(method="masked"), kv_cache_dtype="fp8") as llm:
+        assert decode(llm, prompts, prompts) == stock + stock
 
 
 # ----------------------------------------------------------- vllm serve: compiled, two ranks
