@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import cli
 from paper import judges
+from paper.numbers import table
 from paper.tasks import PAPER, data, find, model_metrics
 from runtime.errors import hub_reason
 from runtime.files import one_line
@@ -40,130 +41,16 @@ CHUNK = 1 << 20  # bytes
 
 
 class File(NamedTuple):
+    """A row of files.csv."""
+
     folder: str  # of the tasks that use it, as in `Task.folder`
     name: str  # in that folder
     source: str  # path in the authors' repository
     digest: str  # sha256; or, of 40 digits, git's id of the content, which the commit pins
-    function: str = ""  # of a source file: the one that holds demonstrations
+    function: str = ""  # of a source file: the function that holds demonstrations
 
 
-# Data, then sources of demonstrations.
-FILES = (
-    File(
-        "xsum",
-        "xsum-1000.jsonl",
-        "data/XSum/xsum-1000.jsonl",
-        "71409a4cbe21b183ccd44e317bf7a42522bb0db37bc754f89ce20260d0c0ab9b",
-    ),
-    File(
-        "memotrap",
-        "1-proverb-ending.csv",
-        "data/MemoTrap/1-proverb-ending.csv",
-        "e6d1b4e6ec6bc90c22afb9138bafbdf276fbe252be705d44ff16fdb44d50bae7",
-    ),
-    File(
-        "memotrap",
-        "2-proverb-translation.csv",
-        "data/MemoTrap/2-proverb-translation.csv",
-        "2f78d1d18d80d839a36eaaa0143f7aacb73a827c2422d21a7ddf0c60400d5033",
-    ),
-    File(
-        "memotrap",
-        "3-hate-speech-ending.csv",
-        "data/MemoTrap/3-hate-speech-ending.csv",
-        "e9d020f85703f62fc56643f1fd5f3cae7deffaa6860017f8f4be278a7e09a36e",
-    ),
-    File(
-        "memotrap",
-        "4-history-of-science-qa.csv",
-        "data/MemoTrap/4-history-of-science-qa.csv",
-        "32144d7411aff7558ac8c64ba676e407e3e2931dea03f4154a521b373f5f962b",
-    ),
-    File(
-        "ifeval",
-        "ifeval-train.arrow",
-        "data/IFEval/train/data-00000-of-00001.arrow",
-        "24462c901dc17af5c2da0e7cf47d42fab902fb59efca1edeffbe4ec3e4221794",
-    ),
-    File(
-        "nq",
-        "nq-open-oracle.jsonl.gz",
-        "data/NQ/nq-open-oracle.jsonl.gz",
-        "6a7f72b846f663a133ef952244e5a4e43f06bcf190afe34e8fbe687ce0d1653e",
-    ),
-    File(
-        "nq_swap",
-        "dev-00000-of-00001.parquet",
-        "data/NQ-Swap/data/dev-00000-of-00001.parquet",
-        "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c",
-    ),
-    File(
-        "truthfulqa",
-        "TruthfulQA.csv",
-        "data/TruthfulQA/TruthfulQA.csv",
-        "f9bd9e859cc102cb1f647f1064da7e009be752c416845cf9fa56e6eaae403a7d",
-    ),
-    File(
-        "triviaqa",
-        "triviaqa-validation.arrow",
-        "data/TriviaQA_unfiltered/data-00000-of-00001.arrow",
-        "fbabbe2c2aaac2cb75c58d2b8478ffcf736ba5ea",
-    ),
-    File(
-        "popqa",
-        "popqa-test.arrow",
-        "data/PopQA/test/data-00000-of-00001.arrow",
-        "6f85d8c96d5b0b394409c946f719d3c256f70a84",
-    ),
-    File(
-        "musique",
-        "musique_ans_v1.0_dev.jsonl",
-        "data/MuSiQue/musique_ans_v1.0_dev.jsonl",
-        "147ce11a0bc7f8d66922fc4b4f252caeabc34c1b",
-    ),
-    File(
-        "nq",
-        "demos_closed_book.jsonl",
-        "src/datasets/nq.py",
-        "384ed79ab50ecc598305b786a61f55ed690221da382a1d8cfe803af8ee6721f5",
-        "create_closed_book_demo_text",
-    ),
-    File(
-        "nq_swap",
-        "demos.jsonl",
-        "src/datasets/nq_swap.py",
-        "c505d32665556566f20e8f94448cbba5efafb1214724e290d83d657f21ca34fa",
-        "create_demo_text",
-    ),
-    File(
-        "truthfulqa",
-        "demos.jsonl",
-        "src/datasets/truthfulqa.py",
-        "062dc901d37b2656a3898bc936a82108096e34cfa7741d6d6db7b97212933138",
-        "create_demo_text",
-    ),
-    File(
-        "triviaqa",
-        "demos.jsonl",
-        "src/datasets/triviaqa.py",
-        "c5b455c813e26f9ae2a2b0d48771b980a7140481aba8ba17894180c83b95629d",
-        "create_demo_text",
-    ),
-    File(
-        "popqa",
-        "demos.jsonl",
-        "src/datasets/popqa.py",
-        "bcbb2f21b0507ed544c834fdc2bea9be95ec22366d7d210ab7af1c403d3e2c04",
-        "create_demo_text",
-    ),
-    File(
-        "musique",
-        "demos.jsonl",
-        "src/datasets/musique.py",
-        "d6c1c8b8b9feb105c32b966c09fe76f544442b7f4364888da946235f497efbbb",
-        "create_closed_book_demo_text",
-    ),
-)
+FILES = tuple(File(**row) for row in table("files"))  # data, then sources of demonstrations
 
 
 def main(argv):
