@@ -47,12 +47,16 @@ from speed.shapes import (
 )
 
 # -------------------------------------------------------------------------------------- contestants
-# Each is a function decode(tick) → ids of the first text. It calls tick for each new token.
+# Each is a function decode(tick) → ids of the new tokens, [B, T]. It calls tick for each token.
 
 
 def this_project(model, prompts, new, heads, method, graph=None):
     settings = dict(method=method, heads=heads, max_new_tokens=new + 1, eos_ids=(), graph=graph)
-    return lambda tick: decore.generate(model, prompts, on_token=tick, **settings)[0].ids
+
+    def decode(tick):
+        return [g.ids for g in decore.generate(model, prompts, on_token=tick, **settings)]
+
+    return decode
 
 
 def on_hf_model(twin, prompts, new, heads, method):
@@ -79,35 +83,49 @@ def by_generate(twin, prompts, new, heads, custom):
             max_new_tokens=new + 1,
             streamer=streamer,
             **options,
-        )[0, ids.shape[1] :].tolist()
+        )[:, ids.shape[1] :].tolist()
 
     return decode
 
 
 def two_pass(base, prompts, new, heads):
-    """DeCoRe written with transformers: two copies of the cache, and two passes for each token."""
+    """DeCoRe written with transformers: two copies of the cache, and two passes for each token.
+
+    prompts of different lengths are padded on the left."""
     from transformers import DynamicCache
 
-    masked, ids = with_shared_weights(base), torch.tensor(prompts, device=base.device)
+    masked, longest = with_shared_weights(base), max(map(len, prompts))
+    padding = [[0] * (longest - len(p)) for p in prompts]
+    rows = [zeros + p for zeros, p in zip(padding, prompts, strict=True)]
+    ids = torch.tensor(rows, device=base.device)
+    real = [[0] * len(zeros) + [1] * (longest - len(zeros) + new) for zeros in padding]
+    real = torch.tensor(real, device=base.device)  # [B, P + new]
+    places = (real.cumsum(-1) - 1).clamp(min=0)
     for layer, head in heads:
         attention = masked.model.layers[layer].self_attn
         mask = torch.ones(attention.o_proj.in_features, device=base.device, dtype=base.dtype)
         mask[head * attention.head_dim : (head + 1) * attention.head_dim] = 0
         attention.o_proj.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
 
+    def run(model, tokens, cache, start, end):
+        options = dict(attention_mask=real[:, :end], position_ids=places[:, start:end])
+        out = model(tokens, past_key_values=cache, logits_to_keep=1, **options)
+        return out.logits.float().log_softmax(-1)
+
     def decode(tick):
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
-        base(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        if longest > 1:
+            run(base, ids[:, :-1], cache, 0, longest - 1)
         caches = cache, copy.deepcopy(cache)
-        for _ in range(new + 1):
+        for end in range(longest, longest + new + 1):
             log_p = [
-                model(token, past_key_values=cache).logits.float().log_softmax(-1)
+                run(model, token, cache, end - 1, end)
                 for model, cache in zip((base, masked), caches, strict=True)
             ]
             token = decore.contrast(*log_p, decore.entropy(log_p[0])).argmax(-1)
-            out.append(int(token[0]))
+            out.append(token)
             tick()
-        return out
+        return torch.cat(out, -1).tolist()
 
     return decode
 
@@ -167,10 +185,10 @@ def bandwidth_meter(device):
 
 
 def clock(decode):
-    """(ids, seconds to the first token, seconds from the first token to the last) of a
-    contestant."""
+    """(ids of the first text, seconds to the first token, seconds from the first token to the
+    last) of a contestant."""
     times = [time.perf_counter()]
-    ids = decode(lambda *_: times.append(time.perf_counter()))
+    [ids, *_] = decode(lambda *_: times.append(time.perf_counter()))
     return ids, times[1] - times[0], times[-1] - times[1]
 
 
@@ -249,7 +267,7 @@ def table(row):
 # -------------------------------------------------------------------------------------- the program
 
 
-def origin(device):
+def origin(device, program="speed.decode"):
     """Command, commit, date, versions and machine of a result.
 
     Call it first: it has the load before the run."""
@@ -258,7 +276,7 @@ def origin(device):
         "CPU"
     ]
     return dict(
-        command=shlex.join(["python", "-m", "speed.decode", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", program, *sys.argv[1:]]),
         commit=commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         versions={name: version(name) for name in ("torch", "transformers") if find_spec(name)},

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from decore import METHODS
-from speed import decode, gpu
+from speed import decode, gpu, suite
 from speed.shapes import SHAPES, random_model, spread_heads, weight_bytes
+from tests.checkpoints import write_lines
 
 pytest.importorskip("transformers")
 
@@ -77,7 +78,7 @@ def test_the_clock_runs_from_the_first_token_to_the_last():
         for seconds in (0, 0.02, 0.02):
             time.sleep(seconds)
             tick()
-        return [7]
+        return [[7], [8]]
 
     ids, first, rest = decode.clock(run)
     assert ids == [7] and first < 0.04 <= rest
@@ -125,3 +126,21 @@ def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_goes_on_after_a_fai
     assert [failure.split(":")[0] for failure in result["failed"]] == ["bad"]
     assert "tests collected" in result["tests"]
     assert len(result["short"]["tokens_per_second"]) == 6
+
+
+def test_the_suite_compares_the_same_answers_in_turns(call, tmp_path):
+    rows = []
+    for i in range(20):
+        document = " ".join(str(100 * i + n) for n in range(30 + 3 * (i % 5)))
+        rows.append({"document": document, "summary": "s"})
+    data = write_lines(tmp_path / "xsum-1000.jsonl", rows)
+    options = "--shape", "tiny", "--task", "xsum", "--limit", 18, "--data", data
+    status, out, err = call(suite.main, *options)
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["items"] == 18 and result["new_tokens"] == 128
+    assert result["same_answers"] == {"one by one": 18, "batches": 18}
+    assert set(result["examples_per_second"]) == {"evaluate", "one by one", "batches"}
+    assert len(result["faster_than"]["one by one"]) == 3
+    status, _, err = call(suite.main, "--task", "memotrap")
+    assert status == 2 and "memotrap scores answers; choose a task that generates" in err

@@ -1,0 +1,127 @@
+"""Speed of a benchmark: evaluate.py compared with DeCoRe written with transformers.
+
+    python -m speed.suite --shape 0.5b --task nq-swap --data DIR --limit 32
+
+    evaluate     this project: batches of 16 prompts, the longest first
+    one by one   as in the authors' code: one prompt at a time, two caches, two passes per token
+    batches      the same in evaluate.py's batches, padded on the left
+
+The contestants take turns at each batch, and the ratios are quartiles over the batches. Weights are
+random, and the vocabulary is trained on the task's own texts, so that nothing is downloaded. Each
+answer has the task's maximum length."""
+
+import json
+import sys
+import time
+from itertools import chain
+from os.path import commonprefix
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+
+import cli
+from evaluate import BATCH
+from model import Linear
+from paper import decoding, tasks
+from paper.tasks import data, prompts
+from runtime.pack import pack
+from speed.decode import origin, quartiles, two_pass
+from speed.shapes import SHAPES, random_model, spread_heads, transformers_model
+
+VOCABULARY = 32_000  # tokens, unless the shape has fewer
+
+
+def encode(task, items, demos, vocabulary):
+    """The prompts' ids in the layout plain, by a vocabulary trained on the items, the longest
+    first."""
+    core = ByteLevelBPETokenizer()
+    texts = [prompts.plain_text(task, item, demos) for item in items]
+    core.train_from_iterator(texts, min(VOCABULARY, vocabulary), show_progress=False)
+    return sorted((core.encode(text).ids for text in texts), key=len, reverse=True)
+
+
+def contestants(model, task):
+    """{name: a function of a batch of prompts that returns the ids of the answers}.
+
+    Packs the model, as loading does."""
+    heads, new = spread_heads(model.config), task.max_new_tokens
+    twin = transformers_model(model)  # before packing: it needs plain weights
+    pack(model, Linear, keep="embed")
+    bench = SimpleNamespace(task=task)
+    tokenizer = SimpleNamespace(eos_ids=(), decode=str)
+    settings = dict(method="decore-entropy", heads=heads)
+
+    def evaluate(batch):
+        encoded = [prompts.Encoded(i, ids, None, None, 0) for i, ids in enumerate(batch)]
+        header = dict(max_new_tokens=new)
+        lines = decoding.answer(bench, encoded, header, settings, model, tokenizer)
+        return [line["ids"] for line in lines]
+
+    def with_transformers(batch):
+        return two_pass(twin, batch, new - 1, heads)(lambda: None)
+
+    def one_by_one(batch):
+        return list(chain.from_iterable(with_transformers([ids]) for ids in batch))
+
+    return {"evaluate": evaluate, "one by one": one_by_one, "batches": with_transformers}
+
+
+def measure(runs, batches):
+    """({name: seconds of each batch}, {name: ids of all answers})."""
+    seconds = {name: [] for name in runs}
+    answers = {name: [] for name in runs}
+    names = list(runs)
+    for i, batch in enumerate(batches):
+        first = i % len(names)  # each batch starts with another contestant
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            answers[name] += runs[name](batch)
+            seconds[name].append(time.perf_counter() - start)
+    return seconds, answers
+
+
+def summary(seconds, answers, batches):
+    """Rates and ratios, and how many answers agree with those of evaluate.py."""
+    ours = answers["evaluate"]
+    others = [name for name in seconds if name != "evaluate"]
+    rates = {name: round(len(ours) / sum(times), 3) for name, times in seconds.items()}
+    ratios, same = {}, {}
+    for name in others:
+        pairs = zip(seconds[name], seconds["evaluate"], strict=True)
+        ratios[name] = quartiles([other / own for other, own in pairs])
+        same[name] = sum(a == b for a, b in zip(ours, answers[name], strict=True))
+    return dict(
+        items=len(ours),
+        prompt_tokens=sum(map(len, chain.from_iterable(batches))),
+        common_tokens=[len(commonprefix(batch)) for batch in batches],
+        examples_per_second=rates,
+        faster_than=ratios,
+        same_answers=same,
+    )
+
+
+@torch.inference_mode()
+def main():
+    p = cli.parser(__doc__)
+    p.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="(default: 0.5b)")
+    p.add_argument("--task", required=True, metavar="T", help="a task that generates")
+    p.add_argument("--data", type=Path, metavar="DIR", help="data and demonstrations")
+    p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items")
+    args = p.parse_args()
+    facts, task = origin("cpu", "speed.suite"), tasks.find(args.task)
+    if task.choice:
+        raise ValueError(f"--task {task.name} scores answers; choose a task that generates")
+    model = random_model(SHAPES[args.shape])
+    items, _, demos, _ = data.load(task, args.data, limit=args.limit)
+    ids = encode(task, items, demos, model.config.vocab_size)
+    batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
+    runs = contestants(model, task)
+    measure(runs, [[batches[-1][-1][:32]]])  # warm-up
+    row = dict(shape=args.shape, task=task.name, new_tokens=task.max_new_tokens)
+    print(json.dumps(row | summary(*measure(runs, batches), batches) | facts))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
