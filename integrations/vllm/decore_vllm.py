@@ -370,7 +370,7 @@ def create_engine_config(args, original, *more, **kw):
         return config
     if __version__ not in TESTED:
         raise ValueError(f"decore-vllm works with vLLM {TESTED}, not {__version__}")
-    wrong = [path for path in REFUSED if attrgetter(path)(config) not in (None, False, 0, 1)]
+    wrong = [path for path in REFUSED if is_used(attrgetter(path)(config))]
     if config.model_config.runner_type != "generate":
         wrong.append("pooling")
     if config.speculative_config and config.speculative_config.method != "ngram":
@@ -389,6 +389,11 @@ def create_engine_config(args, original, *more, **kw):
         setattr(config.compilation_config.pass_config, fusion, False)
     logging.getLogger("vllm.decore").info("DeCoRe: %s", settings)
     return config
+
+
+def is_used(value):
+    """Whether a value of REFUSED differs from its default: none, off, a size of 1."""
+    return value > 1 if type(value) is int else bool(value)
 
 
 def _validate_params(self, original, params, *args):

@@ -19,6 +19,7 @@ PAGES = [
         "docs/data.md",
         "docs/differences.md",
         "docs/reproduce.md",
+        "docs/serving.md",
         "docs/miniature.md",
         "docs/speed.md",
         "heads/README.md",
