@@ -9,14 +9,14 @@ import ast
 import hashlib
 import json
 import os
-import shutil
 import sys
-import urllib.error
 import urllib.request
 import zipfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.client import HTTPException
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
@@ -27,7 +27,6 @@ import cli
 from paper import judges
 from paper.numbers import table
 from paper.tasks import PAPER, data, find, model_metrics
-from runtime.errors import hub_reason
 from runtime.files import one_line
 
 COMMIT = "d1fa5a916a566025e9790214fb6cdcc545347f26"
@@ -35,7 +34,6 @@ AUTHORS = f"https://raw.githubusercontent.com/aryopg/DeCoRe/{COMMIT}"
 PUNKT = (
     "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/tokenizers/punkt_tab.zip"
 )
-HUB = "https://huggingface.co"
 AT_ONCE = 4  # downloads
 CHUNK = 1 << 20  # bytes
 
@@ -89,42 +87,49 @@ def fetch(folder, file, mirror=None, progress=lambda n: None):
     """Download a file, unless it is there. Returns why it cannot be had, or None."""
     path = folder / file.folder / file.name
     try:
-        if file.function:
-            fetch_demos(path, file, mirror, progress)
-            return None
-        if path.exists() and digest(path.read_bytes(), file.digest) == file.digest:
-            return None
-        content = download(f"{AUTHORS}/{quote(file.source)}", mirror, progress)
-        if digest(content, file.digest) != file.digest:
-            raise ValueError(f"{AUTHORS}/{file.source} is not the file that the paper scored")
-        save(path, content)
+        if not is_there(path, file):
+            name, content = read(file, mirror, progress)
+            save(path.with_name(name), content)
     except (OSError, ValueError) as error:
-        problem = f"{path}: {one_line(error)}"
-        return from_hub(path, file, mirror, problem)
+        return f"{path}: {one_line(error)}"
     return None
 
 
-def fetch_demos(path, file, mirror, progress):
-    """The demonstrations as JSON lines, from the lists in the authors' source."""
-    if has_demos(path, file):
-        return
-    source = download(f"{AUTHORS}/{file.source}", mirror, progress)
-    if digest(source, file.digest) != file.digest:
-        raise ValueError(f"{AUTHORS}/{file.source} is not that of the paper's authors")
-    demos = read_demos(source, file.function)
-    lines = [json.dumps(demo, ensure_ascii=False) + "\n" for demo in demos]
-    save(path, "".join(lines).encode())
-
-
-def has_demos(path, file):
-    """Whether a file holds the paper's demonstrations."""
-    tasks = [task for task in PAPER if (task.folder, task.demo_file) == (file.folder, file.name)]
-    try:
-        demos, _ = data.find_demos(tasks[0], path, None)
-    except (OSError, ValueError):
+def is_there(path, file):
+    """Whether a path holds the file of the paper; or, in any form, the paper's demonstrations."""
+    if not path.exists():
         return False
-    shots = tasks[0].shots + tasks[0].demos_are_items
-    return data.demos_hash(demos[:shots]) == tasks[0].demos_hash
+    if not file.function:
+        return digest(path.read_bytes(), file.digest) == file.digest
+    names = file.folder, file.name
+    task = next(task for task in PAPER if (task.folder, task.demo_file) == names)
+    try:
+        demos, _ = data.find_demos(task, path, None)
+    except ValueError:
+        return False
+    return data.demos_hash(demos[: task.shots + task.demos_are_items]) == task.demos_hash
+
+
+def read(file, mirror, progress):
+    """(name, content) of a file, from the first origin that has it."""
+    origins = [task.origin for task in PAPER if task.folder == file.folder and not file.function]
+    try:
+        content = download(f"{AUTHORS}/{quote(file.source)}", mirror, progress)
+        if digest(content, file.digest) != file.digest:
+            raise ValueError(f"{AUTHORS}/{file.source} is not the file that the paper used")
+    except (OSError, ValueError) as problem:
+        if not any(origins):
+            raise
+        try:
+            path, _ = data.from_hub(origins[0], endpoint=hub_address(mirror))
+        except (OSError, ValueError) as error:
+            raise OSError(f"{problem}; {error}") from None
+        return path.name, path.read_bytes()
+    if file.function:
+        demos = read_demos(content, file.function)
+        lines = [json.dumps(demo, ensure_ascii=False) + "\n" for demo in demos]
+        content = "".join(lines).encode()
+    return file.name, content
 
 
 def read_demos(source, function):
@@ -167,8 +172,10 @@ def download(url, mirror, progress):
             for chunk in iter(partial(response.read, CHUNK), b""):
                 content += chunk
                 progress(len(chunk))
-    except urllib.error.URLError as error:
-        raise OSError(f"{address}: {error.reason}") from None
+    except (OSError, HTTPException) as error:
+        raise OSError(f"{address}: {getattr(error, 'reason', error)}") from None
+    if response.length:
+        raise OSError(f"{address}: the connection broke off")
     return bytes(content)
 
 
@@ -190,36 +197,16 @@ def save(path, content):
         draft.unlink(missing_ok=True)
 
 
-def from_hub(path, file, mirror, problem):
-    """Take a file's data set on the hub in its place. Returns why that fails, or None."""
-    from huggingface_hub import hf_hub_download
-
-    origin = next((task.origin for task in PAPER if task.folder == file.folder), None)
-    if origin is None or file.function:
-        return problem
-    endpoint = f"{mirror.rstrip('/')}/{urlsplit(HUB).netloc}" if mirror else None
-    try:
-        cached = hf_hub_download(
-            origin.repo,
-            origin.file,
-            repo_type="dataset",
-            revision=origin.revision,
-            endpoint=endpoint,
-        )
-        content = Path(cached).read_bytes()
-        if origin.sha256 not in (None, hashlib.sha256(content).hexdigest()):
-            return f"{problem}; {origin} has changed"
-        save(path.with_name(Path(origin.file).name), content)
-    except Exception as error:  # the library raises many kinds
-        return f"{problem}; {hub_reason(error)}: {origin}"
-    return None
+def hub_address(mirror):
+    """The hub's address in a mirror; None without one."""
+    return f"{mirror.rstrip('/')}/huggingface.co" if mirror else None
 
 
 def requirements(tasks, mirror):
     """Yield (name, function that downloads it) of what the tasks' metrics need."""
     from huggingface_hub import snapshot_download
 
-    endpoint = f"{mirror.rstrip('/')}/{urlsplit(HUB).netloc}" if mirror else None
+    endpoint = hub_address(mirror)
     names = {task.name for task in tasks}
     models = {}
     if "xsum" in names:
@@ -240,12 +227,9 @@ def fetch_punkt(mirror):
     folder = Path(nltk.downloader.Downloader().default_download_dir()) / "tokenizers"
     if (folder / "punkt_tab").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    archive = folder / "punkt_tab.zip"
-    save(archive, download(PUNKT, mirror, lambda n: None))
+    archive = BytesIO(download(PUNKT, mirror, lambda n: None))
     draft = folder / "punkt_tab.part"
     with zipfile.ZipFile(archive) as files:
         files.extractall(draft)
     os.replace(draft / "punkt_tab", folder / "punkt_tab")
-    shutil.rmtree(draft)
-    archive.unlink()
+    draft.rmdir()

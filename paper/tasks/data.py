@@ -69,16 +69,24 @@ def file_record(path):
     return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
-def from_hub(origin, option="--data"):
+def from_hub(origin, option="--data", endpoint=None):
     """(path, record) of a file of a data set on the hub; from the cache if it is there.
 
-    option: the option for a local file, named in errors."""
+    option: the option for a local file, named in errors. endpoint: the address of a mirror of the
+    hub."""
     from huggingface_hub import hf_hub_download
 
-    offline_if_unreachable()
+    if endpoint is None:
+        offline_if_unreachable()
     try:
         path = Path(
-            hf_hub_download(origin.repo, origin.file, repo_type="dataset", revision=origin.revision)
+            hf_hub_download(
+                origin.repo,
+                origin.file,
+                repo_type="dataset",
+                revision=origin.revision,
+                endpoint=endpoint,
+            )
         )
     except Exception as error:  # the library raises many kinds; the remedy is the same
         raise OSError(

@@ -110,7 +110,7 @@ def test_files_and_demonstrations_are_written_once(run, server, tmp_path, monkey
     items, *_ = data.load(find("xsum"), tmp_path / "data")
     assert items[0]["references"] == ["s"]
     server.requests.clear()
-    monkeypatch.setattr(fetch, "has_demos", lambda path, file: True)
+    monkeypatch.setattr(data, "demos_hash", lambda demos: find("nq-swap").demos_hash)
     assert run()[0] == 0 and server.requests == []
     (tmp_path / "data/xsum/xsum-1000.jsonl").write_text("changed")
     assert run("--task", "xsum")[0] == 0 and len(server.requests) == 1
@@ -120,14 +120,14 @@ def test_files_and_demonstrations_are_written_once(run, server, tmp_path, monkey
 def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
     (run.root / "data" / "a b.jsonl").write_text("another file")
     status, last, err = run()
-    assert status == 2 and "data/a b.jsonl is not the file that the paper scored" in err
+    assert status == 2 and "data/a b.jsonl is not the file that the paper used" in err
     assert last.endswith("missing: xsum/xsum-1000.jsonl; the same command fetches only these")
     assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl"]
     (run.root / "src" / "x.py").write_text(SOURCE + "# changed")
     (tmp_path / "data/nq_swap/demos.jsonl").unlink()
     (run.root / "data" / "a b.jsonl").unlink()
     status, last, err = run()
-    assert status == 2 and "x.py is not that of the paper's authors" in err
+    assert status == 2 and "x.py is not the file that the paper used" in err
     assert "missing: xsum/xsum-1000.jsonl, nq_swap/demos.jsonl" in last
     assert tree(tmp_path / "data") == []
 
@@ -146,7 +146,7 @@ def test_no_connection_and_a_full_disk_are_one_line_for_each_file(run, tmp_path,
 def test_a_download_that_breaks_off_leaves_no_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(Quiet, "do_GET", break_off)
     status, _, err = run("--task", "xsum")
-    assert status == 2 and "is not the file that the paper scored" in err
+    assert status == 2 and "a%20b.jsonl: the connection broke off" in err
     assert tree(tmp_path / "data") == []
 
 
@@ -161,7 +161,8 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
     def hf_hub_download(repo, file, repo_type, revision, endpoint):
         assert (repo, repo_type) == ("akariasai/PopQA", "dataset")
         assert endpoint.endswith("/huggingface.co")
-        path = tmp_path / "cached"
+        path = tmp_path / "snapshots" / revision / file
+        path.parent.mkdir(parents=True)
         path.write_text("question\tpossible_answers\nq\t[]\n")
         return path
 
