@@ -74,6 +74,8 @@ def evaluate(argv):
     tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
     reason = f"on {', '.join(task.name for task in tasks)}"
     unused = [name for name, used in USED_BY_TASK.items() if not any(map(used, tasks))]
+    if args.demos and args.demos.is_dir() and "demos" in unused:
+        unused.remove("demos")  # a folder for all tasks
     cli.refuse_unused(args, dict.fromkeys(unused, reason))
     benchmarks = [load_benchmark(task, args) for task in tasks]
     cli.check_options(args, methods)
