@@ -31,7 +31,7 @@ from runtime.special import special_ids
 from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
-BLOCK = 64  # P, S and common prefixes are multiples of this
+BLOCK = 64  # P and S are multiples of this; shorter common prefixes are not read apart
 
 
 class Attention(nn.Module):
@@ -264,13 +264,13 @@ def prefill_chunks(ids):
 
 
 def common_prefix(ids):
-    """How many first tokens the prompts [B, T] have in common, rounded down to a multiple of
-    BLOCK: for fewer tokens, a pass would cost more than it saves."""
+    """How many first tokens the prompts [B, T] have in common; 0 if they are fewer than BLOCK,
+    since a pass for few tokens costs more than it saves."""
     if len(ids) == 1:
         return 0
     differ = (ids != ids[:1]).any(0).nonzero()
     length = int(differ[0]) if len(differ) else ids.shape[1]
-    return length // BLOCK * BLOCK
+    return length if length >= BLOCK else 0
 
 
 def rope(model, positions):

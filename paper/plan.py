@@ -164,8 +164,10 @@ def prompt_tokens(encoded, batch_size):
     read = 0
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        shared = len(commonprefix(batch)) // BLOCK * BLOCK
-        read += sum(map(len, batch)) - shared * (len(batch) - 1)
+        shared = len(commonprefix(batch))
+        read += sum(map(len, batch))
+        if shared >= BLOCK:
+            read -= shared * (len(batch) - 1)
     return sum(map(len, prompts)), read
 
 

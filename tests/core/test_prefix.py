@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import decore
-from model import BLOCK, Cache, Transformer, common_prefix
+from model import Cache, Transformer, common_prefix
 from paper import decoders
 from tests.checkpoints import random_ids, write_checkpoint
 
@@ -80,13 +80,13 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, case):
 
 def test_the_common_prefix_is_read_once_and_the_rest_of_each_prompt_after_it(llama, passes):
     decore.generate(llama, PROMPTS, "greedy", max_new_tokens=1)
-    assert passes == [(1, BLOCK), (3, len(PROMPTS[1]) - 1 - BLOCK), (3, 1)]
+    assert passes == [(1, 70), (3, len(PROMPTS[1]) - 1 - 70), (3, 1)]
 
 
 def test_prompts_with_and_without_context_each_have_their_common_prefix(llama, passes):
     decoders.generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
     longest = len(PROMPTS[1]) - 1  # the shorter ones are padded
-    assert passes == [(1, 64), (3, longest - 64)] * 2 + [(6, 1)]
+    assert passes == [(1, 70), (3, longest - 70)] * 2 + [(6, 1)]
 
 
 def test_a_long_common_prefix_is_read_in_passes_of_a_bounded_number_of_tokens(
@@ -96,19 +96,19 @@ def test_a_long_common_prefix_is_read_in_passes_of_a_bounded_number_of_tokens(
     cache = Cache(llama, [159] * 2, 1)
     ids = torch.tensor([PROMPTS[0], PROMPTS[0][:-1] + [5]])
     llama.prefill(ids, cache)
-    assert passes == [(1, 48), (1, 48), (1, 32), (2, 24), (2, 7)]
+    assert passes == [(1, 48), (1, 48), (1, 48), (1, 14), (2, 1)]
 
 
 @pytest.mark.parametrize(
     "ids, length",
     [
         ([[1] * 200], 0),  # one prompt has nothing to share
-        ([[1] * 200] * 2, 192),
+        ([[1] * 200] * 2, 200),
         ([[1] * 63 + [2], [1] * 64], 0),
-        ([[1] * 64 + [2], [1] * 65], 64),
+        ([[1] * 70 + [2], [1] * 71], 70),
     ],
 )
-def test_a_common_prefix_is_a_multiple_of_the_block(ids, length):
+def test_a_common_prefix_has_at_least_a_block_of_tokens(ids, length):
     assert common_prefix(torch.tensor(ids)) == length
 
 

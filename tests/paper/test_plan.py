@@ -79,7 +79,7 @@ def test_the_common_prefix_of_a_batch_is_counted_once():
     prompts = [[1] * 100 + [n] * (n + 1) for n in range(2, 5)] + [[9] * 70]
     items = [Encoded(i, ids, None, None, 0) for i, ids in enumerate(prompts)]
     total = 103 + 104 + 105 + 70
-    assert plan.prompt_tokens(items, 3) == (total, total - 2 * 64)
+    assert plan.prompt_tokens(items, 3) == (total, total - 2 * 100)
     assert plan.prompt_tokens(items, 1) == (total, total)
 
 
