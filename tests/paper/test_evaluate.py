@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -433,6 +434,20 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
         eos_ids=tokenizer.eos_ids,
     )
     assert content(out["run"])[1]["ids"] == expected.ids
+
+
+def test_heads_are_looked_up_before_weights_are_read(start, chat_model, data, tmp_path):
+    folder = shutil.copytree(chat_model, tmp_path / "model")
+    (folder / "model.safetensors").write_text("damaged")
+    options = "--model", folder, *data["nq-closed"], "--out", tmp_path / "runs"
+    for heads, words in (
+        ([], "no head scores are known"),
+        (["--heads", "none"], "none is neither"),
+    ):
+        status, _, err = start(*options, *heads)
+        assert status == 2 and words in err.splitlines()[-1]
+    _, _, err = start(*options, "--method", "greedy")
+    assert "model.safetensors" in err.splitlines()[-1]
 
 
 def test_a_dry_run_prints_every_item_without_a_model(start, data, monkeypatch):

@@ -176,6 +176,16 @@ def test_sources_stand_below_each_answer_word_by_word(call, objects):
     assert sum(shares) / len(line["sources"][:-1]) == pytest.approx(0.75, abs=0.005)
 
 
+def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
+    monkeypatch.setattr("program.printing.LINES", 2)
+    prompt = (cli.MINIATURE / "example.txt").read_text()
+    text = ["--raw", "--prompt", prompt.partition("Answer")[0], "--max-new-tokens", 60]
+    _, out, _ = call(program.main, *text, "--sources")
+    shares = [int(share) for share in re.findall(r"← \S+ (\d+)%", out)]
+    assert len(shares) == 2 and min(shares) >= 75
+    assert re.search(r"^ +… and \d+ more words$", out, re.M)
+
+
 def test_a_page_that_cannot_be_written_is_refused_first_and_a_failure_leaves_none(
     call, base, tmp_path
 ):
