@@ -156,12 +156,13 @@ class Transformer(nn.Module):
         for first in range(0, len(ids), size):
             texts = slice(first, first + size)
             group = cache.select(texts)
-            for start, chunk in prefill_chunks(ids[texts]):
-                view = Prefill(self, start, chunk.shape[1], group)
+            for start, chunk, readers in prefill_chunks(ids[texts], group.lengths.tolist()):
+                view = Prefill(self, start, chunk.shape[1], group.select(slice(readers)))
                 for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
                     if on_layer:
                         x = self.norm(x) if layer == self.config.n_layers else x
-                        on_layer(layer, x.expand(-1, size, -1, -1))
+                        x = x.expand(-1, readers, -1, -1)
+                        on_layer(layer, F.pad(x, (0, 0, 0, 0, 0, size - readers)))
 
     def read_layers(self, ids, cache, layers):
         """Append ids [B, T] to a cache of one row → the final norm's output [1, B, T, D], and a
@@ -252,15 +253,20 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def prefill_chunks(ids):
-    """Yield (start, tokens) of each pass that reads the prompts ids [B, T].
+def prefill_chunks(ids, lengths):
+    """Yield (start, tokens, n) of each pass that reads prompts ids [B, T] of these lengths, for the
+    first n texts.
 
-    Tokens are [1, t] in the common prefix of the prompts and [B, t] after it."""
+    Tokens are [1, t] in the common prefix. After it they are [n, t]: texts that have ended are left
+    out, if no longer one follows them."""
     shared = common_prefix(ids)
-    for part, start, end in (ids[:1], 0, shared), (ids, shared, ids.shape[1]):
-        size = max(16, CHUNK // len(part))
-        for first in range(start, end, size):
-            yield first, part[:, first : min(first + size, end)]
+    start = 0
+    while start < ids.shape[1]:
+        n = max(b for b, length in enumerate(lengths, 1) if length > start or b == 1)
+        part, end = (ids[:1], shared) if start < shared else (ids[:n], ids.shape[1])
+        end = min(end, start + max(16, CHUNK // len(part)))
+        yield start, part[:, start:end], len(ids) if start < shared else n
+        start = end
 
 
 def common_prefix(ids):

@@ -99,6 +99,13 @@ def test_a_long_common_prefix_is_read_in_passes_of_a_bounded_number_of_tokens(
     assert passes == [(1, 48), (1, 48), (1, 48), (1, 14), (2, 1)]
 
 
+def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):
+    monkeypatch.setattr("model.CHUNK", 60)
+    prompts = [random_ids(n + 1, seed=n) for n in (90, 80, 30, 40)]
+    decore.generate(llama, prompts, "greedy", max_new_tokens=1)
+    assert passes == [(4, 16), (4, 16), (4, 16), (2, 30), (2, 12), (4, 1)]
+
+
 @pytest.mark.parametrize(
     "ids, length",
     [
