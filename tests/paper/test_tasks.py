@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paper.tasks import PAPER, TASKS, HubFile, data, find, prompts
+from paper.tasks import PAPER, TASKS, data, find, prompts
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -123,17 +123,10 @@ def write_demos(name, folder):
     if name == "nq-swap":
         rows = [QA | {"context": "<P> c </P>"}]
     elif name.startswith("musique"):
-        row = {
-            "question": "Q1?",
-            "cot_answer": "It is. So the answer is: 5.",
-            "direct_answer": "5",
-            "used_in_paper": True,
-        }
-        rows = [
-            row,
-            row | {"question": "left out", "used_in_paper": False},
-            row | {"question": "Q2?"},
-        ]
+        row = {"cot_answer": "It is. So the answer is: 5.", "direct_answer": "5"}
+        rows = [row | {"question": "Q1?", "used_in_paper": True}]
+        rows.append(row | {"question": "left out", "used_in_paper": False})
+        rows.append(row | {"question": "Q2?"})
     return write(folder / "d.jsonl", rows) if TASKS[name].shots and name != "nq-open" else None
 
 
@@ -242,16 +235,17 @@ EXPECTED["truthfulqa-gen"] = EXPECTED["truthfulqa-mc"]
 
 
 def chat(instruction, turns, mistral=False):
+    """The messages of turns."""
     front = instruction + "\n" if mistral and instruction else ""
-    messages = [
-        {"role": "assistant", "content": turn}
-        if number % 2
-        else {"role": "user", "content": front + turn}
-        for number, turn in enumerate(turns)
-    ]
-    return [{"role": "system", "content": instruction}] * bool(
-        instruction and not mistral
-    ) + messages
+    messages = []
+    if instruction and not mistral:
+        messages.append({"role": "system", "content": instruction})
+    for number, turn in enumerate(turns):
+        if number % 2:
+            messages.append({"role": "assistant", "content": turn})
+        else:
+            messages.append({"role": "user", "content": front + turn})
+    return messages
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -279,30 +273,26 @@ def test_prompts_are_those_of_the_published_runs(first, name):
 
 def test_items_hold_what_the_metrics_read(first, tmp_path):
     trap, mc = first("memotrap"), first("truthfulqa-mc")
-    assert trap["candidates"] == [" four.", " three."] and trap["references"] == [
-        " four."
-    ]  # the true one first
-    assert [first("memotrap", index=index)["split"] for index in (0, 1)] == [
-        "proverb-ending",
-        "history-of-science-qa",
-    ]
-    assert first("memotrap", index=1)["messages_without_context"] == [
-        {"role": "user", "content": ""}
-    ]
+    assert trap["candidates"] == [" four.", " three."]  # the true one first
+    assert (trap["references"], trap["split"]) == ([" four."], "proverb-ending")
+    trap = first("memotrap", index=1)
+    assert trap["split"] == "history-of-science-qa"
+    assert trap["messages_without_context"] == [{"role": "user", "content": ""}]
     # Stripped, closed with a full stop, without the empty one, with the repeated one.
     assert mc["candidates"] == [" Because.", " So.", " Because.", " No.", " Never."]
     assert mc["references"] == ["Because.", "So.", "Because."] and mc["best_position"] == 0
-    assert first("triviaqa")["references"] == ["A", "B"] and first("popqa")["references"] == [
-        "politician",
-        "pol",
-    ]
-    assert first("nq-swap")["references"] == ["New"] and first("nq-swap")["memory"] == ["Old"]
-    assert first("musique-cot-open")["references"] == ["X", "Y"]
+    references = {
+        "triviaqa": ["A", "B"],
+        "popqa": ["politician", "pol"],
+        "nq-swap": ["New"],
+        "musique-cot-open": ["X", "Y"],
+    }
+    for name, expected in references.items():
+        assert first(name)["references"] == expected
+    assert first("nq-swap")["memory"] == ["Old"]
     [item], _ = data.load_items(TASKS["ifeval"], write_data("ifeval", tmp_path))
-    assert (
-        item["kwargs"] == [{"keywords": ["a", "b"]}, {"relation": "at least"}]
-        and item["id"] == 1000
-    )
+    assert item["kwargs"] == [{"keywords": ["a", "b"]}, {"relation": "at least"}]
+    assert item["id"] == 1000
 
 
 TEMPLATE = (
@@ -355,29 +345,19 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     tmp_path, capsys
 ):
     def write_rows(questions):  # three rows to each question, as in the real file
-        return write(
-            tmp_path / "dev.parquet",
-            [
-                SWAP
-                | {
-                    "question": question,
-                    "sub_context": f"{question} {n}",
-                    "sub_answer": [f"{question} {n}"],
-                }
-                for question in questions
-                for n in range(3)
-            ],
-        )
+        rows = []
+        for question in questions:
+            for n in range(3):
+                text = f"{question} {n}"
+                rows.append(SWAP | dict(question=question, sub_context=text, sub_answer=[text]))
+        return write(tmp_path / "dev.parquet", rows)
 
     path = write_rows("abcdef")
     items, records, demos, record = data.load(TASKS["nq-swap"], path)
-    assert [demo["user"] for demo in demos] == [
-        f"Context: {q} 0\nQuestion: {q}\nAnswer:" for q in "abcd"
-    ]
     assert [demo["answer"] for demo in demos] == ["a 0", "b 0", "c 0", "d 0"]
-    assert [(item["index"], item["id"], item["question"]) for item in items] == [
-        (i, 12 + i, q) for i, q in enumerate("eeefff")
-    ]
+    assert demos[1]["user"] == "Context: b 0\nQuestion: b\nAnswer:"
+    assert "".join(item["question"] for item in items) == "eeefff"
+    assert [(item["index"], item["id"]) for item in items] == list(enumerate(range(12, 18)))
     assert record == {"source": "first items", "paper": False} | records[0]
     assert capsys.readouterr().err.splitlines() == [
         "nq-swap: 18 items of dev.parquet, the paper scores 4,746",
@@ -399,12 +379,9 @@ def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp
     rows = [[str(i), f"Job of {i}?", f'["job {i}"]'] for i in range(12)]
     path = write(tmp_path / "p.tsv", [["id", "question", "possible_answers"], *rows])
     items, _, demos, record = data.load(TASKS["popqa"], path)
-    assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)] and record[
-        "source"
-    ] == "first items"
-    assert len(items) == 12 and [
-        item["index"] for item in items if item.get("demonstration")
-    ] == list(range(9))
+    assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)]
+    assert record["source"] == "first items"
+    assert [item.get("demonstration") for item in items] == [True] * 9 + [None] * 3
     for index, shown in ((3, (0, 1, 2, 4, 5, 6, 7, 8)), (10, range(8))):
         *turns, last = prompts.dry_run(TASKS["popqa"], items[index], demos, "chat")["messages"]
         questions = [turn["content"] for turn in turns if turn["role"] == "user"]
@@ -415,14 +392,8 @@ def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp
 def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp_path):
     demo = {"user": "Context: c\nQuestion: who won\nAnswer:", "answer": "Ann"}
     task = replace(TASKS["nq-swap"], shots=1, demos_hash=data.demos_hash([demo]))
-    paper = QA | {"context": "c"}
-    for rows, expected in (
-        ([paper], True),
-        ([paper | {"note": 1}], True),
-        ([paper] * 2, True),
-        ([QA | {"context": "d"}], False),
-    ):
-        path = write(tmp_path / "d.jsonl", rows)
+    for context, expected in (("c", True), ("d", False)):
+        path = write(tmp_path / "d.jsonl", [QA | {"context": context, "note": 1}] * 2)
         record = data.load(task, write_data("nq-swap", tmp_path), path)[3]
         assert (record["source"], record["file"], record["paper"]) == ("file", "d.jsonl", expected)
     # The only demonstration of the paper that is part of this project is the dummy of NQ open book.
@@ -437,11 +408,6 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
             "nq-closed",
             [ORACLE, {"query": "q", "answer": ["a"]}],
             r"line 2: missing field: 'question', 'answers' \(found: query, answer\)",
-        ),
-        (
-            "nq-closed",
-            [ORACLE | {"answers": "Ada"}],
-            "line 1: field 'answers' should be a list of texts, not 'Ada'",
         ),
         (
             "nq-open",
@@ -465,7 +431,6 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
             [{"prompt": "p", "classes": "[' a']", "answer_index": "0"}],
             "Python list of two strings",
         ),
-        ("memotrap", [{"prompt": "p", "classes": "[", "answer_index": "0"}], "line 1: "),
         (
             "truthfulqa-mc",
             [dict(zip(TRUTHFUL, ["", "", "Q", "Z", "A;B", "C", ""], strict=True))],
@@ -483,9 +448,7 @@ def test_a_wrong_row_is_refused_with_field_and_line(tmp_path, name, rows, messag
     [
         ("jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"),
         ("jsonl", b"", "holds no items"),
-        ("jsonl", b'{"question": "a', "line 1: not JSON"),
         ("csv", b"a\n\xe9\n", "x.csv: 'utf-8' codec"),
-        ("csv", b"a,b\n1,2,3\n", "line 2: missing field"),
         ("parquet", b"PAR", "Parquet file size is 3 bytes"),
         ("xlsx", b"x", "unknown kind of file; known: .jsonl"),
     ],
@@ -534,17 +497,14 @@ def test_without_a_connection_data_fail_at_once_with_host_and_remedy(tmp_path, m
     assert len(str(error.value)) <= 200 and huggingface_hub.constants.HF_HUB_OFFLINE
 
 
-def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
+def test_the_table_holds_the_papers_sizes():
     sizes = {
         task.name: (task.n, None if task.choice else task.max_new_tokens, task.shots)
         for task in PAPER
     }
-    musique = {
-        f"musique-{style}-{book}": (2417, 100, 17)
-        for style in ("direct", "cot")
-        for book in ("closed", "open")
-    }
-    assert sizes == musique | {
+    musique = [name for name in sizes if name.startswith("musique")]
+    assert len(musique) == 4
+    assert sizes == dict.fromkeys(musique, (2417, 100, 17)) | {
         "xsum": (1000, 128, 0),
         "ifeval": (541, 1280, 0),
         "nq-open": (2655, 12, 1),
@@ -556,12 +516,6 @@ def test_the_table_holds_the_papers_sizes_and_homes_are_pinned():
         "memotrap": (2539, None, 0),
         "truthfulqa-mc": (817, None, 6),
     }
-    for home in (
-        home for task in PAPER for home in (task.origin, task.training) if isinstance(home, HubFile)
-    ):
-        assert re.fullmatch("[0-9a-f]{40}", home.revision) or re.fullmatch(
-            "[0-9a-f]{64}", home.sha256
-        ), home
 
 
 def test_the_miniature_asks_in_its_last_line():
