@@ -86,10 +86,8 @@ def xsum(entry):
 def memotrap(entry):
     """`classes` is a Python list of two strings, each with a leading space; `split` is the file's
     name."""
-    prompt, pair = (
-        field(entry, "prompt"),
-        texts({"classes": ast.literal_eval(field(entry, "classes"))}, "classes"),
-    )
+    prompt = field(entry, "prompt")
+    pair = texts({"classes": ast.literal_eval(field(entry, "classes"))}, "classes")
     if len(pair) != 2 or str(entry.get("answer_index")) not in ("0", "1"):
         raise ValueError(
             "field 'classes' should be a Python list of two strings, and 'answer_index' 0 or 1"
@@ -121,15 +119,17 @@ def ifeval(entry):
 def instructions(entry):
     """[(name, arguments)] of an item of IFEval, without the arguments that are null, zero or
     empty."""
-    names, kwargs = texts(entry, "instruction_id_list"), field(entry, "kwargs", "a list of objects")
+    names = texts(entry, "instruction_id_list")
+    kwargs = field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
         raise ValueError(
             f"field 'kwargs' should hold one object for each of the {len(names)} instructions"
         )
-    return [
-        (name, {key: value for key, value in (arguments or {}).items() if value})
-        for name, arguments in zip(names, kwargs, strict=True)
-    ]
+    pairs = []
+    for name, arguments in zip(names, kwargs, strict=True):
+        used = {key: value for key, value in (arguments or {}).items() if value}
+        pairs.append((name, used))
+    return pairs
 
 
 def nq_closed(entry):
@@ -168,8 +168,10 @@ def truthfulqa_gen(entry):
 
 
 def truthfulqa_mc(entry):
-    item, false = truthfulqa_gen(entry), split_answers(entry, "Incorrect Answers")
-    true, best = item["references"], with_full_stop(field(entry, "Best Answer").strip())
+    item = truthfulqa_gen(entry)
+    true = item["references"]
+    false = split_answers(entry, "Incorrect Answers")
+    best = with_full_stop(field(entry, "Best Answer").strip())
     if best not in true:
         raise ValueError(f"field 'Best Answer' is not among the correct answers: {best!r}")
     return item | {
@@ -182,9 +184,10 @@ def truthfulqa_mc(entry):
 def triviaqa(entry):
     """References are the aliases only. A repackaged data set calls them `golden_answers`."""
     answer = entry.get("answer")
-    references = (
-        texts(answer, "aliases") if isinstance(answer, dict) else texts(entry, "golden_answers")
-    )
+    if isinstance(answer, dict):
+        references = texts(answer, "aliases")
+    else:
+        references = texts(entry, "golden_answers")
     return qa(entry, references, id=entry.get("question_id", entry.get("id")))
 
 
@@ -224,11 +227,14 @@ def miniature(entry):
     """The last line is the prompt without its passage.
 
     `memory` is the answer of the training texts."""
-    prompt, answer = field(entry, "prompt"), field(entry, "answer")
-    memory = None if entry.get("memory") is None else field(entry, "memory")
-    return {
+    prompt = field(entry, "prompt")
+    answer = field(entry, "answer")
+    item = {
         "id": entry.get("id"),
         "question": prompt,
         "without_context": prompt.split("\n")[-1],
         "references": [answer],
-    } | ({} if memory in (None, answer) else {"memory": [memory]})
+    }
+    if entry.get("memory") not in (None, answer):
+        item["memory"] = [field(entry, "memory")]
+    return item

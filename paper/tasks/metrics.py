@@ -76,11 +76,9 @@ def first_line(line):
 def short_answer(line):
     """PopQA's demonstrations are test items, which count in the published score only."""
     values = compare(first_line(line), texts(line, "references"))
-    return (
-        values | {"exact_match": None, "substring_match": None}
-        if line.get("demonstration")
-        else values
-    )
+    if line.get("demonstration"):
+        values |= {"exact_match": None, "substring_match": None}
+    return values
 
 
 @per_line
@@ -92,8 +90,9 @@ def first_sentence(line):
 @per_line
 def memory(line):
     """Whether the answer is the memorised one; None if the line has none."""
-    known = line.get("memory") and compare(first_line(line), texts(line, "memory"))
-    return {"memory_match": known["substring_match"] if known else None}
+    if not line.get("memory"):
+        return {"memory_match": None}
+    return {"memory_match": compare(first_line(line), texts(line, "memory"))["substring_match"]}
 
 
 def musique_answer(prediction):
@@ -106,8 +105,8 @@ def musique_answer(prediction):
 @per_line
 def musique(line):
     """Compares in lower case, without any other normalisation."""
-    answer, references = musique_answer(field(line, "prediction")), texts(line, "references")
-    return matches(answer.lower(), [reference.lower() for reference in references])
+    answer = musique_answer(field(line, "prediction"))
+    return matches(answer.lower(), [reference.lower() for reference in texts(line, "references")])
 
 
 def scores(line):
@@ -137,11 +136,12 @@ def multiple_choice(line):
     """MC1: the best answer beats every false one. MC2: share of the true answers in the
     probability, by log-sum-exp; `_published` by halving. MC3: share of the true answers that beat
     every false one."""
-    (true, false), best = scores(line), field(line, "best_position", "a whole number from 0")
+    true, false = scores(line)
+    best = field(line, "best_position", "a whole number from 0")
     top = np.concatenate([true, false]).max()
-    exact = (
-        true_share(np.exp(true - top).sum(), np.exp(false - top).sum()) if np.isfinite(top) else 0.0
-    )
+    exact = 0.0
+    if np.isfinite(top):
+        exact = true_share(np.exp(true - top).sum(), np.exp(false - top).sum())
     return {
         "mc1": float(true[best] > false.max()),
         "mc2": exact,
@@ -173,15 +173,13 @@ def judged(line):
     rejected = REFUSAL in clean(field(line, "prediction"))
     values = {"rejection": float(rejected)}
     if line.get("judge_truth") is not None and line.get("judge_info") is not None:
-        truth, info = line["judge_truth"] >= 0.5, line["judge_info"] >= 0.5
-        rates = {
-            "truth": float(truth),
-            "info": float(info),
-            "truth_and_info": float(truth and info),
-        }
-        values |= rates | {
-            f"{name}_not_rejected": None if rejected else rate for name, rate in rates.items()
-        }
+        truth = line["judge_truth"] >= 0.5
+        info = line["judge_info"] >= 0.5
+        rates = {"truth": truth, "info": info, "truth_and_info": truth and info}
+        for name, rate in rates.items():
+            values[name] = float(rate)
+        for name, rate in rates.items():
+            values[f"{name}_not_rejected"] = None if rejected else float(rate)
     return values
 
 
@@ -217,19 +215,23 @@ def means(values, counts):
         with np.errstate(invalid="ignore"):
             return counts @ (column * weights) / (counts @ weights)
 
+    names = {}  # a set in the order of insertion
+    for of_line in values:
+        names |= of_line
     results = {}
-    for name in dict.fromkeys(
-        name for of_line in values for name in of_line if name not in NOT_METRICS
-    ):
-        weights = np.array(
-            [0.0 if v.get(name) is None else v.get(WEIGHTS.get(name), 1.0) for v in values]
-        )
-        results[name] = mean(np.array([v.get(name) or 0.0 for v in values]), weights)
+    for name in names:
+        if name in NOT_METRICS:
+            continue
+        weight = WEIGHTS.get(name)
+        weights = [0.0 if v.get(name) is None else v.get(weight, 1.0) for v in values]
+        column = [v.get(name) or 0.0 for v in values]
+        results[name] = mean(np.array(column), np.array(weights))
     if "micro" in results:
-        micro, split = (np.array([v[name] for v in values]) for name in ("micro", "split"))
-        splits = [
-            mean(micro, (split == name).astype(float)) for name in dict.fromkeys(split.tolist())
-        ]
+        micro = np.array([v["micro"] for v in values])
+        split = np.array([v["split"] for v in values])
+        splits = []
+        for name in dict.fromkeys(split.tolist()):
+            splits.append(mean(micro, (split == name).astype(float)))
         results["macro"] = np.mean(splits, axis=0)
         results["macro_published"] = np.mean([*splits, results["micro"]], axis=0)
     return results
@@ -237,23 +239,21 @@ def means(values, counts):
 
 def summary(values):
     """Metric → mean over the lines; None without any value."""
+    once = np.ones((1, len(values)))
     return {
-        name: None if np.isnan(mean[0]) else float(mean[0])
-        for name, mean in means(values, np.ones((1, len(values)))).items()
+        name: None if np.isnan(mean) else float(mean)
+        for name, [mean] in means(values, once).items()
     }
 
 
 def interval(values, samples=1000, seed=0):
     """Metric → (low, high): 95 % bootstrap interval of the mean over the lines, by percentiles."""
     n = len(values)
-    counts = (
-        np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=samples).astype(float)
-    )
-    # Samples without a line that has a value are left out; a metric without any value has no
-    # interval.
-    return {
-        name: tuple(np.nanpercentile(mean, [2.5, 97.5]).tolist())
-        if not np.isnan(mean).all()
-        else (None, None)
-        for name, mean in means(values, counts).items()
-    }
+    rng = np.random.default_rng(seed)
+    counts = rng.multinomial(n, np.full(n, 1 / n), size=samples).astype(float)
+    intervals = {}
+    for name, mean in means(values, counts).items():
+        intervals[name] = None, None
+        if not np.isnan(mean).all():  # samples without any value are left out
+            intervals[name] = tuple(np.nanpercentile(mean, [2.5, 97.5]).tolist())
+    return intervals

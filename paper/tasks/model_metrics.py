@@ -48,11 +48,9 @@ def rouge(line):
     """rougeLsum without stemmer, sentences split at " . ", F1 × 100."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    pair = [
-        text.replace(" . ", ".\n")
-        for text in (texts(line, "references")[0], field(line, "prediction"))
-    ]
-    return {"rougeL": 100 * RougeScorer(["rougeLsum"]).score(*pair)["rougeLsum"].fmeasure}
+    pair = texts(line, "references")[0], field(line, "prediction")
+    sentences = [text.replace(" . ", ".\n") for text in pair]
+    return {"rougeL": 100 * RougeScorer(["rougeLsum"]).score(*sentences)["rougeLsum"].fmeasure}
 
 
 @needs("bertscore_f1", "bert_score", models=[(DEBERTA, WEIGHTS)])
@@ -109,17 +107,14 @@ def ifeval(line):
     """Strict, on the raw response. At prompt level a line counts if all its instructions are
     followed; at instruction level `summary` weights it by their number. Published: only the first
     element of a list argument is checked."""
-    values, complete = {}, instructions(line)
-    shortened = [
-        (
-            name,
-            {
-                key: value[:1] if isinstance(value, list) else value
-                for key, value in arguments.items()
-            },
-        )
-        for name, arguments in complete
-    ]
+    complete = instructions(line)
+    shortened = []
+    for name, arguments in complete:
+        first = {
+            k: value[:1] if isinstance(value, list) else value for k, value in arguments.items()
+        }
+        shortened.append((name, first))
+    values = {}
     for suffix, checks in (("", complete), ("_published", shortened)):
         followed = [follows(name, arguments, line) for name, arguments in checks]
         values |= {

@@ -18,33 +18,35 @@ def turns_of(task, item, demos, with_context):
     """The user's turns and, in between, the assistant's.
 
     An item is not among its own demonstrations."""
-    text = task.context + task.question if with_context else task.question
-    last = (
-        item["without_context"]
-        if task.without_context == "field" and not with_context
-        else text.format_map(item)
-    )
     if task.demos_are_items:
         demos = [demo for demo in demos if demo["question"] != item["question"]]
-    return [turn for demo in demos[: task.shots] for turn in (demo["user"], demo["answer"])] + [
-        last
-    ]
+    turns = []
+    for demo in demos[: task.shots]:
+        turns += [demo["user"], demo["answer"]]
+    if with_context:
+        last = (task.context + task.question).format_map(item)
+    elif task.without_context == "field":
+        last = item["without_context"]
+    else:
+        last = task.question.format_map(item)
+    return [*turns, last]
 
 
 def messages(task, item, demos, layout="chat", with_context=True):
     """[{"role", "content"}]."""
     if not with_context and task.without_context == "demos":
         demos = []
-    front = task.instruction + "\n" if layout == "mistral" and task.instruction else ""
-    chat = (
-        [{"role": "system", "content": task.instruction}] if task.instruction and not front else []
-    )
+    front = ""
+    chat = []
+    if task.instruction and layout == "mistral":
+        front = task.instruction + "\n"
+    elif task.instruction:
+        chat.append({"role": "system", "content": task.instruction})
     for number, turn in enumerate(turns_of(task, item, demos, with_context)):
-        chat.append(
-            {"role": "assistant", "content": turn}
-            if number % 2
-            else {"role": "user", "content": front + turn}
-        )
+        if number % 2:
+            chat.append({"role": "assistant", "content": turn})
+        else:
+            chat.append({"role": "user", "content": front + turn})
     return chat
 
 
@@ -64,14 +66,14 @@ def dry_run(task, item, demos, layout):
     For the plain layout the messages are those of the chat layout."""
     line = {name: item.get(name) for name in ("index", "id", "references", "candidates")}
     for with_context, name in ((True, ""), (False, "_without_context")):
-        absent = not with_context and not task.without_context
-        line["messages" + name] = (
-            None if absent else messages(task, item, demos, layout, with_context)
-        )
-        line["text" + name] = None if absent else plain_text(task, item, demos, with_context)
-    return line | {
-        name: item[name] for name in ("n_true", "best_position", "split", "memory") if name in item
-    }
+        line |= {"messages" + name: None, "text" + name: None}
+        if with_context or task.without_context:
+            line["messages" + name] = messages(task, item, demos, layout, with_context)
+            line["text" + name] = plain_text(task, item, demos, with_context)
+    for name in ("n_true", "best_position", "split", "memory"):
+        if name in item:
+            line[name] = item[name]
+    return line
 
 
 class Encoded(NamedTuple):
@@ -100,7 +102,9 @@ def item_to_ids(task, item, demos, tokenizer, layout, end=(), template_args=None
             turns, generation_prompt=answer is None, template_args=template_args, today=DAY
         )
 
-    prompt, answers, merged = ids(), [], 0
+    prompt = ids()
+    answers = []
+    merged = 0
     for candidate in item["candidates"] if task.choice else []:
         both = ids(answer=candidate)
         if both[: len(prompt)] == prompt:

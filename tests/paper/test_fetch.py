@@ -1,8 +1,8 @@
 """evaluate.py fetch: what it writes, checks, leaves and says, from a server on this machine."""
 
+import errno
 import hashlib
 import json
-import os
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -135,7 +135,10 @@ def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
 
 
 def test_no_connection_and_a_full_disk_are_one_line_for_each_file(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "write_bytes", lambda *_: os.write(os.open("/dev/full", 1), b"x"))
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
     status, last, err = run()
     assert status == 2 and err.count("No space left on device") == 2 and "Traceback" not in err
     assert tree(tmp_path / "data") == []
