@@ -57,6 +57,7 @@ RUN_HERE = {
 ELSEWHERE = {
     "python -m speed.gpu": "test_speed",
     "python -m speed.decode": "test_speed",
+    "python -m speed.suite": "test_speed",
     "python -m integrations.lm_eval": "test_lm_eval",
     "python evaluate.py --task truthfulqa-gen": "test_rescore",
     "python evaluate.py rescore results": "test_rescore",
