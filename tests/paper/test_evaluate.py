@@ -80,6 +80,7 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
         and len(settings["heads"]) == 2
     )
     assert settings["task"] == "nq-closed" and settings["layout"] == "chat"
+    assert settings["product"] == "plain"
     assert settings["version"] == TASKS["nq-closed"].version and settings[
         "fingerprint"
     ] == fingerprint(model[1])

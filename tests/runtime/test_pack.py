@@ -53,6 +53,29 @@ def test_a_packed_model_chooses_the_same_tokens(family, kind, tmp_path, monkeypa
     ]
 
 
+@needs_onednn
+@pytest.mark.parametrize("kind", [Packed, Filled])
+def test_a_loaded_model_of_transformers_is_packed_and_a_users_own_is_not(
+    kind, tmp_path, monkeypatch
+):
+    hf = pytest.importorskip("runtime.hf")
+    folder = write_checkpoint(tmp_path, "qwen2")
+    prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
+    how = dict(heads=[(1, 0), (2, 2)], max_new_tokens=12)
+    monkeypatch.setattr(pack, "fastest", lambda weight: kind)
+    plain = hf.HFModel.load(folder)
+    assert plain.product == "plain"  # all of its matrices are small
+    monkeypatch.setattr(pack, "SMALL", 0)
+    packed = hf.HFModel.load(folder)
+    assert packed.product == kind.__name__.lower()
+    assert isinstance(packed.hf.lm_head, Packed)
+    assert packed.config.tied_embeddings == plain.config.tied_embeddings
+    own = hf.HFModel(plain.hf)
+    assert own.product is None and not any(isinstance(m, Packed) for m in own.modules())
+    texts = [[g.ids for g in generate(model, prompts, **how)] for model in (packed, plain)]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     "plain_seconds, packed_seconds, factor, error, is_chosen",
     [
