@@ -135,7 +135,8 @@ def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
 
 
 def test_no_connection_and_a_full_disk_are_one_line_for_each_file(run, tmp_path, monkeypatch):
-    def full(*_):
+    def full(path, content):
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
