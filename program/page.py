@@ -41,6 +41,10 @@ def write_page(path, model, tokenizer, answers, settings):
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
+        path = Path(path)
+        if path.exists() and not path.is_file():  # a device, such as /dev/stdout
+            path.write_text(text, encoding="utf-8")
+            return
         draft = Path(f"{path}.draft")
         try:
             draft.write_text(text, encoding="utf-8")

@@ -2,7 +2,9 @@
 
 import html
 import json
+import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,3 +192,15 @@ def test_a_page_that_cannot_be_written_completely_leaves_the_old_one(tmp_path, m
         page.write_page(path, model, Bytes(), {}, {})
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text() == "old"
+
+
+def test_a_page_for_a_device_is_written_into_it(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    model = SimpleNamespace(name="m", shard=SimpleNamespace(rank=0))
+    texts = []
+    reader = threading.Thread(target=lambda: texts.append(path.read_text()))
+    reader.start()
+    page.write_page(path, model, Bytes(), {}, {})
+    reader.join(timeout=10)
+    assert path.is_fifo() and "DeCoRe: m" in texts[0]
