@@ -45,6 +45,7 @@ def write_page(path, model, tokenizer, answers, settings):
         if path.exists() and not path.is_file():  # a device, such as /dev/stdout
             path.write_text(text, encoding="utf-8")
             return
+        path = path.resolve()  # of a link, its target
         draft = Path(f"{path}.draft")
         try:
             draft.write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
 """evaluate.py paper: the runs of the paper's tables, what they cost, and running them."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -116,7 +117,9 @@ def paper(call, folder):
     return partial(call, evaluate.main, "paper", "--data", folder)
 
 
-def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_model, folder):
+def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
+    call, paper, chat_model, folder
+):
     options = "--model", chat_model, "--like", BASE, "--plan"
     status, out, err = paper(*options, "--json")
     assert status == 0, err
@@ -132,7 +135,11 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
     ]
     popqa = next(line for line in lines if line["task"] == "popqa")
     assert popqa["items"] == 14267
-    assert popqa["missing"][0].endswith(f"python evaluate.py fetch {folder} --task popqa")
+    command = shlex.split(popqa["missing"][0].rpartition(": ")[2])
+    assert command == ["python", "evaluate.py", "fetch", str(folder), "--task", "popqa"]
+    nobody = "--mirror", "http://127.0.0.1:9"
+    status, _, err = call(evaluate.main, *command[2:], *nobody)
+    assert status == 2 and "missing: popqa/popqa-test.arrow, popqa/demos.jsonl" in err
     status, out, _ = paper(*options, "--prefill-speed", 1000, "--decode-speed", 10)
     assert status == 0 and "at 1,000 prompt and 10 new tokens per second" in out
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("nq-swap")] == [
