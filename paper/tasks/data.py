@@ -52,6 +52,8 @@ def find_files(option, task, places, patterns, required):
     Takes the files of the first pattern that matches any, in the task's own subfolder if it has
     some. required: FileNotFoundError if the first place holds none."""
     for place in map(Path, filter(None, places)):
+        if not place.exists():
+            raise FileNotFoundError(f"{option} {place}: no such file or folder")
         files = [] if place.is_dir() else [place]
         for pattern, folder in product(patterns, (place / task.folder, place)):
             files = files or sorted(folder.glob(pattern))
