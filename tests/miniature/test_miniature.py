@@ -1,5 +1,5 @@
-"""The miniature's world and test splits; parts of its training; the checkpoint, with tolerances that a new
-training would pass; ITI; the claims."""
+"""The miniature's world and test splits; parts of its training; ITI; the claims; the checkpoint,
+with tolerances that a new training would pass."""
 
 import json
 import re
