@@ -279,8 +279,10 @@ def post(folder):
     with open(folder / "serve.log", "wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
+        deadline = time.monotonic() + 300
         while True:
-            assert server.poll() is None, (folder / "serve.log").read_text()[-3000:]
+            failed = server.poll() is not None or time.monotonic() > deadline
+            assert not failed, (folder / "serve.log").read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"{url}/health")
                 break
