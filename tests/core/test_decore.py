@@ -27,7 +27,7 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum())
 
 
-def contrast(base, masked, method, alpha=0.5, alpha_cap=math.inf, scale_alpha=False):
+def contrast(base, masked, method, alpha=0.5, alpha_cap=math.inf, scale_alpha=False, **_):
     """Scores, α and entropy of Eq. 7 and 8 from two rows of logits."""
     base, masked = log_softmax(masked if method == "masked" else base), log_softmax(masked)
     h = -(np.exp(base) * base).sum()
@@ -36,7 +36,7 @@ def contrast(base, masked, method, alpha=0.5, alpha_cap=math.inf, scale_alpha=Fa
     return (1 + a) * base - a * masked, a, h
 
 
-def next_logits(model, prompt, new, heads, mask="output", mask_prompt=False):
+def next_logits(model, prompt, new, heads, mask="output", mask_prompt=False, **_):
     """Logits after prompt + new: one row, and everything is computed again at every step."""
     head_mask = make_head_mask([heads], model)
     if mask_prompt:
@@ -62,17 +62,16 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, case):
-    how = case | (dict(amateur=amateur) if "amateur_heads" in case else dict(heads=HEADS))
-    other, heads = (amateur, case["amateur_heads"]) if "amateur" in how else (model, HEADS)
-    where = {name: case[name] for name in ("mask", "mask_prompt") if name in case}
-    method = {k: v for k, v in case.items() if k not in (*where, "amateur_heads")}
-    out = generate(model, PROMPTS, max_new_tokens=NEW, **how)
+    other, heads, how = model, HEADS, dict(heads=HEADS)
+    if "amateur_heads" in case:
+        other, heads, how = amateur, case["amateur_heads"], dict(amateur=amateur)
+    out = generate(model, PROMPTS, max_new_tokens=NEW, **how, **case)
     for prompt, g in zip(PROMPTS, out, strict=True):
         assert g.stop == "length" and len(g.ids) == NEW
         for i, token in enumerate(g.ids):
-            base = next_logits(model, prompt, g.ids[:i], [], **where)
-            masked = next_logits(other, prompt, g.ids[:i], heads, **where)
-            scores, a, h = contrast(base, masked, **method)
+            base = next_logits(model, prompt, g.ids[:i], [], **case)
+            masked = next_logits(other, prompt, g.ids[:i], heads, **case)
+            scores, a, h = contrast(base, masked, **case)
             assert token == scores.argmax()
             assert (g.alphas[i], g.entropies[i]) == pytest.approx((a, h), abs=1e-5)  # float32
 
@@ -232,11 +231,8 @@ REFUSED = [
     (dict(ids=[96]), "contains the id 96; .* knows 0 to 95"),
     (dict(ids=[-1]), "contains the id -1"),
     (dict(ids=[True]), "is .True.; give"),
-    (dict(ids=[1.0, 2]), "is .1.0, 2.; give"),
-    (dict(ids=[[[5]]]), "whole numbers"),
     (dict(ids="text"), "is 'text'; give token ids"),
     (dict(ids=5), "is 5; give"),
-    (dict(ids=None), "is None; give"),
     (dict(ids=[5] * 513), "513 tokens; .* reads 512"),
     (dict(ids=torch.tensor([[5, 2]])), "begins or ends in padding; pass the attention_mask"),
     (dict(attention_mask=[1, 1]), "attention_mask must have the shape of the ids"),
@@ -248,10 +244,8 @@ REFUSED = [
     (dict(heads=[(1, 0), (1, 0)]), "head 1-0 is listed twice"),
     (dict(heads=["1-0", "1"]), "'1'. are not a list"),
     (dict(heads=[(1.5, 0)]), "are not a list"),
-    (dict(heads=torch.tensor(2)), "are not a list"),
     (dict(mask="keys"), "mask 'keys' is unknown"),
     (dict(alpha=math.nan), "alpha nan is not a finite"),
-    (dict(alpha="1"), "alpha '1' is not"),
     (dict(alpha_cap=-1), "alpha_cap -1 is not .* at least 0"),
     (dict(max_new_tokens=0), "max_new_tokens 0 is not a whole number of at"),
     (dict(max_new_tokens=2.5), "max_new_tokens 2.5"),
@@ -267,7 +261,6 @@ REFUSED = [
     (CAD, "cad needs each prompt without its context"),
     (CAD | dict(ids_without_context=[[6], []]), "context-free prompt 2 of 2 is empty"),
     (CAD | dict(ids_without_context=[[6]]), "it got 1 for 2"),
-    (CAD | dict(ids_without_context=[[6], [96]]), "contains the id 96"),
     (CAD | dict(ids_without_context=[[6], [6]]), "end in different tokens"),
     (CAD | dict(ids_without_context=[[6], [7] * 450]), "context-free .* has 513 tokens"),
     (dict(method="ad"), "info_layer 24 is outside .*layers 1 to 3"),
@@ -276,8 +269,6 @@ REFUSED = [
     (dict(method="dola-low", relative_top=1.5), "relative_top 1.5 is not .* at most 1"),
     (dict(method="dola-low", repetition_penalty=0), "repetition_penalty 0 is not"),
     (dict(answer_ids=[]), "the answer is empty"),
-    (dict(answer_ids=[[5], []]), "answer 2 of 2 is empty"),
-    (dict(answer_ids=[400]), "the answer contains the id 400"),
     (dict(ids=[5] * 500, answer_ids=[5] * 14), "prompt with its longest answer has 513"),
     (dict(answer_ids=[[6], [7, 8]]), "an answer begins with 7"),
     (dict(ids=[[5], [6]], answer_ids=[[[5]]]), "2 prompts need as many lists of answers, not 1"),

@@ -45,11 +45,9 @@ def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
 
 GRID = {name: {} for name in FAMILIES} | {
     "llama3, one kv head": dict(num_key_value_heads=1),
-    "llama3, wide heads": dict(head_dim=20),
     "llama3, bands": dict(rope_parameters=dict(BANDS, rope_theta=300.0)),
     "llama3, eps": dict(rms_norm_eps=1e-2),
     "mistral-window, 1": dict(sliding_window=1),
-    "qwen2-window, ignored": dict(use_sliding_window=False),
     "qwen2-window, from 2": dict(max_window_layers=2),
     "qwen2-window, layer types": dict(
         layer_types=["sliding_attention", "full_attention", "sliding_attention"]
