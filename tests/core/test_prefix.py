@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import decore
-from model import Cache, common_prefix
+from model import common_prefix
 from paper import decoders
 from tests.checkpoints import random_ids
 from tests.core.test_gpu_on_cpu import CASES, HEADS, settings
@@ -48,16 +48,6 @@ def test_the_common_prefix_is_read_once_and_the_rest_of_each_prompt_after_it(lla
     passes.clear()
     decoders.generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
     assert passes == [(1, 70), (3, rest)] * 2 + [(6, 1)]
-
-
-def test_a_long_common_prefix_is_read_in_passes_of_a_bounded_number_of_tokens(
-    llama, passes, monkeypatch
-):
-    monkeypatch.setattr("model.CHUNK", 48)
-    cache = Cache(llama, [159] * 2, 1)
-    ids = torch.tensor([PROMPTS[0], PROMPTS[0][:-1] + [5]])
-    llama.prefill(ids, cache)
-    assert passes == [(1, 48), (1, 48), (1, 48), (1, 14), (2, 1)]
 
 
 def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):

@@ -11,7 +11,6 @@ import transformers
 
 from decore import decode
 from model import Transformer
-from paper import decoders
 from paper.decoders import DECODERS, exit_layers, generate, score
 from tests.checkpoints import CLASSES, random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
@@ -24,6 +23,8 @@ ATOL = 3e-5  # float32 against float64; scores are of the order of 10
 CHANGES = {
     "cd": dict(alpha=1.25),
     "cad": dict(alpha=1.25),
+    "dola-low": dict(repetition_penalty=1.3),
+    "dola-high": dict(repetition_penalty=0.8),
     "ad": dict(alpha=1.25, info_layer=6),  # the last layer
 }
 
@@ -131,6 +132,8 @@ def test_tokens_and_scores_equal_the_numpy_version(expert, small, method, change
     out, scores = generate_with_scores(expert.model, PROMPTS, method, NEW, **how)
     changes = dict(relative_top=0 if method in ("cd", "cad") else 0.1) | changes
     top = changes.pop("relative_top")
+    penalty = changes.pop("repetition_penalty", 1)
+    penalise = transformers.RepetitionPenaltyLogitsProcessor(float(penalty))
     alpha = 1.0 if method.startswith("dola") else changes.get("alpha", 0.5)
     for b, (prompt, without, g) in enumerate(zip(PROMPTS, WITHOUT, out, strict=True)):
         assert g.alphas == [alpha] * NEW and g.stop == "length"
@@ -138,6 +141,7 @@ def test_tokens_and_scores_equal_the_numpy_version(expert, small, method, change
         for i, token in enumerate(g.ids):
             text, pair = prompt + g.ids[:i], (expert, small, without + g.ids[:i])
             expected = next_scores(method, len(text) - 1, text, *pair, len(prompt), **changes)
+            expected = penalise(torch.tensor([text]), torch.tensor(expected[None]))[0].numpy()
             log_p = log_softmax(expert.read(text)[0][-1])
             plausible = np.exp(log_p) >= top * np.exp(log_p).max()
             expected = np.where(plausible, expected, -np.inf)
@@ -187,16 +191,11 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep):
 @pytest.mark.parametrize(
     "layers, tied, half, rule, expected",
     [
-        (32, False, "low", "capped", range(0, 16, 2)),
-        (80, False, "low", "capped", range(0, 20, 2)),
-        (80, False, "high", "capped", range(60, 80, 2)),
         (80, False, "high", "halves", range(40, 80, 2)),
         (80, True, "low", "halves", range(0, 40, 2)),
         (3, True, "low", "halves", (0,)),
         (80, True, "low", "capped", range(2, 20, 2)),
-        (4, True, "low", "capped", (2,)),
         (3, True, "low", "capped", (2,)),
-        (2, True, "low", "capped", (1,)),
         (5, False, "high", "capped", (2, 4)),
         (1, True, "low", "capped", (0,)),
     ],
@@ -204,16 +203,3 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep):
 def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, expected):
     config = SimpleNamespace(n_layers=layers, tied_embeddings=tied)
     assert exit_layers(SimpleNamespace(config=config, name="m"), half, rule) == list(expected)
-
-
-def test_repetition_penalty_is_that_of_transformers(deep):
-    model, how = deep("qwen2", 8), dict(method="dola-low", max_new_tokens=6)
-    penalty = transformers.RepetitionPenaltyLogitsProcessor(1.3)
-    penalised = generate(model, PROMPTS, repetition_penalty=1.3, **how)
-    for prompt, g in zip(PROMPTS, penalised, strict=True):
-        text = list(prompt)
-        for _ in range(6):
-            [step] = decoders.DoLa(model, [text], 1).step(torch.tensor([text[-1:]])).scores
-            text.append(int(penalty(torch.tensor([text]), step).argmax()))
-        assert g.ids == text[len(prompt) :]
-    assert [g.ids for g in penalised] != [g.ids for g in generate(model, PROMPTS, **how)]
