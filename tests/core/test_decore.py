@@ -51,7 +51,6 @@ CASES = [
         dict(method=method, mask=mask, mask_prompt=mask_prompt)
         for method, mask, mask_prompt in product(METHODS, MASKS, (False, True))
     ),
-    dict(method="decore-static", alpha=2.0),
     dict(method="decore-static", alpha=-0.5),
     dict(method="decore-entropy", alpha_cap=0.7),
     dict(method="decore-entropy", alpha_cap=0.97, scale_alpha=True),

@@ -202,4 +202,4 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep):
 )
 def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, expected):
     config = SimpleNamespace(n_layers=layers, tied_embeddings=tied)
-    assert exit_layers(SimpleNamespace(config=config, name="m"), half, rule) == list(expected)
+    assert exit_layers(SimpleNamespace(config=config), half, rule) == list(expected)
