@@ -16,7 +16,6 @@ pass: see model.py.
 import math
 import runpy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -122,10 +121,9 @@ class DeCoRe:
 
     capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
     alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
-    (the published runs).
-    mask_prompt: mask at every position, not only from the last prompt token on; None: if answers
-    are scored. amateur: a smaller model of the same vocabulary, with amateur_heads masked, in place
-    of the masked row (DeCoRe entropy-lite)."""
+    (the published runs). mask_prompt: mask at every position, not only from the last prompt token
+    on. amateur: a smaller model of the same vocabulary, with amateur_heads masked, in place of the
+    masked row (DeCoRe entropy-lite)."""
 
     scoring = {"mask_prompt": True}  # settings of `score`, unless they are given
 
@@ -140,7 +138,7 @@ class DeCoRe:
         alpha_cap=None,
         scale_alpha=False,
         mask="output",
-        mask_prompt=None,
+        mask_prompt=False,
         amateur=None,
         amateur_heads=None,
     ):
@@ -204,7 +202,7 @@ def generate(
     max_new_tokens=64,
     eos_ids=None,
     on_token=None,
-    graph=None,
+    graph=True,
     decoder=DeCoRe,
     attention_mask=None,
     input_ids=None,
@@ -215,7 +213,7 @@ def generate(
 
     eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy)
     is called for each token and ends text b by returning True. graph: record a step as a CUDA
-    graph; None: if the model can. decoder: `DeCoRe` or one of paper/decoders.py. attention_mask: 0
+    graph, if the models can. decoder: `DeCoRe` or one of paper/decoders.py. attention_mask: 0
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
     ids = unpadded(ids, attention_mask, input_ids)
@@ -223,11 +221,9 @@ def generate(
         model, ids, max_new_tokens, eos_ids, settings
     )
     decoding = decoder(model, prompts, max(limits), method, **settings)
-    can_record = all(session.model.can_record for session in decoding.sessions)
-    if graph and not can_record:
-        raise ValueError("graph=True needs models of our own engine on a GPU; leave graph out")
     last = pad([p[-1:] for p in prompts], model.device)
-    step = recorded(decoding, last) if graph or (graph is None and can_record) else decoding.step
+    graph = graph and all(session.model.can_record for session in decoding.sessions)
+    step = recorded(decoding, last) if graph else decoding.step
     out = [Generation() for _ in prompts]
     for token, (scores, _, _, alpha, h) in decode(step, last, max(limits)):
         score = scores.gather(-1, token[..., None])[..., 0]
@@ -291,9 +287,8 @@ def loglikelihoods(
     allowed: Step → bool [A, T, V], the tokens that greedy decoding may choose. The other arguments
     are those of `score`."""
     prompts, answers, settings = check_scoring(model, prompts, answers, settings)
-    given = {name: value for name, value in settings.items() if value is not None}
-    capacity = max(map(len, chain.from_iterable(answers)))
-    decoding = decoder(model, prompts, capacity, method, **(decoder.scoring | given))
+    capacity = max(map(len, sum(answers, [])))
+    decoding = decoder(model, prompts, capacity, method, **(decoder.scoring | settings))
     caches = [session.cache for session in decoding.sessions]
     sums, greedy = [], []
     for b, prompt in enumerate(prompts):
@@ -312,15 +307,14 @@ def score_tokens(decoding, last, answers, renormalise, allowed):
     """The score of each token of A answers, and whether greedy decoding chooses it: [A][T] each.
 
     last: the prompt's last token, a list of one."""
-    ids = pad(answers)  # [A, T]
-    before = pad([last + answer[:-1] for answer in answers])
     device = decoding.sessions[0].model.device
+    ids = pad(answers, device)  # [A, T]
+    before = pad([last + answer[:-1] for answer in answers], device)
     values, chosen = [], []
     size = max(1, SCORED_AT_ONCE // len(answers))
     for part, tokens in zip(ids.split(size, 1), before.split(size, 1), strict=True):
-        result = decoding.step(tokens.to(device))
+        result = decoding.step(tokens)
         scores = result.scores  # [A, T, V]
-        part = part.to(device)
         candidates = scores if allowed is None else scores.where(allowed(result), -math.inf)
         chosen.append(candidates.argmax(-1) == part)
         if renormalise:

@@ -15,7 +15,6 @@ pass attend to: `Prefill` or `Decode`.
 
 import copy
 import math
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,13 +111,6 @@ class Transformer(nn.Module):
     device = property(lambda self: self.norm.weight.device)
     dtype = property(lambda self: self.norm.weight.dtype)
     can_record = property(lambda self: self.device.type == "cuda")  # steps as CUDA graphs
-
-    def __repr__(self):
-        c = self.config
-        return (
-            f"Transformer({self.name}: {c.model_type}, {c.n_layers} layers of {c.n_heads} heads, "
-            f"{self.dtype} on {self.device})"
-        )
 
     def _apply(self, *args, **kw):
         """Called by `.to`. The weights move and are converted; the rotary frequencies move, and
@@ -231,7 +223,7 @@ class Transformer(nn.Module):
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
         dtype = find_dtype(dtype) if dtype else default_dtype(folder, device) or config.dtype
         model = cls(config, shard, "meta", dtype)
-        model.name = Path(folder).resolve().name if Path(name).exists() else str(name)
+        model.name = folder.resolve().name if Path(name).exists() else str(name)
         model.folder = folder
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         load_weights(model, folder, device)
@@ -262,21 +254,23 @@ def prefill_chunks(ids, lengths):
     shared = common_prefix(ids)
     start = 0
     while start < ids.shape[1]:
-        n = max(b for b, length in enumerate(lengths, 1) if length > start or b == 1)
-        part, end = (ids[:1], shared) if start < shared else (ids[:n], ids.shape[1])
-        end = min(end, start + max(16, CHUNK // len(part)))
-        yield start, part[:, start:end], len(ids) if start < shared else n
-        start = end
+        if start < shared:
+            n = len(ids)
+            tokens = ids[:1, start:shared]
+        else:
+            n = max(b for b, length in enumerate(lengths, 1) if length > start or b == 1)
+            tokens = ids[:n, start:]
+        tokens = tokens[:, : max(16, CHUNK // len(tokens))]
+        yield start, tokens, n
+        start += tokens.shape[1]
 
 
 def common_prefix(ids):
     """How many first tokens the prompts [B, T] have in common; 0 if they are fewer than BLOCK,
     since a pass for few tokens costs more than it saves."""
-    if len(ids) == 1:
-        return 0
-    differ = (ids != ids[:1]).any(0).nonzero()
-    length = int(differ[0]) if len(differ) else ids.shape[1]
-    return length if length >= BLOCK else 0
+    same = (ids == ids[:1]).all(0)
+    length = int(same.cumprod(0).sum())
+    return length if length >= BLOCK and len(ids) > 1 else 0
 
 
 def rope(model, positions):
@@ -317,8 +311,7 @@ class Cache:
         self.P = round_up(max(lengths))
         self.S = round_up(capacity)
         shape = 2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width
-        zeros = partial(torch.zeros, shape, dtype=model.dtype, device=model.device)
-        self.kv = [zeros() for _ in model.layers]
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
 

@@ -33,7 +33,7 @@ class Tokenizer:
         eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
         self.eos_ids = read_eos_ids(folder, eos_id)
         self.chat_template = read_chat_template(folder)
-        self.has_chat_template = self.chat_template is not None
+        self.has_chat_template = bool(self.chat_template)
 
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it.
@@ -41,7 +41,7 @@ class Tokenizer:
         bos=False: without (for answers)."""
         text.encode()  # UnicodeEncodeError for half of a surrogate pair
         ids = self.core.encode(text, add_special_tokens=bos).ids
-        return ids[1:] if bos and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
+        return ids[1:] if bos and ids[:2] == [self.bos_id] * 2 else ids
 
     def encode_chat(self, messages, generation_prompt=True, template_args=None, today=None):
         """[{"role": …, "content": …}, …] → ids. The template writes all special tokens, BOS too.
@@ -86,10 +86,7 @@ class Tokenizer:
 
     def template_reads(self, key):
         """Whether the chat template mentions a variable, for example `enable_thinking`."""
-        return (
-            self.has_chat_template
-            and re.search(rf"\b{re.escape(key)}\b", self.chat_template) is not None
-        )
+        return re.search(rf"\b{re.escape(key)}\b", self.chat_template) is not None
 
     def decode(self, ids):
         """Ids → text, without special tokens and unknown ids. All spaces stay."""
@@ -154,14 +151,15 @@ def compile_template(text):
 
 def read_chat_template(folder):
     """chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts),
-    or None."""
+    or ""."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja")
     text = read_optional(folder / "tokenizer_config.json").get("chat_template")
     for named in text if isinstance(text, list) else ():
         if isinstance(named, dict) and named.get("name") == "default":
             text = named.get("template")
-    if not isinstance(text, str | None):
+    text = text or ""
+    if not isinstance(text, str):
         raise ValueError(
             f"{folder}/tokenizer_config.json: chat_template must be a text, "
             "or a list with a 'default'"

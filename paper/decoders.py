@@ -16,7 +16,6 @@ B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E ea
 """
 
 import math
-from itertools import chain
 
 import torch
 
@@ -31,45 +30,60 @@ from runtime.checks import (
     check_prompts,
     check_scoring,
     check_settings,
-    is_batch,
     unpadded,
 )
 
 NO_AMATEUR = "cd needs an amateur: a smaller model of the same vocabulary"
 INFO_LAYER = 24  # of the published runs
 EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
-# relative_top of the published runs.
-RELATIVE_TOP = {"cd": 0, "cad": 0, "dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}
+RELATIVE_TOP = {"dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}  # of the published runs; else 0
 
 
-class CD:
+class Baseline:
+    """Base class of the decoders below.
+
+    Each defines `contrast`, which appends tokens [B, T] to the texts → scores, log p, and the log p
+    that is subtracted, [B, T, V] each. relative_top: tokens below that fraction of the highest
+    probability score −∞. alpha: weight of the subtracted term."""
+
+    scoring = {}
+
+    def __init__(self, sessions, method, relative_top, alpha=1):
+        self.sessions = sessions
+        self.alpha = alpha
+        self.top = threshold(method, relative_top)
+
+    def step(self, tokens):
+        """As `DeCoRe.step`."""
+        scores, base, other = self.contrast(tokens)
+        scores = scores.where(plausible(base, self.top), -math.inf)
+        h = entropy(base)
+        return Step(scores, base, other, torch.full_like(h, self.alpha), h)
+
+
+class CD(Baseline):
     """Contrastive Decoding: log p − α log p_amateur.
 
     amateur: a smaller model of the same vocabulary."""
-
-    scoring = {}
 
     def __init__(
         self, model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top=None
     ):
         if amateur is None:
             raise ValueError(NO_AMATEUR)
-        self.sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
-        self.alpha = alpha
-        self.top = threshold(method, relative_top)
+        sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
+        super().__init__(sessions, method, relative_top, alpha)
 
-    def step(self, tokens):
+    def contrast(self, tokens):
         z, z_amateur = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
         base, other = z.log_softmax(-1), z_amateur.log_softmax(-1)
-        return make_step(base - self.alpha * other, base, other, self.alpha, self.top)
+        return base - self.alpha * other, base, other
 
 
-class CAD:
+class CAD(Baseline):
     """Context-Aware Decoding: (1 + α) z − α z_without.
 
     The prompts without context are the batch's second half."""
-
-    scoring = {}
 
     def __init__(
         self,
@@ -89,32 +103,25 @@ class CAD:
                 f"cad needs one context-free prompt for each prompt; "
                 f"it got {len(without)} for {len(prompts)}"
             )
-        pairs = list(zip(without, prompts, strict=True))
-        if any(w[-1] != prompt[-1] for w, prompt in pairs):
-            raise ValueError(
-                "a prompt and its context-free prompt end in different tokens; end both in the "
-                "same word"
-            )
-        longer = max((len(w) for w, prompt in pairs if len(w) > len(prompt)), default=0)
-        # The last new token is not read.
-        if longer and longer + capacity - 1 > model.config.max_positions:
-            raise ValueError(
-                f"a context-free prompt of {longer} tokens, longer than its prompt, leaves no "
-                f"room for {capacity} new ones: {model.name} reads {model.config.max_positions}; "
-                "shorten it"
-            )
-        self.sessions = [Session(model, [*prompts, *without], capacity, groups=2)]
-        self.alpha = alpha
-        self.top = threshold(method, relative_top)
+        for w, prompt in zip(without, prompts, strict=True):
+            if w[-1] != prompt[-1]:
+                raise ValueError(
+                    "a prompt and its context-free prompt end in different tokens; end both in "
+                    "the same word"
+                )
+            if len(w) > len(prompt):
+                longest = w + w[-1:] * (capacity - 1)  # the last new token is not read
+                check_prompts(model, longest, "context-free prompt with its longest answer")
+        sessions = [Session(model, [*prompts, *without], capacity, groups=2)]
+        super().__init__(sessions, method, relative_top, alpha)
 
-    def step(self, tokens):
+    def contrast(self, tokens):
         z, z_without = self.sessions[0].logits(tokens.repeat(2, 1))[0].chunk(2)
-        base, other = z.log_softmax(-1), z_without.log_softmax(-1)
         scores = (1 + self.alpha) * z - self.alpha * z_without
-        return make_step(scores, base, other, self.alpha, self.top)
+        return scores, z.log_softmax(-1), z_without.log_softmax(-1)
 
 
-class DoLa:
+class DoLa(Baseline):
     """DoLa: log p − log p_early, at each position the early exit of `exit_layers` whose
     distribution differs most.
 
@@ -132,24 +139,19 @@ class DoLa:
         method="dola-low",
         dola_layers="capped",
         relative_top=None,
-        repetition_penalty=None,
+        repetition_penalty=1,
     ):
-        self.model = model
-        self.top = threshold(method, relative_top)
-        self.penalty = 1 if repetition_penalty is None else repetition_penalty
-        if not 0 < self.penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty {repetition_penalty} is not a positive number; "
-                "1 changes nothing"
-            )
+        check_number(repetition_penalty, "repetition_penalty", 0.01)
         self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
-        self.sessions = [Session(model, prompts, capacity)]
+        super().__init__([Session(model, prompts, capacity)], method, relative_top)
+        self.model = model
+        self.penalty = repetition_penalty
         shape = len(prompts), 1, model.config.vocab_size
         self.in_text = torch.zeros(shape, dtype=torch.bool, device=model.device)
         for b, prompt in enumerate(prompts):
             self.in_text[b, 0, prompt] = True
 
-    def step(self, tokens):
+    def contrast(self, tokens):
         last, early = self.model.read_layers(tokens, self.sessions[0].cache, self.exits)
         base, other = most_divergent(self.model, torch.cat([last, *early]))
         scores = base - other
@@ -157,7 +159,7 @@ class DoLa:
             self.in_text.scatter_(-1, tokens[..., None], True)
             smaller = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
             scores = torch.where(self.in_text, smaller, scores)
-        return make_step(scores, base, other, 1, self.top)
+        return scores, base, other
 
 
 def exit_layers(model, half, dola_layers="capped"):
@@ -169,21 +171,13 @@ def exit_layers(model, half, dola_layers="capped"):
     L = model.config.n_layers
     if dola_layers not in ("capped", "halves"):
         raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: capped, halves")
-    if dola_layers == "halves":
-        return list(range(L // 2, L, 2) if half == "high" else range(0, max(1, L // 2), 2))
+    capped = dola_layers == "capped"
+    end, start = (20, L - 20) if capped and L > 40 else (L // 2, L // 2)
     if half == "high":
-        return list(range(L - 20 if L > 40 else L // 2, L, 2))
-    # With tied embeddings the exit at layer 0 gives the input token back, so the first one is layer
-    # 2.
-    start = min(2, L - 1) if model.config.tied_embeddings else 0
-    end = 20 if L > 40 else L // 2
-    exits = [start] if start == L // 2 else list(range(start, end, 2))
-    if not exits:
-        raise ValueError(
-            f"dola-low finds no layer below the middle of {model.name}: {L} layers with tied "
-            "embeddings leave none from 2 on; use dola-high"
-        )
-    return exits
+        return list(range(start, L, 2))
+    # With tied embeddings the exit at layer 0 gives the input token back.
+    start = min(2, L - 1) if capped and model.config.tied_embeddings else 0
+    return list(range(start, max(end, start + 1), 2))
 
 
 def most_divergent(model, states):
@@ -204,7 +198,7 @@ def most_divergent(model, states):
     return torch.cat(out, 1).unflatten(1, states.shape[1:3])
 
 
-class AD:
+class AD(Baseline):
     """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over
     the prompt."""
 
@@ -220,23 +214,19 @@ class AD:
     ):
         session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
         last = pad([p[-1:] for p in prompts], model.device)
-        _, [x] = model.read_layers(
-            last, session.cache.select(torch.arange(len(prompts))), [info_layer]
-        )
+        _, [x] = model.read_layers(last, session.cache.select(slice(None)), [info_layer])
         self.spread = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
-        self.sessions = [session]
-        self.alpha = alpha
-        self.top = threshold(method, relative_top)
+        super().__init__([session], method, relative_top, alpha)
 
-    def step(self, tokens):
+    def contrast(self, tokens):
         base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
-        return make_step(base - self.alpha * self.spread, base, base, self.alpha, self.top)
+        return base - self.alpha * self.spread, base, base
 
 
 def score_ad(model, prompts, answers, top=0, info_layer=INFO_LAYER, alpha=0.5):
     """`loglikelihoods` of AD as published: its entropy is over the answer's positions too."""
     prompts, answers, _ = check_scoring(model, prompts, answers, dict(alpha=alpha))
-    capacity = 1 + max(map(len, chain.from_iterable(answers)))
+    capacity = 1 + max(map(len, sum(answers, [])))
     session, states, _ = prefill_layer(model, prompts, capacity, info_layer)
     sums, greedy = [], []
     for b, prompt in enumerate(prompts):
@@ -250,10 +240,8 @@ def score_ad(model, prompts, answers, top=0, info_layer=INFO_LAYER, alpha=0.5):
             spread = activation_entropy(model, torch.cat([read, x[0]], 1))  # [1, 1, V]
             base = model.logits(last)[0].log_softmax(-1)  # [1, 1 + T, V]
             scores = (base - alpha * spread)[0, :-1]
-            ids = tokens[0, 1:]
-            sums[b].append(math.fsum(scores.gather(-1, ids[:, None]).flatten().tolist()))
-            if top:
-                scores = scores.where(plausible(base[0, :-1], top), -math.inf)
+            sums[b].append(math.fsum(scores[torch.arange(len(answer)), answer].tolist()))
+            scores = scores.where(plausible(base[0, :-1], top), -math.inf)
             greedy[b].append(scores.argmax(-1).tolist() == answer)
     return sums, greedy
 
@@ -302,24 +290,16 @@ def activation_entropy(model, x, in_prompt=None):
 
 def threshold(method, relative_top):
     """relative_top as a number; None: that of the published runs."""
-    top = RELATIVE_TOP[method] if relative_top is None else relative_top
+    top = RELATIVE_TOP.get(method, 0) if relative_top is None else relative_top
     check_number(top, "relative_top", 0, 1)
     return top
 
 
 def plausible(base, top):
-    """Which tokens have at least `top` times the probability of the most likely one.
+    """Which tokens have at least `top` times the probability of the most likely one; 0: all.
 
     base: log p, [..., V]."""
-    return base >= base.amax(-1, keepdim=True) + math.log(top)
-
-
-def make_step(scores, base, other, alpha, top):
-    """A Step in which implausible tokens score −∞; top: 0 or the threshold of `plausible`."""
-    if top:
-        scores = scores.where(plausible(base, top), -math.inf)
-    h = entropy(base)
-    return Step(scores, base, other, torch.full_like(h, alpha), h)
+    return base >= base.amax(-1, keepdim=True) + (math.log(top) if top else -math.inf)
 
 
 DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}
@@ -354,7 +334,7 @@ def check_layer(model, layer):
         )
 
 
-def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, **settings):
+def generate(model, ids=None, method="cd", **settings):
     """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's
     methods work too.
 
@@ -365,9 +345,6 @@ def generate(model, ids=None, method="cd", attention_mask=None, input_ids=None, 
     none do; None: 0.1 for dola and ad, 0 for cd and cad, as in the published runs. `alphas` are the
     weight of the subtracted term: α, and 1 for dola."""
     check_method(method, METHODS)
-    ids = unpadded(ids, attention_mask, input_ids)
-    if settings.get("ids_without_context") is not None and not is_batch(ids):
-        settings["ids_without_context"] = [settings["ids_without_context"]]
     decoder = DECODERS.get(method, decore.DeCoRe)
     return decore.generate(model, ids, method, decoder=decoder, **settings)
 
@@ -388,17 +365,15 @@ def score(
     renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw scores, which
     are not log-probabilities. The scores of ad are never normalised again."""
     prompts, answers = as_batch(unpadded(prompt_ids, attention_mask), answer_ids)
-    if prompt_ids_without_context is not None and not is_batch(prompt_ids):
-        prompt_ids_without_context = [prompt_ids_without_context]
     if prompt_ids_without_context is not None:
-        settings["prompts_without_context"] = prompt_ids_without_context
+        settings["ids_without_context"] = prompt_ids_without_context
     sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
     return as_given(sums, answer_ids)
 
 
 @torch.inference_mode()
 def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **settings):
-    """As decore.loglikelihoods; cad has prompts_without_context too, in the form of prompts.
+    """As decore.loglikelihoods; cad has ids_without_context too, in the form of prompts.
 
     relative_top affects only whether greedy decoding gives an answer."""
     check_method(method, METHODS)
@@ -407,8 +382,6 @@ def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **set
     top = threshold(method, settings.pop("relative_top", None))
     if method == "ad":
         return score_ad(model, prompts, answers, top, **settings)
-    if method == "cad":
-        settings["ids_without_context"] = settings.pop("prompts_without_context", None)
     settings.pop("repetition_penalty", None)
 
     def allowed(step):
@@ -421,7 +394,7 @@ def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **set
         method,
         renormalise,
         DECODERS[method],
-        allowed if top else None,
+        allowed,
         relative_top=0,
         **settings,
     )

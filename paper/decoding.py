@@ -87,7 +87,7 @@ def score(bench, batch, header, settings, model, tokenizer):
     settings = dict(settings)
     settings.pop("mask_prompt", None)  # scoring masks every position
     if settings["method"] == "cad":
-        settings["prompts_without_context"] = [e.without_context for e in batch]
+        settings["ids_without_context"] = [e.without_context for e in batch]
     sums, _ = decoders.loglikelihoods(
         model,
         [e.prompt for e in batch],

@@ -129,7 +129,7 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
         max_new_tokens=args.max_new_tokens,
         eos_ids=tokenizer.eos_ids,
         on_token=on_token,
-        graph=False if args.no_graph else None,
+        graph=not args.no_graph,
         **settings,
     )
     seconds = time.perf_counter() - start

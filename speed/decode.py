@@ -50,7 +50,7 @@ from speed.shapes import (
 # Each is a function decode(tick) → ids of the new tokens, [B, T]. It calls tick for each token.
 
 
-def this_project(model, prompts, new, heads, method, graph=None):
+def this_project(model, prompts, new, heads, method, graph=True):
     settings = dict(method=method, heads=heads, max_new_tokens=new + 1, eos_ids=(), graph=graph)
 
     def decode(tick):
@@ -143,7 +143,7 @@ PEERS = {
 }
 
 
-def contestants(model, prompts, new, names, graph=None):
+def contestants(model, prompts, new, names, graph=True):
     """{name: contestant}. Packs a model on a CPU, as loading does."""
     heads, peers = spread_heads(model.config), [name for name in names if name in PEERS]
     twin = transformers_model(model) if peers else None  # before packing: it needs plain weights
@@ -365,7 +365,7 @@ def main():
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()
     read = bytes_per_token(model, args.prompt + args.new, args.batch)
-    runs = contestants(model, prompts, args.new, args.methods, False if args.no_graph else None)
+    runs = contestants(model, prompts, args.new, args.methods, not args.no_graph)
     results, speeds = measure(runs, args.rounds, bandwidth_meter(model.device))
     row |= dict(
         dtype=str(model.dtype).removeprefix("torch."),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from decore import METHODS, DeCoRe, generate
 from model import MASKS, Transformer
@@ -30,15 +31,8 @@ PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
     [
         (5, 5, torch.bfloat16, None, True, type(None)),
         (3, 5, torch.bfloat16, None, True, CausalBias),  # not stored in memory
-        (
-            3,
-            5,
-            torch.bfloat16,
-            2,
-            False,
-            torch.Tensor,
-        ),  # only flash attention takes groups, and no window
-        (3, 5, torch.float32, None, False, CausalBias),
+        (3, 5, torch.bfloat16, 2, False, torch.Tensor),  # flash attention takes no window
+        (3, 5, torch.float32, None, False, CausalBias),  # others take no groups
     ],
 )
 def test_prompts_go_to_fused_kernels_of_torch_and_never_to_cudnn(
@@ -65,9 +59,7 @@ def test_prompts_go_to_fused_kernels_of_torch_and_never_to_cudnn(
 def test_plain_products_equal_fused_attention(dtype, close, C):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (4, C, C))
-    bias = torch.zeros(2, 1, 4, C, dtype=dtype).masked_fill(
-        torch.rand(2, 1, 4, C) < 0.3, -torch.inf
-    )
+    bias = torch.where(torch.rand(2, 1, 4, C) < 0.3, -torch.inf, 0.0).to(dtype)
     fused, none = attention.attention(q, k, v, bias)
     plain, probabilities = attention.attention(q, k, v, bias, return_probabilities=True)
     torch.testing.assert_close(plain, fused, atol=close, rtol=0)
@@ -95,17 +87,12 @@ class RecordedOnCPU(TorchDispatchMode):
     @torch.inference_mode()
     def replay(self):
         for function, args, kwargs, result in self.operations:
-            old, new = (
-                x if isinstance(x, tuple | list) else [x]
-                for x in (result, function(*args, **kwargs))
-            )
-            for x, y in zip(old, new, strict=True):
-                if (
-                    isinstance(x, torch.Tensor) and x.data_ptr() != y.data_ptr()
-                ):  # neither in place nor a view
-                    x.copy_(y)
-                elif isinstance(x, torch.ScriptObject):  # of a collective
+            again = function(*args, **kwargs)
+            for x, y in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(x, torch.ScriptObject):  # of a collective
                     dist.Work.unbox(y).wait()
+                elif isinstance(x, torch.Tensor) and x.data_ptr() != y.data_ptr():
+                    x.copy_(y)  # neither in place nor a view
 
 
 class Full(RecordedOnCPU):
@@ -196,21 +183,12 @@ def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch)
     """On "meta" a tensor has no values: reading one is an error, and so is an operation with a
     tensor on the CPU."""
     decoder = DeCoRe(model, PROMPTS, 5, method, HEADS, alpha_cap=2.0, mask=mask)
-    [session] = decoder.sessions
     model.to("meta")
-    for part, name in (
-        (session.cache, "lengths"),
-        (session.cache, "slots"),
-        (session, "head_mask"),
-    ):
-        setattr(part, name, None if getattr(part, name) is None else getattr(part, name).to("meta"))
-    session.cache.kv = [kv.to("meta") for kv in session.cache.kv]
+    for part in decoder.sessions[0], decoder.sessions[0].cache:
+        vars(part).update(tree_map_only(torch.Tensor, lambda x: x.to("meta"), vars(part)))
     token = torch.zeros(len(PROMPTS), 1, dtype=torch.long, device="meta")
     monkeypatch.setattr(Transformer, "can_record", True)  # else the slots in use are read
     with NothingFromTheHost(), torch.inference_mode():
         for _ in range(2):
             out = decoder.step(token)
-    assert (
-        out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size)
-        and out.scores.device.type == "meta"
-    )
+    assert out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size)

@@ -7,7 +7,6 @@ import datetime
 import itertools
 import json
 import random
-import re
 
 import pytest
 import transformers
@@ -59,15 +58,9 @@ def byte_level():
 
 def sentence_piece():
     pieces = ["<unk>"] + SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)] + ["▁"]
-    pieces += sorted(set("abcdefghijklmnopqrstuvwxyzTFPG.,ößï\n文 ") - {" "}) + [
-        "th",
-        "▁th",
-        "▁the",
-        "is",
-        "▁is",
-        "▁▁",
-    ]
-    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("i", "s"), ("▁", "is"), ("▁", "▁")]
+    pieces += sorted(set("abcdefghijklmnopqrstuvwxyzTFPG.,ößï\n文"))
+    pieces += ["th", "▁th", "▁the", "▁▁"]
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "▁")]
     core = Core(
         models.BPE(
             vocab={piece: i for i, piece in enumerate(pieces)},
@@ -190,54 +183,20 @@ def test_chat_templates_give_the_ids_of_transformers(template, core, tmp_path):
 def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
     reference = oracle(tmp_path, TEMPLATES["qwen3"])
-    messages = CONVERSATIONS[1]
-    for arguments in (
-        {"enable_thinking": False},
-        {"enable_thinking": True},
-        {"tools": [{"name": "f"}]},
-    ):
+    for arguments in dict(enable_thinking=False), dict(tools=[{"name": "f"}]):
         ids = reference.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **arguments
+            CONVERSATIONS[1], add_generation_prompt=True, return_dict=False, **arguments
         )
-        assert tokenizer.encode_chat(messages, template_args=arguments) == ids
+        assert tokenizer.encode_chat(CONVERSATIONS[1], template_args=arguments) == ids
     with pytest.raises(ValueError, match="the chat template has no argument 'thinking'"):
-        tokenizer.render(messages, template_args={"thinking": 1})
+        tokenizer.render(CONVERSATIONS[1], template_args={"thinking": 1})
 
 
 def test_templates_print_today_or_the_given_date(tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
     assert f"Today: {datetime.date.today():%d %b %Y}" in tokenizer.render(CONVERSATIONS[0])
-    day = datetime.date(2024, 7, 26)
-    assert "Today: 26 Jul 2024" in tokenizer.render(CONVERSATIONS[0], today=day)
-    assert tokenizer.decode(tokenizer.encode_chat(CONVERSATIONS[0], today=day)).count("2024") == 1
-
-
-@pytest.mark.parametrize(
-    "template, words",
-    [
-        (None, "no chat template, like most base models: use plain text (--raw)"),
-        ("{{ raise_exception('no\nlines') }}", "no lines"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ messages[5]['content'] }}", "no element 5"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ bos_token }}hello", "writes bos_token '<bos>', which is not in tokenizer.json"),
-        ("{{ messages[1].content }}", "surrogates not allowed"),
-    ],
-)
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(template, words, tmp_path):
-    tokenizer = save(
-        tmp_path,
-        byte_level(),
-        bos=False,
-        bos_token="<bos>",
-        pad_token="<pad>",
-        chat_template=template,
-    )
-    messages = [{"role": "user", "content": "a <pad>"}, {"role": "user", "content": "\ud800"}]
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
-        tokenizer.encode_chat(messages)
-    assert "\n" not in str(error.value)
+    ids = tokenizer.encode_chat(CONVERSATIONS[0], today=datetime.date(2024, 7, 26))
+    assert "Today: 26 Jul 2024" in tokenizer.decode(ids)
 
 
 def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
@@ -246,30 +205,24 @@ def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core
     assert 0 not in save(tmp_path, core, bos=False).encode("the river runs")
     tokenizer = save(tmp_path, core)
     ids = tokenizer.encode("the river runs")
-    assert (
-        ids[0] == tokenizer.bos_id == core.token_to_id("<s>") and ids.count(tokenizer.bos_id) == 1
-    )
     assert tokenizer.decode(ids) == "the river runs"
-    assert tokenizer.encode("<s>the river").count(tokenizer.bos_id) == 1
-    assert tokenizer.encode("") == [tokenizer.bos_id]
     assert tokenizer.encode("the river runs", bos=False) == ids[1:]
+    assert tokenizer.encode("") == ids[:1] == [tokenizer.bos_id] == [core.token_to_id("<s>")]
+    assert tokenizer.encode("<s>the").count(tokenizer.bos_id) == 1
 
 
 def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_path):
     """Of texts, and of random ids: special tokens and unknown ids have no text."""
-    core.add_special_tokens(
-        [AddedToken("<s>", normalized=True, special=True)]
-    )  # as in the first Llama
+    # As in the first Llama.
+    core.add_special_tokens([AddedToken("<s>", normalized=True, special=True)])
     tokenizer = save(tmp_path, core)
+    n_ids = core.get_vocab_size()
     for text in TEXTS + [WORDS, "中文 the 🙂 " * 30]:
         ids, stream = tokenizer.encode(text), tokenizer.stream()
-        pieces = [
-            stream.push(i)
-            for i in [*ids, *tokenizer.eos_ids, tokenizer.core.get_vocab_size(), 2**31]
-        ]
+        pieces = [stream.push(i) for i in [*ids, *tokenizer.eos_ids, n_ids, 2**31]]
         assert "\ufffd" not in "".join(pieces) and "".join(pieces) + stream.end() == text
         assert text != WORDS or sum(map(bool, pieces)) > len(ids) / 4  # it streams before the end
-    dice, n_ids = random.Random(1), tokenizer.core.get_vocab_size()
+    dice = random.Random(1)
     for n in [3, 40, 150] * 10:
         ids = [dice.randrange(dice.choice([300, n_ids + 20])) for _ in range(n)]
         stream = tokenizer.stream()
@@ -284,31 +237,21 @@ def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_
         assert "a\n\nb ENE".startswith("".join(pieces)) and stream.text == "".join(pieces)
         if stream.ended:
             break
-    assert (
-        stream.ended
-        and "".join(pieces) + stream.end() == stream.text == "a\n\nb ENE"
-        and any(pieces[:-1])
-    )
+    assert "".join(pieces) + stream.end() == stream.text == "a\n\nb ENE"
+    assert stream.ended and any(pieces[:-1])
     both = tokenizer.stream(stop=("e", "h"))  # in one token
-    assert "".join(map(both.push, tokenizer.encode("the", bos=False))).strip() == "t" and both.ended
+    text = "".join(map(both.push, tokenizer.encode("the", bos=False)))
+    assert text.strip() == "t" and both.ended and both.end() == ""
     unfinished = tokenizer.stream(stop=("END",))
-    assert [*map(unfinished.push, tokenizer.encode("an E", bos=False))][
-        -1
-    ] == "" or unfinished.text != "an E"
-    assert unfinished.end() and unfinished.text == "an E" and not unfinished.ended
+    text = "".join(map(unfinished.push, tokenizer.encode("an E", bos=False)))
+    assert "E" not in text and text + unfinished.end() == "an E" and not unfinished.ended
 
 
 @pytest.mark.parametrize(
     "generation, token, config, eos",
     [
         ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": 5}, (7, 9)),
-        ({"eos_token_id": 7}, "</s>", None, (7,)),
-        (
-            {"eos_token_id": -1},
-            "</s>",
-            {"eos_token_id": 5},
-            (1, 5),
-        ),  # none, as transformers reads it
+        ({"eos_token_id": -1}, "</s>", {"eos_token_id": 5}, (1, 5)),  # none, as in transformers
         ({}, {"content": "</s>", "lstrip": False}, {"eos_token_id": 5}, (1, 5)),
         (None, "</s>", {"eos_token_id": [7, 1, 9]}, (1, 7, 9)),
         (None, "<no-such-token>", {"eos_token_id": 0}, (0,)),
@@ -329,56 +272,46 @@ def test_special_ids_are_those_of_the_tokenizer_or_without_one_of_the_configurat
     assert special_ids(tmp_path) == (0, (1, 3, 4), (4,))
 
 
+@pytest.mark.parametrize("module", [decore, paper.decoders])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_of_transformers_decode_and_score_as_their_prompts_one_by_one(
-    side, tmp_path
+    module, side, tmp_path
 ):
     model = Transformer.load(write_tokenizer(write_checkpoint(tmp_path, vocab_size=259)))
     theirs, texts = oracle(tmp_path, None, "<|begin|>", "<|end|>"), ["Who?", "Where is the river?"]
     theirs.pad_token, theirs.padding_side = "<|end|>", side
     inputs = theirs(texts, return_tensors="pt", padding=True)
-    prompts = [*map(Tokenizer.load(tmp_path).encode, texts)]
-    how = dict(method="decore-entropy", heads=[(0, 1), (2, 3)], max_new_tokens=8, eos_ids=())
-    for module in (decore, paper.decoders):
-        assert [g.ids for g in module.generate(model, **inputs, **how)] == [
-            module.generate(model, prompt, **how).ids for prompt in prompts
-        ]
-        one = dict(attention_mask=inputs.attention_mask[0])
-        assert module.generate(model, inputs.input_ids[0], **one, **how) == module.generate(
-            model, prompts[0], **how
-        )
-        padded = module.score(
-            model, inputs.input_ids[:1], [5, 6], "greedy", attention_mask=inputs.attention_mask[:1]
-        )
-        assert padded == module.score(model, prompts[0], [5, 6], "greedy")
-    for ids in (inputs.input_ids, inputs.input_ids.numpy()):
-        with pytest.raises(
-            ValueError, match="prompt 1 of 2 begins or ends in padding; pass the attention_mask too"
-        ):
-            decore.generate(model, ids, **how)
-    with pytest.raises(ValueError, match="attention_mask must have the shape of the ids"):
-        decore.generate(model, inputs.input_ids, attention_mask=[[1, 1], [1, 1]], **how)
-
-
-def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path, capfd):
-    save(tmp_path, byte_level())
-    path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["model"]["vocab"]["he"] = len(content["model"]["vocab"])
-    content["model"] |= dict(continuing_subword_prefix="Ġ", merges=[["h", "e"]])
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="tokenizers .* cannot read") as error:
-        Tokenizer.load(tmp_path)
-    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+    how = dict(method="decore-entropy", heads=[(0, 1), (2, 3)])
+    batch = module.generate(model, **inputs, **how)
+    for text, ids, mask, g in zip(texts, *inputs.values(), batch, strict=True):
+        prompt = Tokenizer.load(tmp_path).encode(text)
+        alone = module.generate(model, prompt, **how)
+        assert g.ids == alone.ids
+        assert module.generate(model, ids, attention_mask=mask, **how) == alone
+        padded = module.score(model, ids[None], [5, 6], attention_mask=mask[None], **how)
+        assert padded == module.score(model, prompt, [5, 6], **how)
 
 
 def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(
     tmp_path,
 ):
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "river"}]
+    named = [{"name": "default", "template": "river"}, {"name": "tool_use", "template": "tools"}]
     assert save(tmp_path, byte_level(), chat_template=named).render(CONVERSATIONS[0]) == "river"
     (tmp_path / "chat_template.jinja").write_text("Paris")
     assert Tokenizer.load(tmp_path).render(CONVERSATIONS[0]) == "Paris"
+
+
+def panicking_tokenizer():
+    """tokenizer.json that makes the tokenizers library panic."""
+    content = json.loads(byte_level().to_str())
+    content["model"]["vocab"]["he"] = len(content["model"]["vocab"])
+    content["model"] |= dict(continuing_subword_prefix="Ġ", merges=[["h", "e"]])
+    return json.dumps(content)
+
+
+NO_DEFAULT = '{"chat_template": [{"name": "rag", "template": "x"}]}'
+SUBCLASSES = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
 
 
 @pytest.mark.parametrize(
@@ -386,21 +319,29 @@ def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over
     [
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", "[]", "cannot read"),
-        ("tokenizer_config.json", "{", "not valid JSON"),
-        (
-            "tokenizer_config.json",
-            '{"chat_template": [{"name": "rag", "template": "x"}]}',
-            "chat_template must be a text",
-        ),
-        ("generation_config.json", "[]", "must contain a JSON object"),
+        ("tokenizer.json", panicking_tokenizer(), "cannot read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", NO_DEFAULT, "chat_template must be a text"),
+        ("generation_config.json", "[]", "generation_config.json must contain a JSON object"),
         ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
+        ("chat_template.jinja", "", "no chat template, like most base models: use plain text"),
+        ("chat_template.jinja", "{{ raise_exception('no\nlines') }}", "no lines"),
+        ("chat_template.jinja", "{% if %}", "Expected an expression"),
+        ("chat_template.jinja", "{{ messages[5]['content'] }}", "no element 5"),
+        ("chat_template.jinja", SUBCLASSES, "unsafe"),
+        ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
+        ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
+        ("chat_template.jinja", "{{ messages[1].content }}", "surrogates not allowed"),
     ],
 )
-def test_a_damaged_file_is_named_in_one_line(name, content, words, tmp_path):
-    save(tmp_path, byte_level())
+def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_line(
+    name, content, words, tmp_path, capfd
+):
+    save(tmp_path, byte_level(), bos=False, bos_token="<bos>", pad_token="<pad>")
     (tmp_path / name).unlink(missing_ok=True)
-    if content:
+    if content is not None:
         (tmp_path / name).write_text(content)
+    messages = [{"role": "user", "content": "a <pad>"}, {"role": "user", "content": "\ud800"}]
     with pytest.raises((ValueError, OSError), match=words) as error:
-        Tokenizer.load(tmp_path)
-    assert name in str(error.value) and "\n" not in str(error.value)
+        Tokenizer.load(tmp_path).encode_chat(messages)
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""

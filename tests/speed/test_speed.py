@@ -108,7 +108,7 @@ def test_a_checkpoint_is_measured_as_a_table_without_transformers(call, monkeypa
         ["decore-entropy", "3.00"],
         ["decore", "over"],
     ]
-    assert all(run.kwargs["graph"] is None for run in generate.mock_calls)
+    assert all(run.kwargs["graph"] is True for run in generate.mock_calls)
     status, out, error = call(decode.main, *options, "two-pass")
     assert (status, out) == (2, "") and "two-pass: pip install transformers" in error
 
