@@ -30,7 +30,7 @@ class HubFile(NamedTuple):
         return f"{self.file} of the hub data set {self.repo}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     name: str
     read: Callable  # row of the data file → item
