@@ -110,13 +110,11 @@ def ifeval(line):
     complete = instructions(line)
     shortened = []
     for name, arguments in complete:
-        first = {
-            k: value[:1] if isinstance(value, list) else value for k, value in arguments.items()
-        }
+        first = {k: v[:1] if isinstance(v, list) else v for k, v in arguments.items()}
         shortened.append((name, first))
     values = {}
-    for suffix, checks in (("", complete), ("_published", shortened)):
-        followed = [follows(name, arguments, line) for name, arguments in checks]
+    for suffix, pairs in (("", complete), ("_published", shortened)):
+        followed = [follows(*pair, line) for pair in pairs]
         values |= {
             f"prompt_strict{suffix}": float(all(followed)),
             f"instruction_strict{suffix}": sum(followed) / len(followed),
