@@ -16,7 +16,13 @@ from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
-QA2 = {"question": "who lost", "answer": "Bob"}
+DEMO = QA | {
+    "context": "<P> c </P>",
+    "cot_answer": "It is. So the answer is: 5.",
+    "direct_answer": "5",
+    "used_in_paper": True,
+}
+DEMOS = DEMO, DEMO | {"used_in_paper": False}, DEMO | {"question": "who lost", "answer": "Bob"}
 PASSAGE = {"title": " A title ", "text": "\n A text. ", "hasanswer": True, "isgold": True}
 ORACLE = {"question": "who got it", "answers": ["Ada", "Bea"], "ctxs": [PASSAGE]}
 SWAP = {
@@ -91,24 +97,13 @@ def write_data(name, folder):
     return write(folder / file, row)
 
 
-def write_demos(name, folder):
-    rows = [QA, QA2]
-    if name == "nq-swap":
-        rows = [QA | {"context": "<P> c </P>"}]
-    elif name.startswith("musique"):
-        row = {"cot_answer": "It is. So the answer is: 5.", "direct_answer": "5"}
-        questions = {"Q1?": True, "left out": False, "Q2?": None}
-        rows = [row | {"question": q, "used_in_paper": used} for q, used in questions.items()]
-    return write(folder / "d.jsonl", *rows) if TASKS[name].shots and name != "nq-open" else None
-
-
 @pytest.fixture
 def first(tmp_path):
     """first(task, layout) → the dry-run line of the task's first item."""
 
     def read(name, layout="chat"):
-        files = write_data(name, tmp_path), write_demos(name, tmp_path)
-        [item], _, demos, _ = data.load(TASKS[name], *files)
+        demos = None if name == "nq-open" else write(tmp_path / "d.jsonl", *DEMOS)
+        [item], _, demos, _ = data.load(TASKS[name], write_data(name, tmp_path), demos)
         return prompts.dry_run(TASKS[name], item, demos, layout)
 
     return read
@@ -161,6 +156,8 @@ EXPECTED = {
         [
             "Context: <P> c </P>\nQuestion: who won\nAnswer:",
             "Ann",
+            "Context: <P> c </P>\nQuestion: who lost\nAnswer:",
+            "Bob",
             "Context: <P> {New} </P>\nQuestion: who\nAnswer:",
         ],
         "Question: who\nAnswer:",
@@ -183,15 +180,15 @@ EXPECTED = {
     ),
     "musique-direct-closed": (
         "Answer the following question.",
-        ["Q: Q1?\nA:", "5", "Q: Q2?\nA:", "5", "Q: Which?\nAnswer:"],
+        ["Q: who won\nA:", "5", "Q: who lost\nA:", "5", "Q: Which?\nAnswer:"],
         "Q: Which?\nAnswer:",
     ),
     "musique-cot-open": (
         "Answer the following question by reasoning step-by-step.",
         [
-            "Q: Q1?\nA:",
+            "Q: who won\nA:",
             "It is. So the answer is: 5.",
-            "Q: Q2?\nA:",
+            "Q: who lost\nA:",
             "It is. So the answer is: 5.",
             "Wikipedia Title: T1\np1 \n\nWikipedia Title: T2\np2 \n\nQ: Which?\nAnswer:",
         ],
@@ -267,7 +264,7 @@ TEMPLATE = (
 def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_with_the_prompt(
     tmp_path,
 ):
-    write_tokenizer(write_checkpoint(tmp_path, vocab_size=260), TEMPLATE)
+    write_tokenizer(write_checkpoint(tmp_path), TEMPLATE)
     core = json.loads((tmp_path / "tokenizer.json").read_text())
     core["model"] |= {"vocab": core["model"]["vocab"] | {"ox": 259}, "merges": [["o", "x"]]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(core))
@@ -286,8 +283,6 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
     assert encoded.answers == [x, y] and encoded.merged == 1 and encoded.without_context == []
     encoded = encode("chat")
     assert encoded.answers == [x + end, y + end] and encoded.merged == 0
-    text = tokenizer.core.decode(encoded.prompt, skip_special_tokens=False)
-    assert text == "<|turn|>So<|end|><|turn|>"
     tokenizer.chat_template = TEMPLATE.replace("<|turn|>", "So")  # merges with "x", too
     encoded = encode("chat")
     assert encoded.answers == [x + end, y + end] and encoded.merged == 1
@@ -373,7 +368,6 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
         ("ifeval", "x.jsonl", [IFEVAL | {"kwargs": [{}]}], "should hold 2 objects"),
         ("memotrap", "1.csv", [TRAP | {"classes": "[' a']"}], "Python list of two strings"),
         ("truthfulqa-mc", "x.csv", [TRUTHFUL | {"Best Answer": "Z"}], "'Best Answer' is not among"),
-        ("xsum", "x.jsonl", b"", "no items besides 0 demonstrations"),
         ("nq-swap", "x.jsonl", swaps("abcd"), "no items besides 4 demonstrations"),
         ("nq-swap --data {file} --demos {file}", "x.jsonl", [SWAP], "missing field: 'context'"),
         ("nq-swap --data {file} --demos {folder}", "x.jsonl", [SWAP], "nq-swap needs demos.jsonl"),
@@ -408,26 +402,6 @@ def test_without_a_connection_data_fail_at_once_with_host_and_remedy(tmp_path, m
     assert len(str(error.value)) <= 200 and constants.HF_HUB_OFFLINE
 
 
-def test_the_table_holds_the_papers_sizes():
-    sizes = {}
-    for task in set(PAPER):
-        sizes[task.name] = task.n, task.shots, None if task.choice else task.max_new_tokens
-    musique = [name for name in sizes if name.startswith("musique")]
-    assert len(musique) == 4
-    assert sizes == dict.fromkeys(musique, (2417, 17, 100)) | {
-        "xsum": (1000, 0, 128),
-        "ifeval": (541, 0, 1280),
-        "nq-open": (2655, 1, 12),
-        "nq-closed": (2655, 8, 12),
-        "nq-swap": (4746, 4, 12),
-        "truthfulqa-gen": (817, 6, 64),
-        "triviaqa": (11313, 8, 12),
-        "popqa": (14267, 9, 12),  # eight are shown
-        "memotrap": (2539, 0, None),
-        "truthfulqa-mc": (817, 6, None),
-    }
-
-
 def test_the_miniature_asks_in_its_last_line():
     [item], *_ = data.load(TASKS["miniature-conflict"], limit=1)
     line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
@@ -439,7 +413,7 @@ def test_the_miniature_asks_in_its_last_line():
 def test_the_page_of_data_names_every_tasks_fields_and_commit():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
-    for task in PAPER:
+    for task in set(PAPER):
         [cells] = [cells for cells in table if task.name in re.split(", | ", cells[1])]
         _, row = row_of(task.name)
         for name in row:
