@@ -105,7 +105,7 @@ def load(name):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     except Exception as error:  # the libraries raise many kinds
         raise ValueError(
             f"the judge {name} cannot be loaded: {one_line(error, 100)}; fetch it first, or name "

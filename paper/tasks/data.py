@@ -121,7 +121,7 @@ def load(task, data=None, demos=None, limit=None):
         elif record["source"] == "first items":
             items = [item for item in items if item["question"] not in questions]
         record["paper"] = demos_hash(demonstrations) == task.demos_hash
-        origin = f"{record['source']} {record.get('hub', record.get('file', ''))}".strip()
+        origin = f"{record['source']} {record.get('file', '')}".strip()
         verdict = "the paper's" if record["paper"] else "not the paper's (give those with --demos)"
         print(
             f"{task.name}: {len(demonstrations)} demonstrations ({origin}), {verdict}",
@@ -198,10 +198,7 @@ def read_demos(task, path):
     """The demonstrations in a file."""
     rows = read_with(partial(demonstration, task), path)
     used = (demo for entry, demo in rows if entry.get("used_in_paper") is not False)
-    demonstrations = list(islice(used, task.shots))
-    if not demonstrations:
-        raise ValueError(f"{path}: holds no demonstrations")
-    return demonstrations
+    return list(islice(used, task.shots))
 
 
 def demonstration(task, entry):

@@ -181,7 +181,6 @@ def problems(task):
 
 
 NOT_METRICS = ("split", "instructions")
-WEIGHTS = {"instruction_strict": "instructions", "instruction_strict_published": "instructions"}
 
 
 def compute(task, lines):
@@ -215,7 +214,7 @@ def means(values, counts):
     results = {}
     for name in names:
         if name not in NOT_METRICS:
-            weight = WEIGHTS.get(name)
+            weight = "instructions" if name.startswith("instruction_") else None
             weights = [0.0 if v.get(name) is None else v.get(weight, 1.0) for v in values]
             results[name] = mean(name, weights)
     if "micro" in results:

@@ -161,7 +161,7 @@ def test_factkb_is_the_probability_of_class_1_on_summary_and_article(monkeypatch
     tokenizer = library.AutoTokenizer.from_pretrained.return_value
     tokenizer.return_value = {"ids": 7}
     load = library.AutoModelForSequenceClassification.from_pretrained
-    model = load().float().eval()  # in float32
+    model = load().float()
     model.return_value.logits = torch.tensor([[0.0, 2.0]])
     line = {"prediction": "A summary.", "references": ["not read"]}
     lines = [line | {"document": document} for document in ("An article.", None)]
