@@ -98,13 +98,13 @@ def write_data(name, folder):
 
 
 @pytest.fixture
-def first(tmp_path):
-    """first(task, layout) → the dry-run line of the task's first item."""
+def load(tmp_path):
+    """load(task) → its only item, its demonstrations."""
 
-    def read(name, layout="chat"):
+    def read(name):
         demos = None if name == "nq-open" else write(tmp_path / "d.jsonl", *DEMOS)
         [item], _, demos, _ = data.load(TASKS[name], write_data(name, tmp_path), demos)
-        return prompts.dry_run(TASKS[name], item, demos, layout)
+        return item, demos
 
     return read
 
@@ -212,13 +212,13 @@ def chat(instruction, turns, layout):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_prompts_are_those_of_the_published_runs(first, name):
+def test_prompts_are_those_of_the_published_runs(load, name):
     instruction, turns, bare = EXPECTED[name]
     *demos, last = turns
     # MuSiQue's chat without context shows no demonstrations.
     demos_without = [] if name.startswith("musique") else demos
     for layout in ("chat", "mistral"):
-        line = first(name, layout)
+        line = prompts.dry_run(TASKS[name], *load(name), layout)
         assert line["messages"] == chat(instruction, turns, layout)
         expected = None if bare is None else chat(instruction, [*demos_without, bare], layout)
         assert line["messages_without_context"] == expected
@@ -232,27 +232,37 @@ def test_prompts_are_those_of_the_published_runs(first, name):
     )
 
 
-def test_items_hold_what_the_metrics_read(first, tmp_path):
-    trap, mc = first("memotrap"), first("truthfulqa-mc")
-    assert trap["candidates"] == [" four.", " three."]  # the true one first
-    assert (trap["references"], trap["split"]) == ([" four."], "proverb-ending")
-    # Stripped, closed with a full stop, without the empty one, with the repeated one.
-    assert mc["candidates"] == [" Because.", " So.", " Because.", " No.", " Never."]
-    assert mc["references"] == ["Because.", "So.", "Because."] and mc["best_position"] == 0
-    expected = {
-        "triviaqa": ("tc_1", ["A", "B"]),
-        "popqa": ("4", ["politician", "pol"]),
-        "nq-swap": (0, ["New"]),
-        "musique-cot-open": ("2hop__1", ["X", "Y"]),
-        "ifeval": (1000, []),
-        "memotrap": ("proverb-ending-0", [" four."]),
-    }
-    for name, values in expected.items():
-        line = first(name)
-        assert (line["id"], line["references"]) == values
-    assert first("nq-swap")["memory"] == ["Old"]
-    [item], _ = data.load_items(TASKS["ifeval"], write_data("ifeval", tmp_path))
-    assert item["kwargs"] == [{"keywords": ["a", "b"]}, {"relation": "at least"}]
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("triviaqa", {"id": "tc_1", "references": ["A", "B"]}),
+        ("popqa", {"id": "4", "references": ["politician", "pol"]}),
+        ("nq-swap", {"id": 0, "references": ["New"], "memory": ["Old"]}),
+        ("musique-cot-open", {"id": "2hop__1", "references": ["X", "Y"]}),
+        ("ifeval", {"id": 1000, "kwargs": [{"keywords": ["a", "b"]}, {"relation": "at least"}]}),
+        (
+            "memotrap",
+            {
+                "id": "proverb-ending-0",
+                "references": [" four."],
+                "candidates": [" four.", " three."],  # the true one first
+                "split": "proverb-ending",
+            },
+        ),
+        (
+            "truthfulqa-mc",
+            {
+                # Stripped, closed with a full stop, without the empty one, with the repeated one.
+                "references": ["Because.", "So.", "Because."],
+                "candidates": [" Because.", " So.", " Because.", " No.", " Never."],
+                "best_position": 0,
+            },
+        ),
+    ],
+)
+def test_items_hold_what_the_metrics_read(load, name, expected):
+    item, _ = load(name)
+    assert item | expected == item
 
 
 TEMPLATE = (
