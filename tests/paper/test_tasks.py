@@ -59,18 +59,21 @@ IFEVAL = {
 }
 TRAP = {"prompt": 'Say "no": one two', "classes": "[' three.', ' four.']", "answer_index": "1"}
 ROWS = {  # task, or the beginning of its name → file, row
-    "xsum": ("x.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"}),
+    "xsum": ("xsum-1000.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"}),
     "memotrap": ("1-proverb-ending.csv", TRAP),
-    "ifeval": ("i.jsonl", IFEVAL),
-    "nq": ("nq.jsonl.gz", ORACLE),
-    "nq-swap": ("dev.parquet", SWAP),
-    "truthfulqa": ("t.csv", TRUTHFUL),
+    "ifeval": ("ifeval.jsonl", IFEVAL),
+    "nq": ("nq-open-oracle.jsonl.gz", ORACLE),
+    "nq-swap": ("dev-0.parquet", SWAP),
+    "truthfulqa": ("TruthfulQA.csv", TRUTHFUL),
     "triviaqa": (
-        "t.parquet",
+        "validation-0.parquet",
         {"question": "Which?", "question_id": "tc_1", "answer": {"aliases": ["A", "B"]}},
     ),
-    "popqa": ("p.tsv", {"id": 4, "question": "Job?", "possible_answers": '["politician", "pol"]'}),
-    "musique": ("m.jsonl", MUSIQUE),
+    "popqa": (
+        "test.tsv",
+        {"id": 4, "question": "Job?", "possible_answers": '["politician", "pol"]'},
+    ),
+    "musique": ("musique_ans_v1.0_dev.jsonl", MUSIQUE),
 }
 
 
@@ -99,11 +102,14 @@ def write_data(name, folder):
 
 @pytest.fixture
 def load(tmp_path):
-    """load(task) → its only item, its demonstrations."""
+    """load(task) → its only item, its demonstrations. The data are in the task's subfolder."""
 
     def read(name):
+        folder = tmp_path / TASKS[name].folder
+        folder.mkdir(exist_ok=True)
+        write_data(name, folder)
         demos = None if name == "nq-open" else write(tmp_path / "d.jsonl", *DEMOS)
-        [item], _, demos, _ = data.load(TASKS[name], write_data(name, tmp_path), demos)
+        [item], _, demos, _ = data.load(TASKS[name], tmp_path, demos)
         return item, demos
 
     return read
