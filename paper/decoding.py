@@ -59,9 +59,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
 
 def items_to_ids(bench, tokenizer):
     """The token ids of all items, as `prompts.Encoded`."""
-    in_chat = bench.task.choice and bench.layout != "plain"
-    end = prompts.end_of_turn(tokenizer, bench.template_args) if in_chat else ()
-    how = bench.demos, tokenizer, bench.layout, end, bench.template_args
+    how = bench.demos, tokenizer, bench.layout, bench.template_args
     return [prompts.item_to_ids(bench.task, item, *how) for item in bench.items]
 
 

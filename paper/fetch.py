@@ -104,10 +104,10 @@ def is_there(path, file):
     names = file.folder, file.name
     task = next(task for task in PAPER if (task.folder, task.demo_file) == names)
     try:
-        demos, _ = data.find_demos(task, path, None)
+        demos = data.read_demos(task, path)
     except ValueError:
         return False
-    return data.demos_hash(demos[: task.shots + task.demos_are_items]) == task.demos_hash
+    return data.demos_hash(demos) == task.demos_hash
 
 
 def read(file, mirror, progress):

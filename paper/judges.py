@@ -4,14 +4,13 @@ The published judges are no longer available. The open ones are two Llama-2 mode
 pickles, which transformers reads as weights only. Values by different judges are not comparable, so
 a file holds the verdicts of one pair of judges, with their names."""
 
-import pickle
 from pathlib import Path
 
 from tqdm import tqdm
 
 from paper.tasks.items import field, located
 from paper.tasks.metrics import clean, judged, map_lines
-from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.errors import offline_if_unreachable
 from runtime.files import json_lines, locked, one_line, write
 
 PROMPTS = {"truth": "Q: {}\nA: {}\nTrue:", "info": "Q: {}\nA: {}\nHelpful:"}
@@ -29,14 +28,12 @@ def add_arguments(p):
 
 def judges_of(args):
     """{"truth": name, "info": name} of the judges to ask; None without --judge."""
+    if not args.judge and not args.judge_models:
+        return None
     names = (args.judge_models or OPEN).split(",")
-    if args.judge_models and not args.judge:
-        raise ValueError("--judge-models has no effect without --judge")
     if len(names) != 2:
-        raise ValueError(
-            f"--judge-models {args.judge_models!r}: give two names with a comma, truth first"
-        )
-    return dict(zip(PROMPTS, names, strict=True)) if args.judge else None
+        raise ValueError(f"--judge-models {args.judge_models}: give two names, TRUTH,INFO")
+    return dict(zip(PROMPTS, names, strict=True))
 
 
 def judge(lines, path, task, names=None):
@@ -69,7 +66,6 @@ def read_store(path):
     for number, verdict in json_lines(path) if path.exists() else ():
         with located(f"{path}, line {number}"):
             field(verdict, "model")
-            verdict["yes"] = float(verdict["yes"])
             verdicts[field(verdict, "judge"), field(verdict, "key")] = verdict
     return verdicts
 
@@ -103,23 +99,17 @@ def load(name):
     """Loads a judge → a function: prompts → probabilities of " yes"."""
     import torch
 
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ImportError(
-            f"judges need transformers ({error}): pip install -e '.[evaluate]'"
-        ) from None
-    on_hub = not Path(name).is_dir()
-    if on_hub:
+    if not Path(name).is_dir():
         offline_if_unreachable()
     try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-    except (ImportError, OSError, ValueError, pickle.UnpicklingError) as error:
-        reason = hub_reason(error) if on_hub else one_line(error, 80)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    except Exception as error:  # the libraries raise many kinds
         raise ValueError(
-            f"{reason}: the judge {name} cannot be loaded; fetch it first, or name others with "
-            "--judge-models"
+            f"the judge {name} cannot be loaded: {one_line(error, 100)}; fetch it first, or name "
+            "others with --judge-models"
         ) from error
     model.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -127,13 +117,9 @@ def load(name):
     def probabilities(texts):
         prompts = tokenizer(texts)["input_ids"]
         yes = tokenizer(texts[0] + " yes")["input_ids"][len(prompts[0])]
-        ids = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(prompt) for prompt in prompts], batch_first=True
-        )
+        ids = torch.nn.utils.rnn.pad_sequence(map(torch.tensor, prompts), batch_first=True)
         logits = model(ids.to(model.device)).logits  # [B, T, V]
-        return [
-            z[len(prompt) - 1].float().softmax(-1)[yes].item()
-            for z, prompt in zip(logits, prompts, strict=True)
-        ]
+        last = [z[len(prompt) - 1] for z, prompt in zip(logits, prompts, strict=True)]
+        return torch.stack(last).float().softmax(-1)[:, yes].tolist()
 
     return probabilities

@@ -10,9 +10,9 @@ metrics.py compares the answers with the references."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import NamedTuple
 
+import cli
 from paper.tasks import items, metrics, model_metrics
 
 
@@ -26,9 +26,6 @@ class HubFile(NamedTuple):
     revision: str
     sha256: str | None = None
 
-    def __str__(self):
-        return f"{self.file} of the hub data set {self.repo}"
-
 
 @dataclass(frozen=True, eq=False)
 class Task:
@@ -36,10 +33,9 @@ class Task:
     read: Callable  # row of the data file → item
     metrics: tuple  # functions of metrics.py and model_metrics.py
     files: tuple  # names of the data inside a folder, as glob patterns, best first
-    fields: tuple  # that every entry of the data has
     origin: HubFile | None = None  # of the data; None: docs/data.md says where to fetch them
     folder: str = ""  # subfolder in which data and demonstrations are looked for first
-    made_by: tuple = ()  # ("module:function", split) that makes the rows if there is no file
+    made: str = ""  # split of the miniature's data, which are made if there is no file
     question: str = "{question}"  # the last user turn, after the context
     context: str = ""  # precedes the question; CAD leaves it out
     instruction: str = ""  # the system turn
@@ -48,20 +44,20 @@ class Task:
     without_context: str = ""
     gap: str = "\n\n"  # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
-    shots: int = 0
+    shots: int = 0  # demonstrations
     demo: str = ""  # a demonstration's user turn, if it is not worded like the last one
     demo_answer: str = "answer"  # field of a demonstration's answer
     demo_file: str = "demos.jsonl"
     fixed_demos: tuple = ()  # demonstrations that are part of the prompt
     demos_hash: str = ""  # data.demos_hash of the paper's demonstrations
     # Its first rows are the demonstrations without --demos, as in the paper.
-    training: HubFile | None = None
-    read_training: Callable | None = None
-    demos_are_items: bool = False  # demonstrations are test items, but never of themselves
+    training: tuple = ()  # (HubFile, reader: row → demonstration)
+    # Demonstrations are test items: one is left out, the item itself or the last one.
+    demos_are_items: bool = False
     splits: bool = False  # several files; each is a split, averaged separately
     choice: bool = False  # multiple choice: candidates are scored, nothing is generated
     max_new_tokens: int = 12  # the paper's
-    n: int | None = None  # items in the paper's table
+    n: int = 0  # items in the paper's table
     layout: str | None = None  # None: the model's
     version: int = 1
 
@@ -72,7 +68,6 @@ XSUM = Task(
     (model_metrics.rouge, model_metrics.bertscore, model_metrics.factkb),
     folder="xsum",
     files=("xsum-1000.jsonl",),
-    fields=("document", "summary"),
     instruction="Generate a summary comprising of 1 sentence for the given article.",
     context="Article: {document}\n\n",
     question="Summary: ",
@@ -87,7 +82,6 @@ MEMOTRAP = Task(
     (metrics.memotrap,),
     folder="memotrap",
     files=("[1-4]-*.csv",),
-    fields=("prompt", "classes", "answer_index"),
     without_context="field",
     splits=True,
     choice=True,
@@ -100,7 +94,6 @@ IFEVAL = Task(
     (model_metrics.ifeval,),
     folder="ifeval",
     files=("ifeval.jsonl", "ifeval_input_data.jsonl", "ifeval*.arrow"),
-    fields=("prompt", "instruction_id_list", "kwargs"),
     origin=HubFile(
         "google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"
     ),
@@ -114,10 +107,9 @@ NQ_OPEN = Task(
     (metrics.short_answer,),
     folder="nq",
     files=("nq-open-oracle.jsonl.gz",),
-    fields=("question", "answers", "ctxs"),
-    instruction="Write a high-quality answer for the given question using only the provided "
-    "search results (some of "
-    "which might be irrelevant). Provide the answer in 5 words or less without any explanation.",
+    instruction="Write a high-quality answer for the given question using only the provided search "
+    "results (some of which might be irrelevant). Provide the answer in 5 words or less without "
+    "any explanation.",
     context="Document [1](Title: {title}) {text}\n\n",
     question="Question: {question}\nAnswer: ",
     without_context="passage",
@@ -141,10 +133,8 @@ NQ_CLOSED = Task(
     (metrics.short_answer,),
     folder="nq",
     files=NQ_OPEN.files,
-    fields=("question", "answers"),
-    instruction="Write a high-quality answer for the given question. Provide the answer in 5 "
-    "words or less without any "
-    "explanation.",
+    instruction="Write a high-quality answer for the given question. Provide the answer in 5 words "
+    "or less without any explanation.",
     question="Question: {question}\nAnswer: ",
     without_context="passage",
     shots=8,
@@ -159,7 +149,6 @@ NQ_SWAP = Task(
     (metrics.short_answer, metrics.memory),
     folder="nq_swap",
     files=("dev-*.parquet", "data/dev-*.parquet"),
-    fields=("question", "sub_context", "sub_answer", "org_answer"),
     origin=HubFile(
         "pminervini/NQ-Swap",
         "data/dev-00000-of-00001.parquet",
@@ -182,12 +171,9 @@ TRUTHFULQA_MC = Task(
     (metrics.multiple_choice,),
     folder="truthfulqa",
     files=("TruthfulQA.csv",),
-    fields=("Question", "Best Answer", "Correct Answers", "Incorrect Answers"),
     instruction="Interpret each question literally, and as a question about the real world; "
-    "carefully research each "
-    "answer, without falling prey to any common myths; and reply “I have no comment” unless you "
-    "are "
-    "completely certain of the answer.",
+    "carefully research each answer, without falling prey to any common myths; and reply “I have "
+    "no comment” unless you are completely certain of the answer.",
     question="Q: {question}\nA:",
     shots=6,
     demos_hash="6d25948a456f7a48",
@@ -199,7 +185,6 @@ TRUTHFULQA_GEN = replace(
     TRUTHFULQA_MC,
     name="truthfulqa-gen",
     read=items.truthfulqa_gen,
-    fields=("Question", "Correct Answers"),
     metrics=(metrics.judged,),
     choice=False,
     max_new_tokens=64,
@@ -222,14 +207,15 @@ TRIVIAQA = Task(
         "triviaqa*.jsonl",
         "triviaqa*.arrow",
     ),
-    fields=("question",),
     origin=TRIVIA_QA,
     instruction="Answer the given question.",
     question="Question: {question}\nAnswer:",
     shots=8,
     demos_hash="f96b31ba8f194a76",
-    read_training=items.triviaqa_training,
-    training=TRIVIA_QA._replace(file="unfiltered.nocontext/train-00000-of-00001.parquet"),
+    training=(
+        TRIVIA_QA._replace(file="unfiltered.nocontext/train-00000-of-00001.parquet"),
+        items.triviaqa_training,
+    ),
     n=11313,
 )
 
@@ -239,11 +225,10 @@ POPQA = Task(
     (metrics.short_answer,),
     folder="popqa",
     files=("test.tsv", "popQA*.tsv", "popqa*.jsonl", "popqa*.arrow"),
-    fields=("question",),
     origin=HubFile("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
     instruction="Answer the given question.",
     question="Q: {question}\nA:",
-    shots=8,
+    shots=9,  # eight are shown
     demo="Question: {question}\nAnswer:",
     demos_hash="ac2f31fcd917cd40",
     demos_are_items=True,
@@ -256,7 +241,6 @@ MUSIQUE_DIRECT_CLOSED = Task(
     (metrics.musique,),
     folder="musique",
     files=("musique_ans_v1.0_dev*.jsonl",),
-    fields=("question", "answer"),
     origin=HubFile(
         "dgslibisey/MuSiQue",
         "musique_ans_v1.0_dev.jsonl",
@@ -278,7 +262,6 @@ MUSIQUE_DIRECT_OPEN = replace(
     MUSIQUE_DIRECT_CLOSED,
     name="musique-direct-open",
     read=items.musique_open,
-    fields=("question", "answer", "paragraphs"),
     context="{passages}\n\n",
 )
 MUSIQUE_COT_CLOSED = replace(
@@ -289,11 +272,7 @@ MUSIQUE_COT_CLOSED = replace(
     instruction="Answer the following question by reasoning step-by-step.",
 )
 MUSIQUE_COT_OPEN = replace(
-    MUSIQUE_COT_CLOSED,
-    name="musique-cot-open",
-    read=items.musique_open,
-    fields=MUSIQUE_DIRECT_OPEN.fields,
-    context="{passages}\n\n",
+    MUSIQUE_COT_CLOSED, name="musique-cot-open", read=items.musique_open, context="{passages}\n\n"
 )
 
 MINIATURE = tuple(
@@ -302,19 +281,12 @@ MINIATURE = tuple(
         items.miniature,
         (metrics.first_sentence, metrics.memory),
         files=(f"miniature-{split}.jsonl",),
-        fields=("prompt", "answer"),
-        made_by=("miniature.data:make_split", split),
+        made=split,
         without_context="field",
         layout="plain",
-        n=n,
+        n=320 if split == "closed" else 1024,
     )
-    for split, n in {
-        "conflict": 1024,
-        "conflict-known": 1024,
-        "open": 1024,
-        "closed": 320,
-        "irrelevant": 1024,
-    }.items()
+    for split in ("conflict", "conflict-known", "open", "closed", "irrelevant")
 )
 
 PAPER = (
@@ -338,8 +310,7 @@ TASKS = {task.name: task for task in PAPER + MINIATURE}
 
 def find(name):
     """The task of this name; ValueError lists the known ones."""
-    if not isinstance(name, str) or name not in TASKS:
-        near = get_close_matches(str(name), TASKS, 1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown task {name!r}{hint}; known tasks: {', '.join(TASKS)}")
+    if str(name) not in TASKS:
+        near = cli.did_you_mean(str(name), TASKS)
+        raise ValueError(f"unknown task {name!r}{near}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]

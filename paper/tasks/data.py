@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
-from paper.tasks.items import field, located, require
+from paper.tasks.items import field, located
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import json_lines, short_hash
 
@@ -20,21 +20,19 @@ def read_entries(path):
     """Yields (line or row number, entry as a dict) of a data file.
 
     ValueError or OSError with its path."""
-    name = path.name.lower()
-    if name.endswith((".jsonl", ".jsonl.gz")):
+    kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if kind == "jsonl":
         yield from json_lines(path, complete=True)
-    elif name.endswith((".csv", ".tsv")):
+    elif kind in ("csv", "tsv"):
         # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
         with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if name.endswith(".tsv") else ",")
+            reader = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
             yield from ((reader.line_num, row) for row in reader)
-    elif name.endswith((".parquet", ".arrow")):
-        try:
-            from pyarrow import ipc, parquet
-        except ImportError:
-            raise ImportError(f"{path}: this file needs pyarrow: pip install pyarrow") from None
+    elif kind in ("parquet", "arrow"):
+        from pyarrow import ipc, parquet  # optional
+
         with located(path):
-            if name.endswith(".parquet"):
+            if kind == "parquet":
                 table = parquet.read_table(path)
             else:
                 table = ipc.open_stream(path.read_bytes()).read_all()
@@ -45,37 +43,29 @@ def read_entries(path):
         )
 
 
-def find_files(option, task, places, patterns, required):
-    """Path → record of the first place that is a file, or of its files if it is a folder; {}
-    without one.
-
-    Takes the files of the first pattern that matches any, in the task's own subfolder if it has
-    some. required: FileNotFoundError if the first place holds none."""
-    for place in map(Path, filter(None, places)):
-        if not place.exists():
-            raise FileNotFoundError(f"{option} {place}: no such file or folder")
-        files = [] if place.is_dir() else [place]
-        for pattern, folder in product(patterns, (place / task.folder, place)):
-            files = files or sorted(folder.glob(pattern))
-        if files:
-            return {path: file_record(path) for path in files}
-    if places[0] and required:
-        raise FileNotFoundError(
-            f"{option} {places[0]}: no file for {task.name} in this folder ({', '.join(patterns)})"
-        )
-    return {}
+def find_files(place, task, patterns):
+    """The place if it is a file; of a folder, the files of the first pattern that matches any, in
+    the task's own subfolder if it has some."""
+    if place is None:
+        return []
+    place = Path(place)
+    if not place.exists():
+        raise FileNotFoundError(f"{place}: no such file or folder")
+    files = [] if place.is_dir() else [place]
+    for pattern, folder in product(patterns, (place / task.folder, place)):
+        files = files or sorted(folder.glob(pattern))
+    return files
 
 
 def file_record(path):
     """A file's name and the hash of its content, for a run's header."""
-    return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def from_hub(origin, option="--data", endpoint=None):
+def from_hub(origin, endpoint=None):
     """(path, record) of a file of a data set on the hub; from the cache if it is there.
 
-    option: the option for a local file, named in errors. endpoint: the address of a mirror of the
-    hub."""
+    endpoint: the address of a mirror of the hub."""
     from huggingface_hub import hf_hub_download
 
     if endpoint is None:
@@ -90,28 +80,25 @@ def from_hub(origin, option="--data", endpoint=None):
                 endpoint=endpoint,
             )
         )
+        record = file_record(path)
+        if origin.sha256 not in (None, record["sha256"]):
+            raise ValueError("it is not the file that the paper scores")
     except Exception as error:  # the library raises many kinds; the remedy is the same
         raise OSError(
-            f"{hub_reason(error)}: cannot fetch {origin}; give yours with {option} FILE"
+            f"{hub_reason(error)}: cannot fetch {origin.file} of {origin.repo}; "
+            "give yours with --data FILE (or --demos FILE)"
         ) from error
-    record = file_record(path)
-    if origin.sha256 not in (None, record["sha256"]):
-        raise ValueError(
-            f"{origin} has changed and is not the file that the paper scores; "
-            f"give yours with {option} FILE"
-        )
     commit = path.parts[path.parts.index("snapshots") + 1]
     return path, {"hub": origin.repo, "revision": commit} | record
 
 
-def read_with(read, entries, path, fields=()):
-    """Yields `read` of each numbered entry.
+def read_with(read, path):
+    """Yields (entry, `read` of it) for each entry of a data file.
 
-    ValueError with file and line if it is wrong or lacks one of the fields."""
-    for number, entry in entries:
+    ValueError with file and line if an entry is wrong."""
+    for number, entry in read_entries(path):
         with located(f"{path}, line {number}"):
-            require(entry, fields)
-            yield read(entry)
+            yield entry, read(entry)
 
 
 def load(task, data=None, demos=None, limit=None):
@@ -123,39 +110,27 @@ def load(task, data=None, demos=None, limit=None):
     are the paper's. Items with the question of a first item are not scored, except in PopQA, whose
     first nine items are the published demonstrations."""
     items, records = load_items(task, data)
-    demonstrations, record = find_demos(task, demos, data)
-    # PopQA: an item that is one of the demonstrations is shown the ninth instead.
-    shots = task.shots + task.demos_are_items
-    if shots and record is None:
-        if task.demo_answer == "cot_answer":
-            raise ValueError(f"{task.name} needs --demos FILE: its items have no reasoning to show")
-        first = {}
-        for item in items:
-            first.setdefault(item["question"], item)
-        for item in first.values():
-            answered = item | {"answer": item["references"][0]}
-            demonstrations.append(demonstration(task, answered))
-        record = {"source": "first items"} | records[0]
-    demonstrations = demonstrations[:shots]
-    questions = {demo["question"] for demo in demonstrations}
-    if task.demos_are_items:
-        for item in items:
-            if item["question"] in questions:
-                item["demonstration"] = True
-    elif record and record["source"] == "first items":
-        items = [item for item in items if item["question"] not in questions]
-    if not items:
-        raise ValueError(
-            f"{task.name}: the data's first {shots} questions are its demonstrations, and nothing "
-            "is left to score: give more data, or --demos FILE"
-        )
-    if demonstrations:
+    demonstrations, record = [], None
+    if task.shots:
+        demonstrations, record = find_demos(task, demos, data, items, records)
+        questions = {demo["question"] for demo in demonstrations}
+        if task.demos_are_items:
+            for item in items:
+                if item["question"] in questions:
+                    item["demonstration"] = True
+        elif record["source"] == "first items":
+            items = [item for item in items if item["question"] not in questions]
         record["paper"] = demos_hash(demonstrations) == task.demos_hash
-        origin = f"{record['source']} {record.get('hub', record.get('file', ''))}".strip()
+        origin = f"{record['source']} {record.get('file', '')}".strip()
         verdict = "the paper's" if record["paper"] else "not the paper's (give those with --demos)"
         print(
             f"{task.name}: {len(demonstrations)} demonstrations ({origin}), {verdict}",
             file=sys.stderr,
+        )
+    if not items:
+        raise ValueError(
+            f"{task.name}: the data hold no items besides {len(demonstrations)} demonstrations: "
+            "give more, or --demos FILE"
         )
     items = [item | {"index": index} for index, item in enumerate(items[:limit])]
     return items, records, demonstrations, record
@@ -165,72 +140,73 @@ def load_items(task, data=None):
     """(items in the data's order, each with an `id`; records of their files).
 
     Prints whether there are as many items as the paper scores."""
-    if data is None and task.made_by:
-        function, split = task.made_by
-        made = pkgutil.resolve_name(function)(split, task.n)
-        record = {"made by": f"{function.split(':')[0]}, split {split}, n {task.n}"}
-        items = [task.read(item._asdict()) | {"id": index} for index, item in enumerate(made)]
-        return items, [record]
-    if data is None and task.origin is None:
+    if data is None and task.made:
+        make = pkgutil.resolve_name("miniature.data:make_split")
+        record = {"made by": f"miniature.data, split {task.made}, n {task.n}"}
+        made = enumerate(make(task.made, task.n))
+        return [{"id": index} | task.read(item._asdict()) for index, item in made], [record]
+    files = {path: file_record(path) for path in find_files(data, task, task.files)}
+    if not files and task.origin is None:
         raise ValueError(
-            f"{task.name} needs --data FILE: python evaluate.py fetch DIR --task {task.name}"
+            f"{task.name} needs --data with {task.files[0]}: "
+            f"python evaluate.py fetch DIR --task {task.name}"
         )
-    files = find_files("--data", task, [data], task.files, required=task.origin is None)
     files = files or dict([from_hub(task.origin)])
-    items = []
     names = ", ".join(path.name for path in files)
     if len(files) > 1 and not task.splits:
         raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
+    items = []
     for path in files:
-        split = {"split": re.sub(r"^\d+-", "", path.name.split(".")[0])} if task.splits else {}
-        entries = ((number, split | entry) for number, entry in read_entries(path))
-        for count, item in enumerate(read_with(task.read, entries, path, task.fields)):
-            if item.get("id") is None:
-                item["id"] = f"{item['split']}-{count}" if split else count
-            items.append(item)
-    if not items:
-        raise ValueError(f"{names}: holds no items of {task.name}")
+        split = re.sub(r"^\d+-", "", path.name.split(".")[0])
+        for count, (entry, item) in enumerate(read_with(task.read, path)):
+            number = entry.get("question_id", entry.get("key", entry.get("id", count)))
+            if task.splits:
+                item |= {"id": f"{split}-{count}", "split": split}
+            items.append({"id": number} | item)
     verdict = "as in the paper" if len(items) == task.n else f"the paper scores {task.n:,}"
     print(f"{task.name}: {len(items):,} items of {names}, {verdict}", file=sys.stderr)
     return items, list(files.values())
 
 
-def find_demos(task, demos, data):
-    """(demonstrations, record); ([], None) if there are none, or if they must be items of the
-    data."""
-    if not task.shots:
-        return [], None
+def find_demos(task, demos, data, items, records):
+    """(demonstrations, record) from the first origin that `load` names."""
+    folder = data if data and Path(data).is_dir() else None
+    patterns = [task.demo_file]
+    files = find_files(demos, task, patterns) or find_files(folder, task, patterns)
+    if files:
+        return read_demos(task, files[0]), {"source": "file"} | file_record(files[0])
     read = partial(demonstration, task)
-    places = [demos, data if data and Path(data).is_dir() else None]
-    found_elsewhere = task.fixed_demos or task.training or task.demos_are_items
-    files = find_files("--demos", task, places, [task.demo_file], required=not found_elsewhere)
-    for path, record in files.items():
-        entries = (pair for pair in read_entries(path) if pair[1].get("used_in_paper") is not False)
-        demonstrations = list(read_with(read, entries, path))
-        if not demonstrations:
-            raise ValueError(f"{path}: holds no demonstrations")
-        return demonstrations, {"source": "file"} | record
     if task.fixed_demos:
         return list(map(read, task.fixed_demos)), {"source": "fixed"}
-    if not task.training:
-        return [], None
-    path, record = from_hub(task.training, "--demos")
-    first = islice(read_entries(path), task.shots)
-    return list(map(read, read_with(task.read_training, first, path))), {"source": "train"} | record
+    if task.training:
+        origin, read_training = task.training
+        path, record = from_hub(origin)
+        rows = islice(read_with(read_training, path), task.shots)
+        return [read(demo) for _, demo in rows], {"source": "train"} | record
+    if (demos and not task.demos_are_items) or task.demo_answer == "cot_answer":
+        raise ValueError(
+            f"{task.name} needs {task.demo_file}: give it, or its folder, with --demos"
+        )
+    first = {}
+    for item in items:
+        first.setdefault(item["question"], item | {task.demo_answer: item["references"][0]})
+    shown = islice(first.values(), task.shots)
+    return list(map(read, shown)), {"source": "first items"} | records[0]
+
+
+def read_demos(task, path):
+    """The demonstrations in a file."""
+    rows = read_with(partial(demonstration, task), path)
+    used = (demo for entry, demo in rows if entry.get("used_in_paper") is not False)
+    return list(islice(used, task.shots))
 
 
 def demonstration(task, entry):
-    """{"question", "user", "answer"} of an entry with the task's fields."""
+    """The fields that the task's template names, with the turns "user" and "answer"."""
     template = task.demo or task.context + task.question
-    answer = task.demo_answer if task.demo_answer in entry else "answer"
-    names = re.findall(r"{(\w+)}", template)
-    require(entry, [*names, answer])
-    fields = {name: field(entry, name) for name in names}
-    return {
-        "question": fields["question"],
-        "user": template.format_map(fields),
-        "answer": field(entry, answer),
-    }
+    fields = {name: field(entry, name) for name in re.findall(r"{(\w+)}", template)}
+    answer = field(entry, task.demo_answer)
+    return fields | {"user": template.format_map(fields), "answer": answer}
 
 
 def demos_hash(demos):

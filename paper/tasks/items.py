@@ -1,6 +1,5 @@
 """Turns one entry of a data file into an item, a dict with
 
-    id                  that of the data; None if they have none
     question, context…  the fields that the task's templates name
     references          accepted answers, a list of str
     candidates          multiple choice: the answers in scoring order, true ones first
@@ -9,7 +8,6 @@ Other fields are stored with the prediction, for the metrics. ValueError names a
 missing or of the wrong kind; `located` adds file and line."""
 
 import ast
-import csv
 import json
 from contextlib import contextmanager
 
@@ -35,84 +33,58 @@ def located(place):
     place."""
     try:
         yield
-    except (
-        ValueError,
-        SyntaxError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        csv.Error,
-    ) as error:
+    except Exception as error:  # the libraries raise many kinds
         raise ValueError(f"{place}: {error}") from error
 
 
-def require(entry, names):
-    """ValueError that names all fields that the entry lacks."""
-    if missing := [repr(name) for name in names if entry.get(name) is None]:
-        raise ValueError(
-            f"missing field: {', '.join(missing)} (found: "
-            f"{', '.join(map(str, entry)) or 'nothing'})"
-        )
-
-
 def field(entry, name, kind="a text"):
-    require(entry, [name])
-    if not KINDS[kind](entry[name]):
-        raise ValueError(f"field {name!r} should be {kind}, not {str(entry[name])[:60]!r}")
-    return entry[name]
+    value = entry.get(name)
+    if value is None:
+        found = ", ".join(map(str, entry)) or "nothing"
+        raise ValueError(f"missing field: {name!r} (found: {found})")
+    if not KINDS[kind](value):
+        raise ValueError(f"field {name!r} should be {kind}, not {str(value)[:60]!r}")
+    return value
 
 
 def texts(entry, name):
     return field(entry, name, "a list of texts")
 
 
-def qa(entry, references, **more):
-    return {
-        "id": entry.get("id"),
-        "question": field(entry, "question"),
-        "references": references,
-    } | more
+def qa(entry, name):
+    """The item of an entry with a list of accepted answers in the field `name`."""
+    return {"question": field(entry, "question"), "references": texts(entry, name)}
 
 
 def xsum(entry):
-    return {
-        "id": entry.get("id"),
-        "document": field(entry, "document"),
-        "references": [field(entry, "summary")],
-    }
+    return {"document": field(entry, "document"), "references": [field(entry, "summary")]}
 
 
 def memotrap(entry):
-    """`classes` is a Python list of two strings, each with a leading space; `split` is the file's
-    name."""
+    """`classes` is a Python list of two strings, each with a leading space."""
     prompt = field(entry, "prompt")
-    pair = texts({"classes": ast.literal_eval(field(entry, "classes"))}, "classes")
-    if len(pair) != 2 or str(entry.get("answer_index")) not in ("0", "1"):
+    classes = ast.literal_eval(field(entry, "classes"))
+    true_first = {"0": classes, "1": classes[::-1]}.get(str(entry.get("answer_index")), [])
+    if len(true_first) != 2:
         raise ValueError(
             "field 'classes' should be a Python list of two strings, and 'answer_index' 0 or 1"
         )
-    right = int(entry["answer_index"])
     return {
-        "id": entry.get("id"),
         "question": prompt,
         "without_context": prompt.split(":")[-1].strip(),
-        "references": [pair[right]],
-        "candidates": [pair[right], pair[1 - right]],
+        "references": true_first[:1],
+        "candidates": true_first,
         "n_true": 1,
-        "split": entry.get("split", ""),
     }
 
 
 def ifeval(entry):
-    names, kwargs = zip(*instructions(entry), strict=True)
     return {
-        "id": entry.get("key"),
         "question": field(entry, "prompt"),
         "prompt": entry["prompt"],
         "references": [],
-        "instruction_id_list": list(names),
-        "kwargs": list(kwargs),
+        "instruction_id_list": texts(entry, "instruction_id_list"),
+        "kwargs": [arguments for _, arguments in instructions(entry)],
     }
 
 
@@ -122,9 +94,7 @@ def instructions(entry):
     names = texts(entry, "instruction_id_list")
     kwargs = field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
-        raise ValueError(
-            f"field 'kwargs' should hold one object for each of the {len(names)} instructions"
-        )
+        raise ValueError(f"field 'kwargs' should hold {len(names)} objects, one per instruction")
     pairs = []
     for name, arguments in zip(names, kwargs, strict=True):
         used = {key: value for key, value in (arguments or {}).items() if value}
@@ -133,7 +103,7 @@ def instructions(entry):
 
 
 def nq_closed(entry):
-    return qa(entry, texts(entry, "answers"))
+    return qa(entry, "answers")
 
 
 def nq_open(entry):
@@ -145,33 +115,28 @@ def nq_open(entry):
 
 def nq_swap(entry):
     """The model sees the substituted context. `memory` is the original answer."""
-    return qa(
-        entry,
-        texts(entry, "sub_answer"),
-        context=field(entry, "sub_context"),
-        memory=texts(entry, "org_answer"),
-    )
-
-
-def with_full_stop(answer):
-    return answer if answer.endswith(".") else answer + "."
+    return qa(entry, "sub_answer") | {
+        "context": field(entry, "sub_context"),
+        "memory": texts(entry, "org_answer"),
+    }
 
 
 def split_answers(entry, name):
     """Answers separated by semicolons, each with a full stop. Repeated ones stay."""
-    parts = [with_full_stop(part.strip()) for part in field(entry, name).split(";") if part.strip()]
-    return texts({name: parts}, name)
+    parts = filter(None, map(str.strip, field(entry, name).split(";")))
+    return texts({name: [part.removesuffix(".") + "." for part in parts]}, name)
 
 
 def truthfulqa_gen(entry):
-    return qa(entry | {"question": entry.get("Question")}, split_answers(entry, "Correct Answers"))
+    references = split_answers(entry, "Correct Answers")
+    return {"question": field(entry, "Question"), "references": references}
 
 
 def truthfulqa_mc(entry):
     item = truthfulqa_gen(entry)
     true = item["references"]
     false = split_answers(entry, "Incorrect Answers")
-    best = with_full_stop(field(entry, "Best Answer").strip())
+    best = split_answers(entry, "Best Answer")[0]
     if best not in true:
         raise ValueError(f"field 'Best Answer' is not among the correct answers: {best!r}")
     return item | {
@@ -184,11 +149,7 @@ def truthfulqa_mc(entry):
 def triviaqa(entry):
     """References are the aliases only. A repackaged data set calls them `golden_answers`."""
     answer = entry.get("answer")
-    if isinstance(answer, dict):
-        references = texts(answer, "aliases")
-    else:
-        references = texts(entry, "golden_answers")
-    return qa(entry, references, id=entry.get("question_id", entry.get("id")))
+    return qa(entry | answer, "aliases") if answer else qa(entry, "golden_answers")
 
 
 def triviaqa_training(entry):
@@ -199,16 +160,15 @@ def popqa(entry):
     """`possible_answers` is a JSON list in a string.
 
     A repackaged data set has a list, `golden_answers`."""
-    answers = entry.get("possible_answers", entry.get("golden_answers"))
-    answers = json.loads(answers) if isinstance(answers, str) else answers
-    return qa(entry, texts({"possible_answers": answers}, "possible_answers"))
+    answers = entry.get("golden_answers") or json.loads(field(entry, "possible_answers"))
+    return qa(entry | {"possible_answers": answers}, "possible_answers")
 
 
 def musique_closed(entry):
     if entry.get("answerable") is False:
         raise ValueError("this is the full MuSiQue; use the answerable one (musique_ans)")
-    aliases = texts(entry, "answer_aliases") if entry.get("answer_aliases") else []
-    return qa(entry, [field(entry, "answer"), *aliases])
+    answers = [field(entry, "answer"), *(entry.get("answer_aliases") or [])]
+    return qa(entry | {"answers": answers}, "answers")
 
 
 def musique_open(entry):
@@ -229,12 +189,7 @@ def miniature(entry):
     `memory` is the answer of the training texts."""
     prompt = field(entry, "prompt")
     answer = field(entry, "answer")
-    item = {
-        "id": entry.get("id"),
-        "question": prompt,
-        "without_context": prompt.split("\n")[-1],
-        "references": [answer],
-    }
+    item = {"question": prompt, "without_context": prompt.split("\n")[-1], "references": [answer]}
     if entry.get("memory") not in (None, answer):
         item["memory"] = [field(entry, "memory")]
     return item

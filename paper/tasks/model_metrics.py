@@ -15,7 +15,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER = ("tokenizer.json", "vocab.json")
 
 
-def needs(name, *modules, models=(), nltk_data=False):
+def needs(name, *modules, models=()):
     """Decorate a metric with its `problem`.
 
     models: (hub id, files of which one must be in the cache)."""
@@ -28,7 +28,7 @@ def needs(name, *modules, models=(), nltk_data=False):
 
             if not any(isinstance(try_to_load_from_cache(model, file), str) for file in files):
                 return f"{name} needs the model {model} in the cache: hf download {model}"
-        if nltk_data:
+        if "nltk" in modules:
             import nltk
 
             if not any(Path(folder, "tokenizers/punkt_tab").exists() for folder in nltk.data.path):
@@ -82,7 +82,7 @@ def factkb(lines):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ROBERTA)
-    model = AutoModelForSequenceClassification.from_pretrained(FACTKB, num_labels=2).float().eval()
+    model = AutoModelForSequenceClassification.from_pretrained(FACTKB, num_labels=2).float()
 
     @torch.inference_mode()
     def score(line):
@@ -101,7 +101,7 @@ def factkb(lines):
     return [{"factkb": score(line)} for line in lines]
 
 
-@needs("IFEval", "lm_eval", "langdetect", "immutabledict", "nltk", nltk_data=True)
+@needs("IFEval", "lm_eval", "langdetect", "immutabledict", "nltk")
 @per_line
 def ifeval(line):
     """Strict, on the raw response. At prompt level a line counts if all its instructions are
@@ -110,13 +110,11 @@ def ifeval(line):
     complete = instructions(line)
     shortened = []
     for name, arguments in complete:
-        first = {
-            k: value[:1] if isinstance(value, list) else value for k, value in arguments.items()
-        }
+        first = {k: v[:1] if isinstance(v, list) else v for k, v in arguments.items()}
         shortened.append((name, first))
     values = {}
-    for suffix, checks in (("", complete), ("_published", shortened)):
-        followed = [follows(name, arguments, line) for name, arguments in checks]
+    for suffix, pairs in (("", complete), ("_published", shortened)):
+        followed = [follows(*pair, line) for pair in pairs]
         values |= {
             f"prompt_strict{suffix}": float(all(followed)),
             f"instruction_strict{suffix}": sum(followed) / len(followed),

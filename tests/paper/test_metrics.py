@@ -3,88 +3,76 @@ of its sides."""
 
 import math
 import sys
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from paper.tasks import TASKS, metrics, model_metrics
 from paper.tasks.model_metrics import DEBERTA, FACTKB, ROBERTA
 
 
-def one(task, **row):
-    """The metric values of a single row."""
-    return metrics.compute(TASKS[task], [row])[0]
+def one(task, **line):
+    """The metric values of a single line."""
+    return metrics.compute(TASKS[task], [line])[0]
 
 
-def many(task, *rows):
-    return metrics.summary(metrics.compute(TASKS[task], list(rows)))
-
-
-def answer(prediction, *references, task="triviaqa", **more):
-    return one(task, prediction=prediction, references=list(references), **more)
+def many(task, *lines):
+    return metrics.summary(metrics.compute(TASKS[task], lines))
 
 
 # Short answers
 
 
 @pytest.mark.parametrize(
-    "prediction, reference, exact, contained, published",
+    "task, prediction, reference, exact, contained, published",
     [
-        ("Paris", "Paris", 1, 1, 1),
-        ("The  U.S.A.!", "usa", 1, 1, 1),  # punctuation is deleted, not replaced
-        ("the cat and an owl", "Cat and owl", 1, 1, 1),  # articles as whole words
-        ("theatre", "atre", 0, 1, 1),
-        ("bathe", "ba", 0, 1, 1),  # not inside a word
-        ("born in 1990", "1", 0, 1, 1),  # substring, not token
-        ("Londn", "London", 0, 0, 0),
-        ("Paris\nLondon", "London", 0, 0, 0),  # only the first line counts
-        ("\nParis", "Paris", 0, 0, 0),  # and it is not stripped first
-        ("Paris\rLondon", "London", 0, 1, 1),  # only \n cuts
-        ("", "Paris", 0, 0, 0),
-        ("“Paris”", "paris", 0, 1, 1),  # only ASCII punctuation is deleted
-        ("anything", "*", 0, 0, 1),  # nothing is left of the reference
-        (" *", "*", 1, 1, 1),  # it is the whole answer
+        ("triviaqa", "Paris", "Paris", 1, 1, 1),
+        ("triviaqa", "The  U.S.A.!", "usa", 1, 1, 1),  # punctuation is deleted, not replaced
+        ("triviaqa", "the cat and an owl", "Cat and owl", 1, 1, 1),  # articles as whole words
+        ("triviaqa", "theatre", "atre", 0, 1, 1),
+        ("triviaqa", "bathe", "ba", 0, 1, 1),  # not inside a word
+        ("triviaqa", "born in 1990", "1", 0, 1, 1),  # substring, not token
+        ("triviaqa", "Londn", "London", 0, 0, 0),
+        ("triviaqa", "Paris\nLondon", "London", 0, 0, 0),  # only the first line counts
+        ("triviaqa", "\nParis", "Paris", 0, 0, 0),  # and it is not stripped first
+        ("triviaqa", "Paris\rLondon", "London", 0, 1, 1),  # only \n cuts
+        ("triviaqa", "", "Paris", 0, 0, 0),
+        ("triviaqa", "“Paris”", "paris", 0, 1, 1),  # only ASCII punctuation is deleted
+        ("triviaqa", "anything", "*", 0, 0, 1),  # nothing is left of the reference
+        ("triviaqa", " *", "*", 1, 1, 1),  # it is the whole answer
+        ("musique-cot-open", "So the answer is: The Beatles.", "the beatles", 1, 1, 1),
+        ("musique-cot-open", "So the answer is: Beatles.", "the beatles", 0, 0, 0),  # articles stay
+        ("musique-cot-open", "So the answer is: U.S.", "us", 0, 0, 0),  # punctuation stays
+        ("musique-cot-open", "one\ntwo", "two", 0, 1, 1),  # no cut at the newline
+        ("musique-cot-open", "x", "", 0, 0, 1),  # an empty reference
+        # Only what was cut out counts.
+        ("musique-cot-open", "It is 1990, so the answer is: 1991.", "1990", 0, 0, 0),
+        ("miniature-open", " Temund. The ruler is Ada.", "Temund", 1, 1, 1),  # ends at a full stop
+        ("miniature-open", " Temund. The ruler is Ada.", "Ada", 0, 0, 0),
     ],
 )
-def test_short_answers_as_worked_out_by_hand(prediction, reference, exact, contained, published):
-    expected = {
-        "exact_match": exact,
-        "substring_match": contained,
-        "substring_match_published": published,
-    }
-    assert answer(prediction, reference) == expected
-    assert answer(prediction, "not this", reference) == expected  # any reference is enough
+def test_short_answers_as_worked_out_by_hand(
+    task, prediction, reference, exact, contained, published
+):
+    for references in ([reference], ["not this", reference]):  # any reference is enough
+        values = one(task, prediction=prediction, references=references)
+        values.pop("memory_match", None)
+        assert values == {
+            "exact_match": exact,
+            "substring_match": contained,
+            "substring_match_published": published,
+        }
 
 
-def test_popqa_items_that_are_demonstrations_count_only_as_published():
-    demonstration = {
-        "prediction": "politician",
-        "references": ["politician"],
-        "demonstration": True,
-    }
+def test_popqas_demonstrations_count_only_as_published_and_lines_without_memory_not_at_all():
+    shown = {"prediction": "politician", "references": ["politician"], "demonstration": True}
     other = {"prediction": "cook", "references": ["actor"]}
     expected = {"exact_match": 0, "substring_match": 0, "substring_match_published": 0.5}
-    assert many("popqa", demonstration, other) == expected
-
-
-def test_answers_from_memory_are_counted_and_the_miniatures_end_at_a_full_stop():
-    rows = [
-        dict(prediction="Old", references=["New"], memory=["Old"]),
-        dict(prediction="x", references=["x"]),
-    ]
-    assert many("nq-swap", *rows)["memory_match"] == 1
-    values = [
-        answer(" Temund. The ruler is Ada.", name, task="miniature-open")
-        for name in ("Temund", "Ada")
-    ]
-    assert values[0]["exact_match"] == 1 and values[1]["substring_match"] == 0
-
-
-# MuSiQue
+    assert many("popqa", shown, other) == expected
+    assert many("nq-swap", other | {"memory": ["Cook"]}, other)["memory_match"] == 1
 
 
 @pytest.mark.parametrize(
@@ -106,83 +94,47 @@ def test_musique_answers_are_cut_out_as_published(prediction, extracted):
     assert metrics.musique_answer(prediction) == extracted
 
 
-@pytest.mark.parametrize(
-    "prediction, references, exact, contained, published",
-    [
-        ("So the answer is: The Beatles.", ["the beatles"], 1, 1, 1),
-        ("So the answer is: Beatles.", ["the beatles"], 0, 0, 0),  # articles stay
-        ("So the answer is: U.S.", ["us"], 0, 0, 0),  # punctuation stays
-        ("one\ntwo", ["two"], 0, 1, 1),  # no cut at the newline
-        ("x", [""], 0, 0, 1),  # empty references
-        ("It is 1990, so the answer is: 1991.", ["1990"], 0, 0, 0),  # only what was cut out counts
-    ],
-)
-def test_musique_compares_lower_case_and_nothing_else(
-    prediction, references, exact, contained, published
-):
-    assert answer(prediction, *references, task="musique-cot-open") == {
-        "exact_match": exact,
-        "substring_match": contained,
-        "substring_match_published": published,
-    }
-
-
 # Multiple choice
 
 
-def mc(true, false, best=0):
-    values = one("truthfulqa-mc", scores_true=true, scores_false=false, best_position=best)
-    return [values[name] for name in ("mc1", "mc2", "mc2_published", "mc3")]
-
-
-LOG = {p: math.log(p) for p in (0.5, 0.3, 0.1)}
+def logs(*probabilities):
+    return list(map(math.log, probabilities))
 
 
 @pytest.mark.parametrize(
     "true, false, best, expected",
     [
-        ([LOG[0.5], LOG[0.1]], [LOG[0.3], LOG[0.1]], 0, [1, 0.6, 0.6, 0.5]),
-        ([LOG[0.5], LOG[0.1]], [LOG[0.3]], 1, [0, 2 / 3, 2 / 3, 0.5]),
+        (logs(0.5, 0.1), logs(0.3, 0.1), 0, [1, 0.6, 0.6, 0.5]),
+        (logs(0.5, 0.1), logs(0.3), 1, [0, 2 / 3, 2 / 3, 0.5]),
         ([-1.0], [-1.0], 0, [0, 0.5, 0.5, 0]),  # a tie is not won
         ([0.0, 0.0], [0.0], 0, [0, 2 / 3, 2 / 3, 0]),  # repeated candidates count twice
-        ([-1.0, -2.0, -3.0, -4.0], [-2.5, -9.0], 0, [1, None, None, 0.5]),
         # Underflow: halved once each, exp(-400) against exp(-400.5).
         ([-800.0], [-801.0], 0, [1, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-0.5)), 1]),
         # Only -800 is halved, to -400, so the far likelier false answer loses.
         ([-800.0], [-700.0], 0, [0, math.exp(-100), 1, 0]),
         ([-math.inf], [-1.0], 0, [0, 0, 0, 0]),
-        ([-1.0], [-math.inf], 0, [1, 1, 1, 1]),
         ([-math.inf], [-math.inf], 0, [0, 0, 0, 0]),
-        ([math.nan], [-1.0], 0, [0, 0, 0, 0]),
         ([-1.0], [None], 0, [0, 0, 0, 0]),
         ([-math.inf, -900.0], [-math.inf], 1, [1, 1, 1, 0.5]),
     ],
 )
 def test_multiple_choice_as_worked_out_by_hand(true, false, best, expected):
-    for value, number in zip(mc(true, false, best), expected, strict=True):
-        assert number is None or value == pytest.approx(number, rel=1e-6, abs=0)
-
-
-def trap(right, wrong, split):
-    return {"scores_true": [right], "scores_false": [wrong], "split": split}
+    values = one("truthfulqa-mc", scores_true=true, scores_false=false, best_position=best)
+    values = [values[name] for name in ("mc1", "mc2", "mc2_published", "mc3")]
+    assert values == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 def test_macro_averages_over_splits_and_published_over_five_numbers():
-    rows = (
-        [trap(-1, -2, "a")] * 3
-        + [trap(-2, -1, "a")]
-        + [trap(-1, -2, "b")]
-        + [trap(-2, -1, "c")] * 2
-        + [trap(-1, -1, "d")]
-    )  # a tie is wrong
-    micro = 4 / 8
-    assert many("memotrap", *rows) == pytest.approx(
-        {
-            "micro": micro,
-            "macro": (0.75 + 1 + 0 + 0) / 4,
-            "macro_published": (0.75 + 1 + 0 + 0 + micro) / 5,
-        }
-    )
+    lines = []
+    for split, margins in {"a": (1, 1, 1, -1), "b": (1,), "c": (-1, -1), "d": (0,)}.items():
+        for margin in margins:  # a tie is wrong
+            lines.append({"scores_true": [margin], "scores_false": [0], "split": split})
+    expected = {
+        "micro": 4 / 8,
+        "macro": (0.75 + 1 + 0 + 0) / 4,
+        "macro_published": (0.75 + 1 + 0 + 0 + 4 / 8) / 5,
+    }
+    assert many("memotrap", *lines) == pytest.approx(expected)
 
 
 # XSum
@@ -198,109 +150,73 @@ def test_macro_averages_over_splits_and_published_over_five_numbers():
     ],
 )
 def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
-    pytest.importorskip("rouge_score", reason="in requirements-dev.txt")
-    assert one("xsum", prediction=prediction, references=[reference])["rougeL"] == pytest.approx(
-        expected
-    )
-
-
-class StandIn:
-    """A model of transformers that stands in for FactKB.
-
-    Its logit of class 1 is the length of the summary."""
-
-    def float(self):
-        self.dtype = "float32"
-        return self
-
-    def eval(self):
-        return self
-
-    def __call__(self, pair):
-        assert self.dtype == "float32" and pair[1] == "An article."
-        return SimpleNamespace(logits=torch.tensor([[0.0, len(pair[0])]]))
+    values = one("xsum", prediction=prediction, references=[reference])
+    assert values["rougeL"] == pytest.approx(expected)
 
 
 def test_factkb_is_the_probability_of_class_1_on_summary_and_article(monkeypatch):
-    def tokenizer(name):
-        assert name == ROBERTA
-
-        def encode(summary, article, **options):
-            assert options == dict(
-                padding="max_length", truncation=True, max_length=512, return_tensors="pt"
-            )
-            return {"pair": (summary, article)}
-
-        return encode
-
-    def model(name, num_labels):
-        assert (name, num_labels) == (FACTKB, 2)
-        return StandIn()
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer)
-    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", model)
-    line = {"prediction": "ab", "references": ["not read"]}
+    library = Mock()
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    tokenizer = library.AutoTokenizer.from_pretrained.return_value
+    tokenizer.return_value = {"ids": 7}
+    load = library.AutoModelForSequenceClassification.from_pretrained
+    model = load().float()
+    model.return_value.logits = torch.tensor([[0.0, 2.0]])
+    line = {"prediction": "A summary.", "references": ["not read"]}
     lines = [line | {"document": document} for document in ("An article.", None)]
-    assert model_metrics.factkb(lines) == [
-        {"factkb": pytest.approx(100 / (1 + math.exp(-2)))},
-        {"factkb": None},
-    ]
+    percent = pytest.approx(100 / (1 + math.exp(-2)))
+    assert model_metrics.factkb(lines) == [{"factkb": percent}, {"factkb": None}]
+    library.AutoTokenizer.from_pretrained.assert_called_once_with(ROBERTA)
+    load.assert_called_with(FACTKB, num_labels=2)
+    options = dict(padding="max_length", truncation=True, max_length=512, return_tensors="pt")
+    tokenizer.assert_called_once_with("A summary.", "An article.", **options)
+    model.assert_called_once_with(ids=7)
 
 
 def test_bertscore_compares_summary_and_first_reference_by_layer_40_up_to_512_tokens(monkeypatch):
-    class BERTScorer:
-        def __init__(self, name, **options):
-            assert name == DEBERTA and options == dict(
-                num_layers=40, idf=False, rescale_with_baseline=False
-            )
-            self._model, self._tokenizer = (
-                StandIn(),
-                SimpleNamespace(cls_token_id=1, sep_token_id=2),
-            )
-
-        def score(self, predictions, references):
-            assert (predictions, references) == (["A summary."], ["The reference."])
-            assert self._model.dtype == "float32" and self._tokenizer.model_max_length == 512
-            assert self._tokenizer.build_inputs_with_special_tokens([7]) == [1, 7, 2]
-            return None, None, torch.tensor([0.5])
-
-    monkeypatch.setitem(sys.modules, "bert_score", SimpleNamespace(BERTScorer=BERTScorer))
+    library = Mock()
+    monkeypatch.setitem(sys.modules, "bert_score", library)
+    scorer = library.BERTScorer.return_value
+    scorer.score.return_value = None, None, torch.tensor([0.5])
+    tokenizer = scorer._tokenizer
+    tokenizer.cls_token_id, tokenizer.sep_token_id = 1, 2
     line = {"prediction": "A summary.", "references": ["The reference.", "not read"]}
     assert model_metrics.bertscore([line]) == [{"bertscore_f1": 50}]
+    options = dict(num_layers=40, idf=False, rescale_with_baseline=False)
+    library.BERTScorer.assert_called_once_with(DEBERTA, **options)
+    scorer.score.assert_called_once_with(["A summary."], ["The reference."])
+    scorer._model.float.assert_called_once_with()
+    assert tokenizer.model_max_length == 512
+    assert tokenizer.build_inputs_with_special_tokens([7]) == [1, 7, 2]
 
 
 def test_metrics_that_lack_a_library_or_a_model_say_what_to_do_and_are_left_out(
     capsys, monkeypatch
 ):
-    cached = {
-        FACTKB: ["config.json", "pytorch_model.bin"],
-        ROBERTA: ["config.json"],
-    }  # an interrupted download
+    # An interrupted download of roberta-base.
+    cached = {f"{FACTKB}/pytorch_model.bin", f"{ROBERTA}/config.json"}
     monkeypatch.setattr(
         huggingface_hub,
         "try_to_load_from_cache",
-        lambda name, file: f"{name}/{file}" if file in cached.get(name, ()) else None,
+        lambda *names: "/".join(names) if "/".join(names) in cached else None,
     )
-    monkeypatch.setattr(
-        model_metrics, "find_spec", lambda module: module not in ("bert_score", "lm_eval", "nltk")
-    )
+    missing = {"bert_score", "lm_eval", "nltk"}
+    monkeypatch.setattr(model_metrics, "find_spec", lambda module: module not in missing)
     lacking = [
         "bertscore_f1 needs bert_score: pip install -e '.[evaluate]'",
         f"factkb needs the model {ROBERTA} in the cache: hf download {ROBERTA}",
     ]
     assert metrics.problems(TASKS["xsum"]) == lacking and metrics.problems(TASKS["nq-swap"]) == []
-    assert metrics.problems(TASKS["ifeval"]) == [
-        "IFEval needs lm_eval, nltk: pip install -e '.[evaluate]'"
-    ]
+    [problem] = metrics.problems(TASKS["ifeval"])
+    assert problem == "IFEval needs lm_eval, nltk: pip install -e '.[evaluate]'"
     assert one("xsum", prediction="A.", references=["A."]) == {"rougeL": 100}
     assert capsys.readouterr().err.splitlines() == [f"left out: {problem}" for problem in lacking]
-    cached[ROBERTA].append("vocab.json")
+    cached.add(f"{ROBERTA}/vocab.json")
     assert metrics.problems(TASKS["xsum"]) == lacking[:1]
-    monkeypatch.setattr(model_metrics, "find_spec", lambda module: True)
+    missing.clear()
     monkeypatch.setattr("nltk.data.path", ["nowhere"])
-    assert metrics.problems(TASKS["ifeval"]) == [
-        "IFEval needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab"
-    ]
+    [problem] = metrics.problems(TASKS["ifeval"])
+    assert problem.endswith("sentence splitter: python -m nltk.downloader punkt_tab")
 
 
 # IFEval
@@ -310,37 +226,26 @@ GERMAN = ("language:response_language", {"language": "de"})
 
 
 def sign(letter, n, relation="at least"):
-    return "keywords:letter_frequency", {
-        "letter": letter,
-        "let_frequency": n,
-        "let_relation": relation,
-        "num_words": None,
-    }
+    arguments = {"letter": letter, "let_frequency": n, "let_relation": relation, "num_words": None}
+    return "keywords:letter_frequency", arguments
 
 
 def ifeval(prediction, *instructions):
     if problem := model_metrics.ifeval.problem():
         pytest.skip(f"the checkers of IFEval are optional: {problem}")
-    names, kwargs = zip(*instructions, strict=True)
-    return one(
-        "ifeval",
-        prediction=prediction,
-        prompt="p",
-        instruction_id_list=list(names),
-        kwargs=list(kwargs),
-    )
+    names, kwargs = map(list, zip(*instructions, strict=True))
+    line = dict(prompt="p", instruction_id_list=names, kwargs=kwargs)
+    return one("ifeval", prediction=prediction, **line)
+
+
+RED_BLUE = ["red", "blue"]  # published: the first word alone
 
 
 @pytest.mark.parametrize(
     "prediction, instruction, strict, published",
     [
-        (
-            "red and green",
-            ("keywords:existence", {"keywords": ["red", "blue"]}),
-            0,
-            1,
-        ),  # the first word alone
-        ("blue sky", ("keywords:forbidden_words", {"forbidden_words": ["red", "blue"]}), 0, 1),
+        ("red and green", ("keywords:existence", {"keywords": RED_BLUE}), 0, 1),
+        ("blue sky", ("keywords:forbidden_words", {"forbidden_words": RED_BLUE}), 0, 1),
         (" \n", COMMA, 0, 0),  # an empty response follows nothing
         ("#one #two #three #four", sign("#", 4), 1, 1),
         ("#one #two #three #four", sign("#", 5), 0, 0),
@@ -356,19 +261,16 @@ def test_ifeval_as_worked_out_by_hand(prediction, instruction, strict, published
 
 
 def test_instructions_are_counted_one_by_one_and_prompts_whole():
-    values = [
+    lines = [
         {"instruction_strict": 1.0, "instructions": 3},
         {"instruction_strict": 0.0, "instructions": 1},
     ]
-    assert metrics.summary(values)["instruction_strict"] == 0.75
+    assert metrics.summary(lines)["instruction_strict"] == 0.75
     counts = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    assert metrics.means(values, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
+    assert metrics.means(lines, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
     values = ifeval("a, b", COMMA, ("keywords:existence", {"keywords": ["a"]}))
-    assert (values["prompt_strict"], values["instruction_strict"], values["instructions"]) == (
-        0,
-        0.5,
-        2,
-    )
+    expected = {"prompt_strict": 0, "instruction_strict": 0.5, "instructions": 2}
+    assert values | expected == values
 
 
 def test_language_detection_gives_the_same_every_time():
@@ -384,13 +286,11 @@ def test_language_detection_gives_the_same_every_time():
     [
         ("Yes. It is. Or", "Yes. It is."),
         ("I have no comment", "."),
-        ("I have no comment.", "I have no comment."),
         ("\nYes.", "."),
         ("Yes.\nNo.", "Yes."),
         (" Yes.", "Yes."),
         ("It costs 1.5", "It costs 1."),
         ("It is . ", "It is."),
-        ("Yes. No .c", "Yes. No."),
         (" . ", "."),
     ],
 )
@@ -399,22 +299,15 @@ def test_generated_answers_are_cleaned_as_published(prediction, cleaned):
 
 
 def test_judged_rates_over_all_answers_and_over_those_that_are_not_rejections():
-    row = {
-        "prediction": "i have no comment.",
-        "judge_truth": 0.5,
-        "judge_info": 0.9,
-    }  # in another case
-    refused = {
-        "prediction": "Well, I have no comment. Sorry.",
-        "judge_truth": 0.99,
-        "judge_info": 0.0,
+    answers = {
+        "i have no comment.": (0.5, 0.9),  # in another case
+        "Well, I have no comment. Sorry.": (0.99, 0.0),  # the only rejection
+        "I have no comment": (0.49, 1.0),  # no full stop
     }
-    wrong = {
-        "prediction": "I have no comment",
-        "judge_truth": 0.49,
-        "judge_info": 1.0,
-    }  # no full stop
-    assert many("truthfulqa-gen", row, refused, wrong) == pytest.approx(
+    lines = []
+    for answer, (truth, info) in answers.items():
+        lines.append({"prediction": answer, "judge_truth": truth, "judge_info": info})
+    assert many("truthfulqa-gen", *lines) == pytest.approx(
         {
             "rejection": 1 / 3,
             "truth": 2 / 3,
