@@ -12,8 +12,9 @@ Lists with commas, `--task all` and `--task miniature` make a sweep. An interrup
 when the command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks
 share one model.
 
-In this file: a sweep from the command line to its runs (`evaluate`); the header of a run; the two
-commands without a model. paper/decoding.py decodes one run, paper/runs.py writes its file."""
+In this file: sweeps from the command line to their runs (`evaluate`, `paper`); the header of a run;
+`rescore`. paper/plan.py finds the paper's rows, paper/decoding.py decodes one run, paper/runs.py
+writes its file."""
 
 import argparse
 import datetime
@@ -83,7 +84,11 @@ def evaluate(argv):
     cli.refuse_unused(args, reasons)
     cli.check_options(args, methods)
     if args.dry_run:
-        return dry_run(args, tasks)
+        for bench in [load(task, args) for task in tasks]:
+            for item in bench.items:
+                line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
+                print(json.dumps(line, ensure_ascii=False))
+        return
     jobs = []
     for task, method in itertools.product(tasks, methods):
         lists = [
@@ -127,8 +132,8 @@ def paper_job(planned, args):
     args = copy(args)
     for name in (*SWEPT, "mask", "random_heads"):
         setattr(args, name, getattr(planned, name))
-    is_qwen2 = "qwen2" in (args.like or args.model).lower()
-    if planned.method.startswith("dola") and is_qwen2 and not task.choice:
+    dola = planned.method.startswith("dola") and not task.choice
+    if dola and "qwen2" in (args.like or args.model).lower():
         args.repetition_penalty = QWEN2_PENALTY
     about = dict(table=planned.table, num_heads=planned.num_heads_from, values=planned.paper)
     like = {"like": args.like} if args.like else {}
@@ -147,8 +152,9 @@ def sweep(args, jobs, lenient=False):
         if "amateur" in settings:
             settings["amateur"] = amateur
         decoders.check(model, settings["method"], settings)
-    names = args.model, args.amateur
-    fingerprints = ranks.share(lambda: [name and fingerprint(name) for name in names])
+    fingerprints = ranks.share(
+        lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
+    )
     for job, bench, settings in fitting:
         header = make_header(job, bench, settings, model, ranks, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
@@ -292,7 +298,7 @@ def fitting_runs(args, jobs, model, amateur, lenient):
 
     model, amateur: what is known before the weights. Prints a line for each task and method that
     does not fit. ValueError if none fits."""
-    measured = {}  # task → (benchmark, lengths of its prompts, those that end in another token)
+    measured = {}  # task → (benchmark, *measure)
     fitting, problems = [], []
     for job in jobs:
         name = job.task.name
@@ -301,12 +307,12 @@ def fitting_runs(args, jobs, model, amateur, lenient):
                 print(f"{name}: {problem}", file=sys.stderr)
             bench = load(job.task, args, model)
             measured[name] = bench, *measure(items_to_ids(bench, model.tokenizer))
-        bench, *lengths = measured[name]
+        bench, *facts = measured[name]
         try:
             settings = method_settings(job.method, job.args, model, amateur)
             decoders.check(model, settings["method"], settings)
             readers = [model, settings.get("amateur") or model]
-            problem = prompt_problem(job.method, bench, *lengths, readers)
+            problem = prompt_problem(job.method, bench, *facts, readers)
         except ValueError as error:
             if not lenient:
                 raise
@@ -325,23 +331,19 @@ def fitting_runs(args, jobs, model, amateur, lenient):
 
 
 def measure(encoded):
-    """(tokens of each prompt with its longest answer, prompts whose context-free form ends in
-    another token)."""
+    """(tokens of the longest prompt and answer, prompts whose context-free form ends in another
+    token)."""
     # The last token of an answer is not read.
-    lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded]
+    longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
     with_context = [e for e in encoded if e.without_context is not None]
-    return lengths, sum(e.prompt[-1:] != e.without_context[-1:] for e in with_context)
+    return longest, sum(e.prompt[-1:] != e.without_context[-1:] for e in with_context)
 
 
-def prompt_problem(method, bench, lengths, other_ends, readers):
+def prompt_problem(method, bench, longest, other_ends, readers):
     """Why a method cannot read the prompts; None if it can."""
     context, reader = min((model.config.max_positions, model.name) for model in readers)
-    longer = sum(length > context for length in lengths)
-    if longer:
-        return (
-            f"{longer} of {len(lengths)} prompts are longer than the {context} positions of "
-            f"{reader} (the longest: {max(lengths)} tokens)"
-        )
+    if longest > context:
+        return f"its longest prompt has {longest} tokens, but {reader} only {context} positions"
     if method == "cad" and not bench.task.without_context:
         return "its prompts have no context to leave out"
     if method == "cad" and other_ends:
@@ -422,15 +424,7 @@ def run_name(header):
     return ".".join([header["task"], names["model"], header["method"], *parts])
 
 
-# ------------------------------------------------------------------------- commands without a model
-
-
-def dry_run(args, tasks):
-    """Print the prompts of all items."""
-    for bench in [load(task, args) for task in tasks]:
-        for item in bench.items:
-            line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
-            print(json.dumps(line, ensure_ascii=False))
+# -------------------------------------------------------------------------- metrics of stored runs
 
 
 def rescore(argv):
@@ -454,10 +448,8 @@ def rescore(argv):
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
         header, lines = runs.read_run(path)
-        if args.task is None and header is None:
-            raise ValueError(f"{path} has no header in its first line: give --task")
-        if not lines:
-            raise ValueError(f"{path} holds no lines of items")
+        if not lines or not (args.task or header):
+            raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
         task = find(args.task or header.get("task"))
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)

@@ -28,8 +28,7 @@ from paper.numbers import table
 from paper.tasks import PAPER, data, find, model_metrics
 from runtime.files import one_line
 
-COMMIT = "d1fa5a916a566025e9790214fb6cdcc545347f26"
-AUTHORS = f"https://raw.githubusercontent.com/aryopg/DeCoRe/{COMMIT}"
+AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
 PUNKT = (
     "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/tokenizers/punkt_tab.zip"
 )
@@ -64,7 +63,6 @@ def main(argv):
     for file in FILES:
         if file.folder in {task.folder for task in tasks}:
             works[f"{file.folder}/{file.name}"] = partial(fetch, args.folder, file, mirror)
-    count = len(works)
     if args.metrics:
         works |= requirements({task.name for task in tasks}, mirror)
     lacking = []
@@ -76,7 +74,7 @@ def main(argv):
             lacking.append(name)
     if lacking:
         raise ValueError(f"missing: {', '.join(lacking)}; the same command fetches only these")
-    print(f"{args.folder} holds {count} files of {len(tasks)} tasks")
+    print(f"{args.folder} holds the files of {len(tasks)} tasks")
 
 
 def fetch(folder, file, mirror):
@@ -91,14 +89,11 @@ def fetch(folder, file, mirror):
         if file.function:
             demos = read_demos(content, file)
             content = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in demos).encode()
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError):
         origin = next(task.origin for task in PAPER if task.folder == file.folder)
         if file.function or not origin:
             raise
-        try:
-            source, _ = data.from_hub(origin, endpoint=hub_address(mirror))
-        except (OSError, ValueError) as error:
-            raise OSError(f"{problem}; {error}") from None
+        source, _ = data.from_hub(origin, endpoint=hub_address(mirror))
         path = path.with_name(source.name)
         content = source.read_bytes()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ A run is a task, a method, N and α for which the paper prints a number. Its set
 the published runs."""
 
 import json
-import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -104,10 +103,12 @@ def group_of(row):
 def rank(row):
     """Sorts rows by value: the main comparison, then ablations."""
     method = row["method"]
-    place = (*METHODS, method).index(method)
-    task = list(TASKS).index(row["task"])
-    number = float(row["num_heads"] or row["alpha"] or 0)
-    return ORDER.index(group_of(row)), place, task, number
+    return (
+        ORDER.index(group_of(row)),
+        (*METHODS, method).index(method),
+        list(TASKS).index(row["task"]),
+        float(row["num_heads"] or row["alpha"] or 0),
+    )
 
 
 def runs_of(row):
@@ -165,21 +166,18 @@ def prompt_tokens(encoded, batch_size):
     return total, read
 
 
-def parameters(name, config=None):
-    """Parameters of a model, by its configuration, else by its name (…-8B-…); None: unknown."""
+def parameters(config):
+    """Parameters in the matrices of a model of our own engine; None for another's."""
     if hasattr(config, "d_ff"):
         weights = Transformer(config, device="meta").parameters()
         return sum(x.numel() for x in weights if x.dim() == 2)
-    size = re.search(r"(\d+(?:\.\d+)?)b\b", Path(name).name.lower())
-    return float(size[1]) * 1e9 if size else None
 
 
 def missing_of(run, args, problem, has_heads):
     """What a run lacks, each with the command that gets it. problem: that of its data, or None."""
     missing = metrics.problems(find(run.task))
     if problem:
-        command = f"python evaluate.py fetch {args.data} --task {run.task}"
-        missing.insert(0, f"{problem}: {command}")
+        missing.insert(0, f"{problem}: python evaluate.py fetch {args.data} --task {run.task}")
     name = args.amateur if run.amateur else args.model
     if run.num_heads and not run.random_heads and not has_heads(name):
         short = Path(name).name
@@ -222,8 +220,7 @@ def show(args, runs, has_heads):
         for run in runs:
             print(json.dumps(vars(run), ensure_ascii=False))
     else:
-        size = parameters(args.like or args.model, model and model.config)
-        print_plan(args, runs, by_task, tokens, size)
+        print_plan(args, runs, by_task, tokens, parameters(model and model.config))
 
 
 def print_plan(args, runs, by_task, tokens, n_parameters):

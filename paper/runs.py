@@ -48,7 +48,14 @@ def open_run(path, header, items):
             "choose another --out"
         )
     if lines:
-        check_header(path, stored, header)
+        ignored = dict.fromkeys(NOT_COMPARED)
+        if field(stored, "n", "a whole number from 0") > header["n"]:
+            del ignored["n"]
+        if texts := list(differences(stored | ignored, header | ignored)):
+            raise ValueError(
+                f"{path} was made with other settings ({'; '.join(texts[:4])}); "
+                "choose another --out or remove the file"
+            )
         for line in lines:
             item = items.get(line["index"])
             if item is None or line | item != line:
@@ -62,19 +69,6 @@ def open_run(path, header, items):
             header["continued"] = [*stored.get("continued", []), changes]
     save(path, header, lines)
     return {line["index"]: line for line in lines}
-
-
-def check_header(path, stored, new):
-    """Raise ValueError with the names of fields that differ and change numbers."""
-    ignored = dict.fromkeys(NOT_COMPARED)
-    if field(stored, "n", "a whole number from 0") > new["n"]:
-        del ignored["n"]
-    texts = list(differences(stored | ignored, new | ignored))
-    if texts:
-        raise ValueError(
-            f"{path} was made with other settings ({'; '.join(texts[:4])}); choose another --out "
-            "or remove the file"
-        )
 
 
 def differences(stored, new, prefix=""):
