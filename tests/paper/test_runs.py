@@ -62,27 +62,31 @@ def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
 
 
 START = json.dumps({"header": HEADER}).encode() + b"\n"
+LINES = [
+    (b'{"index": 1, "alphas": [NaN]}', "line 2: not JSON"),
+    (b'{"index": 1, "prediction": "\\ud800"}', "surrogate"),
+    (b'{"index": 1, "prediction": "\xff"}', "line 2: not JSON in UTF-8"),
+    (b'{"index": 1, "a": ' + b"[" * 100_000, "line 2: not JSON"),
+    (b"[1]", "a list instead of an object"),
+    (b'{"index": true}', "line 2: field 'index' should be a whole number from 0"),
+    (b'{"prediction": "x"}', "line 2: missing field: 'index'"),
+    (json.dumps(row(0)).encode(), "line 3: the same item as"),
+    (b'{"index": 1, "prompt_sha256": "x"}', "line 2: item 1 is not that of the data"),
+    (b'{"index": 7}', "line 2: item 7 is not that of the data"),
+]
+HEADERS = [
+    ({"alpha": 1.0}, "other settings (alpha: 0.5 there, 1.0 now)"),
+    ({"n": 2}, "other settings (n: 3 there, 2 now)"),
+    ({"dtype": "float16"}, 'other settings (dtype: null there, "float16" now)'),
+    ({"fingerprint": {"weights": "ab"}}, 'fingerprint.weights: "aa" there, "ab" now'),
+]
 
 
 @pytest.mark.parametrize(
     "stored, new, words",
-    [
-        (START + b'{"index": 1, "alphas": [NaN]}', {}, "line 2: not JSON"),
-        (START + b'{"index": 1, "prediction": "\\ud800"}', {}, "surrogate"),
-        (START + b'{"index": 1, "prediction": "\xff"}', {}, "line 2: not JSON in UTF-8"),
-        (START + b'{"index": 1, "a": ' + b"[" * 100_000, {}, "line 2: not JSON"),
-        (START + b"[1]", {}, "a list instead of an object"),
-        (START + b'{"index": true}', {}, "line 2: field 'index' should be a whole number from 0"),
-        (START + b'{"prediction": "x"}', {}, "line 2: missing field: 'index'"),
-        (START + json.dumps(row(0)).encode(), {}, "line 3: the same item as"),
-        (START + b'{"index": 1, "prompt_sha256": "x"}', {}, "item 1 is not that of the data"),
-        (START + b'{"index": 7}', {}, "line 2: item 7 is not that of the data"),
-        (START, {"alpha": 1.0}, "other settings (alpha: 0.5 there, 1.0 now)"),
-        (START, {"n": 2}, "other settings (n: 3 there, 2 now)"),
-        (START, {"dtype": "float16"}, 'other settings (dtype: null there, "float16" now)'),
-        (START, {"fingerprint": {"weights": "ab"}}, 'fingerprint.weights: "aa" there, "ab" now'),
-        (b'{"id": 1}', {}, "not a run of evaluate.py"),
-    ],
+    [(START + line, {}, words) for line, words in LINES]
+    + [(START, new, words) for new, words in HEADERS]
+    + [(b'{"id": 1}', {}, "not a run of evaluate.py")],
 )
 def test_a_file_that_does_not_fit_is_refused_and_not_changed(path, stored, new, words):
     before = stored + b"\n" + json.dumps(row(0)).encode() + b"\n"
