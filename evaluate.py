@@ -12,8 +12,9 @@ Lists with commas, `--task all` and `--task miniature` make a sweep. An interrup
 when the command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks
 share one model.
 
-In this file: a sweep from the command line to its runs (`evaluate`); the header of a run; the two
-commands without a model. paper/decoding.py decodes one run, paper/runs.py writes its file."""
+In this file: sweeps from the command line to their runs (`evaluate`, `paper`); the header of a run;
+`rescore`. paper/plan.py finds the paper's rows, paper/decoding.py decodes one run, paper/runs.py
+writes its file."""
 
 import argparse
 import datetime
@@ -22,6 +23,7 @@ import json
 import platform
 import shlex
 import sys
+from copy import copy
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -30,21 +32,21 @@ import torch
 
 import cli
 from paper import decoders, fetch, judges, numbers, plan, report, runs
-from paper.decoding import Benchmark, items_to_ids, run
+from paper.decoding import items_to_ids, load, run
 from paper.report import stored
-from paper.tasks import MINIATURE, PAPER, data, find, metrics, prompts
-from program.settings import default_num_heads, has_heads, method_settings
+from paper.tasks import MINIATURE, PAPER, Task, find, metrics, prompts
+from program.settings import has_heads, method_settings
 from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
-BATCH = 16  # prompts at once, by default
 QWEN2_PENALTY = 1.05  # in the published runs of DoLa, from Qwen2's generation_config.json
+SWEPT = ("num_heads", "alpha", "seed")  # options with a list of values
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
 USED_BY_TASK = {
     **dict.fromkeys(
-        ("max_new_tokens", "batch_size", "mask_prompt", "relative_top", "repetition_penalty"),
+        ("max_new_tokens", "mask_prompt", "relative_top", "repetition_penalty"),
         lambda task: not task.choice,
     ),
     "no_renormalise": lambda task: task.choice,
@@ -54,190 +56,175 @@ USED_BY_TASK = {
 
 
 class Job(NamedTuple):
-    """A benchmark with a method: one run."""
+    """A task with a method: one run."""
 
-    bench: Benchmark
+    task: Task
     method: str  # with "-lite" if it contrasts with an amateur
-    options: dict  # in place of those of the command line
+    args: argparse.Namespace  # the command line, with one value of each option
     header: dict = {}  # more fields of the run's header
 
 
 def main():
     commands = {"fetch": fetch.main, "paper": paper, "rescore": rescore, "report": report.main}
-    first, *rest = sys.argv[1:] or [""]
-    return commands[first](rest) if first in commands else evaluate(sys.argv[1:])
+    argv = sys.argv[1:]
+    command = commands.get("".join(argv[:1]))
+    return command(argv[1:]) if command else evaluate(argv)
 
 
 def evaluate(argv):
     """A sweep from the command line."""
     args = make_parser().parse_args(argv)
-    tasks, methods = chosen_tasks(args.task), cli.full_names(args.method, args.amateur)
-    reason = f"on {', '.join(task.name for task in tasks)}"
+    tasks, methods = chosen_tasks(args.task).values(), cli.full_names(args.method, args.amateur)
     unused = [name for name, used in USED_BY_TASK.items() if not any(map(used, tasks))]
-    if args.demos and args.demos.is_dir() and "demos" in unused:
-        unused.remove("demos")  # a folder for all tasks
-    cli.refuse_unused(args, dict.fromkeys(unused, reason))
-    benchmarks = [load_benchmark(task, args) for task in tasks]
-    cli.check_options(args, methods)
+    reasons = dict.fromkeys(unused, f"on {', '.join(task.name for task in tasks)}")
+    if args.demos and args.demos.is_dir():
+        reasons.pop("demos", None)  # a folder for all tasks
     if set(methods) <= {"greedy", "masked", "ad"}:
-        cli.refuse_unused(args, {"no_renormalise": f"on {', '.join(methods)}"})
+        reasons.setdefault("no_renormalise", f"on {', '.join(methods)}")
+    cli.refuse_unused(args, reasons)
+    cli.check_options(args, methods)
     if args.dry_run:
-        return dry_run(args, benchmarks)
-    swept = {
-        "num_heads": args.num_heads or [None],
-        "alpha": args.alpha or [cli.DEFAULTS["alpha"]],
-        "seed": (args.seed or [cli.SEED]) if args.random_heads else [None],
-    }
+        for bench in [load(task, args) for task in tasks]:
+            for item in bench.items:
+                line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
+                print(json.dumps(line, ensure_ascii=False))
+        return
     jobs = []
-    for bench, method in itertools.product(benchmarks, methods):
-        used = []
-        for name, values in swept.items():
-            used.append(values if method in cli.OPTIONS[name].methods else [None])
-        for values in itertools.product(*used):
-            jobs.append(Job(bench, method, dict(zip(swept, values, strict=True))))
+    for task, method in itertools.product(tasks, methods):
+        lists = [
+            method in cli.OPTIONS[name].methods and getattr(args, name) or [None] for name in SWEPT
+        ]
+        for values in itertools.product(*lists):
+            options = dict(zip(SWEPT, values, strict=True))
+            jobs.append(Job(task, method, argparse.Namespace(**vars(args) | options)))
     sweep(args, jobs)
-
-
-def load_benchmark(task, args):
-    return Benchmark(task, *data.load(task, args.data, args.demos, args.limit))
 
 
 def paper(argv):
     """The paper's runs of a model, or the plan of them."""
     args = paper_parser().parse_args(argv)
-    known = {*plan.ORDER, "all", *(row["table"] for row in numbers.table("paper"))}
-    for name in set(args.table) - known:
-        raise ValueError(f"--table {name} is unknown{cli.did_you_mean(name, known)}; see --help")
-    tables = plan.ORDER if "all" in args.table else args.table
-    tasks = [task.name for task in chosen_tasks(args.task)] if args.task else None
-    planned = plan.planned_runs(args.like or args.model, tables, tasks, args.method)
+    tasks = args.task and chosen_tasks(args.task)
+    planned = plan.planned_runs(args.like or args.model, args.table, tasks, args.method)
+    args = argparse.Namespace(**vars(make_parser().parse_args(["--task", "all"])) | vars(args))
     if args.plan:
-        return show_plan(args, planned)
+        return plan.show(args, planned, has_heads)
     cli.refuse_unused(
         args, dict.fromkeys(("json", "prefill_speed", "decode_speed"), "without --plan")
     )
-    if args.out is None:
-        raise ValueError("--out DIR is missing: the folder of the runs")
-    if args.like:
-        kept = [one for one in planned if one.checkpoint is None]
-        if len(kept) < len(planned):
-            print("the runs of ITI are left out: its checkpoints are not --model", file=sys.stderr)
-        planned = kept
-    defaults = vars(make_parser().parse_args(["--task", "all"]))
     for checkpoint in dict.fromkeys(one.checkpoint for one in planned):
-        selected = [one for one in planned if one.checkpoint == checkpoint]
-        own = vars(args) | dict(amateur=None, template_args=args.template_args)
-        if any(one.amateur for one in selected):
-            own["amateur"] = args.amateur or plan.AMATEUR
-        if checkpoint:
-            own["model"] = checkpoint
-        elif args.dtype == "auto":
-            own["dtype"] = "bfloat16"
-        options = argparse.Namespace(**defaults | own)
-        benchmarks = {}
-        jobs = []
-        for one in selected:
-            task = find(one.task)
-            if task not in benchmarks:
-                benchmarks[task] = load_benchmark(task, options)
-            jobs.append(paper_job(one, benchmarks[task], args))
-        sweep(options, jobs, lenient=True)
-
-
-def paper_job(planned, bench, args):
-    """The run of a row of the paper, with the settings of the published runs."""
-    name = (args.like or args.model).lower()
-    options = dict(
-        num_heads=planned.num_heads,
-        alpha=planned.alpha,
-        mask=planned.mask,
-        random_heads=planned.random_heads,
-        seed=planned.seed,
-    )
-    if planned.method.startswith("dola") and "qwen2" in name and not bench.task.choice:
-        options["repetition_penalty"] = QWEN2_PENALTY
-    header = {
-        "paper": dict(table=", ".join(planned.tables), num_heads=planned.how, values=planned.values)
-    }
-    if args.like:
-        header["like"] = args.like
-    return Job(bench, planned.method, options, header)
-
-
-def show_plan(args, planned):
-    """Print the runs and what they cost, without loading a model."""
-    tokenizer = config = None
-    try:
-        facts = cli.read_model(args.model, args)
-        tokenizer, config = facts.tokenizer, facts.config
-    except (OSError, ValueError) as error:
-        print(f"prompt tokens are not counted: {error}", file=sys.stderr)
-    items, tokens, problems = {}, {}, {}
-    args.batch_size = BATCH
-    for name in dict.fromkeys(one.task for one in planned):
-        task = find(name)
-        items[name] = min(task.n, args.limit or task.n)
-        try:
-            bench = load_benchmark(task, args)
-        except (OSError, ValueError, ImportError) as error:
-            problems[name] = str(error)
+        if checkpoint and args.like:
+            print("the runs of ITI are left out: its checkpoints are not --model", file=sys.stderr)
             continue
-        items[name] = len(bench.items)
-        if tokenizer:
-            bench = in_layout(bench, args, config, tokenizer)
-            tokens[name] = plan.prompt_tokens(items_to_ids(bench, tokenizer), BATCH)
-    missing = {one.key: plan.missing_of(one, args, problems, has_heads) for one in planned}
-    if args.json:
-        return plan.print_json(planned, items, missing)
-    size = plan.parameters(args.like or args.model, config)
-    plan.print_plan(args, planned, items, tokens, missing, size)
+        selected = [one for one in planned if one.checkpoint == checkpoint]
+        options = copy(args)
+        if checkpoint:
+            options.model = checkpoint
+        elif args.dtype == "auto":
+            options.dtype = "bfloat16"
+        if not any(one.amateur for one in selected):
+            options.amateur = None
+        sweep(options, [paper_job(one, options) for one in selected], lenient=True)
+
+
+def paper_job(planned, args):
+    """The run of a row of the paper, with the settings of the published runs."""
+    task = find(planned.task)
+    args = copy(args)
+    for name in (*SWEPT, "mask", "random_heads"):
+        setattr(args, name, getattr(planned, name))
+    dola = planned.method.startswith("dola") and not task.choice
+    if dola and "qwen2" in (args.like or args.model).lower():
+        args.repetition_penalty = QWEN2_PENALTY
+    about = dict(table=planned.table, num_heads=planned.num_heads_from, values=planned.paper)
+    like = {"like": args.like} if args.like else {}
+    return Job(task, planned.method, args, {"paper": about} | like)
 
 
 def sweep(args, jobs, lenient=False):
     """Run the jobs, in order. Everything is checked before the first run.
 
     lenient: leave out runs that do not fit the model, in place of a ValueError."""
-    for task in dict.fromkeys(job.bench.task for job in jobs):
-        for problem in metrics.problems(task):
-            print(f"{task.name}: {problem}", file=sys.stderr)
     ranks = Ranks(args.tp, args.device)
     facts, tokenizer, amateur_facts = cli.read_models(args)
-    runs_fitting = fitting_runs(args, jobs, facts, amateur_facts, tokenizer, lenient)
+    fitting = fitting_runs(args, jobs, facts, amateur_facts, lenient)
     model, amateur = cli.load_weights(args, ranks.shard)
-    for _, settings, _ in runs_fitting:
+    for _, _, settings in fitting:
         if "amateur" in settings:
             settings["amateur"] = amateur
         decoders.check(model, settings["method"], settings)
-    names = args.model, args.amateur
-    fingerprints = ranks.share(lambda: [fingerprint(name) if name else None for name in names])
-    for job, settings, fields in runs_fitting:
-        header = make_header(args, job, fields, model, ranks, fingerprints)
+    fingerprints = ranks.share(
+        lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
+    )
+    for job, bench, settings in fitting:
+        header = make_header(job, bench, settings, model, ranks, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
         try:
-            lines = run(job.bench, header, settings, path, model, tokenizer, ranks)
+            lines = run(bench, header, settings, path, model, tokenizer, ranks)
         except KeyboardInterrupt:
             print("\ninterrupted: the same command continues", file=sys.stderr)
             raise
-        if ranks.rank == 0:
-            task = job.bench.task
-            lines = judges.judge(lines, path, task)
-            print_means(lines, stored.values_of(path, task, lines), {"run": str(path)})
+        if lines:
+            lines = judges.judge(lines, path, job.task)
+            print_means(lines, stored.values_of(path, job.task, lines), {"run": str(path)})
+
+
+def run_parser(required, description, epilog=None):
+    """The options of `make_parser` and `paper_parser`. required: the one without which a command
+    does not start."""
+    p = cli.parser(description, epilog=epilog)
+    cli.add_model_arguments(p)
+    p.add_argument(
+        "--task",
+        required=required == "task",
+        metavar="T[,T…]",
+        help=f"{', '.join(task.name for task in PAPER)}; all: these; "
+        "miniature: the miniature's splits",
+    )
+    p.add_argument(
+        "--data",
+        required=required == "data",
+        type=Path,
+        metavar="FILE",
+        help="the data: a file, or a folder that contains it, as `fetch` makes it (default: "
+        "downloaded, if it is on the Hugging Face hub)",
+    )
+    p.add_argument(
+        "--demos",
+        type=Path,
+        metavar="FILE",
+        help="demonstrations: JSON lines, or a folder (default: from "
+        "the data's folder, else the task's own, else the first items of the data)",
+    )
+    p.add_argument(
+        "--limit", type=cli.positive, metavar="K", help="the first K items (default: all)"
+    )
+    p.add_argument(
+        "--batch-size",
+        type=cli.positive,
+        default=16,
+        metavar="B",
+        help="prompts at once (default: 16)",
+    )
+    p.add_argument(
+        "--tp",
+        type=cli.positive,
+        default=1,
+        metavar="K",
+        help="ranks that share one model (torchrun)",
+    )
+    p.add_argument(
+        "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
+    )
+    return p
 
 
 def make_parser():
-    p = cli.parser(
+    p = run_parser(
+        "task",
         "Run benchmarks: a task × a method × a model.",
         epilog="More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
-    )
-    cli.add_model_arguments(p)
-    p.add_argument(
-        "--task",
-        required=True,
-        metavar="T[,T…]",
-        help=f"{', '.join(task.name for task in PAPER)}; all: these; "
-        "miniature: the miniature's splits",
     )
     p.add_argument(
         "--method",
@@ -253,39 +240,9 @@ def make_parser():
         help="multiple choice: sum the contrasted scores without normalising them",
     )
     p.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="the data: a file, or a folder that contains it (default: "
-        "downloaded, if it is on the Hugging Face hub)",
-    )
-    p.add_argument(
-        "--demos",
-        type=Path,
-        metavar="FILE",
-        help="demonstrations: JSON lines, or a folder (default: from "
-        "the data's folder, else the task's own, else the first items of the data)",
-    )
-    p.add_argument(
         "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"
     )
-    p.add_argument(
-        "--limit", type=cli.positive, metavar="K", help="the first K items (default: all)"
-    )
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
-    p.add_argument(
-        "--batch-size", type=cli.positive, metavar="B", help="prompts at once (default: 16)"
-    )
-    p.add_argument(
-        "--tp",
-        type=cli.positive,
-        default=1,
-        metavar="K",
-        help="ranks that share one model (torchrun)",
-    )
-    p.add_argument(
-        "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
-    )
     p.add_argument(
         "--dry-run",
         action="store_true",
@@ -295,28 +252,24 @@ def make_parser():
 
 
 def paper_parser():
-    p = cli.parser("Run what the paper's tables hold of a model; with --plan, say what it costs.")
+    p = run_parser(
+        "data", "Run what the paper's tables hold of a model; with --plan, say what it costs."
+    )
     p.prog += " paper"
-    cli.add_model_arguments(p)
-    p.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of `fetch`")
-    p.add_argument("--demos", type=Path, metavar="DIR", help="(default: the data's folder)")
-    p.add_argument("--out", metavar="DIR", help="folder of the runs")
+    tables = dict.fromkeys([*plan.ORDER, "all", *(row["table"] for row in numbers.table("paper"))])
     p.add_argument(
         "--table",
-        type=cli.comma_list(str),
+        type=cli.comma_list(cli.method_name(tables, "table")),
         default=["main"],
         metavar="NAME[,NAME…]",
         help=f"{', '.join(plan.ORDER)}, all, or a table of paper/paper.csv (default: main)",
     )
-    p.add_argument("--task", metavar="T[,T…]", help="only these tasks")
     p.add_argument(
         "--method", type=cli.comma_list(str), metavar="M[,M…]", help="only these methods"
     )
     p.add_argument("--like", metavar="MODEL", help="the runs of this model of the paper")
-    p.add_argument("--amateur", metavar="M2", help=f"(default: {plan.AMATEUR})")
-    p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items of each task")
     p.add_argument(
-        "--tp", type=cli.positive, default=1, metavar="K", help="ranks that share one model"
+        "--amateur", default=plan.AMATEUR, metavar="M2", help=f"(default: {plan.AMATEUR})"
     )
     p.add_argument("--plan", action="store_true", help="print the runs and their cost, run nothing")
     p.add_argument("--json", action="store_true", help="with --plan: a JSON line for each run")
@@ -331,85 +284,46 @@ def paper_parser():
 
 
 def chosen_tasks(text):
-    groups = {"all": [task.name for task in PAPER], "miniature": [task.name for task in MINIATURE]}
-    names = [name for part in text.split(",") for name in groups.get(part, [part])]
-    return [find(name) for name in dict.fromkeys(names)]
+    """Name → task."""
+    groups = {"all": PAPER, "miniature": MINIATURE}
+    tasks = {}
+    for name in text.split(","):
+        tasks |= {task.name: task for task in groups.get(name) or [find(name)]}
+    return tasks
 
 
-def make_setup(args, job, model, amateur):
-    """(settings of decoders.generate, fields of the header) of a job. ValueError if its options do
-    not fit the model. model, amateur: what is known before the weights."""
-    options = dict(job.options)
-    if job.method in cli.OPTIONS["num_heads"].methods and options["num_heads"] is None:
-        options["num_heads"] = default_num_heads(model)
-    given = argparse.Namespace(**vars(args) | options)
-    settings = method_settings(job.method, given, model, amateur)
-    decoders.check(model, settings["method"], settings)
-    heads = settings.get("heads", settings.get("amateur_heads"))
-    fields = settings | {name: options[name] for name in ("num_heads", "alpha", "seed")}
-    fields |= {
-        "method": job.method,
-        "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-        "random_heads": given.random_heads if "heads" in settings else None,
-        "amateur": amateur.name if "amateur" in settings else None,
-    }
-    fields.pop("amateur_heads", None)
-    return settings, fields
+def fitting_runs(args, jobs, model, amateur, lenient):
+    """[(job, benchmark, settings of decoders.generate)] of the jobs that fit the model, its amateur
+    and the prompts.
 
-
-def in_layout(bench, args, config, tokenizer):
-    """The benchmark with the layout of its prompts, and the arguments of the chat template."""
-    native = "mistral" if config.model_type == "mistral" else "chat"
-    native = native if tokenizer.has_chat_template else "plain"
-    layout = bench.task.layout or getattr(args, "layout", None) or native
-    template_args = None
-    if layout != "plain":
-        template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    return bench._replace(layout=layout, template_args=template_args)
-
-
-def fitting_runs(args, jobs, model, amateur, tokenizer, lenient):
-    """[(job, settings, fields)] of the jobs that fit the model, its amateur and the prompts.
-
-    Prints a line for each task and method that does not fit. ValueError if none fits."""
-    about = {}  # task → (benchmark, lengths of its prompts, those that end in another token)
+    model, amateur: what is known before the weights. Prints a line for each task and method that
+    does not fit. ValueError if none fits."""
+    measured = {}  # task → (benchmark, *measure)
     fitting, problems = [], []
     for job in jobs:
-        name = job.bench.task.name
-        if name not in about:
-            bench = in_layout(job.bench, args, model.config, tokenizer)
-            about[name] = bench, *measure(items_to_ids(bench, tokenizer))
-        bench, lengths, other_ends = about[name]
+        name = job.task.name
+        if name not in measured:
+            for problem in metrics.problems(job.task):
+                print(f"{name}: {problem}", file=sys.stderr)
+            bench = load(job.task, args, model)
+            measured[name] = bench, *measure(items_to_ids(bench, model.tokenizer))
+        bench, *facts = measured[name]
         try:
-            settings, fields = make_setup(args, job, model, amateur)
+            settings = method_settings(job.method, job.args, model, amateur)
+            decoders.check(model, settings["method"], settings)
+            readers = [model, settings.get("amateur") or model]
+            problem = prompt_problem(job.method, bench, *facts, readers)
         except ValueError as error:
             if not lenient:
                 raise
-            problems.append(f"{name} with {job.method} is left out: {error}")
-            continue
-        readers = [model, amateur] if "amateur" in settings else [model]
-        context, reader = min((m.config.max_positions, m.name) for m in readers)
-        problem = None
-        if max(lengths) > context:
-            longer = sum(length > context for length in lengths)
-            problem = (
-                f"{longer} of {len(lengths)} prompts are longer than the {context} positions of "
-                f"{reader} (the longest: {max(lengths)} tokens)"
-            )
-        elif job.method == "cad" and not bench.task.without_context:
-            problem = "its prompts have no context to leave out"
-        elif job.method == "cad" and other_ends:
-            problem = (
-                f"without context {other_ends} of its prompts end in another token "
-                f"(--layout {bench.layout})"
-            )
+            problem = error
         if problem:
             problems.append(f"{name} with {job.method} is left out: {problem}")
         else:
-            fitting.append((job._replace(bench=bench), settings, fields))
+            fitting.append((job, bench, settings))
     if not fitting:
         raise ValueError(problems[0])
-    if args.template_args and all(job.bench.layout == "plain" for job, *_ in fitting):
+    if args.template_args and all(bench.layout == "plain" for _, bench, _ in fitting):
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)
@@ -417,24 +331,47 @@ def fitting_runs(args, jobs, model, amateur, tokenizer, lenient):
 
 
 def measure(encoded):
-    """(tokens of each prompt with its longest answer, prompts whose context-free form ends in
-    another token)."""
+    """(tokens of the longest prompt and answer, prompts whose context-free form ends in another
+    token)."""
     # The last token of an answer is not read.
-    lengths = [len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded]
-    pairs = [(e.prompt, e.without_context) for e in encoded if e.without_context is not None]
-    return lengths, sum(prompt[-1:] != without[-1:] for prompt, without in pairs)
+    longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
+    with_context = [e for e in encoded if e.without_context is not None]
+    return longest, sum(e.prompt[-1:] != e.without_context[-1:] for e in with_context)
+
+
+def prompt_problem(method, bench, longest, other_ends, readers):
+    """Why a method cannot read the prompts; None if it can."""
+    context, reader = min((model.config.max_positions, model.name) for model in readers)
+    if longest > context:
+        return f"its longest prompt has {longest} tokens, but {reader} only {context} positions"
+    if method == "cad" and not bench.task.without_context:
+        return "its prompts have no context to leave out"
+    if method == "cad" and other_ends:
+        return (
+            f"without context {other_ends} of its prompts end in another token "
+            f"(--layout {bench.layout})"
+        )
 
 
 # ------------------------------------------------------------------------------ the header of a run
 
 
-def make_header(args, job, fields, model, ranks, fingerprints):
+def make_header(job, bench, settings, model, ranks, fingerprints):
     """The first line of a run's file: what determines its lines, the software, the machine."""
-    bench, task = job.bench, job.bench.task
+    task, _, args, more = job
+    heads = settings.get("heads", settings.get("amateur_heads"))
+    amateur = settings.get("amateur")
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
-    return fields | {
+    header = settings | {
+        "num_heads": heads and len(heads),
+        "alpha": settings.get("alpha"),
+        "seed": cli.SEED if args.seed is None else args.seed,
+        "method": job.method,
+        "heads": heads and [f"{layer}-{head}" for layer, head in heads],
+        "random_heads": args.random_heads if "heads" in settings else None,
+        "amateur": amateur and amateur.name,
         "model": model.name,
         "fingerprint": fingerprints[0],
         "tp": ranks.tp,
@@ -454,16 +391,16 @@ def make_header(args, job, fields, model, ranks, fingerprints):
         "limit": args.limit,
         "data": bench.data,
         "demos": bench.demo_record,
-        "amateur_fingerprint": fingerprints[1] if fields["amateur"] else None,
-        "batch_size": args.batch_size or BATCH,
+        "amateur_fingerprint": amateur and fingerprints[1],
+        "batch_size": args.batch_size,
         "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
         # Scoring masks every position.
-        "mask_prompt": None if task.choice else fields.get("mask_prompt"),
+        "mask_prompt": None if task.choice else settings.get("mask_prompt"),
         "renormalise": not args.no_renormalise if task.choice else None,
-        "seed": cli.SEED if fields["seed"] is None else fields["seed"],
         "product": model.product,
-        **job.header,
     }
+    header.pop("amateur_heads", None)
+    return header | more
 
 
 def run_name(header):
@@ -478,7 +415,7 @@ def run_name(header):
         "mask_prompt": "mask-prompt",
         "amateur": "{amateur}",
     }
-    names = {name: (header[name] or "").split("/")[-1] for name in ("model", "amateur")}
+    names = {name: Path(header[name] or "").name for name in ("model", "amateur")}
     parts = [
         text.format(**header | names)
         for name, text in options.items()
@@ -487,15 +424,7 @@ def run_name(header):
     return ".".join([header["task"], names["model"], header["method"], *parts])
 
 
-# ------------------------------------------------------------------------- commands without a model
-
-
-def dry_run(args, benchmarks):
-    """Print the prompts of all items."""
-    for bench in benchmarks:
-        for item in bench.items:
-            line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
-            print(json.dumps(line, ensure_ascii=False))
+# -------------------------------------------------------------------------- metrics of stored runs
 
 
 def rescore(argv):
@@ -519,10 +448,8 @@ def rescore(argv):
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
         header, lines = runs.read_run(path)
-        if args.task is None and header is None:
-            raise ValueError(f"{path} has no header in its first line: give --task")
-        if not lines:
-            raise ValueError(f"{path} holds no lines of items")
+        if not lines or not (args.task or header):
+            raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
         task = find(args.task or header.get("task"))
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)
@@ -533,12 +460,6 @@ def rescore(argv):
 
 def print_means(lines, values, about):
     """Print the means as one JSON line."""
-    if "rejection" in values[0] and not any("truth" in of_line for of_line in values):
-        print(
-            "not judged, so only rejections are counted: evaluate.py rescore --judge adds truth, "
-            "info and both",
-            file=sys.stderr,
-        )
     print(
         json.dumps(
             about | {"metrics": metrics.summary(values), "n": len(lines)}, ensure_ascii=False

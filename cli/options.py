@@ -55,14 +55,14 @@ def comma_list(parse):
     return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
 
 
-def method_name(known):
-    """argparse type: the name of a method."""
+def method_name(known, what="method"):
+    """argparse type: the name of a method, or of something else."""
 
     def parse(text):
         if text not in known:
             names = f"known: {', '.join(known)}"
             raise argparse.ArgumentTypeError(
-                f"method {text!r} is unknown{did_you_mean(text, known)}; {names}"
+                f"{what} {text!r} is unknown{did_you_mean(text, known)}; {names}"
             )
         return text
 

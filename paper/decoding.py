@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+import cli
 from paper import decoders, runs
-from paper.tasks import Task, prompts
+from paper.tasks import Task, data, prompts
 from runtime import files
 
 # Not stored: the data hold them.
@@ -26,6 +27,22 @@ class Benchmark(NamedTuple):
     template_args: dict | None = None  # arguments of the chat template
 
 
+def load(task, args, model=None):
+    """The benchmark of a task, by the command line.
+
+    model: a `cli.Checkpoint`; None: without the layout of the prompts."""
+    bench = Benchmark(task, *data.load(task, args.data, args.demos, args.limit))
+    if model is None:
+        return bench
+    native = "mistral" if model.config.model_type == "mistral" else "chat"
+    native = native if model.tokenizer.has_chat_template else "plain"
+    layout = task.layout or args.layout or native
+    template_args = None
+    if layout != "plain":
+        template_args = cli.benchmark_template_args(model.tokenizer, args.template_args)
+    return bench._replace(layout=layout, template_args=template_args)
+
+
 def run(bench, header, settings, path, model, tokenizer, ranks):
     """Answer the items that the file lacks. Returns all lines in the data's order; None on other
     ranks than 0.
@@ -34,10 +51,15 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
     encoded = items_to_ids(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
     width = header["batch_size"]
+    answer = score if bench.task.choice else generate
 
     def lines_of(batch):
-        answers = answer(bench, batch, header, settings, model, tokenizer) if batch else []
-        return [questions[e.index] | line for e, line in zip(batch, answers, strict=True)]
+        if not batch:
+            return []
+        start = time.perf_counter()
+        answers = answer(bench, batch, header, dict(settings), model, tokenizer)
+        seconds = {"seconds": round((time.perf_counter() - start) / len(batch), 6)}
+        return [questions[e.index] | line | seconds for e, line in zip(batch, answers, strict=True)]
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions))
@@ -45,9 +67,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
         batches = [longest_first[start : start + width] for start in range(0, len(encoded), width)]
         batches = [batch for batch in batches if any(e.index not in done for e in batch)]
         batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
-        with tqdm(
-            total=len(encoded), initial=len(done), desc=path.stem, unit="ex", disable=ranks.rank > 0
-        ) as bar:
+        with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex") as bar:
             for first in range(0, len(batches), ranks.replicas):
                 lines = ranks.gather(partial(lines_of, batches[first + ranks.replica]))
                 lines = [line for line in lines if line["index"] not in done]
@@ -71,18 +91,8 @@ def question_of(item, encoded):
     return json.loads(json.dumps(fields))
 
 
-def answer(bench, batch, header, settings, model, tokenizer):
-    """Answer or score a batch. Returns the part of each line that is the answer."""
-    start = time.perf_counter()
-    results = score if bench.task.choice else generate
-    lines = results(bench, batch, header, settings, model, tokenizer)
-    seconds = round((time.perf_counter() - start) / len(batch), 6)
-    return [line | {"seconds": seconds} for line in lines]
-
-
 def score(bench, batch, header, settings, model, tokenizer):
     """The scores of each item's candidates, true ones first."""
-    settings = dict(settings)
     settings.pop("mask_prompt", None)  # scoring masks every position
     if settings["method"] == "cad":
         settings["ids_without_context"] = [e.without_context for e in batch]
@@ -109,7 +119,6 @@ def score(bench, batch, header, settings, model, tokenizer):
 
 def generate(bench, batch, header, settings, model, tokenizer):
     """The text that answers each item, its ids, alphas and entropies."""
-    settings = dict(settings)
     if settings["method"] == "cad":
         settings["ids_without_context"] = [e.without_context for e in batch]
     out = decoders.generate(
@@ -119,15 +128,13 @@ def generate(bench, batch, header, settings, model, tokenizer):
         eos_ids=tokenizer.eos_ids,
         **settings,
     )
-    lines = []
-    for g in out:
-        lines.append(
-            {
-                "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
-                "ids": g.ids,
-                "alphas": [round(alpha, 6) for alpha in g.alphas],
-                "entropies": [round(entropy, 6) for entropy in g.entropies],
-                "stop": g.stop,
-            }
-        )
-    return lines
+    return [
+        {
+            "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
+            "ids": g.ids,
+            "alphas": [round(alpha, 6) for alpha in g.alphas],
+            "entropies": [round(entropy, 6) for entropy in g.entropies],
+            "stop": g.stop,
+        }
+        for g in out
+    ]

@@ -8,12 +8,11 @@ The second origin of a data file is its data set on the Hugging Face hub."""
 import ast
 import hashlib
 import json
-import os
+import re
 import sys
 import urllib.request
 import zipfile
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException
 from io import BytesIO
@@ -29,13 +28,10 @@ from paper.numbers import table
 from paper.tasks import PAPER, data, find, model_metrics
 from runtime.files import one_line
 
-COMMIT = "d1fa5a916a566025e9790214fb6cdcc545347f26"
-AUTHORS = f"https://raw.githubusercontent.com/aryopg/DeCoRe/{COMMIT}"
+AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
 PUNKT = (
     "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/tokenizers/punkt_tab.zip"
 )
-AT_ONCE = 4  # downloads
-CHUNK = 1 << 20  # bytes
 
 
 class File(NamedTuple):
@@ -62,37 +58,48 @@ def main(argv):
     )
     args = p.parse_args(argv)
     tasks = [find(name) for name in args.task.split(",")] if args.task else PAPER
-    folders = {task.folder for task in tasks}
-    files = [file for file in FILES if file.folder in folders]
+    mirror = args.mirror and args.mirror.rstrip("/")
+    works = {}  # name → function that downloads it, unless it is there
+    for file in FILES:
+        if file.folder in {task.folder for task in tasks}:
+            works[f"{file.folder}/{file.name}"] = partial(fetch, args.folder, file, mirror)
+    if args.metrics:
+        works |= requirements({task.name for task in tasks}, mirror)
     lacking = []
-    with tqdm(unit="B", unit_scale=True) as bar, ThreadPoolExecutor(AT_ONCE) as pool:
-        work = partial(fetch, args.folder, mirror=args.mirror, progress=bar.update)
-        for count, (file, problem) in enumerate(zip(files, pool.map(work, files), strict=True), 1):
-            bar.set_description(f"{count} of {len(files)} files")
-            if problem:
-                bar.write(problem, file=sys.stderr)
-                lacking.append(f"{file.folder}/{file.name}")
-    for name, work in requirements(tasks, args.mirror) if args.metrics else ():
+    for name, work in tqdm(works.items(), unit="download"):
         try:
             work()
         except Exception as error:  # the libraries raise many kinds
-            print(f"{name}: {one_line(error)}", file=sys.stderr)
+            tqdm.write(f"{name}: {one_line(error)}", file=sys.stderr)
             lacking.append(name)
     if lacking:
         raise ValueError(f"missing: {', '.join(lacking)}; the same command fetches only these")
-    print(f"{args.folder} holds {len(files)} files of {len(tasks)} tasks")
+    print(f"{args.folder} holds the files of {len(tasks)} tasks")
 
 
-def fetch(folder, file, mirror=None, progress=lambda n: None):
-    """Download a file, unless it is there. Returns why it cannot be had, or None."""
+def fetch(folder, file, mirror):
+    """Download a file from the first origin that has it, unless it is there."""
     path = folder / file.folder / file.name
+    if is_there(path, file):
+        return
     try:
-        if not is_there(path, file):
-            name, content = read(file, mirror, progress)
-            save(path.with_name(name), content)
-    except (OSError, ValueError) as error:
-        return f"{path}: {one_line(error)}"
-    return None
+        content = download(f"{AUTHORS}/{quote(file.source)}", mirror)
+        if file.digest not in digests(content):
+            raise ValueError(f"{AUTHORS}/{file.source} is not the file that the paper used")
+        if file.function:
+            demos = read_demos(content, file)
+            content = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in demos).encode()
+    except (OSError, ValueError):
+        origin = next(task.origin for task in PAPER if task.folder == file.folder)
+        if file.function or not origin:
+            raise
+        source, _ = data.from_hub(origin, endpoint=hub_address(mirror))
+        path = path.with_name(source.name)
+        content = source.read_bytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_bytes(content)
+    draft.replace(path)
 
 
 def is_there(path, file):
@@ -100,7 +107,7 @@ def is_there(path, file):
     if not path.exists():
         return False
     if not file.function:
-        return digest(path.read_bytes(), file.digest) == file.digest
+        return file.digest in digests(path.read_bytes())
     names = file.folder, file.name
     task = next(task for task in PAPER if (task.folder, task.demo_file) == names)
     try:
@@ -110,29 +117,7 @@ def is_there(path, file):
     return data.demos_hash(demos) == task.demos_hash
 
 
-def read(file, mirror, progress):
-    """(name, content) of a file, from the first origin that has it."""
-    origins = [task.origin for task in PAPER if task.folder == file.folder and not file.function]
-    try:
-        content = download(f"{AUTHORS}/{quote(file.source)}", mirror, progress)
-        if digest(content, file.digest) != file.digest:
-            raise ValueError(f"{AUTHORS}/{file.source} is not the file that the paper used")
-    except (OSError, ValueError) as problem:
-        if not any(origins):
-            raise
-        try:
-            path, _ = data.from_hub(origins[0], endpoint=hub_address(mirror))
-        except (OSError, ValueError) as error:
-            raise OSError(f"{problem}; {error}") from None
-        return path.name, path.read_bytes()
-    if file.function:
-        demos = read_demos(content, file.function)
-        lines = [json.dumps(demo, ensure_ascii=False) + "\n" for demo in demos]
-        content = "".join(lines).encode()
-    return file.name, content
-
-
-def read_demos(source, function):
+def read_demos(source, file):
     """The demonstrations that a function of a Python source appends to lists, without running it.
 
     `questions.append("…")` is the field "question" of the next one. In the branch of an `if` on
@@ -141,12 +126,10 @@ def read_demos(source, function):
 
     def visit(nodes, prefix=""):
         for node in nodes:
-            if isinstance(node, ast.If):
-                constants = [n.value for n in ast.walk(node.test) if isinstance(n, ast.Constant)]
-                kinds = [text for text in constants if text in ("cot_", "direct_")]
-                visit(node.body, *kinds)
-                visit(node.orelse)
             match node:
+                case ast.If(test, body, other):
+                    visit(body, *re.findall("'(cot_|direct_)'", ast.unparse(test)))
+                    visit(other)
                 case ast.Expr(
                     ast.Call(
                         ast.Attribute(ast.Name(name), "append"), [ast.Constant(str() as text)], []
@@ -155,81 +138,60 @@ def read_demos(source, function):
                     lists[prefix + name.removesuffix("s")].append(text)
 
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name == function:
+        if isinstance(node, ast.FunctionDef) and node.name == file.function:
             visit(node.body)
     if not lists:
-        raise ValueError(f"no demonstrations in {function}")
+        raise ValueError(f"no demonstrations in {file.function}")
     return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 
-def download(url, mirror, progress):
+def download(url, mirror):
     """The content of an address."""
     parts = urlsplit(url)
-    address = f"{mirror.rstrip('/')}/{parts.netloc}{parts.path}" if mirror else url
-    content = bytearray()
+    address = f"{mirror}/{parts.netloc}{parts.path}" if mirror else url
     try:
         with urllib.request.urlopen(address, timeout=60) as response:
-            for chunk in iter(partial(response.read, CHUNK), b""):
-                content += chunk
-                progress(len(chunk))
+            return response.read()
     except (OSError, HTTPException) as error:
         raise OSError(f"{address}: {getattr(error, 'reason', error)}") from None
-    if response.length:
-        raise OSError(f"{address}: the connection broke off")
-    return bytes(content)
 
 
-def digest(content, like):
-    """The sha256 of a content; or git's id of it, if `like` has 40 digits."""
-    if len(like) == 64:
-        return hashlib.sha256(content).hexdigest()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def save(path, content):
-    """Write a file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+def digests(content):
+    """The sha256 of a content, and git's id of it."""
+    blob = b"blob %d\0" % len(content) + content
+    return hashlib.sha256(content).hexdigest(), hashlib.sha1(blob).hexdigest()
 
 
 def hub_address(mirror):
     """The hub's address in a mirror; None without one."""
-    return f"{mirror.rstrip('/')}/huggingface.co" if mirror else None
+    return mirror and f"{mirror}/huggingface.co"
 
 
-def requirements(tasks, mirror):
-    """Yield (name, function that downloads it) of what the tasks' metrics need."""
+def requirements(names, mirror):
+    """Name → function that downloads it, of what the metrics of these tasks need."""
     from huggingface_hub import snapshot_download
 
-    endpoint = hub_address(mirror)
-    names = {task.name for task in tasks}
     models = {}
     if "xsum" in names:
         models = dict.fromkeys((model_metrics.DEBERTA, model_metrics.FACTKB))
         models[model_metrics.ROBERTA] = ["*.json", "*.txt"]
     if "truthfulqa-gen" in names:
         models |= dict.fromkeys(judges.OPEN.split(","))
+    works = {}
     for name, patterns in models.items():
-        yield name, partial(snapshot_download, name, allow_patterns=patterns, endpoint=endpoint)
+        works[name] = partial(
+            snapshot_download, name, allow_patterns=patterns, endpoint=hub_address(mirror)
+        )
     if "ifeval" in names:
-        yield "punkt_tab", partial(fetch_punkt, mirror)
+        works["punkt_tab"] = partial(fetch_punkt, mirror)
+    return works
 
 
 def fetch_punkt(mirror):
-    """Unpack nltk's punkt_tab where nltk looks for it."""
+    """Unpack nltk's punkt_tab where nltk looks for it, unless it is there."""
     import nltk
 
     folder = Path(nltk.downloader.Downloader().default_download_dir()) / "tokenizers"
-    if (folder / "punkt_tab").exists():
-        return
-    archive = BytesIO(download(PUNKT, mirror, lambda n: None))
-    draft = folder / "punkt_tab.part"
-    with zipfile.ZipFile(archive) as files:
-        files.extractall(draft)
-    os.replace(draft / "punkt_tab", folder / "punkt_tab")
-    draft.rmdir()
+    if not (folder / "punkt_tab").exists():
+        with zipfile.ZipFile(BytesIO(download(PUNKT, mirror))) as files:
+            files.extractall(folder)

@@ -4,23 +4,23 @@ A run is a task, a method, N and α for which the paper prints a number. Its set
 the published runs."""
 
 import json
-import re
+import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from pathlib import Path
 
 import cli
-from model import BLOCK
+from model import BLOCK, Transformer
+from paper.decoding import items_to_ids, load
 from paper.numbers import TASKS, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import find, metrics
 
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
-OWNER_OF_ITI = "jujipotle"
 SIBLINGS = {"truthfulqa-gen": "truthfulqa-mc"}  # task without inferred N → the most similar one
-SEEDS = (cli.SEED, cli.SEED + 1, cli.SEED + 2)  # of random heads; the paper's are unknown
+SEEDS = range(cli.SEED, cli.SEED + 3)  # of random heads; the paper's are unknown
 # The group of each table, by the beginning of its name; all others are main tables.
 GROUPS = {
     "result_ablation_num_masked_retr_head": "n",
@@ -35,61 +35,56 @@ METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low",
 # Of an H100, with the shares that decoding and prefilling commonly reach.
 FLOPS = 989e12 * 0.4
 BYTES = 3.35e12 * 0.6
-GB = 1e9
-# Gigabytes of what metrics download: parameters × bytes of each.
-JUDGES = {"xsum": 0.75 * 4 + 0.125 * 4, "truthfulqa-gen": 2 * 6.74 * 2}
+# Gigabytes of what metrics download: models of 0.75 and 0.125 billion parameters in float32; two of
+# 6.74 billion in bfloat16.
+JUDGES = {"xsum": 3.5, "truthfulqa-gen": 26.96}
 
 
 @dataclass
 class Planned:
+    """A run. The fields are those of the plan's JSON lines."""
+
     task: str
     method: str  # as in evaluate.py; "greedy" for ITI
-    num_heads: int | None
-    alpha: float | None
+    num_heads: int | None = None
+    alpha: float | None = None
+    mask: str | None = None
     amateur: str | None = None
     random_heads: str | None = None
     seed: int | None = None
     checkpoint: str | None = None  # of ITI; None: the model itself
-    how: str = ""  # where N comes from, if the table does not state it
-    tables: list = field(default_factory=list)
-    values: dict = field(default_factory=dict)  # the paper's, by metric
-
-    @property
-    def key(self):
-        return (self.task, self.method, self.num_heads, self.alpha, self.seed, self.checkpoint)
-
-    @property
-    def mask(self):
-        return "query" if self.num_heads else None
+    table: str = ""  # the tables' names, with commas
+    num_heads_from: str = ""  # where N comes from, if the table does not state it
+    paper: dict = field(default_factory=dict)  # the paper's values, by metric
+    items: int = 0
+    missing: list = ()  # sentences
 
 
 def planned_runs(model, groups, tasks=None, methods=None):
     """The paper's runs of a model, without repetitions, the most valuable ones first.
 
-    groups: names of ORDER or tables of paper.csv. tasks, methods: None for all. ValueError if there
-    are none."""
+    groups: names of ORDER or tables of paper.csv, or "all". tasks, methods: None for all.
+    ValueError if there are none."""
     name = Path(model).name
     runs = {}
     for row in sorted(table("paper"), key=rank):
-        if row["model"].lower() != name.lower():
-            continue
-        if not {group_of(row), row["table"]} & set(groups):
+        chosen = {"all", group_of(row), row["table"]} & set(groups)
+        if row["model"].lower() != name.lower() or not chosen:
             continue
         for run in runs_of(row):
             if (tasks and run.task not in tasks) or (methods and run.method not in methods):
                 continue
-            run = runs.setdefault(run.key, run)
-            if row["table"] not in run.tables:
-                run.tables.append(row["table"])
-            run.values.setdefault(row["metric"], float(row["value"]))
+            key = run.task, run.method, run.num_heads, run.alpha, run.seed, run.checkpoint
+            run = runs.setdefault(key, run)
+            if row["table"] not in run.table.split(", "):
+                run.table += ", " * bool(run.table) + row["table"]
+            run.paper.setdefault(row["metric"], float(row["value"]))
     if not runs:
-        known = list(dict.fromkeys(row["model"] for row in table("paper")))
-        if name.lower() not in map(str.lower, known):
-            raise ValueError(
-                f"the paper has no numbers of {name}: choose one of its models with --like: "
-                f"{', '.join(known)}"
-            )
-        raise ValueError(f"the paper has no numbers of {name} for these tables, tasks and methods")
+        models = ", ".join(dict.fromkeys(row["model"] for row in table("paper")))
+        raise ValueError(
+            f"the paper has no numbers of {name} for these tables, tasks and methods; "
+            f"--like runs those of {models}"
+        )
     return list(runs.values())
 
 
@@ -108,31 +103,33 @@ def group_of(row):
 def rank(row):
     """Sorts rows by value: the main comparison, then ablations."""
     method = row["method"]
-    place = METHODS.index(method) if method in METHODS else len(METHODS)
-    task = list(TASKS).index(row["task"])
-    number = float(row["num_heads"] or row["alpha"] or 0)
-    return ORDER.index(group_of(row)), place, task, number
+    return (
+        ORDER.index(group_of(row)),
+        (*METHODS, method).index(method),
+        list(TASKS).index(row["task"]),
+        float(row["num_heads"] or row["alpha"] or 0),
+    )
 
 
 def runs_of(row):
     """Yield the runs of a row of paper.csv: one, or one for each seed of random heads."""
     method = row["method"]
-    alpha = float(row["alpha"]) if row["alpha"] else None
+    run = Planned(row["task"], method, alpha=float(row["alpha"]) if row["alpha"] else None)
     if method in ("cd", "cad", "ad"):
-        alpha = cli.DEFAULTS["alpha"]
-    run = Planned(row["task"], method, None, alpha)
+        run.alpha = cli.DEFAULTS["alpha"]
     if method == "iti":
         name = next(name for name, model in ITI.items() if model == row["model"])
-        run.method, run.checkpoint = "greedy", f"{OWNER_OF_ITI}/{name}"
+        run.method, run.checkpoint = "greedy", f"jujipotle/{name}"
     if method == "cd" or method.endswith("-lite"):
         run.amateur = AMATEUR
     if method.endswith("-random"):
         run.method = {"decore-random": "decore-entropy", "masked-random": "masked"}[method]
         run.random_heads = "published"
     if run.method in cli.OPTIONS["num_heads"].methods:
-        run.num_heads, run.how = number_of_heads(row)
+        run.num_heads, run.num_heads_from = number_of_heads(row)
+        run.mask = "query"
     for seed in SEEDS if run.random_heads else [None]:
-        yield Planned(**vars(run) | dict(seed=seed, tables=[], values={}))
+        yield replace(run, seed=seed, paper={})
 
 
 def number_of_heads(row):
@@ -141,16 +138,15 @@ def number_of_heads(row):
     if row["num_heads"]:
         return int(row["num_heads"]), ""
     task, model, method = row["task"], row["model"], row["method"]
-    other = SIBLINGS.get(task, task)
     models = [BASE] if method.endswith("-lite") else [model, BASE]
     places = [(task, model, method)]
-    places += [(t, m, "decore-entropy") for m in models for t in dict.fromkeys((task, other))]
+    for other in models:
+        places += [(name, other, "decore-entropy") for name in (task, SIBLINGS.get(task, task))]
     for place in places:
         for found in cells("paper_n", *place):
             if found["num_heads"]:
-                n = int(found["num_heads"].split()[0])
-                return n, "inferred" if place == places[0] else "as " + " ".join(place)
-    raise ValueError(f"{task}: no table has an N")
+                how = "inferred" if place == places[0] else "as " + " ".join(place)
+                return int(found["num_heads"].split()[0]), how
 
 
 # ------------------------------------------------------------------------------------ what it costs
@@ -161,134 +157,124 @@ def prompt_tokens(encoded, batch_size):
 
     encoded: the items of a task as ids. Batches are formed from the longest prompt on."""
     prompts = sorted((item.prompt for item in encoded), key=len, reverse=True)
-    read = 0
+    total = read = sum(map(len, prompts))
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         shared = len(commonprefix(batch))
-        read += sum(map(len, batch))
         if shared >= BLOCK:
             read -= shared * (len(batch) - 1)
-    return sum(map(len, prompts)), read
+    return total, read
 
 
-def parameters(name, config=None):
-    """Parameters of a model, by its configuration, else by its name (…-8B-…); None: unknown."""
-    c = config
-    if hasattr(c, "d_ff"):
-        attention = c.d_model * c.head_dim * 2 * (c.n_heads + c.n_kv_heads)
-        layer = attention + 3 * c.d_model * c.d_ff
-        return c.n_layers * layer + c.vocab_size * c.d_model * (1 if c.tied_embeddings else 2)
-    size = re.search(r"(\d+(?:\.\d+)?)b\b", Path(name).name.lower())
-    return float(size[1]) * 1e9 if size else None
+def parameters(config):
+    """Parameters in the matrices of a model of our own engine; None for another's."""
+    if hasattr(config, "d_ff"):
+        weights = Transformer(config, device="meta").parameters()
+        return sum(x.numel() for x in weights if x.dim() == 2)
 
 
-def speeds(n_parameters, batch_size):
-    """(prompt tokens, new tokens) per second on one H100 in bfloat16: two operations a parameter
-    and token; the weights are read once for the new tokens of a batch."""
-    return FLOPS / (2 * n_parameters), BYTES / (2 * n_parameters) * batch_size
-
-
-def passes(run):
-    """How often a run reads its prompts."""
-    masked = find(run.task).choice and run.method.startswith("decore")
-    return 2 if masked or run.amateur or run.method == "cad" else 1
-
-
-def missing_of(run, args, problems, has_heads):
-    """What a run lacks, each with the command that gets it.
-
-    problems: task → that of its data. has_heads: whether a model of this name has head scores."""
-    missing = []
-    if run.task in problems:
-        command = f"python evaluate.py fetch {args.data} --task {run.task}"
-        missing.append(f"{problems[run.task]}: {command}")
-    missing += metrics.problems(find(run.task))
-    if run.num_heads and run.random_heads is None:
-        name = (args.amateur or run.amateur) if run.amateur else args.model
-        if not has_heads(name):
-            short = Path(name).name
-            missing.append(
-                f"no head scores of {short}: "
-                f"python -m heads.detect --model {name} --out heads/{short}.json"
-            )
+def missing_of(run, args, problem, has_heads):
+    """What a run lacks, each with the command that gets it. problem: that of its data, or None."""
+    missing = metrics.problems(find(run.task))
+    if problem:
+        missing.insert(0, f"{problem}: python evaluate.py fetch {args.data} --task {run.task}")
+    name = args.amateur if run.amateur else args.model
+    if run.num_heads and not run.random_heads and not has_heads(name):
+        short = Path(name).name
+        missing.append(
+            f"no head scores of {short}: "
+            f"python -m heads.detect --model {name} --out heads/{short}.json"
+        )
     return missing
 
 
-def print_json(runs, items, missing):
-    """A JSON line for each run. items: task → number of items. missing: run's key → sentences."""
+def show(args, runs, has_heads):
+    """Print the runs and what they cost, without loading a model.
+
+    has_heads: whether a model of this name has head scores."""
+    model = None
+    try:
+        model = cli.read_model(args.model, args)
+    except (OSError, ValueError) as error:
+        print(f"prompt tokens are not counted: {error}", file=sys.stderr)
+    by_task = defaultdict(list)
     for run in runs:
-        line = dict(
-            task=run.task,
-            method=run.method,
-            num_heads=run.num_heads,
-            alpha=run.alpha,
-            mask=run.mask,
-            amateur=run.amateur,
-            random_heads=run.random_heads,
-            seed=run.seed,
-            checkpoint=run.checkpoint,
-            table=", ".join(run.tables),
-            num_heads_from=run.how,
-            paper=run.values,
-            items=items[run.task],
-            missing=missing[run.key],
-        )
-        print(json.dumps(line, ensure_ascii=False))
+        by_task[run.task].append(run)
+    tokens = {}
+    for name, of_task in by_task.items():
+        task = find(name)
+        items, problem = min(task.n, args.limit or task.n), None
+        try:
+            bench = load(task, args, model)
+        except (OSError, ValueError, ImportError) as error:
+            problem = error
+        else:
+            items = len(bench.items)
+            if model:
+                encoded = items_to_ids(bench, model.tokenizer)
+                tokens[name] = prompt_tokens(encoded, args.batch_size)
+        for run in of_task:
+            run.items = items
+            run.missing = missing_of(run, args, problem, has_heads)
+    if args.json:
+        for run in runs:
+            print(json.dumps(vars(run), ensure_ascii=False))
+    else:
+        print_plan(args, runs, by_task, tokens, parameters(model and model.config))
 
 
-def print_plan(args, runs, items, tokens, missing, n_parameters):
-    """The plan as tables. tokens: task → `prompt_tokens`, or None if they are not known."""
+def print_plan(args, runs, by_task, tokens, n_parameters):
+    """The plan as tables. by_task: task → runs. tokens: task → `prompt_tokens`, if known."""
     print(f"{len(runs)} runs, in this order (* N inferred, ~ N of the closest table):\n")
     for i, run in enumerate(runs, 1):
-        mark = {"": " ", "inferred": "*"}.get(run.how, "~")
+        mark = {"": " ", "inferred": "*"}.get(run.num_heads_from, "~")
         n = f"N {run.num_heads}{mark}" if run.num_heads else ""
         alpha = "" if run.alpha is None else f"α {run.alpha:g}"
-        more = [run.amateur and "amateur", run.seed and f"random, seed {run.seed}", run.checkpoint]
         metric, _ = headline(run.task)
-        value = run.values.get(metric, run.values.get(f"{metric}_published", ""))
-        about = ", ".join(filter(None, more))
+        value = run.paper.get(metric, run.paper.get(f"{metric}_published", ""))
+        about = [run.table.split(", ")[0], run.amateur and "amateur"]
+        about += [run.seed and f"random, seed {run.seed}", run.checkpoint]
         print(
             f"{i:4}  {run.task:22} {run.method:20} {n:6} {alpha:7} {value:>6}  "
-            f"{run.tables[0]}{', ' * bool(about)}{about}"
+            + ", ".join(filter(None, about))
         )
     prefill, decode = args.prefill_speed, args.decode_speed
     if n_parameters:
-        computed = speeds(n_parameters, args.batch_size)
-        prefill, decode = prefill or computed[0], decode or computed[1]
-    count = defaultdict(int)
-    for run in runs:
-        count[run.task] += passes(run)
+        # Two operations a parameter and token; a batch reads the weights once for a new token.
+        prefill = prefill or FLOPS / (2 * n_parameters)
+        decode = decode or BYTES / (2 * n_parameters) * args.batch_size
     print(
         f"\n{'task':22} {'runs':>4} {'items':>7} {'prompt tokens':>14} {'read':>12} "
         f"{'new, at most':>13} {'hours':>7}"
     )
     total = 0
-    for task in dict.fromkeys(run.task for run in runs):
-        runs_here = sum(run.task == task for run in runs)
-        new = 0 if find(task).choice else items[task] * find(task).max_new_tokens
-        known = tokens.get(task)
-        hours = None
-        if known and prefill and decode:
-            hours = (known[1] * count[task] / prefill + new * runs_here / decode) / 3600
-            total += hours
-        shown = [f"{n:,}" for n in known] if known else ["–", "–"]
-        print(
-            f"{task:22} {runs_here:4} {items[task]:7,} {shown[0]:>14} {shown[1]:>12} {new:13,} "
-            f"{'–' if hours is None else f'{hours:.1f}':>7}"
-        )
+    for name, of_task in by_task.items():
+        task, items = find(name), of_task[0].items
+        new = 0 if task.choice else items * task.max_new_tokens
+        prompt = read = hours = "–"
+        if name in tokens:
+            prompt, read = (f"{n:,}" for n in tokens[name])
+            if prefill and decode:
+                passes = len(of_task)
+                for run in of_task:
+                    masked = task.choice and run.method.startswith("decore")
+                    passes += bool(masked or run.amateur or run.method == "cad")
+                seconds = tokens[name][1] * passes / prefill + new * len(of_task) / decode
+                total += seconds / 3600
+                hours = f"{seconds / 3600:.1f}"
+        print(f"{name:22} {len(of_task):4} {items:7,} {prompt:>14} {read:>12} {new:13,} {hours:>7}")
     print(
         f"\nTokens are those of one method. Read: the common prefix of a batch of "
         f"{args.batch_size} is read once."
     )
     if prefill and decode:
-        source = "" if args.prefill_speed and args.decode_speed else ", computed for one H100"
         print(
-            f"Hours: {total:.1f}, at {prefill:,.0f} prompt and {decode:,.0f} new tokens per second"
-            f"{source} (--prefill-speed, --decode-speed)."
+            f"Hours: {total:.1f}, at {prefill:,.0f} prompt and {decode:,.0f} new tokens per second "
+            "(--prefill-speed, --decode-speed; by default computed for one H100)."
         )
     if n_parameters:
-        print(f"Disk: {2 * n_parameters / GB:.0f} GB for the model in bfloat16", end="")
-        judges = sum(size for task, size in JUDGES.items() if task in items)
-        print(f", {judges:.0f} GB for metrics and judges." if judges else ".")
-    lacks = list(dict.fromkeys(text for run in runs for text in missing[run.key]))
+        judges = sum(size for task, size in JUDGES.items() if task in by_task)
+        more = f", {judges:.0f} GB for metrics and judges" if judges else ""
+        print(f"Disk: {2 * n_parameters / 1e9:.0f} GB for the model in bfloat16{more}.")
+    lacks = list(dict.fromkeys(text for run in runs for text in run.missing))
     print("Missing:" if lacks else "Nothing is missing.", *lacks, sep="\n  ")

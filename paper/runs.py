@@ -48,17 +48,19 @@ def open_run(path, header, items):
             "choose another --out"
         )
     if lines:
-        check_header(path, stored, header)
+        ignored = dict.fromkeys(NOT_COMPARED)
+        if field(stored, "n", "a whole number from 0") > header["n"]:
+            del ignored["n"]
+        if texts := list(differences(stored | ignored, header | ignored)):
+            raise ValueError(
+                f"{path} was made with other settings ({'; '.join(texts[:4])}); "
+                "choose another --out or remove the file"
+            )
         for line in lines:
             item = items.get(line["index"])
-            problem = None
-            if item is None or any(line.get(name) != item[name] for name in item):
-                problem = "is not that of the data"
-            elif not is_answer(line, header["max_new_tokens"] is None):
-                problem = "has no complete answer"
-            if problem:
+            if item is None or line | item != line:
                 raise ValueError(
-                    f"{line['place']}: item {line['index']} {problem}; "
+                    f"{line['place']}: item {line['index']} is not that of the data; "
                     "choose another --out or remove the file"
                 )
         changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
@@ -69,47 +71,14 @@ def open_run(path, header, items):
     return {line["index"]: line for line in lines}
 
 
-def is_answer(line, choice):
-    """Whether a stored line has everything that a run writes. choice: of multiple choice."""
-    names = ("scores_true", "scores_false") if choice else ("ids", "alphas", "entropies")
-    lists = [line.get(name) for name in names]
-    if not all(isinstance(values, list) for values in lists):
-        return False
-    if choice:
-        return True
-    same_length = len({len(values) for values in lists}) == 1
-    ended = line.get("stop") in ("eos", "length")
-    return same_length and ended and isinstance(line.get("prediction"), str)
-
-
-def check_header(path, stored, new):
-    """Raise ValueError with the names of fields that differ and change numbers."""
-    smaller = type(stored.get("n")) is not int or stored["n"] > new["n"]
-    stored, new = flat(stored), flat(new)
-    names = ["n"] * smaller
-    for name in dict.fromkeys([*stored, *new]):
-        if name.split(".")[0] not in NOT_COMPARED and stored.get(name) != new.get(name):
-            names.append(name)
-    if names:
-        changes = "; ".join(
-            f"{name}: {brief(stored.get(name))} there, {brief(new.get(name))} now"
-            for name in names[:4]
-        )
-        raise ValueError(
-            f"{path} was made with other settings ({changes}); choose another --out or remove "
-            "the file"
-        )
-
-
-def flat(header):
-    """The header with "fingerprint.weights" as the name of a value inside an object."""
-    out = {}
-    for name, outer in header.items():
-        if isinstance(outer, dict):
-            out |= {f"{name}.{inner}": value for inner, value in outer.items()}
-        else:
-            out[name] = outer
-    return out
+def differences(stored, new, prefix=""):
+    """Yield a text for each field that differs, "fingerprint.weights: …" inside an object."""
+    for name in stored | new:
+        there, now = stored.get(name), new.get(name)
+        if isinstance(there, dict) and isinstance(now, dict):
+            yield from differences(there, now, f"{name}.")
+        elif there != now:
+            yield f"{prefix}{name}: {brief(there)} there, {brief(now)} now"
 
 
 def save(path, header, lines):

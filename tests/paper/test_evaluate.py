@@ -1,7 +1,9 @@
 """evaluate.py: run files that do not depend on batch sizes, interruptions and ranks; sweeps."""
 
 import datetime
+import gzip
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import cli
+import evaluate
 from heads import choose_heads
 from model import Transformer
 from paper import decoders
@@ -23,69 +26,51 @@ from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
 DECORE = ["--method", "decore-entropy", "--max-new-tokens", "5", "--num-heads", "2"]
+VARYING = ("command", "commit", "date", "batch_size", "tp")  # fields of a header
 
 
 @pytest.fixture(scope="module")
 def model(chat_model):
-    """Arguments that name the tiny chat model."""
-    return ["--model", str(chat_model)]
+    """Arguments that name the tiny chat model and its head scores."""
+    return ["--model", str(chat_model), "--heads", str(chat_model / "heads.json")]
 
 
-@pytest.fixture(scope="module")
-def heads(chat_model):
-    return ["--heads", str(chat_model / "heads.json")]
-
-
-def write_model(folder, template=TEMPLATE, **config):
-    return write_tokenizer(
-        write_checkpoint(folder, **dict(vocab_size=259, max_position_embeddings=2048) | config),
-        template,
-    )
+def write_model(folder, template=TEMPLATE, family="llama3", **config):
+    config = dict(vocab_size=259, max_position_embeddings=2048) | config
+    return write_tokenizer(write_checkpoint(folder, family, **config), template)
 
 
 def content(path):
     """The lines of a run without what differs from process to process."""
-    lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    settings = {
-        name: value
-        for name, value in lines[0]["header"].items()
-        if name not in ("command", "commit", "date", "batch_size", "tp")
-    }
-    return [settings] + [
-        {name: value for name, value in line.items() if name != "seconds"} for line in lines[1:]
-    ]
+    first, *lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    header = {name: value for name, value in first["header"].items() if name not in VARYING}
+    for line in lines:
+        del line["seconds"]
+    return [header, *lines]
 
 
 # One run
 
 
 def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
-    start, model, heads, data, tmp_path
+    start, model, data, tmp_path
 ):
     results = []
     for size in (3, 1, 16):
         options = ["--batch-size", size, "--out", tmp_path / str(size)]
-        status, [out], _ = start(*model, *heads, *data["nq-closed"], *DECORE, *options)
-        assert (
-            status == 0
-            and out["n"] == 7
-            and set(out["metrics"]) >= {"exact_match", "substring_match"}
-        )
+        _, [out], _ = start(*model, *data["nq-closed"], *DECORE, *options)
+        assert out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "substring_match"}
         settings, *rows = content(out["run"])
         results.append([(row["ids"], row["prompt_sha256"]) for row in rows])
     assert results[0] == results[1] == results[2]
-    assert (
-        settings["method"] == "decore-entropy"
-        and settings["num_heads"] == 2
-        and len(settings["heads"]) == 2
-    )
-    assert settings["task"] == "nq-closed" and settings["layout"] == "chat"
-    assert settings["product"] == "plain"
-    assert settings["version"] == TASKS["nq-closed"].version and settings[
-        "fingerprint"
-    ] == fingerprint(model[1])
+    expected = dict(method="decore-entropy", num_heads=2, task="nq-closed", layout="chat")
+    expected |= dict(product="plain", version=TASKS["nq-closed"].version, dtype="float32")
+    assert settings.items() >= expected.items() and len(settings["heads"]) == 2
+    assert settings["fingerprint"] == fingerprint(model[1])
+    files = {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
+    assert set(settings["fingerprint"]) == files
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
-    assert settings["versions"]["torch"] == torch.__version__ and settings["dtype"] == "float32"
+    assert settings["versions"]["torch"] == torch.__version__
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
     for row in rows:
         assert len(row["ids"]) == len(row["alphas"]) == len(row["entropies"]) <= 5
@@ -95,69 +80,50 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
 def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
     start, model, data, tmp_path, monkeypatch
 ):
-    arguments = [*model, *data["nq-closed"], *GREEDY, "--batch-size", 2, "--out", tmp_path]
+    arguments = [*model[:2], *data["nq-closed"], *GREEDY, "--batch-size", 2, "--out", tmp_path]
     path = Path(start(*arguments)[1][0]["run"])
     complete, raw = content(path), path.read_bytes()
     first = raw.index(b"\n") + 1
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-    monkeypatch.setattr(
-        "paper.decoding.answer", lambda *_: pytest.fail("a stored row was decoded again")
-    )
-    assert start(*arguments)[0] == 0 and content(path) == complete
 
-
-def test_ctrl_c_says_that_the_same_command_continues(start, model, data, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paper.decoding.answer", interrupt)
-    status, _, err = start(*model, *data["nq-closed"], *GREEDY, "--out", tmp_path)
+    monkeypatch.setattr("paper.decoding.generate", interrupt)
+    assert start(*arguments)[0] == 0  # no stored row is decoded again
+    path.unlink()
+    status, _, err = start(*arguments)
     assert status == 130 and err.rstrip().endswith("interrupted: the same command continues")
 
 
 def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
     start, data, tmp_path, monkeypatch
 ):
-    folder = write_model(
-        tmp_path / "model",
-        "{{ strftime_now('%d %b %Y') }}"
-        + TEMPLATE
-        + "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}",
-    )
-    arguments, rows = ["--model", folder, *data["nq-closed"], *GREEDY, "--limit", 1], []
-    for more, thinking in (
-        ([], False),
-        ([], False),
-        (["--template-args", '{"enable_thinking": true}'], True),
-    ):
+    thinks = "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}"
+    template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE + thinks
+    folder = write_model(tmp_path / "model", template)
+    arguments = ["--model", folder, *data["nq-closed"], *GREEDY, "--limit", 1]
+    think, rows = {"enable_thinking": True}, []
+    another_day = datetime.datetime(2031, 12, 31)
+    for more in ([], [], ["--template-args", json.dumps(think)]):
         _, [out], _ = start(*arguments, *more, "--out", tmp_path / str(len(rows)))
         settings, row = content(out["run"])
-        assert settings["template_args"] == {"enable_thinking": thinking}
+        assert settings["template_args"] == (think if more else {"enable_thinking": False})
         rows.append(row)
-        monkeypatch.setattr(
-            "tokenizer.datetime", SimpleNamespace(now=lambda: datetime.datetime(2031, 12, 31))
-        )
-    assert rows[0] == rows[1] and rows[2]["prompt_tokens"] == rows[0]["prompt_tokens"] + len(
-        "think"
-    )
-    status, _, err = start(
-        *arguments, "--layout", "plain", "--template-args", '{"a": 1}', "--out", tmp_path
-    )
-    assert status == 2 and "--template-args has no effect" in err
+        monkeypatch.setattr("tokenizer.datetime", SimpleNamespace(now=lambda: another_day))
+    assert rows[0] == rows[1]
+    assert rows[2]["prompt_tokens"] == rows[0]["prompt_tokens"] + len("think")
 
 
 @pytest.mark.parametrize(
     "template, family, layout", [(None, "llama3", "plain"), (TEMPLATE, "mistral", "mistral")]
 )
 def test_the_layout_is_the_models(start, data, tmp_path, template, family, layout):
-    write_tokenizer(
-        write_checkpoint(tmp_path, family, vocab_size=259, max_position_embeddings=2048), template
-    )
-    _, [out], _ = start(
-        "--model", tmp_path, *data["nq-closed"], *GREEDY, "--limit", 1, "--out", tmp_path / "out"
-    )
+    write_model(tmp_path, template, family)
+    options = *data["nq-closed"], *GREEDY, "--limit", 1, "--out", tmp_path / "out"
+    _, [out], _ = start("--model", tmp_path, *options)
     assert content(out["run"])[0]["layout"] == layout
 
 
@@ -165,31 +131,14 @@ def test_the_layout_is_the_models(start, data, tmp_path, template, family, layou
 
 
 @pytest.mark.parametrize("more", [[], ["--tp", "2"]], ids=["replicas", "one model"])
-def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_path, more):
-    arguments = [
-        *model,
-        *heads,
-        *data["nq-closed"],
-        *DECORE,
-        "--batch-size",
-        "3",
-    ]  # 3 batches, 2 replicas
-    _, [one], _ = start(*arguments, "--out", tmp_path / "one")
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "evaluate.py",
-    ]
+def test_two_ranks_write_the_same_rows_as_one(start, model, data, tmp_path, more):
+    # 3 batches, 2 replicas
+    arguments = [*model, *data["nq-closed"], *DECORE, "--batch-size", "3", "--out"]
+    _, [one], _ = start(*arguments, tmp_path / "one")
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 evaluate.py".split()
+    command = [sys.executable, *torchrun, *map(str, [*arguments, tmp_path / "two", *more])]
     done = subprocess.run(
-        [*torchrun, *map(str, [*arguments, *more, "--out", tmp_path / "two"])],
-        text=True,
-        cwd=cli.MINIATURE.parent,
-        capture_output=True,
-        timeout=300,
+        command, text=True, cwd=cli.MINIATURE.parent, capture_output=True, timeout=300
     )
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr  # rank 0 alone prints
     [path] = (tmp_path / "two").glob("*.jsonl")
@@ -223,128 +172,132 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, heads, data, tmp_pat
     ],
 )
 def test_a_sweep_runs_every_combination_once_under_its_own_name(
-    start, model, heads, data, tmp_path, options, names, draws
+    start, model, data, tmp_path, options, names, draws
 ):
     """draws: different sets of heads, none included."""
-    places = {"model": model[1], "name": Path(model[1]).name, "heads": heads[1]}
-    options = [
-        *options.format(**places).split(),
-        "--max-new-tokens",
-        2,
-        "--limit",
-        1,
-        "--out",
-        tmp_path,
-    ]
-    status, out, err = start(*model, *heads, *data["nq-closed"], *options)
-    assert status == 0 and [Path(one["run"]).name for one in out] == [
-        f"nq-closed.{places['name']}.{name}.jsonl" for name in names.format(**places).split()
-    ], err
+    places = {"model": model[1], "name": Path(model[1]).name, "heads": model[3]}
+    options = f"{options} --max-new-tokens 2 --limit 1".format(**places).split()
+    names = names.format(**places).split()
+    _, out, err = start(*model, *data["nq-closed"], *options, "--out", tmp_path)
+    files = [f"nq-closed.{places['name']}.{name}.jsonl" for name in names]
+    assert [Path(one["run"]).name for one in out] == files, err
     runs = [content(one["run"])[0] for one in out]
-    assert [settings["method"] for settings in runs] == [
-        name.split(".")[0] for name in names.split()
-    ]
     assert len({str(settings["heads"]) for settings in runs}) == draws
     for settings in runs:
         lite = "lite" in settings["method"]
-        assert settings["amateur"] == (places["name"] if lite else None)
         assert settings["amateur_fingerprint"] == (fingerprint(model[1]) if lite else None)
-        assert settings["random_heads"] == (
-            "uniform" if settings["heads"] and "seed" in out[-1]["run"] else None
-        )
 
 
 def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(
     start, model, data, tmp_path
 ):
-    for name in ("TruthfulQA.csv", "demos.jsonl"):
-        (tmp_path / name).write_bytes(
-            Path(data["truthfulqa-gen"][3 if name == "TruthfulQA.csv" else 5]).read_bytes()
-        )
-    (tmp_path / "1-a.csv").write_bytes(Path(data["memotrap"][3]).read_bytes())
-    arguments = [*model, "--data", tmp_path, "--limit", 1, "--out", tmp_path / "out"]
-    status, out, err = start(
-        *arguments, "--task", "truthfulqa-mc,memotrap", "--method", "greedy,cad"
-    )
-    name, line = (
-        Path(model[1]).name,
-        "truthfulqa-mc with cad is left out: its prompts have no context to leave out",
-    )
-    assert status == 0 and [Path(one["run"]).name for one in out] == [
-        f"truthfulqa-mc.{name}.greedy.jsonl",
-        f"memotrap.{name}.greedy.jsonl",
-        f"memotrap.{name}.cad.a0.5.jsonl",
+    shutil.copy(data["truthfulqa-gen"][3], tmp_path / "TruthfulQA.csv")
+    shutil.copy(data["truthfulqa-gen"][5], tmp_path / "demos.jsonl")
+    shutil.copy(data["memotrap"][3], tmp_path / "1-a.csv")
+    passage = {"title": "T", "text": "It is New."}
+    question = {"question": "who", "answers": ["New"], "ctxs": [passage]}
+    with gzip.open(tmp_path / "nq-open-oracle.jsonl.gz", "wt") as file:
+        file.write(json.dumps(question) + "\n")
+    tasks = "truthfulqa-mc,memotrap,nq-open"
+    options = "--task", tasks, "--method", "greedy,cad", "--max-new-tokens", 2, "--limit", 1
+    _, out, err = start(*model[:2], "--data", tmp_path, *options, "--out", tmp_path / "out")
+    headers = [content(one["run"])[0] for one in out]
+    assert [f"{header['task']} {header['method']}" for header in headers] == [
+        "truthfulqa-mc greedy",
+        "memotrap greedy",
+        "memotrap cad",
+        "nq-open greedy",
+        "nq-open cad",
     ]
-    assert err.count("left out") == 1 and err.index(line) < err.index(
-        f"truthfulqa-mc.{name}.greedy"
-    )
-    status, out, err = start(*arguments, "--task", "truthfulqa-mc", "--method", "cad")
-    assert status == 2 and out == [] and err.splitlines()[-1].endswith(line)
+    line = "truthfulqa-mc with cad is left out: its prompts have no context to leave out"
+    assert err.count("left out") == 1 and err.index(line) < err.index(Path(out[0]["run"]).stem)
+
+
+# Refusals
+
+LITTLE = "--model {m}/little"
+PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def places(chat_model, data, tmp_path_factory):
+    """Names in the commands of REFUSED → paths; tasks → their arguments."""
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "little", max_position_embeddings=64)
+    write_model(folder / "plain", None)
+    shutil.copytree(chat_model, folder / "damaged")
+    (folder / "damaged" / "model.safetensors").write_text("damaged")
+    # Some of MemoTrap's prompts without context are empty.
+    empty = "prompt,classes,answer_index\nSay it twice:,\"[' two', ' three']\",1\n"
+    (folder / "2-b.csv").write_text(empty)
+    names = {name.replace("-", "_"): shlex.join(options) for name, options in data.items()}
+    return names | {"m": folder, "chat": f"--model {chat_model}"}
 
 
 @pytest.mark.parametrize(
-    "context, task, options, message",
+    "command, words",
     [
+        ("{nq_closed} --seed 3", "--seed has no effect without --random-heads"),
+        ("{truthfulqa_mc} --mask-prompt", "--mask-prompt has no effect on truthfulqa-mc"),
+        ("{memotrap} --demos {m}/2-b.csv", "--demos has no effect on memotrap"),
+        ("--task miniature --layout chat", "--layout has no effect on miniature-conflict"),
+        ("{truthfulqa_mc} --method greedy --no-renormalise", "has no effect on greedy"),
+        ("{nq_closed} --no-renormalise", "--no-renormalise has no effect on nq-closed"),
         (
-            64,
-            "nq-closed",
-            ["--task", "nq-closed,xsum", "--method", "greedy"],
+            LITTLE + " {nq_closed} --method greedy --layout plain --template-args {{}}",
+            "tokens, but little only 64 positions",
+        ),
+        (
+            "--model {m}/plain {nq_closed} --method greedy --template-args '{{\"a\": 1}}'",
+            "--template-args has no effect",
+        ),
+        ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
+        ("{nq_closed} --task nq-closed,x", "unknown task 'x'"),
+        ("--tp 2", "the following arguments are required: --task"),
+        (
+            "{chat} {nq_closed} --task nq-closed,xsum --method greedy",
             "missing field: 'document'",
         ),
-        (64, "nq-closed", ["--method", "greedy,ad"], "info_layer 24 is outside"),
+        ("{chat} {nq_closed} --method greedy,ad", "info_layer 24 is outside"),
+        ("{chat} {truthfulqa_mc} --method cad", "its prompts have no context to leave out"),
         (
-            64,
-            "nq-closed",
-            ["--method", "greedy"],
-            "7 of 7 prompts are longer than the 64 positions of small",
+            "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
+            "without context 1 of its prompts end in another token (--layout plain)",
         ),
+        # Heads are looked up before weights are read.
+        ("--model {m}/damaged {nq_closed}", "no head scores are known"),
+        ("--model {m}/damaged {nq_closed} --heads none", "none is neither"),
+        ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
+        ("fetch {m} --task x", "unknown task 'x'"),
         (
-            64,
-            "nq-closed",
-            ["--method", "cd", "--model", "large", "--amateur", "small"],
-            "than the 64 positions of small",
+            "fetch {m} --task popqa --mirror http://127.0.0.1:9",
+            "missing: popqa/popqa-test.arrow, popqa/demos.jsonl; the same command",
         ),
-        # A prompt of 26 tokens and "three": 26 + 5, and the end of the turn, which is not read.
-        (
-            30,
-            "memotrap",
-            ["--method", "greedy"],
-            "1 of 2 prompts are longer than the 30 positions of small",
-        ),
-        (31, "memotrap", ["--method", "greedy"], None),
+        ("fetch", "the following arguments are required: DIR"),
+        ("paper --data {m} --plan", "the paper has no numbers of miniature"),
+        (PAPER + " --json", "--json has no effect without --plan"),
+        (PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
+        (PAPER + " --task nq-swop", "did you mean nq-swap?"),
+        (PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
+        (PAPER, "{m}: no file for xsum"),
     ],
 )
-def test_data_and_options_are_checked_before_the_first_run(
-    start, data, tmp_path, monkeypatch, context, task, options, message
-):
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "small", max_position_embeddings=context)
-    write_model(tmp_path / "large")
-    status, _, err = start("--model", "small", *data[task], *options, "--out", tmp_path / "out")
-    assert (status, (tmp_path / "out").exists()) == ((2, False) if message else (0, True)), err
-    assert message is None or message in err
+def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):
+    command = shlex.split(command.format(**places))
+    if command[0] != "fetch":
+        command += ["--out", tmp_path / "out"]
+    status, out, err = call(evaluate.main, *command)
+    *_, last = err.splitlines()
+    assert (status, out) == (2, "") and last.startswith("evaluate.py: error: ")
+    assert words.format(**places) in last and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "task, options, message",
-    [
-        ("nq-closed", ["--seed", "3"], "--seed has no effect without --random-heads"),
-        ("truthfulqa-mc", ["--mask-prompt"], "--mask-prompt has no effect on truthfulqa-mc"),
-        (
-            "truthfulqa-mc",
-            ["--method", "greedy", "--no-renormalise"],
-            "--no-renormalise has no effect on greedy",
-        ),
-        ("nq-closed", ["--no-renormalise"], "--no-renormalise has no effect on nq-closed"),
-        ("nq-closed", ["--task", "nq-closed,x"], "unknown task 'x'"),
-    ],
-)
-def test_an_option_without_effect_is_refused_before_a_model_is_loaded(
-    start, data, monkeypatch, task, options, message
-):
-    monkeypatch.setattr(cli, "load_models", lambda *a: pytest.fail("a model was loaded"))
-    status, out, err = start(*data[task], *options)
-    assert status == 2 and out == [] and message in err.splitlines()[-1]
+def test_the_last_token_of_an_answer_needs_no_position(start, data, tmp_path):
+    """A prompt of 26 tokens and "three": 26 + 5, and the end of the turn, which is not read."""
+    for context, expected in ((30, 2), (31, 0)):
+        folder = write_model(tmp_path / str(context), max_position_embeddings=context)
+        options = *data["memotrap"], "--method", "greedy", "--out", tmp_path / "out"
+        assert start("--model", folder, *options)[0] == expected
 
 
 # Multiple choice and CAD
@@ -355,12 +308,12 @@ def test_an_option_without_effect_is_refused_before_a_model_is_loaded(
     [("greedy", []), ("decore-entropy", []), ("decore-entropy", ["--no-renormalise"])],
 )
 def test_choices_are_scored_as_the_assistants_turn_with_its_end(
-    start, model, heads, data, tmp_path, method, more
+    start, model, data, tmp_path, method, more
 ):
-    options = [*heads, "--num-heads", 2, *more] if method == "decore-entropy" else []
-    _, [out], _ = start(
-        *model, *options, *data["truthfulqa-mc"], "--method", method, "--out", tmp_path
-    )
+    options = ["--method", method, "--out", tmp_path]
+    if method == "decore-entropy":
+        options += [*model[2:], "--num-heads", 2, *more]
+    _, [out], _ = start(*model[:2], *data["truthfulqa-mc"], *options)
     settings, row = content(out["run"])[:2]
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
@@ -374,93 +327,30 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(
         tokenizer.encode(text, bos=False) + [257]
         for text in ("Because.", "So.", "No.", "Never.", "Not.")
     ]
-    arguments = {"heads": choose_heads(loaded, heads[1], 2)} if options else {}
-    scores = decoders.score(
-        loaded, prompt, answers, method=method, renormalise=not more, **arguments
-    )
-    assert row["scores_true"] == pytest.approx(scores[:2]) and row["scores_false"] == pytest.approx(
-        scores[2:]
-    )
-    assert row["best_position"] == 0 and row["merged"] == 0
-
-
-def test_cad_is_left_out_if_a_prompt_without_context_ends_in_another_token(start, model, tmp_path):
-    """Some of MemoTrap's are empty. A chat template ends every prompt in the same way."""
-    (tmp_path / "2-b.csv").write_text(
-        "prompt,classes,answer_index\nSay it twice:,\"[' two', ' three']\",1\n"
-    )
-    arguments = (
-        *model,
-        "--task",
-        "memotrap",
-        "--data",
-        tmp_path / "2-b.csv",
-        "--method",
-        "cad",
-        "--out",
-        tmp_path,
-    )
-    status, _, err = start(*arguments, "--layout", "plain")
-    assert (
-        status == 2
-        and "without context 1 of its prompts end in another token (--layout plain)" in err
-    )
-    assert start(*arguments)[0] == 0
+    how = dict(method=method, renormalise=not more)
+    if method == "decore-entropy":
+        how["heads"] = choose_heads(loaded, model[3], 2)
+    scores = decoders.score(loaded, prompt, answers, **how)
+    assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
+    assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
 
 def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_path):
-    _, [out], _ = start(
-        *model, *data["nq-swap"], "--max-new-tokens", 3, "--method", "cad", "--out", tmp_path
-    )
+    options = "--max-new-tokens", 3, "--method", "cad", "--out", tmp_path
+    _, [out], _ = start(*model[:2], *data["nq-swap"], *options)
     tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
-    demos = "".join(
-        "<|turn|>user:Context: c\nQuestion: q\nAnswer:<|end|><|turn|>assistant:a<|end|>"
-        for _ in range(2)
-    )
-    front = (
-        "<|turn|>system:Answer the following question based on the provided context:<|end|>" + demos
-    )
-    ids = [
-        tokenizer.core.encode(
-            front + f"<|turn|>user:{text}Question: who is 0\nAnswer:<|end|><|turn|>assistant:"
-        ).ids
-        for text in ("Context: 0 is New. \n", "")
-    ]
-    expected = decoders.generate(
-        loaded,
-        ids[0],
-        method="cad",
-        ids_without_context=ids[1],
-        max_new_tokens=3,
-        eos_ids=tokenizer.eos_ids,
-    )
+    front = "<|turn|>system:Answer the following question based on the provided context:<|end|>"
+    demo = "<|turn|>user:Context: c\nQuestion: q\nAnswer:<|end|><|turn|>assistant:a<|end|>"
+    ids = []
+    for context in ("Context: 0 is New. \n", ""):
+        last = f"<|turn|>user:{context}Question: who is 0\nAnswer:<|end|><|turn|>assistant:"
+        ids.append(tokenizer.core.encode(front + demo * 2 + last).ids)
+    how = dict(method="cad", ids_without_context=ids[1], eos_ids=tokenizer.eos_ids)
+    expected = decoders.generate(loaded, ids[0], max_new_tokens=3, **how)
     assert content(out["run"])[1]["ids"] == expected.ids
 
 
-def test_heads_are_looked_up_before_weights_are_read(start, chat_model, data, tmp_path):
-    folder = shutil.copytree(chat_model, tmp_path / "model")
-    (folder / "model.safetensors").write_text("damaged")
-    options = "--model", folder, *data["nq-closed"], "--out", tmp_path / "runs"
-    for heads, words in (
-        ([], "no head scores are known"),
-        (["--heads", "none"], "none is neither"),
-    ):
-        status, _, err = start(*options, *heads)
-        assert status == 2 and words in err.splitlines()[-1]
-    _, _, err = start(*options, "--method", "greedy")
-    assert "model.safetensors" in err.splitlines()[-1]
-
-
-def test_a_dry_run_prints_every_item_without_a_model(start, data, monkeypatch):
-    monkeypatch.setattr(cli, "load_models", lambda *a: pytest.fail("a model was loaded"))
-    status, out, _ = start(*data["truthfulqa-mc"], "--dry-run")
+def test_a_dry_run_prints_every_item_without_a_model(start, data):
+    status, out, _ = start(*data["truthfulqa-mc"], "--dry-run", "--model", "nowhere")
     assert status == 0 and [line["index"] for line in out] == [0, 1]
-    assert set(out[0]) >= {
-        "id",
-        "messages",
-        "messages_without_context",
-        "text",
-        "references",
-        "candidates",
-    }
     assert out[0]["candidates"] == [" Because.", " So.", " No.", " Never.", " Not."]
