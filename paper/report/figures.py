@@ -60,22 +60,23 @@ def draw_all(frame, folder):
     return pictures
 
 
-def grid(panels, height=PANEL, **options):
-    """A figure of the page's width. Returns (figure, [(axes, panel)])."""
+def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
+    """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
+
+    The foot says which runs it shows. `draw` may add to them."""
+    if not panels:
+        return None
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(WIDTH, rows * height + 0.9), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
-    for ax in axes:
-        ax.locator_params(axis="x", nbins=4)
-    for ax in axes[len(panels) :]:
-        ax.set_axis_off()
-    return figure, list(zip(axes, panels, strict=False))
-
-
-def finish(figure, runs, *notes):
-    """Adds the legend of all labelled lines, and a foot that says which runs the figure shows."""
     handles = {}
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for ax, panel in itertools.zip_longest(axes, panels):
+        ax.locator_params(axis="x", nbins=4)
+        if panel is None:
+            ax.set_axis_off()
+        else:
+            draw(ax, *panel)
     for ax in figure.axes:
         for line, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles[label] = line
@@ -95,6 +96,7 @@ def finish(figure, runs, *notes):
             texts.append(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}")
     foot = textwrap.fill(" · ".join([*texts, *notes]), 150, break_on_hyphens=False)
     figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
+    return figure
 
 
 # Scores against N and against α
@@ -122,58 +124,47 @@ def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
     free = {field: None, other: None}
     kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.method in methods}
     swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
-    panels = defaultdict(dict)
+    panels = defaultdict(list)
+    looks = itertools.cycle(zip(LINES, "ovDs^P<", strict=True))
+    styles = {}
     for task, name, curve in tables.curves(swept, field):
-        panels[task][name] = curve
-    if not panels:
-        return None
-    names = dict.fromkeys(name for curves in panels.values() for name in curves)
-    looks = [{"color": c, "marker": m} for c, m in zip(LINES, "ovDs^P<", strict=True)]
-    styles = dict(zip(names, itertools.cycle(looks)))
-    figure, pairs = grid(panels.items())
-    drawn = []
-    for ax, (task, curves) in pairs:
-        drawn += draw_curves(ax, field, curves, styles)
+        if name not in styles:
+            colour, marker = next(looks)
+            styles[name] = {"color": colour, "marker": marker, "label": name}
+        panels[task].append((curve, styles[name]))
+    runs = []
+
+    def draw(ax, task, curves):
+        draw_curves(ax, field, curves)
+        for curve, _ in curves:
+            runs.extend(curve["run"])
         lines = usual[usual["headline"] & (usual["task"] == task) & usual["method"].isin(levels)]
         for run, value in zip(lines["run"], lines["value"], strict=True):
             dash = LEVELS[run.setup.mask]
             colour = COLOUR[run.setup.method]
             ax.axhline(value, linestyle=dash, linewidth=1, color=colour, label=str(run.setup))
-            drawn.append(run)
+            runs.append(run)
         ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=numbers.headline(task)[1])
-    finish(figure, drawn, *notes)
-    return figure
+
+    return figure_of(panels.items(), draw, runs, *notes)
 
 
-def draw_curves(ax, field, curves, styles):
-    """Means over the draws; the range of random heads; the paper's points. Returns the runs."""
+def draw_curves(ax, field, curves):
+    """Means over the draws; the range of random heads; the paper's points in the same style."""
     papers = {}
-    runs = []
-    for name, curve in curves.items():
-        runs += list(curve["run"])
-        setup = runs[-1].setup
-        style = styles[name]
-        papers.setdefault(numbers.method_of(setup), style)
+    for curve, style in curves:
+        run = curve["run"].iloc[0]
+        papers.setdefault(numbers.method_of(run.setup), (run, style))
         draws = curve.groupby(field)["value"]
-        line = {"markersize": 4, "linewidth": 1.3, "label": name}
-        if setup.random_heads:
+        if run.setup.random_heads:
             x = list(draws.groups)
             ax.fill_between(x, draws.min(), draws.max(), color=style["color"], alpha=0.13)
-            line |= {"linestyle": "--", "markerfacecolor": "white"}
-        ax.plot(draws.mean(), **style, **line)
-    for method, style in papers.items():
-        if points := numbers.points(field, runs[0].paper_model, runs[0].task, method):
-            label = f"the paper: {METHODS.get(method, method)}"
-            ax.plot(
-                *np.transpose(points),
-                ":",
-                markersize=3,
-                linewidth=0.8,
-                alpha=0.6,
-                label=label,
-                **style,
-            )
-    return runs
+            style = style | {"linestyle": "--", "markerfacecolor": "white"}
+        ax.plot(draws.mean(), markersize=4, linewidth=1.3, **style)
+    for method, (run, style) in papers.items():
+        if points := numbers.points(field, run.paper_model, run.task, method):
+            style = style | {"label": f"the paper: {METHODS.get(method, method)}"}
+            ax.plot(*np.transpose(points), ":", markersize=3, linewidth=0.8, alpha=0.6, **style)
 
 
 # Entropies
@@ -183,11 +174,8 @@ def entropy_figure(frame):
     """Base entropy per token of each method."""
     shown = typical(frame[frame["metric"] == "entropy"])
     setups = list(shown["setup"].unique())
-    panels = list(shown.groupby("task", observed=True))
-    if not panels:
-        return None
-    figure, pairs = grid(panels, height=0.65 + 0.24 * len(setups), sharey=True)
-    for ax, (task, same) in pairs:
+
+    def draw(ax, task, same):
         for run in same["run"]:
             violin = ax.violinplot(
                 [run.entropies],
@@ -203,47 +191,48 @@ def entropy_figure(frame):
                 part.set_color(COLOUR[run.setup.method])
         ax.set_yticks(range(0, -len(setups), -1), setups)
         ax.set(title=TASKS[task][0], xlabel=NATS)
-    finish(figure, shown["run"], "density and mean")
-    return figure
+
+    panels = list(shown.groupby("task", observed=True))
+    height = 0.65 + 0.24 * len(setups)
+    note = "density and mean"
+    return figure_of(panels, draw, shown["run"], note, height=height, sharey=True)
 
 
 def correctness_figure(frame):
-    """Entropies of correct and incorrect answers, and the chance of a correct answer.
-
-    Bars and vertical lines: densities and means. Dots: tenths of the answers. Curve: a logistic
-    regression."""
+    """Entropies of correct and incorrect answers, and the chance of a correct answer."""
     methods = ("greedy", "dola-low", "decore-entropy")
     panels = [panel for panel in tables.judged_answers(frame) if panel[0].setup.method in methods]
-    if not panels:
-        return None
-    figure, pairs = grid(panels)
-    for ax, (run, entropies, right) in pairs:
-        end = max(entropies.max(), 1e-6)
-        bars = ax.twinx()
-        for name, chosen, colour in (("correct", right, BLUE), ("incorrect", ~right, RED)):
-            values = entropies[chosen]
-            edges = np.linspace(0, end, 25)
-            bars.hist(values, edges, density=True, color=colour, alpha=0.3, label=name)
-            bars.axvline(values.mean(), color=colour, linewidth=0.8)
-        dots = {"color": BLACK, "markersize": 3, "label": "share correct, tenths of the answers"}
-        order = np.argsort(entropies, kind="stable")
-        for tenth in filter(len, np.array_split(order, 10)):
-            ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", **dots)
-        if fit := significance.logistic(entropies, right):
-            intercept, slope, _ = fit
-            x = np.linspace(0, end, 200)
-            chances = 1 / (1 + np.exp(-(intercept + slope * x)))
-            ax.plot(x, chances, color=BLACK, label="logistic regression")
-        bars.set_ylabel("density of answers (bars)")
-        ax.set(
-            title=f"{TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}",
-            ylabel="share correct (line, dots)",
-            xlabel=NATS,
-            xlim=(-0.02 * end, 1.02 * end),  # the edges of the outermost bars are seen
-            ylim=(-0.1, 1.1),
-        )
-    finish(figure, [run for run, *_ in panels], "vertical lines: means")
-    return figure
+    runs = [run for run, *_ in panels]
+    return figure_of(panels, draw_correctness, runs, "vertical lines: means")
+
+
+def draw_correctness(ax, run, entropies, right):
+    """Bars and vertical lines: densities and means. Dots: tenths of the answers. Curve: a logistic
+    regression."""
+    end = max(entropies.max(), 1e-6)
+    bars = ax.twinx()
+    for name, chosen, colour in (("correct", right, BLUE), ("incorrect", ~right, RED)):
+        values = entropies[chosen]
+        edges = np.linspace(0, end, 25)
+        bars.hist(values, edges, density=True, color=colour, alpha=0.3, label=name)
+        bars.axvline(values.mean(), color=colour, linewidth=0.8)
+    dots = {"color": BLACK, "markersize": 3, "label": "share correct, tenths of the answers"}
+    order = np.argsort(entropies, kind="stable")
+    for tenth in filter(len, np.array_split(order, 10)):
+        ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", **dots)
+    if fit := significance.logistic(entropies, right):
+        intercept, slope, _ = fit
+        x = np.linspace(0, end, 200)
+        chances = 1 / (1 + np.exp(-(intercept + slope * x)))
+        ax.plot(x, chances, color=BLACK, label="logistic regression")
+    bars.set_ylabel("density of answers (bars)")
+    ax.set(
+        title=f"{TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}",
+        ylabel="share correct (line, dots)",
+        xlabel=NATS,
+        xlim=(-0.02 * end, 1.02 * end),  # the edges of the outermost bars are seen
+        ylim=(-0.1, 1.1),
+    )
 
 
 FIGURES = {
@@ -266,13 +255,16 @@ FIGURES = {
 
 def head_maps(files):
     """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
-    figure, pairs = grid(files.items(), height=2.3)
-    for ax, (path, scores) in pairs:
+
+    def draw(ax, path, scores):
         table = np.zeros(np.add(max(scores), 1))  # [L, H]
         table[tuple(np.transpose([*scores]))] = [*scores.values()]
-        image = ax.imshow(table, norm=PowerNorm(0.5, 0, 1), aspect="auto", origin="lower")
+        ax.imshow(table, norm=PowerNorm(0.5, 0, 1), aspect="auto", origin="lower")
         ax.set(title=path.stem, xlabel="head", ylabel="layer")
+
+    note = "retrieval score of every head, layer 0 at the bottom"
+    figure = figure_of(files.items(), draw, [], note, height=2.3)
+    axes = figure.axes[: len(files)]
     label = "retrieval score (colour by its square root)"
-    figure.colorbar(image, ax=[ax for ax, _ in pairs], shrink=0.5, aspect=30, label=label)
-    finish(figure, [], "retrieval score of every head, layer 0 at the bottom")
+    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.5, aspect=30, label=label)
     return figure

@@ -35,6 +35,7 @@ METHODS = {
     "dola-high": "DoLa high",
     "ad": "Activation Decoding",
 }
+RANDOM = {"uniform": "random heads", "published": "random heads as published"}
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
@@ -61,7 +62,6 @@ class Setup:
     variant: str = ""  # precision and inputs, if other runs of the model and task differ in them
 
     def __str__(self):
-        samplers = {"uniform": "random heads", "published": "random heads as published"}
         parts = [
             METHODS[self.method],
             self.num_heads is not None and f"N = {self.num_heads}",
@@ -69,7 +69,7 @@ class Setup:
             self.mask == "query" and "query mask",
             self.amateur and f"amateur {self.amateur}",
             self.options,
-            samplers.get(self.random_heads),
+            RANDOM.get(self.random_heads),
             self.variant,
         ]
         return ", ".join(filter(None, parts))

@@ -1,6 +1,6 @@
 """Tables of stored runs in Markdown: scores in the paper's layout, correlations with N, entropies.
 
-A table is (title, rows, notes); a row is {column: text}."""
+A table is (title, rows, notes); rows are dicts {column: text} or a table of pandas."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +17,9 @@ from paper.report.frame import PAPER_DTYPE, typical
 NO_BEST = ("rejection", "memory_match", "entropy")  # neither many nor few of these are better
 # The paper compares DeCoRe's entropy with that of these methods.
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")
+CORRELATION_NOTES = [
+    "r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."
+]
 ENTROPY_NOTES = [
     "The base model's entropy along the text that the method wrote, mean over its tokens (of "
     "masked, the masked model's). It is not the entropy of the distribution decoded from. "
@@ -48,12 +51,15 @@ def print_tables(tables):
 def all_tables(frame):
     for title, same in frame.groupby("title"):
         tables = [(name, *score_table(name, same)) for name in numbers.GROUPS]
+        papers_tests = numbers.tests(same["run"].iloc[0].paper_model, {*same["task"]})
+        notes = CORRECTNESS_NOTES + papers_tests
         tables += [
-            ("Score against the number of masked heads", *correlation_table(same)),
-            ("Base entropy, nats per token", *entropy_table(same)),
-            ("Base entropy of correct and incorrect answers", *correctness_table(same)),
+            ("Score against the number of masked heads", correlation_rows(same), CORRELATION_NOTES),
+            ("Base entropy, nats per token", entropy_rows(same), ENTROPY_NOTES),
+            ("Base entropy of correct and incorrect answers", correctness_rows(same), notes),
         ]
         for name, rows, notes in tables:
+            rows = pd.DataFrame(rows)
             if len(rows):
                 yield f"{name}: {title}", rows, notes
 
@@ -153,11 +159,10 @@ def curves(frame, field="num_heads"):
             yield task, name, curve
 
 
-def correlation_table(frame):
-    """Pearson's r of the score with N, over the means of the draws."""
+def correlation_rows(frame):
+    """Rows of Pearson's r of the score with N, over the means of the draws."""
     greedy = frame[frame["headline"] & (frame["method"] == "greedy")]
     greedy = greedy.groupby(["task", "variant"], observed=True)["value"].first()
-    rows = []
     for task, name, curve in curves(frame):
         setup = curve["run"].iloc[0].setup
         draws = curve.groupby("num_heads")["value"]
@@ -168,28 +173,22 @@ def correlation_table(frame):
         if len(means) < significance.FEWEST or not np.ptp(means):
             continue
         r = np.corrcoef(means.index.to_numpy(float), means)[0, 1]
-        row = {
+        yield {
             "task": TASKS[task][0],
             "metric": headline(task)[1],
             "method": name,
             "N": ", ".join(map(str, draws.groups)),
             "Pearson r": f"{r:+.2f}",
         }
-        rows.append(row)
-    return rows, [
-        "r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's "
-        "figures."
-    ]
 
 
 # Entropies
 
 
-def entropy_table(frame):
-    """Base entropies of each method, tested against those of RIVALS: one-sided, Welch, Student."""
+def entropy_rows(frame):
+    """Rows of base entropies, tested against those of RIVALS: one-sided, Welch, Student."""
     shown = typical(frame[frame["metric"] == "entropy"])
     rivals = dict.fromkeys(run.plain for run in shown["run"] if run.setup.method in RIVALS)
-    rows = []
     for run in shown.sort_values("task", kind="stable")["run"]:
         values = run.entropies
         row = {
@@ -203,22 +202,16 @@ def entropy_table(frame):
             others, differs = entropies_of(name, run, shown["run"])
             for test, text in significance.t_tests(values, others, "less").items():
                 row[f"{test} (below {name})"] = text + differs
-        rows.append(row)
-    return rows, ENTROPY_NOTES
+        yield row
 
 
 def entropies_of(name, run, runs):
     """(entropies of the setup `name` on the inputs of `run`; " (float16)" if its dtype differs).
 
     A run of the same dtype and engine comes first; ((), "") if there is none."""
-    rivals = [
-        rival
-        for rival in runs
-        if rival.plain == name != run.plain
-        and rival.task == run.task
-        and rival.inputs == run.inputs
-    ]
-    if not rivals:
+    wanted = name, run.task, run.inputs
+    rivals = [one for one in runs if (one.plain, one.task, one.inputs) == wanted]
+    if not rivals or name == run.plain:
         return (), ""
     rival = min(rivals, key=lambda rival: rival.precision != run.precision)
     differs = [text for key, text in rival.precision.items() if text != run.precision[key]]
@@ -247,14 +240,13 @@ def judged_answers(frame):
             yield run, entropies, right
 
 
-def correctness_table(frame):
-    """Base entropies of correct and incorrect answers, with tests of their difference."""
-    rows = []
+def correctness_rows(frame):
+    """Rows of base entropies of correct and incorrect answers, with tests of their difference."""
     for run, entropies, right in judged_answers(frame):
         good, bad = entropies[right], entropies[~right]
         ranks = mannwhitneyu(good, bad)
         fit = significance.logistic(entropies, right)
-        row = {
+        yield {
             "task": TASKS[run.task][0],
             "method": str(run.setup),
             "correct / incorrect": f"{len(good):,} / {len(bad):,}",
@@ -263,6 +255,3 @@ def correctness_table(frame):
             "Mann-Whitney U, p": f"{ranks.statistic:,.0f}, {significance.p_text(ranks.pvalue)}",
             "pseudo-R²": f"{fit[2]:.3f}" if fit else "–",
         }
-        rows.append(row)
-    model = frame["run"].iloc[0].paper_model
-    return rows, CORRECTNESS_NOTES + numbers.tests(model, {*frame["task"]})
