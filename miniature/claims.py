@@ -30,7 +30,7 @@ DECORE = "DeCoRe entropy, N = 4"
 def read_runs(folder):
     """{(split, setup as text): its runs, one per draw of random heads} of the miniature."""
     runs = {}
-    for run in stored.collect(folder)[0]:
+    for run in stored.collect(folder):
         if run.title == "miniature":
             runs.setdefault((run.task.removeprefix("miniature-"), str(run.setup)), []).append(run)
     return runs
@@ -129,8 +129,8 @@ def cost(runs):
 
 def entropies(runs):
     correct = right(runs, "conflict")[0] == 1
-    base = stored.base_entropies(runs["conflict", "greedy"][0])
-    contrasted = stored.base_entropies(runs["conflict", DECORE][0])
+    base = runs["conflict", "greedy"][0].entropies
+    contrasted = runs["conflict", DECORE][0].entropies
     t = ttest_ind(base[correct], base[~correct], equal_var=False, alternative="less").pvalue
     u = mannwhitneyu(base[correct], base[~correct], alternative="less").pvalue
     measured = (

@@ -62,7 +62,7 @@ def main():
                 lambda sweep: run("evaluate.py", *sweep.format(iti=iti).split(), *more), SWEEPS
             )
         )
-    report = run("evaluate.py", "report", out, "--plots", plots, "--iti", f"{iti.name}=miniature")
+    report = run("evaluate.py", "report", out, "--plots", plots)
     run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
     table = claims.table(out)
     print(table)

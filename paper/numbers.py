@@ -10,6 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 EM = {"substring_match": "EM"}
+EXACT = {"exact_match": ""}
 
 # Group → task → (the paper's name, the metric of its figures, {metric: heading in the main tables})
 GROUPS = {
@@ -59,10 +60,10 @@ GROUPS = {
             "exact_match",
             {"exact_match": "", "memory_match": "from memory"},
         ),
-        "miniature-conflict-known": ("conflict, known names", "exact_match", {"exact_match": ""}),
-        "miniature-open": ("open book", "exact_match", {"exact_match": ""}),
-        "miniature-closed": ("closed book", "exact_match", {"exact_match": ""}),
-        "miniature-irrelevant": ("irrelevant passage", "exact_match", {"exact_match": ""}),
+        "miniature-conflict-known": ("conflict, known names", "exact_match", EXACT),
+        "miniature-open": ("open book", "exact_match", EXACT),
+        "miniature-closed": ("closed book", "exact_match", EXACT),
+        "miniature-irrelevant": ("irrelevant passage", "exact_match", EXACT),
     },
 }
 TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
@@ -73,15 +74,6 @@ RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 def table(name):
     with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def columns(group):
-    """[(task, metric, heading)] of a table."""
-    return [
-        (task, metric, f"{name} {label}".strip())
-        for task, (name, _, labels) in GROUPS[group].items()
-        for metric, label in labels.items()
-    ]
 
 
 def headline(task):
@@ -115,23 +107,20 @@ def cell(run, metric):
 
     Its `at` says at which N it was measured, if that is not the run's N: the paper's tables over N
     have a cell for most N, its main tables do not state theirs."""
-    setup = run.setup
+    n, alpha = run.setup.num_heads, run.setup.alpha
     fits = [
         row
-        for row in cells("paper", run.task, run.paper_model, method_of(setup))
+        for row in cells("paper", run.task, run.paper_model, method_of(run.setup))
         if row["metric"] == metric
-        and row["num_heads"] in ("", str(setup.num_heads))
-        and (row["alpha"] == "" or setup.alpha == float(row["alpha"]))
+        and row["num_heads"] in ("", str(n))
+        and (row["alpha"] == "" or alpha == float(row["alpha"]))
     ]
     if not fits:
         return None
-    row = max(fits, key=lambda row: (row["num_heads"] != "", row["alpha"] != ""))
-    at = ""
-    if not row["num_heads"] and setup.num_heads is not None:
-        main = inferred(run) if metric != "entropy" else []
-        if str(setup.num_heads) not in main:
-            at = f"at N = {' or '.join(main) or '?'}"
-    return row | {"at": at}
+    row = max(fits, key=lambda row: (row["num_heads"], row["alpha"]))  # "" is less than any number
+    main = [] if metric == "entropy" else inferred(run)
+    known = row["num_heads"] or n is None or str(n) in main
+    return row | {"at": "" if known else f"at N = {' or '.join(main) or '?'}"}
 
 
 def text(cell):

@@ -4,9 +4,6 @@ stored.py        files → runs with their setups          figures.py       runs
 frame.py         runs → one table of all values          heads.py         scores of head files
 tables.py        that table → tables in Markdown         significance.py  statistical tests"""
 
-import sys
-from importlib import import_module
-
 import cli
 from paper.report import stored
 
@@ -15,15 +12,17 @@ def main(argv):
     """`evaluate.py report …`: DIR, or `heads [MODEL|FILE …]`."""
     try:
         if argv[:1] == ["heads"]:
-            import_module("paper.report.heads").main(argv[1:])
+            from paper.report import heads
+
+            heads.main(argv[1:])
         else:
-            report(parse(argv))
+            report(argv)
     except ModuleNotFoundError as error:
         packages = "pandas scipy statsmodels, and matplotlib for --plots"
         raise ImportError(f"{error}: pip install {packages}") from None
 
 
-def parse(argv):
+def report(argv):
     p = cli.parser(
         "Markdown tables of all runs of a folder with the paper's values. One more command: "
         "`report heads` prints the retrieval scores of head files."
@@ -32,35 +31,15 @@ def parse(argv):
     p.add_argument("folder", metavar="DIR", help="folder of runs, searched with its subfolders")
     p.add_argument("--csv", action="store_true", help="one line per run and metric, every metric")
     p.add_argument("--plots", metavar="OUT", help="draw the paper's figures into this folder")
-    p.add_argument(
-        "--iti",
-        action="append",
-        default=[],
-        type=checkpoint_and_model,
-        metavar="CHECKPOINT=MODEL",
-        help="greedy runs of this checkpoint are the method ITI of this model "
-        f"(built in: {', '.join(stored.ITI)})",
-    )
-    return p.parse_args(argv)
-
-
-def checkpoint_and_model(text):
-    checkpoint, model = text.split("=")
-    return checkpoint, model
-
-
-def report(args):
+    args = p.parse_args(argv)
     from paper.report import frame, tables
 
     if args.plots:
         from paper.report import figures  # before the runs are read, which may take minutes
-    iti = stored.ITI | dict(args.iti)
-    runs, skipped = stored.collect(args.folder, iti)
-    values, repeated = frame.make_frame(runs)
-    for path, reason in skipped + repeated:
-        print(f"skipped: {path}: {reason}", file=sys.stderr)
-    if values.empty:
+    runs = stored.collect(args.folder)
+    if not runs:
         raise ValueError(f"{args.folder}: no runs to report")
+    values = frame.make_frame(runs)
     pictures = figures.draw_all(values, args.plots) if args.plots else []
     if args.csv:
         print(frame.as_csv(values), end="")

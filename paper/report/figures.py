@@ -5,6 +5,7 @@ repeat the information. The foot of each figure says which runs it shows."""
 
 import itertools
 import textwrap
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from matplotlib.figure import Figure
 from paper import numbers
 from paper.numbers import TASKS
 from paper.report import significance, tables
-from paper.report.frame import by_task, headline_values, typical
-from paper.report.stored import METHODS, base_entropies
+from paper.report.frame import typical
+from paper.report.stored import METHODS
 
 WIDTH, PANEL = 7.6, 2.1  # inches across the page and per row of panels
 matplotlib.rcParams.update(
@@ -59,140 +60,111 @@ def draw_all(frame, folder):
     return pictures
 
 
-def grid(panels, height=PANEL, **options):
-    """A figure of the page's width with this many panels. Returns (figure, axes)."""
-    columns = min(3, panels)
-    rows = -(-panels // columns)
+def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
+    """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
+
+    The foot says which runs it shows. `draw` may add to them."""
+    if not panels:
+        return None
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
     figure = Figure(figsize=(WIDTH, rows * height + 0.9), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
-    for ax in axes:
-        ax.locator_params(axis="x", nbins=4)
-    for ax in axes[panels:]:
-        ax.set_axis_off()
-    return figure, axes[:panels]
-
-
-def finish(figure, runs, *notes):
-    """Adds the legend of all labelled lines, and a foot that says which runs the figure shows."""
     handles = {}
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for ax, panel in itertools.zip_longest(axes, panels):
+        ax.locator_params(axis="x", nbins=4)
+        if panel is None:
+            ax.set_axis_off()
+        else:
+            draw(ax, *panel)
     for ax in figure.axes:
         for line, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles[label] = line
     if handles:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         figure.set_figheight(figure.get_figheight() + 0.09 * len(handles))
-    foot = textwrap.fill(" · ".join([*facts_of(runs), *notes]), 150, break_on_hyphens=False)
-    figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
-
-
-def facts_of(runs):
-    """Texts about the runs, such as "dtype: float32"."""
     facts = {
         "model": [Path(run.header["model"]).name for run in runs],
         "n": [f"{run.task} {len(run.lines):,}" for run in runs],
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
-        "dtype": [run.header.get("dtype") for run in runs],
+        "dtype": [run.precision["dtype"] for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
     }
     texts = []
     for name, values in facts.items():
         if values:
             texts.append(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}")
-    return texts
+    foot = textwrap.fill(" · ".join([*texts, *notes]), 150, break_on_hyphens=False)
+    figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
+    return figure
 
 
 # Scores against N and against α
 
 
 def heads_figure(frame):
-    """Score against N: a panel per task, retrieval heads, and random ones with their range."""
-    panels = curves_by_task(frame, typical(frame), "num_heads", "random_heads")
-    if not panels:
-        return None
-    styles = styles_of(panels)
-    figure, axes = grid(len(panels))
-    drawn = []
-    for ax, (task, curves) in zip(axes, panels.items(), strict=True):
-        drawn += draw_curves(ax, "num_heads", curves, styles)
-        drawn += draw_levels(ax, frame, task, ["greedy"])
-        ax.set_xlabel("heads masked, N")
-    finish(figure, drawn, "band: range of the draws of random heads")
-    return figure
+    """Retrieval heads, and random ones with their range."""
+    note = "band: range of the draws of random heads"
+    other = "random_heads"
+    return curve_figure(frame, "num_heads", "heads masked, N", other, METHODS, ["greedy"], note)
 
 
 def alpha_figure(frame):
-    """Score of DeCoRe static against α: a panel per task, a line per N."""
+    """DeCoRe static, a line per N."""
+    levels = ["greedy", "decore-entropy"]
+    return curve_figure(frame, "alpha", "α", "num_heads", ["decore-static"], levels)
+
+
+def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
+    """Score against the field "num_heads" or "alpha": a panel per task.
+
+    It shows setups of the methods that differ from a typical one in this and the other field at
+    most, and `levels`: methods that have horizontal lines."""
     usual = typical(frame)
-    static = usual[usual["method"] == "decore-static"]
-    panels = curves_by_task(frame, static, "alpha", "num_heads")
-    if not panels:
-        return None
-    styles = styles_of(panels)
-    figure, axes = grid(len(panels))
-    drawn = []
-    for ax, (task, curves) in zip(axes, panels.items(), strict=True):
-        drawn += draw_curves(ax, "alpha", curves, styles)
-        drawn += draw_levels(ax, frame, task, ["greedy", "decore-entropy"])
-        ax.set_xlabel("α")
-    finish(figure, drawn)
-    return figure
-
-
-def curves_by_task(frame, usual, field, other):
-    """Task → curves over the field, of setups that differ from `usual` in two fields at most."""
     free = {field: None, other: None}
-    kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.num_heads is not None}
+    kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.method in methods}
     swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
-    curves = {task: tables.curves(swept, task, field) for task in TASKS}
-    return {task: of_task for task, of_task in curves.items() if of_task}
-
-
-def styles_of(panels):
-    """Name of a curve → its colour and marker, the same in all panels."""
-    free = itertools.cycle(zip(LINES, "ovDs^P<", strict=True))
+    panels = defaultdict(list)
+    looks = itertools.cycle(zip(LINES, "ovDs^P<", strict=True))
     styles = {}
-    for curves in panels.values():
-        for name, _ in curves:
-            if name not in styles:
-                colour, marker = next(free)
-                styles[name] = {"color": colour, "marker": marker}
-    return styles
-
-
-def draw_curves(ax, field, curves, styles):
-    """Means over the draws; the range of random heads; the paper's points. Returns the runs."""
-    papers = {}
+    for task, name, curve in tables.curves(swept, field):
+        if name not in styles:
+            colour, marker = next(looks)
+            styles[name] = {"color": colour, "marker": marker, "label": name}
+        panels[task].append((curve, styles[name]))
     runs = []
-    for name, curve in curves:
-        runs += list(curve["run"])
+
+    def draw(ax, task, curves):
+        draw_curves(ax, field, curves)
+        for curve, _ in curves:
+            runs.extend(curve["run"])
+        lines = usual[usual["headline"] & (usual["task"] == task) & usual["method"].isin(levels)]
+        for run, value in zip(lines["run"], lines["value"], strict=True):
+            dash = LEVELS[run.setup.mask]
+            colour = COLOUR[run.setup.method]
+            ax.axhline(value, linestyle=dash, linewidth=1, color=colour, label=str(run.setup))
+            runs.append(run)
+        ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=numbers.headline(task)[1])
+
+    return figure_of(panels.items(), draw, runs, *notes)
+
+
+def draw_curves(ax, field, curves):
+    """Means over the draws; the range of random heads; the paper's points in the same style."""
+    papers = {}
+    for curve, style in curves:
         run = curve["run"].iloc[0]
-        style = styles[name]
         papers.setdefault(numbers.method_of(run.setup), (run, style))
         draws = curve.groupby(field)["value"]
-        line = {"markersize": 4, "linewidth": 1.3, "label": name}
         if run.setup.random_heads:
             x = list(draws.groups)
             ax.fill_between(x, draws.min(), draws.max(), color=style["color"], alpha=0.13)
-            line |= {"linestyle": "--", "markerfacecolor": "white"}
-        ax.plot(draws.mean(), **style, **line)
+            style = style | {"linestyle": "--", "markerfacecolor": "white"}
+        ax.plot(draws.mean(), markersize=4, linewidth=1.3, **style)
     for method, (run, style) in papers.items():
         if points := numbers.points(field, run.paper_model, run.task, method):
-            x, y = zip(*points, strict=True)
-            label = f"the paper: {METHODS.get(method, method)}"
-            ax.plot(x, y, ":", markersize=3, linewidth=0.8, alpha=0.6, label=label, **style)
-    return runs
-
-
-def draw_levels(ax, frame, task, methods):
-    """Title, and horizontal lines at the scores of these methods. Returns their runs."""
-    ax.set(title=TASKS[task][0], ylabel=numbers.headline(task)[1])
-    levels = headline_values(typical(frame), task)
-    levels = levels[levels["method"].isin(methods)]
-    for run, value in zip(levels["run"], levels["value"], strict=True):
-        dash = LEVELS[run.setup.mask]
-        colour = COLOUR[run.setup.method]
-        ax.axhline(value, linestyle=dash, linewidth=1, color=colour, label=str(run.setup))
-    return list(levels["run"])
+            style = style | {"label": f"the paper: {METHODS.get(method, method)}"}
+            ax.plot(*np.transpose(points), ":", markersize=3, linewidth=0.8, alpha=0.6, **style)
 
 
 # Entropies
@@ -202,83 +174,65 @@ def entropy_figure(frame):
     """Base entropy per token of each method."""
     shown = typical(frame[frame["metric"] == "entropy"])
     setups = list(shown["setup"].unique())
-    panels = by_task(shown)
-    if not panels:
-        return None
-    figure, axes = grid(len(panels), height=0.65 + 0.24 * len(setups), sharey=True)
-    for ax, (task, same) in zip(axes, panels, strict=True):
+
+    def draw(ax, task, same):
         for run in same["run"]:
-            place = -setups.index(str(run.setup))
-            draw_violin(ax, base_entropies(run), place, COLOUR[run.setup.method])
+            violin = ax.violinplot(
+                [run.entropies],
+                [-setups.index(str(run.setup))],
+                orientation="horizontal",
+                side="high",
+                widths=1.5,
+                bw_method=0.25,
+                showmeans=True,
+                showextrema=False,
+            )
+            for part in (*violin["bodies"], violin["cmeans"]):
+                part.set_color(COLOUR[run.setup.method])
         ax.set_yticks(range(0, -len(setups), -1), setups)
         ax.set(title=TASKS[task][0], xlabel=NATS)
-    finish(figure, shown["run"], "density and mean")
-    return figure
 
-
-def draw_violin(ax, values, place, colour):
-    violin = ax.violinplot(
-        [values],
-        [place],
-        orientation="horizontal",
-        side="high",
-        widths=1.5,
-        bw_method=0.25,
-        showmeans=True,
-        showextrema=False,
-    )
-    for part in (*violin["bodies"], violin["cmeans"]):
-        part.set_color(colour)
+    panels = list(shown.groupby("task", observed=True))
+    height = 0.65 + 0.24 * len(setups)
+    note = "density and mean"
+    return figure_of(panels, draw, shown["run"], note, height=height, sharey=True)
 
 
 def correctness_figure(frame):
     """Entropies of correct and incorrect answers, and the chance of a correct answer."""
-    shown = typical(frame[frame["metric"] == "entropy"])
-    shown = shown[shown["method"].isin(["greedy", "dola-low", "decore-entropy"])]
-    panels = []
-    for _, same in by_task(shown):
-        for run in same["run"]:
-            if answers := tables.judged_answers(run):
-                panels.append((run, *answers))
-    if not panels:
-        return None
-    figure, axes = grid(len(panels))
-    for ax, (run, entropies, right) in zip(axes, panels, strict=True):
-        end = max(entropies.max(), 1e-6)
-        draw_densities(ax.twinx(), entropies, right, np.linspace(0, end, 25))
-        draw_chances(ax, entropies, right, np.linspace(0, end, 200))
-        ax.set(
-            title=f"{TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}",
-            ylabel="share correct (line, dots)",
-            xlabel=NATS,
-            xlim=(-0.02 * end, 1.02 * end),  # the edges of the outermost bars are seen
-            ylim=(-0.1, 1.1),
-        )
-    finish(figure, [run for run, *_ in panels], "vertical lines: means")
-    return figure
+    methods = ("greedy", "dola-low", "decore-entropy")
+    panels = [panel for panel in tables.judged_answers(frame) if panel[0].setup.method in methods]
+    runs = [run for run, *_ in panels]
+    return figure_of(panels, draw_correctness, runs, "vertical lines: means")
 
 
-def draw_densities(ax, entropies, right, bins):
-    """Bars and means of the entropies of correct and of incorrect answers."""
-    groups = {"correct": (entropies[right], BLUE), "incorrect": (entropies[~right], RED)}
-    for name, (values, colour) in groups.items():
-        ax.hist(values, bins, density=True, color=colour, alpha=0.3, label=name)
-        ax.axvline(values.mean(), color=colour, linewidth=0.8)
-    ax.set_ylabel("density of answers (bars)")
-
-
-def draw_chances(ax, entropies, right, x):
-    """Share of correct answers by tenths of the answers, and a logistic regression."""
+def draw_correctness(ax, run, entropies, right):
+    """Bars and vertical lines: densities and means. Dots: tenths of the answers. Curve: a logistic
+    regression."""
+    end = max(entropies.max(), 1e-6)
+    bars = ax.twinx()
+    for name, chosen, colour in (("correct", right, BLUE), ("incorrect", ~right, RED)):
+        values = entropies[chosen]
+        edges = np.linspace(0, end, 25)
+        bars.hist(values, edges, density=True, color=colour, alpha=0.3, label=name)
+        bars.axvline(values.mean(), color=colour, linewidth=0.8)
+    dots = {"color": BLACK, "markersize": 3, "label": "share correct, tenths of the answers"}
     order = np.argsort(entropies, kind="stable")
     for tenth in filter(len, np.array_split(order, 10)):
-        point = entropies[tenth].mean(), right[tenth].mean()
-        ax.plot(
-            *point, "o", color=BLACK, markersize=3, label="share correct, tenths of the answers"
-        )
+        ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", **dots)
     if fit := significance.logistic(entropies, right):
         intercept, slope, _ = fit
+        x = np.linspace(0, end, 200)
         chances = 1 / (1 + np.exp(-(intercept + slope * x)))
         ax.plot(x, chances, color=BLACK, label="logistic regression")
+    bars.set_ylabel("density of answers (bars)")
+    ax.set(
+        title=f"{TASKS[run.task][0]}\n{textwrap.fill(str(run.setup), 28)}",
+        ylabel="share correct (line, dots)",
+        xlabel=NATS,
+        xlim=(-0.02 * end, 1.02 * end),  # the edges of the outermost bars are seen
+        ylim=(-0.1, 1.1),
+    )
 
 
 FIGURES = {
@@ -301,13 +255,16 @@ FIGURES = {
 
 def head_maps(files):
     """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
-    figure, axes = grid(len(files), height=2.3)
-    for ax, (path, scores) in zip(axes, files.items(), strict=True):
+
+    def draw(ax, path, scores):
         table = np.zeros(np.add(max(scores), 1))  # [L, H]
         table[tuple(np.transpose([*scores]))] = [*scores.values()]
-        image = ax.imshow(table, norm=PowerNorm(0.5, 0, 1), aspect="auto", origin="lower")
+        ax.imshow(table, norm=PowerNorm(0.5, 0, 1), aspect="auto", origin="lower")
         ax.set(title=path.stem, xlabel="head", ylabel="layer")
+
+    note = "retrieval score of every head, layer 0 at the bottom"
+    figure = figure_of(files.items(), draw, [], note, height=2.3)
+    axes = figure.axes[: len(files)]
     label = "retrieval score (colour by its square root)"
-    figure.colorbar(image, ax=axes, shrink=0.5, aspect=30, label=label)
-    finish(figure, [], "retrieval score of every head, layer 0 at the bottom")
+    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.5, aspect=30, label=label)
     return figure

@@ -7,7 +7,6 @@ from pathlib import Path
 import cli
 from heads import find_file, load_scores
 from paper import numbers
-from paper.numbers import RETRIEVAL
 from runtime.files import read_json
 
 
@@ -29,7 +28,7 @@ def main(argv):
     from paper.report import tables
 
     files = {path: load_scores(path) for path in map(find_file, args.files)}
-    ranks = [name for name in next(iter(paper.values())) if name != "model"]
+    _, *ranks = numbers.table("paper_heads")[0]
     rows = []
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)
@@ -37,7 +36,7 @@ def main(argv):
             "model": path.stem,
             "heads": f"{len(ranked):,}",
             "samples": str(read_json(path).get("samples", "unknown")),
-            f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
+            f"above {numbers.RETRIEVAL}": str(sum(score > numbers.RETRIEVAL for score in ranked)),
         }
         for rank in ranks:
             if int(rank) <= len(ranked):

@@ -6,6 +6,7 @@ combination has separate tables. Greedy decoding from a checkpoint of ITI is the
 the model that ITI edited."""
 
 import json
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,17 +35,18 @@ METHODS = {
     "dola-high": "DoLa high",
     "ad": "Activation Decoding",
 }
+RANDOM = {"uniform": "random heads", "published": "random heads as published"}
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
+    "miniature-iti": "miniature",
 }
-NONE = type(None)
-TYPES = {  # types of a value → the fields of a header that have them
-    (str,): ("task", "model", "method"),
-    (int,): ("version", "n"),
-    (str, NONE): ("dtype", "mask", "amateur", "random_heads", "like"),
-    (int, NONE): ("num_heads", "seed"),
-    (int, float, NONE): ("alpha",),
+TYPES = {  # of fields of a header by which runs are sorted
+    "num_heads": int | None,
+    "alpha": float | int | None,
+    "mask": str | None,
+    "random_heads": str | None,
+    "seed": int | None,
 }
 
 
@@ -60,20 +62,16 @@ class Setup:
     variant: str = ""  # precision and inputs, if other runs of the model and task differ in them
 
     def __str__(self):
-        parts = [METHODS[self.method]]
-        if self.num_heads is not None:
-            parts.append(f"N = {self.num_heads}")
-        if self.alpha is not None:
-            parts.append(f"α = {self.alpha:g}")
-        if self.mask == "query":
-            parts.append("query mask")
-        if self.amateur:
-            parts.append(f"amateur {self.amateur}")
-        parts.append(self.options)
-        if self.random_heads:
-            published = " as published" if self.random_heads == "published" else ""
-            parts.append("random heads" + published)
-        parts.append(self.variant)
+        parts = [
+            METHODS[self.method],
+            self.num_heads is not None and f"N = {self.num_heads}",
+            self.alpha is not None and f"α = {self.alpha:g}",
+            self.mask == "query" and "query mask",
+            self.amateur and f"amateur {self.amateur}",
+            self.options,
+            RANDOM.get(self.random_heads),
+            self.variant,
+        ]
         return ", ".join(filter(None, parts))
 
 
@@ -86,10 +84,11 @@ class Run:
     setup: Setup
     precision: dict  # {"dtype": text, "engine": text}
     inputs: dict  # {"data": text, "demos": text}
+    default_num_heads: int  # as in evaluate.py
     remarks: list  # sentences
     path: Path = None
     lines: list = ()  # one dict per example, as stored
-    values: list = ()  # one dict of metric values per example; `entropy`, see base_entropies
+    values: list = ()  # one dict of metric values per example; `entropy`, see entropies
 
     @property
     def task(self):
@@ -100,53 +99,68 @@ class Run:
         return ", ".join(filter(None, [self.model, self.conditions]))
 
     @property
+    def entropies(self):
+        """The base model's entropies along each text, means over its tokens, in nats [n].
+
+        For `masked`: the masked model's."""
+        means = [values["entropy"] for values in self.values]
+        return np.array([mean for mean in means if mean is not None])
+
+    @property
     def plain(self):
         """The setup as a text, without what distinguishes its variants."""
         return str(replace(self.setup, variant=""))
 
 
-def describe(header, iti=ITI):
-    """The run of a header, without its lines. ValueError if the header is damaged."""
-    for types, names in TYPES.items():
-        for name in names:
-            value = header.get(name)
-            too_large = type(value) is int and abs(value) >= 2**63
-            if type(value) not in types or too_large:
-                raise ValueError(f"field {name!r} of its header is {brief(value)}")
-    with located("its header"):
-        method = header["method"]
-        own = Path(header["model"]).name
-        like = header.get("like")
-        paper_model = Path(like or own).name
-        if method == "greedy" and paper_model in iti:
-            method = "iti"
-            paper_model = iti[paper_model]
-        if method not in METHODS:
-            raise ValueError(f"unknown method {method!r}")
-        conditions, options = settings_of(header, find(header["task"]), paper_model)
-        setup = Setup(
-            method,
-            header.get("num_heads"),
-            header.get("alpha"),
-            header.get("mask"),
-            Path(header.get("amateur") or "").name,
-            header.get("random_heads"),
-            options,
-        )
-        return Run(
-            header,
-            f"{own} like {paper_model}" if like else paper_model,
-            paper_model,
-            conditions,
-            setup,
-            {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
-            inputs_of(header),
-            remarks(header),
-        )
+def describe(header):
+    """The run of a header, without its lines. Raises various errors if the header is damaged."""
+    for name, kind in TYPES.items():
+        if not isinstance(header.get(name), kind):
+            raise ValueError(f"field {name!r} of its header is {brief(header[name])}")
+    method = header["method"]
+    own = Path(header["model"]).name
+    like = header.get("like")
+    paper_model = Path(like or own).name
+    if method == "greedy" and paper_model in ITI:
+        method = "iti"
+        paper_model = ITI[paper_model]
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}")
+    best = best_heads(header.get("amateur") or header["model"])
+    conditions, options = settings_of(header, find(header["task"]), paper_model, best)
+    setup = Setup(
+        method,
+        header.get("num_heads"),
+        header.get("alpha"),
+        header.get("mask"),
+        Path(header.get("amateur") or "").name,
+        header.get("random_heads"),
+        options,
+    )
+    demos = header.get("demos") or {"source": "none"}
+    inputs = {
+        "data": names_of(header.get("data") or []),
+        "demos": "the paper's demonstrations"
+        if demos.get("paper")
+        else f"demonstrations: {names_of([demos])}",
+    }
+    return Run(
+        header,
+        f"{own} like {paper_model}" if like else paper_model,
+        paper_model,
+        conditions,
+        setup,
+        {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
+        inputs,
+        min(10, max(1, len(best) // 8)) if best else 10,
+        remarks(header),
+    )
 
 
-def settings_of(header, task, model):
-    """(conditions, options) of a run that are not those of the paper's runs of the model."""
+def settings_of(header, task, model, best):
+    """(conditions, options) of a run that are not those of the paper's runs of the model.
+
+    best: the result of best_heads."""
     name = model.lower()
     conditions = {
         "layout": task.layout or ("mistral" if "mistral" in name else "chat"),
@@ -168,14 +182,12 @@ def settings_of(header, task, model):
         "heads": None,
     }
     heads = header.get("heads") or []
-    best = best_heads(header.get("amateur") or header["model"])
-    usual = header.get("random_heads") or best is None or {*heads} == {*best[: len(heads)]}
+    usual = header.get("random_heads") or not best or {*heads} == {*best[: len(heads)]}
     settings = header | {
         "repetition_penalty": header.get("repetition_penalty") or 1.0,
-        "template_args": header.get("template_args") or None,
         "heads": None if usual else "of another file",
     }
-    return differences(settings, conditions), differences(settings, options)
+    return [differences(settings, paper) for paper in (conditions, options)]
 
 
 def differences(settings, paper):
@@ -183,71 +195,56 @@ def differences(settings, paper):
     return ", ".join(
         f"{name.replace('_', ' ')} {settings[name]}"
         for name, value in paper.items()
-        if settings.get(name) not in (None, value)
+        if settings.get(name) not in (None, {}, value)
     )
-
-
-def inputs_of(header):
-    """Texts that tell data and demonstrations apart."""
-    demos = header.get("demos") or {"source": "none"}
-    return {
-        "data": names_of(header.get("data") or []),
-        "demos": "the paper's demonstrations"
-        if demos.get("paper")
-        else f"demonstrations: {names_of([demos])}",
-    }
 
 
 def names_of(records):
     """Names of files with the beginnings of their hashes."""
     names = []
     for record in records:
-        parts = [
-            record.get("source"),
-            record.get("file", record.get("made by")),
-            str(record.get("sha256") or "")[:6],
-            record.get("seed") and f"seed {record['seed']}",
-        ]
+        file = record.get("file", record.get("made by"))
+        parts = [record.get("source"), file, record.get("sha256", "")[:6]]
         names.append(" ".join(filter(None, parts)))
     return ", ".join(names)
 
 
 @cache
 def best_heads(model):
-    """All heads of this model, best first, as "layer-head"; None without a head file."""
+    """All heads of this model, best first, as "layer-head"; [] without a head file."""
     file = find_heads(model)
-    if file is None:
-        return None
-    scores = load_scores(file)
+    scores = load_scores(file) if file else {}
     best_first = sorted(scores, key=scores.get, reverse=True)
     return [f"{layer}-{head}" for layer, head in best_first]
 
 
-def collect(folder, iti=ITI):
-    """(runs, [(path, why it is skipped)]) of a folder and its sub-folders."""
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
-    runs, skipped = [], []
+def collect(folder):
+    """The runs of a folder and its subfolders. Prints which files are skipped, and why."""
+    runs = []
     for path in run_files(folder):
         try:
-            runs.append(read(path, iti))
+            with located(path):
+                runs.append(read(path))
         except (ValueError, OSError) as error:
-            skipped.append((path, str(error).removeprefix(f"{path}: ")))
-    return runs, skipped
+            print(f"skipped: {error}", file=sys.stderr)
+    return runs
 
 
 def run_files(folder):
     """The runs in a folder and its subfolders, without the files of judges' verdicts."""
-    paths = sorted([*Path(folder).rglob("*.jsonl"), *Path(folder).rglob("*.jsonl.gz")])
-    return [path for path in paths if ".judged." not in path.name]
+    return [
+        path
+        for path in sorted(Path(folder).rglob("*.jsonl*"))
+        if path.suffix in (".jsonl", ".gz") and ".judged." not in path.name
+    ]
 
 
-def read(path, iti=ITI):
+def read(path):
     """Reads a run file. ValueError if it cannot be reported."""
     header, lines = read_run(path)
     if header is None:
         raise ValueError("its first line has no header, so it is not a run of evaluate.py")
-    run = describe(header, iti)
+    run = describe(header)
     task = find(run.task)
     if header["version"] != task.version:
         raise ValueError(
@@ -257,11 +254,9 @@ def read(path, iti=ITI):
         raise ValueError("no examples yet")
     run.path = path
     run.lines = judges.judge(lines, path, task)
-    entropies = metrics.map_lines(mean_entropy, run.lines)
-    values = values_of(path, task, run.lines)
-    for of_line, entropy in zip(values, entropies, strict=True):
-        of_line["entropy"] = entropy
-    run.values = values
+    run.values = values_of(path, task, lines)
+    for values, entropy in zip(run.values, metrics.map_lines(mean_entropy, lines), strict=True):
+        values["entropy"] = entropy
     run.remarks += unlike_the_paper(run, task)
     return run
 
@@ -302,11 +297,3 @@ def values_of(path, task, lines):
     if not metrics.problems(task) and time.perf_counter() - start > 5:  # seconds
         write(store, [{"key": key, "values": values}])
     return values
-
-
-def base_entropies(run):
-    """The base model's entropies along each text, means over its tokens, in nats [n].
-
-    For `masked`: the masked model's."""
-    entropies = [values["entropy"] for values in run.values]
-    return np.array([entropy for entropy in entropies if entropy is not None])

@@ -1,22 +1,25 @@
 """Tables of stored runs in Markdown: scores in the paper's layout, correlations with N, entropies.
 
-A table is (title, rows, notes); a row is {column: text}."""
+A table is (title, rows, notes); rows are dicts {column: text} or a table of pandas."""
 
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 from scipy.stats import mannwhitneyu
 
 from paper import numbers
 from paper.numbers import TASKS, headline
 from paper.report import significance
-from paper.report.frame import PAPER_DTYPE, by_task, headline_values, typical
-from paper.report.stored import base_entropies
+from paper.report.frame import PAPER_DTYPE, typical
 
 NO_BEST = ("rejection", "memory_match", "entropy")  # neither many nor few of these are better
 # The paper compares DeCoRe's entropy with that of these methods.
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")
+CORRELATION_NOTES = [
+    "r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."
+]
 ENTROPY_NOTES = [
     "The base model's entropy along the text that the method wrote, mean over its tokens (of "
     "masked, the masked model's). It is not the entropy of the distribution decoded from. "
@@ -35,12 +38,8 @@ CORRECTNESS_NOTES = [
 
 def print_tables(tables):
     for title, rows, notes in tables:
-        columns = {}
-        for row in rows:
-            columns |= dict.fromkeys(row)
-        lines = [list(columns)]
-        for row in rows:
-            lines.append([row.get(column, "") for column in columns])
+        table = pd.DataFrame(rows).fillna("")
+        lines = [list(table), *table.to_numpy()]
         widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
         print(f"### {title}\n")
@@ -52,13 +51,16 @@ def print_tables(tables):
 def all_tables(frame):
     for title, same in frame.groupby("title"):
         tables = [(name, *score_table(name, same)) for name in numbers.GROUPS]
+        papers_tests = numbers.tests(same["run"].iloc[0].paper_model, {*same["task"]})
+        notes = CORRECTNESS_NOTES + papers_tests
         tables += [
-            ("Score against the number of masked heads", *correlation_table(same)),
-            ("Base entropy, nats per token", *entropy_table(same)),
-            ("Base entropy of correct and incorrect answers", *correctness_table(same)),
+            ("Score against the number of masked heads", correlation_rows(same), CORRELATION_NOTES),
+            ("Base entropy, nats per token", entropy_rows(same), ENTROPY_NOTES),
+            ("Base entropy of correct and incorrect answers", correctness_rows(same), notes),
         ]
         for name, rows, notes in tables:
-            if rows:
+            rows = pd.DataFrame(rows)
+            if len(rows):
                 yield f"{name}: {title}", rows, notes
 
 
@@ -69,34 +71,31 @@ def score_table(group, frame):
     """(rows, notes) of one of numbers.GROUPS. A column's best value is bold, the second italic."""
     frame = frame[frame["task"].isin(numbers.GROUPS[group])]
     columns = {}
-    for task, metric, heading in numbers.columns(group):
-        of_task = frame[frame["task"] == task]
-        ours = of_task[of_task["metric"] == metric]
-        if len(ours):
-            published = of_task[of_task["metric"] == f"{metric}_published"]
-            compared = published if len(published) else ours
-            heading += f" (n = {low_to_high(ours['scored'])})"
-            columns[heading] = cell_texts(ours, compared, metric not in NO_BEST)
-    rows = []
-    for setup in frame["setup"].unique():
-        if any(setup in texts for texts in columns.values()):
-            texts = {heading: texts.get(setup, "–") for heading, texts in columns.items()}
-            rows.append({"method": setup} | texts)
-    return rows, score_notes(str(rows), frame["run"].unique())
+    for task, (name, _, labels) in numbers.GROUPS[group].items():
+        by_metric = dict(list(frame[frame["task"] == task].groupby("metric")))
+        for metric, label in labels.items():
+            if metric in by_metric:
+                ours = by_metric[metric]
+                n = dict.fromkeys(f"{n:,}" for n in ours["scored"].agg(["min", "max"]))
+                heading = f"{name} {label}".strip() + f" (n = {' to '.join(n)})"
+                compared = by_metric.get(f"{metric}_published", ours)
+                columns[heading] = cell_texts(ours, compared, metric not in NO_BEST)
+    rows = pd.DataFrame(columns).reindex(frame["setup"].unique()).dropna(how="all").fillna("–")
+    notes = score_notes(rows.to_csv(), frame["run"].unique())
+    return rows.rename_axis("method").reset_index(), notes
 
 
 def cell_texts(ours, compared, has_best):
     """Setup → text: the mean, its interval or the range of the draws, and the paper's value.
 
     compared: the lines of the metric that the paper's value is compared with."""
-    means = ours.groupby("setup", sort=False)["value"].mean()
+    means = ours.groupby("setup")["value"].mean()
     ranks = means.rank(method="dense", ascending=False)
+    marks = {1: "**", 2: "_"} if has_best and len(means) > 1 else {}
     texts = {}
-    for setup, draws in ours.groupby("setup", sort=False):
-        text = f"{means[setup]:.1f}"
-        if has_best and len(means) > 1:
-            mark = {1: "**", 2: "_"}.get(ranks[setup], "")
-            text = f"{mark}{text}{mark}"
+    for setup, draws in ours.groupby("setup"):
+        mark = marks.get(ranks[setup], "")
+        text = f"{mark}{means[setup]:.1f}{mark}"
         if len(draws) > 1:
             values = draws["value"]
             text += f" ± {values.std():.1f} ({values.min():.1f} to {values.max():.1f}, "
@@ -109,14 +108,6 @@ def cell_texts(ours, compared, has_best):
             text += f"; paper {numbers.text(paper)} ({difference:+.1f})"
         texts[setup] = text
     return texts
-
-
-def p_text(p):
-    return "p < .001" if p < 0.001 else "p = " + f"{p:.3f}".lstrip("0")
-
-
-def low_to_high(numbers):
-    return " to ".join(dict.fromkeys(f"{number:,}" for number in (min(numbers), max(numbers))))
 
 
 def score_notes(text, runs):
@@ -157,145 +148,110 @@ def score_notes(text, runs):
 # Numbers of masked heads
 
 
-def curves(frame, task, field="num_heads"):
-    """[(setup without the field "num_heads" or "alpha", lines with its values)] of a task.
+def curves(frame, field="num_heads"):
+    """Yields (task, setup without the field "num_heads" or "alpha", lines with its values).
 
     Curves of a single point are left out."""
-    lines = headline_values(frame, task).dropna(subset=field)
+    lines = frame[frame["headline"]].dropna(subset=field).sort_values("task", kind="stable")
     names = [str(replace(run.setup, **{field: None})) for run in lines["run"]]
-    grouped = lines.groupby(names, sort=False)
-    return [(name, curve) for name, curve in grouped if curve[field].nunique() > 1]
+    for (task, name), curve in lines.groupby(["task", names], sort=False, observed=True):
+        if curve[field].nunique() > 1:
+            yield task, name, curve
 
 
-def greedy_mean(frame, task, variant):
-    """The score of greedy decoding; None without a run."""
-    lines = headline_values(frame, task)
-    lines = lines[(lines["method"] == "greedy") & (lines["variant"] == variant)]
-    return lines["value"].iloc[0] if len(lines) else None
-
-
-def correlation_table(frame):
-    """Pearson's r of the score with N, over the means of the draws."""
-    rows = []
-    for task, same in by_task(frame):
-        for name, curve in curves(same, task):
-            draws = curve.groupby("num_heads")["value"]
-            means = draws.mean()
-            first = curve.iloc[0]
-            greedy = greedy_mean(same, task, first["variant"])
-            # As in the paper's figures, greedy is the point N = 0 of masked models only.
-            if first["method"].startswith("masked") and greedy is not None:
-                means[0] = greedy
-            r = significance.pearson(means.index.to_numpy(float), means.to_numpy(float))
-            if r is None:
-                continue
-            row = {
-                "task": TASKS[task][0],
-                "metric": headline(task)[1],
-                "method": name,
-                "N": ", ".join(map(str, draws.groups)),
-                "Pearson r": f"{r:+.2f}",
-            }
-            rows.append(row)
-    return rows, [
-        "r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's "
-        "figures."
-    ]
+def correlation_rows(frame):
+    """Rows of Pearson's r of the score with N, over the means of the draws."""
+    greedy = frame[frame["headline"] & (frame["method"] == "greedy")]
+    greedy = greedy.groupby(["task", "variant"], observed=True)["value"].first()
+    for task, name, curve in curves(frame):
+        setup = curve["run"].iloc[0].setup
+        draws = curve.groupby("num_heads")["value"]
+        means = draws.mean()
+        # As in the paper's figures, greedy is the point N = 0 of masked models only.
+        if setup.method == "masked" and (task, setup.variant) in greedy:
+            means[0] = greedy[task, setup.variant]
+        if len(means) < significance.FEWEST or not np.ptp(means):
+            continue
+        r = np.corrcoef(means.index.to_numpy(float), means)[0, 1]
+        yield {
+            "task": TASKS[task][0],
+            "metric": headline(task)[1],
+            "method": name,
+            "N": ", ".join(map(str, draws.groups)),
+            "Pearson r": f"{r:+.2f}",
+        }
 
 
 # Entropies
 
 
-def entropy_table(frame):
-    """Base entropies of each method, tested against those of RIVALS: one-sided, Welch, Student."""
+def entropy_rows(frame):
+    """Rows of base entropies, tested against those of RIVALS: one-sided, Welch, Student."""
     shown = typical(frame[frame["metric"] == "entropy"])
     rivals = dict.fromkeys(run.plain for run in shown["run"] if run.setup.method in RIVALS)
-    rows = []
-    for task, same in by_task(shown):
-        runs = list(same["run"])
-        for run, cell in zip(runs, same["cell"], strict=True):
-            values = base_entropies(run)
-            row = {
-                "task": TASKS[task][0],
-                "method": str(run.setup),
-                "n": f"{len(values):,}",
-                "mean ± std": f"{values.mean():.3f} ± {values.std():.3f}",
-                "paper": numbers.text(cell),
-            }
-            for name in rivals:
-                rival, differs = rival_of(run, name, runs)
-                others = base_entropies(rival) if rival else ()
-                tests = t_tests(values, others, "less")
-                row |= {f"{test} (below {name})": text + differs for test, text in tests.items()}
-            rows.append(row)
-    return rows, ENTROPY_NOTES
+    for run in shown.sort_values("task", kind="stable")["run"]:
+        values = run.entropies
+        row = {
+            "task": TASKS[run.task][0],
+            "method": str(run.setup),
+            "n": f"{len(values):,}",
+            "mean ± std": f"{values.mean():.3f} ± {values.std():.3f}",
+            "paper": numbers.text(numbers.cell(run, "entropy")),
+        }
+        for name in rivals:
+            others, differs = entropies_of(name, run, shown["run"])
+            for test, text in significance.t_tests(values, others, "less").items():
+                row[f"{test} (below {name})"] = text + differs
+        yield row
 
 
-def rival_of(run, name, runs):
-    """(the run of the setup `name` on the inputs of `run`; " (float16)" if its dtype differs).
+def entropies_of(name, run, runs):
+    """(entropies of the setup `name` on the inputs of `run`; " (float16)" if its dtype differs).
 
-    Precision includes the engine. A run of the same precision comes first; (None, "") if none."""
-    if name == run.plain:
-        return None, ""
-    rivals = [rival for rival in runs if rival.plain == name and rival.inputs == run.inputs]
-    if not rivals:
-        return None, ""
+    A run of the same dtype and engine comes first; ((), "") if there is none."""
+    wanted = name, run.task, run.inputs
+    rivals = [one for one in runs if (one.plain, one.task, one.inputs) == wanted]
+    if not rivals or name == run.plain:
+        return (), ""
     rival = min(rivals, key=lambda rival: rival.precision != run.precision)
     differs = [text for key, text in rival.precision.items() if text != run.precision[key]]
-    return rival, f" ({', '.join(differs)})" if differs else ""
+    return rival.entropies, f" ({', '.join(differs)})" if differs else ""
 
 
-def t_tests(a, b, alternative="two-sided"):
-    """Name → statistic and p of two t-tests, as texts."""
-    texts = {}
-    for name, equal_variance in (("Welch t, p", False), ("equal variances", True)):
-        test = significance.t_test(a, b, alternative, equal_variance)
-        texts[name] = f"{test.statistic:+.2f}, {p_text(test.pvalue)}" if test else "–"
-    return texts
+def judged_answers(frame):
+    """Yields (run, base entropies per token [n], whether the answers are right [n]) of each method.
 
-
-def judged_answers(run):
-    """(base entropies per token [n], whether the answers are right [n]) of the scored examples.
-
-    None if answers are not right or wrong, or if fewer than three are right or wrong."""
-    metric, _ = headline(run.task)
-    if metric not in ("substring_match", "exact_match"):
-        return None
-    entropies, right = [], []
-    for line, values in zip(run.lines, run.values, strict=True):
-        verdict = values.get(metric)
+    Without runs of which fewer than three answers are right or wrong."""
+    shown = typical(frame[frame["metric"] == "entropy"])
+    for run in shown.sort_values("task", kind="stable")["run"]:
+        metric, _ = headline(run.task)
+        if metric not in ("substring_match", "exact_match"):
+            continue
+        answers = pd.DataFrame(run.values)[["entropy", metric]]
         if run.task.startswith("musique"):  # as published: a reference anywhere in the generation
-            text = line["prediction"].lower()
-            verdict = any(reference.lower() in text for reference in line["references"])
-        if values["entropy"] is not None and verdict is not None:
-            entropies.append(values["entropy"])
-            right.append(verdict == 1)
-    if min(sum(right), len(right) - sum(right)) < significance.FEWEST:
-        return None
-    return np.array(entropies), np.array(right)
+            verdicts = []
+            for line in run.lines:
+                text = line["prediction"].lower()
+                verdicts.append(any(reference.lower() in text for reference in line["references"]))
+            answers[metric] = verdicts
+        entropies, verdicts = answers.dropna().to_numpy(float).T
+        right = verdicts == 1
+        if min(sum(right), sum(~right)) >= significance.FEWEST:
+            yield run, entropies, right
 
 
-def correctness_table(frame):
-    """Base entropies of correct and incorrect answers, with tests of their difference."""
-    rows = []
-    for task, same in by_task(typical(frame[frame["metric"] == "entropy"])):
-        for run in same["run"]:
-            answers = judged_answers(run)
-            if answers is None:
-                continue
-            entropies, right = answers
-            good, bad = entropies[right], entropies[~right]
-            ranks = mannwhitneyu(good, bad)
-            fit = significance.logistic(entropies, right)
-            row = {
-                "task": TASKS[task][0],
-                "method": str(run.setup),
-                "correct / incorrect": f"{len(good):,} / {len(bad):,}",
-                "nats, mean": f"{good.mean():.3f} / {bad.mean():.3f}",
-                **t_tests(bad, good),
-                "Mann-Whitney U, p": f"{ranks.statistic:,.0f}, {p_text(ranks.pvalue)}",
-                "pseudo-R²": f"{fit[2]:.3f}" if fit else "–",
-            }
-            rows.append(row)
-    model = frame["run"].iloc[0].paper_model
-    return rows, CORRECTNESS_NOTES + numbers.tests(model, {*frame["task"]})
+def correctness_rows(frame):
+    """Rows of base entropies of correct and incorrect answers, with tests of their difference."""
+    for run, entropies, right in judged_answers(frame):
+        good, bad = entropies[right], entropies[~right]
+        ranks = mannwhitneyu(good, bad)
+        fit = significance.logistic(entropies, right)
+        yield {
+            "task": TASKS[run.task][0],
+            "method": str(run.setup),
+            "correct / incorrect": f"{len(good):,} / {len(bad):,}",
+            "nats, mean": f"{good.mean():.3f} / {bad.mean():.3f}",
+            **significance.t_tests(bad, good),
+            "Mann-Whitney U, p": f"{ranks.statistic:,.0f}, {significance.p_text(ranks.pvalue)}",
+            "pseudo-R²": f"{fit[2]:.3f}" if fit else "–",
+        }

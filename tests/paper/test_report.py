@@ -1,6 +1,5 @@
 """Reports on stored runs: tables with the paper's values, statistics, figures, skipped files."""
 
-import csv
 import gzip
 import io
 import itertools
@@ -8,9 +7,11 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 from scipy.stats import ttest_ind
@@ -24,33 +25,20 @@ from paper.tasks import TASKS
 from tests.checkpoints import write_lines
 
 TASK, LLAMA = "miniature-conflict", "meta-llama/Meta-Llama-3-8B-Instruct"
+ITI, OTHER = "miniature-iti", [{"file": "other.jsonl"}]
 
 
-def write_run(
-    folder,
-    method="greedy",
-    n=None,
-    alpha=None,
-    random=None,
-    seed=1234,
-    task=TASK,
-    items=40,
-    right=20,
-    model="miniature",
-    name=None,
-    **more,
-):
+def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, right=20, **more):
     """A made-up run in evaluate.py's format; the first `right` answers are correct."""
     header = {
         "task": task,
         "version": TASKS[task].version,
         "n": items,
-        "model": model,
+        "model": "miniature",
         "method": method,
         "num_heads": n,
         "alpha": alpha,
-        "random_heads": random,
-        "seed": seed,
+        "seed": 1234,
         "mask": "output" if n else None,
         "dtype": "float32",
         "commit": "0123456789abcdef",
@@ -58,26 +46,17 @@ def write_run(
     lines = [{"header": header | more}]
     for i in range(items):
         h = 0.1 + 0.01 * (i % 7) + (0 if i < right else 0.05)
-        lines.append(
-            {
-                "index": i,
-                "references": ["Alaria"],
-                "memory": ["Bodun"],
-                "prediction": " Alaria." if i < right else " Bodun.",
-                "entropies": [h, h],
-            }
-        )
-    return write_lines(
-        folder / f"{name or f'{task}.{method}.{n}.{alpha}.{random}.{seed}'}.jsonl", lines
-    )
+        line = {"index": i, "references": ["Alaria"], "memory": ["Bodun"], "entropies": [h, h]}
+        lines.append(line | {"prediction": " Alaria." if i < right else " Bodun."})
+    return write_lines(folder / f"{len([*folder.iterdir()])}.jsonl", lines)
 
 
-def described(header):
-    return stored.describe({"version": 1, "n": 1} | header)
+def described(**header):
+    return stored.describe({"model": LLAMA, "method": "decore-entropy"} | header)
 
 
 def frame_of(folder):
-    return make_frame(stored.collect(folder, stored.ITI | {"edited": "miniature"})[0])[0]
+    return make_frame(stored.collect(folder))
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +65,37 @@ def sweep(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     write_run(folder)
     write_run(folder, "dola-low", items=12, right=2)
-    write_run(folder, model="edited", name="iti", right=21)
+    write_run(folder, model=ITI, right=21)
     for n in (1, 2, 4):
         write_run(folder, "masked", n, right=20 - 4 * n)
         write_run(folder, "decore-entropy", n, right=24 + 2 * n)
         for alpha in (0.0, 0.5, 2.0):
             write_run(folder, "decore-static", n, alpha, right=20 + round(alpha) * n)
         for seed in range(3):
-            write_run(folder, "masked", n, random="uniform", seed=seed, right=18 - seed)
-            write_run(folder, "masked", n, random="published", seed=seed, right=10 - n)
+            write_run(folder, "masked", n, random_heads="uniform", seed=seed, right=18 - seed)
+            write_run(folder, "masked", n, random_heads="published", seed=seed, right=10 - n)
     return folder
 
 
+@pytest.fixture(scope="module")
+def frame(sweep):
+    return frame_of(sweep)
+
+
+@pytest.fixture
+def add(tmp_path):
+    """write_run into tmp_path."""
+    return partial(write_run, tmp_path)
+
+
 def table(frame, title):
-    """({(method, column): text}, notes in one text) of a table of a single task."""
-    _, texts, notes = next(
-        table for table in tables.all_tables(frame) if table[0].startswith(title)
-    )
-    return {
-        (line["method"], name.split(" (n")[0]): text
-        for line in texts
-        for name, text in line.items()
-    }, " ".join(notes)
+    """({(method, column): text}, notes in one text) of the table of this title."""
+    for name, rows, notes in tables.all_tables(frame):
+        if name.startswith(title):
+            texts = (
+                pd.DataFrame(rows).set_index("method").rename(columns=lambda c: c.split(" (n")[0])
+            )
+            return texts.stack().to_dict(), " ".join(notes)
 
 
 def draw(kind, frame):
@@ -118,39 +106,40 @@ def draw(kind, frame):
 
 
 def test_a_logistic_fit_does_not_depend_on_the_unit():
-    # x = 0: 3 of 4 right, x = 1: 1 of 4. The fit meets both shares, so its slope is ln(1/3) − ln 3.
+    # x = 0: 3 of 4 right, x = 1: 1 of 4. The fit meets both shares, so its slope is ln(1/3) − ln 3,
+    # and R² = 1 − (6 ln 0.75 + 2 ln 0.25) / (8 ln 0.5).
     x = np.repeat([0.0, 1.0], 4)
-    right = np.array(list("YYYNNNNY")) == "Y"
-    r2 = 1 - (6 * np.log(0.75) + 2 * np.log(0.25)) / (8 * np.log(0.5))
+    right = np.array([1, 1, 1, 0, 0, 0, 0, 1]) == 1
     for unit in (1, 1e-5):
-        expected = np.log(3), -2 * np.log(3) / unit, r2
+        expected = np.log(3), -2 * np.log(3) / unit, 0.188722
         assert significance.logistic(x * unit, right) == pytest.approx(expected, abs=1e-5)
-    separated = np.arange(6.0)
-    assert significance.logistic(separated, separated < 3) is None
+    assert significance.logistic(np.arange(8), x == 0) is None  # separated
 
 
 def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
     sizes = {"mc1": 817, "instruction_strict_published": 834, "prompt_strict_published": 541}
-    values = [
-        (float(row["value"]), 3 * sizes[row["metric"]])
-        for row in numbers.table("paper")
-        if row["method"] in ("masked-random", "decore-random") and row["metric"] in sizes
-    ]
-    fits = [abs(100 * round(value / 100 * n) / n - value) <= 0.005 for value, n in values]
+    fits = []
+    for row in numbers.table("paper"):
+        if row["method"].endswith("-random") and row["metric"] in sizes:
+            value, n = float(row["value"]), 3 * sizes[row["metric"]]
+            fits.append(abs(100 * round(value / 100 * n) / n - value) <= 0.005)
     assert (sum(fits), len(fits)) == (58, 60)
 
 
-def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
-    frame = frame_of(sweep)
-    method = "DeCoRe entropy, N = 4"
+def test_entropies_are_tested_against_greedy_iti_and_dola(frame):
     texts, _ = table(frame, "Base entropy, nats")
     assert (texts["DoLa low", "n"], texts["DoLa low", "mean ± std"]) == ("12", "0.167 ± 0.032")
-    runs = {str(run.setup): stored.base_entropies(run) for run in frame["run"]}
     # DoLa's run has another length, so the two tests differ.
-    for rival in ("greedy", "ITI", "DoLa low"):
-        for name, equal in (("Welch t, p", False), ("equal variances", True)):
-            t, p = ttest_ind(runs[method], runs[rival], equal_var=equal, alternative="less")
-            assert texts[method, f"{name} (below {rival})"] == f"{t:+.2f}, {tables.p_text(p)}"
+    method = "DeCoRe entropy, N = 4"
+    samples = [
+        frame["run"][frame["setup"] == name].iloc[0].entropies for name in (method, "DoLa low")
+    ]
+    for name, equal in (("Welch t, p", False), ("equal variances", True)):
+        t, p = ttest_ind(*samples, equal_var=equal, alternative="less")
+        expected = f"{t:+.2f}, {significance.p_text(p)}"
+        assert texts[method, f"{name} (below DoLa low)"] == expected
+        assert "p =" in texts[method, f"{name} (below greedy)"]
+        assert "p =" in texts[method, f"{name} (below ITI)"]
     texts, _ = table(frame, "Base entropy of correct")
     assert texts["greedy", "correct / incorrect"] == "20 / 20"
     assert texts["greedy", "nats, mean"] == "0.129 / 0.179"
@@ -158,8 +147,8 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(sweep):
     assert texts["greedy", "pseudo-R²"] == "0.689"
 
 
-def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(tmp_path):
-    path = write_run(tmp_path, task="musique-cot-open", model=LLAMA)
+def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(add, tmp_path):
+    path = add(task="musique-cot-open", model=LLAMA)
     path.write_text(path.read_text().replace(" Alaria.", "Alaria, but the answer is: Bodun."))
     texts, _ = table(frame_of(tmp_path), "Base entropy of correct")
     assert texts["greedy", "correct / incorrect"] == "20 / 20"
@@ -168,12 +157,10 @@ def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(tmp_p
 # Tables of scores
 
 
-def test_draws_share_a_line_and_the_best_values_are_marked(sweep):
-    frame = frame_of(sweep)
+def test_draws_share_a_line_and_the_best_values_are_marked(frame):
     texts, notes = table(frame, "Miniature")
     for setup, text in (
         ("masked, N = 4, random heads", "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"),
-        ("greedy", "50.0 [35.0, 65.0]"),
         ("DeCoRe entropy, N = 4", "**80.0** [67.5, 90.0]"),
         ("DeCoRe static, N = 4, α = 2", "_70.0_ [55.0, 82.5]"),
     ):
@@ -189,43 +176,26 @@ def test_draws_share_a_line_and_the_best_values_are_marked(sweep):
     assert texts["DeCoRe entropy", "Pearson r"] == "+1.00"  # with greedy it would be 0.96
 
 
-STRICT, POPQA = (
-    {"task": "ifeval", "metric": "prompt_strict_published"},
-    {"task": "popqa", "num_heads": 10},
-)
-
-
 @pytest.mark.parametrize(
-    "header, text",
+    "task, header, text",
     [
-        (STRICT | {"method": "decore-static", "num_heads": 10, "alpha": 0.0}, "70.24† at N = ?"),
-        (STRICT | {"method": "greedy", "model": "other"}, "–"),
-        (STRICT | {"method": "greedy"}, "70.24"),
-        (STRICT | {"method": "greedy", "model": "honest_llama3_8B_instruct"}, "52.31"),  # ITI's
-        ({"num_heads": 20}, "65.55"),
-        ({"num_heads": 20, "model": "tiny", "like": LLAMA}, "65.55"),
-        ({"method": "greedy", "model": "tiny", "like": "honest_llama3_8B_instruct"}, "51.08"),
-        ({"num_heads": 17}, "66.08 at N = 10"),  # the N of main tables is inferred
-        ({"method": "decore-static", "num_heads": 17, "alpha": 0.5}, "64.43 at N = ?"),
-        (POPQA, "26.88"),
-        (POPQA | {"random_heads": "published"}, "25.96 ± 0.18†"),
+        ("ifeval", {"method": "decore-static", "num_heads": 10, "alpha": 0.0}, "70.24† at N = ?"),
+        ("ifeval", {"method": "greedy", "model": "other"}, "–"),
+        ("ifeval", {"method": "greedy", "model": "honest_llama3_8B_instruct"}, "52.31"),  # ITI's
+        ("nq-swap", {"num_heads": 20, "model": "tiny", "like": LLAMA}, "65.55"),
+        ("nq-swap", {"num_heads": 17}, "66.08 at N = 10"),  # the N of main tables is inferred
+        ("popqa", {"num_heads": 10, "random_heads": "published"}, "25.96 ± 0.18†"),
     ],
 )
-def test_a_run_is_compared_with_the_papers_cell_of_its_setup(header, text):
-    header = {"task": "nq-swap", "model": LLAMA, "method": "decore-entropy"} | header
-    run = described(header)
-    metric = header.get("metric", "substring_match_published")
-    assert numbers.text(numbers.cell(run, metric)) == text
+def test_a_run_is_compared_with_the_papers_cell_of_its_setup(task, header, text):
+    metric = {"ifeval": "prompt_strict_published"}.get(task, "substring_match_published")
+    assert numbers.text(numbers.cell(described(task=task, **header), metric)) == text
 
 
 def test_every_cell_of_the_paper_has_a_column():
-    shown = {
-        (task, metric) for group in numbers.GROUPS for task, metric, _ in numbers.columns(group)
-    }
-    shown |= {(task, "entropy") for task in numbers.TASKS}
-    assert {
-        (row["task"], row["metric"].removesuffix("_published")) for row in numbers.table("paper")
-    } <= shown
+    for row in numbers.table("paper"):
+        _, _, columns = numbers.TASKS[row["task"]]
+        assert row["metric"].removesuffix("_published") in [*columns, "entropy"]
 
 
 def test_the_papers_own_tests_are_noted_with_doubts():
@@ -234,12 +204,11 @@ def test_the_papers_own_tests_are_noted_with_doubts():
     assert "R² of correctness on length-normalised entropy 0.98 (implausible" in note
 
 
-def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value(tmp_path):
+def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value(add, tmp_path):
     own = {"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34", "paper": False}
     for dtype, demos in itertools.product(("bfloat16", "float32"), (own, {"paper": True})):
-        name = f"{dtype}{demos['paper']}"
-        write_run(tmp_path, task="nq-swap", model=LLAMA, dtype=dtype, demos=demos, name=name)
-    write_run(tmp_path, task="nq-open", model=LLAMA, data=[{"file": "other.jsonl"}])
+        add(task="nq-swap", model=LLAMA, dtype=dtype, demos=demos)
+    add(task="nq-open", model=LLAMA, data=OTHER)
     texts, notes = table(frame_of(tmp_path), "Faithfulness")
     for dtype in ("bfloat16", "float32"):
         for demos in ("demonstrations: file demos.jsonl ab12cd", "the paper's demonstrations"):
@@ -249,12 +218,12 @@ def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value
     assert "2 of 5 runs: nq-swap, demonstrations other than the paper's." in notes
 
 
-def test_entropies_of_runs_of_another_dtype_or_engine_are_tested_and_it_is_said(tmp_path):
-    for dtype, more in (("bfloat16", {}), ("float16", {"name": "iti", "model": "edited"})):
-        write_run(tmp_path, dtype=dtype, **more)
-    write_run(tmp_path, "decore-entropy", 2, dtype="bfloat16", right=30)
-    write_run(tmp_path, dtype="bfloat16", engine="transformers", name="theirs", right=19)
-    write_run(tmp_path, "dola-low", dtype="bfloat16", data=[{"file": "other"}], right=19)
+def test_entropies_of_runs_of_another_dtype_or_engine_are_tested_and_it_is_said(add, tmp_path):
+    add(dtype="bfloat16")
+    add(dtype="float16", model=ITI)
+    add("decore-entropy", 2, dtype="bfloat16", right=30)
+    add(dtype="bfloat16", engine="transformers", right=19)
+    add("dola-low", dtype="bfloat16", data=OTHER, right=19)
     frame = frame_of(tmp_path)
     texts, _ = table(frame, "Base entropy, nats")
     setup = "DeCoRe entropy, N = 2, bfloat16, own engine"
@@ -266,8 +235,8 @@ def test_entropies_of_runs_of_another_dtype_or_engine_are_tested_and_it_is_said(
     assert "EM:" not in notes
 
 
-def test_the_papers_value_is_compared_with_the_metric_as_published(tmp_path):
-    path = write_run(tmp_path, task="popqa", model=LLAMA, items=4, right=2)
+def test_the_papers_value_is_compared_with_the_metric_as_published(add, tmp_path):
+    path = add(task="popqa", model=LLAMA, items=4, right=2)
     # A demonstration counts in the published metric only: 1 of 3 is right, as published 2 of 4.
     path.write_text(path.read_text().replace('"index": 0,', '"index": 0, "demonstration": true,'))
     texts, notes = table(frame_of(tmp_path), "Factuality")
@@ -275,15 +244,13 @@ def test_the_papers_value_is_compared_with_the_metric_as_published(tmp_path):
     assert "EM: the answer contains a reference." in notes
 
 
-def test_judged_answers_have_columns_without_rejections(tmp_path):
-    path = write_run(tmp_path, task="truthfulqa-gen", model=LLAMA, items=4, right=4)
+def test_judged_answers_have_columns_without_rejections(add, tmp_path):
+    path = add(task="truthfulqa-gen", model=LLAMA, items=2, right=2)
     path.write_text(path.read_text().replace(" Alaria.", " I have no comment.", 1))
     verdicts = []
-    for i, text in enumerate(["I have no comment.", *["Alaria."] * 3]):
-        for kind in ("truth", "info"):
-            verdicts.append({"judge": kind, "model": "t", "yes": 1, "key": f"{i}: {text}"})
+    for kind, key in itertools.product(("truth", "info"), ("0: I have no comment.", "1: Alaria.")):
+        verdicts.append({"judge": kind, "model": "t", "yes": 1, "key": key})
     write_lines(path.with_suffix(".judged.jsonl"), verdicts)
-    assert stored.run_files(tmp_path) == [path]
     texts, notes = table(frame_of(tmp_path), "Factuality")
     text = texts["greedy", "TruthfulQA (Gen) %T∩¬Reject"]
     assert text.startswith("100.0 [") and "paper 65.5 (+34.5)" in text
@@ -293,25 +260,25 @@ def test_judged_answers_have_columns_without_rejections(tmp_path):
 # Settings
 
 
-def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(tmp_path):
-    tasks = ("miniature-conflict", "miniature-open", "miniature-closed")
-    for task in tasks:
-        write_run(tmp_path, "decore-static", 1, 0.5, task=task, scale_alpha=True)
-        write_run(tmp_path, "decore-static", 2, 2.0, task=task)
-    write_run(tmp_path, "decore-static", 4, 0.5)
+def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(add, tmp_path):
+    for task in ("miniature-conflict", "miniature-open", "miniature-closed"):
+        add("decore-static", 1, 0.5, task, scale_alpha=True)
+        add("decore-static", 2, 2.0, task)
+    add("decore-static", 4, 0.5)
     assert {*typical(frame_of(tmp_path))["num_heads"]} == {4}
     for n in (1, 5, 10, 90):
-        write_run(tmp_path, "decore-entropy", n, task="xsum", model=LLAMA)
-        write_run(tmp_path, "masked", n, task="nq-swap", model=LLAMA)
-    lines = typical(frame_of(tmp_path).query("model == 'Meta-Llama-3-8B-Instruct'"))
+        add("decore-entropy", n, task="xsum", model=LLAMA)
+        add("masked", n, task="nq-swap", model=LLAMA)
+    frame = frame_of(tmp_path)
+    lines = typical(frame[frame["model"] != "miniature"])
     # Every N has one run: 90 is the paper's N, 10 the default.
     setups = {*zip(lines["method"], lines["num_heads"], strict=True)}
     assert setups == {("decore-entropy", 90), ("masked", 10)}
 
 
 MISTRAL = {"model": "Mistral-7B-Instruct-v0.3"}
-QWEN = {"model": "Qwen2-7B-Instruct"}
-DOLA = {"method": "dola-low"}
+DOLA = {"method": "dola-low", "dola_layers": "halves"}
+QWEN_DOLA = {"method": "dola-low", "model": "Qwen2-7B-Instruct"}
 
 
 @pytest.mark.parametrize(
@@ -323,10 +290,10 @@ DOLA = {"method": "dola-low"}
         (MISTRAL | {"layout": "mistral", "template_args": {}}, "; "),
         ({"method": "ad", "info_layer": 12}, "; info layer 12"),
         ({"alpha_cap": 0.5, "renormalise": False}, "; alpha cap 0.5, renormalise False"),
-        (DOLA | {"dola_layers": "halves"}, "; dola layers halves"),
-        (DOLA | {"dola_layers": "halves", "task": "memotrap"}, "; "),
-        (DOLA | QWEN, "; repetition penalty 1.0"),
-        (DOLA | QWEN | {"repetition_penalty": 1.05}, "; "),
+        (DOLA, "; dola layers halves"),
+        (DOLA | {"task": "memotrap"}, "; "),
+        (QWEN_DOLA, "; repetition penalty 1.0"),
+        (QWEN_DOLA | {"repetition_penalty": 1.05}, "; "),
         ({"heads": ["24-27", "15-30"]}, "; "),
         ({"heads": ["15-30", "0-0"]}, "; heads of another file"),
         ({"heads": ["0-0"], "random_heads": "uniform"}, "; "),
@@ -334,142 +301,117 @@ DOLA = {"method": "dola-low"}
     ],
 )
 def test_settings_that_are_not_the_papers_are_named(header, text):
-    run = described({"task": "popqa", "model": LLAMA, "method": "decore-entropy"} | header)
+    run = described(**{"task": "popqa"} | header)
     assert f"{run.conditions}; {run.setup.options}" == text
 
 
-def test_other_conditions_have_tables_of_their_own_and_other_options_lines(tmp_path, call):
-    write_run(tmp_path, right=10, max_new_tokens=50, name="long")
-    write_run(tmp_path, "masked", 2, right=30, max_new_tokens=50)
-    write_run(tmp_path, right=5, demos={"paper": False}, task="miniature-closed")
+def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
+    add(right=10, max_new_tokens=50)
+    add("masked", 2, right=30, max_new_tokens=50)
     for mask, n in itertools.product(("output", "query"), (1, 2, 4)):
-        write_run(tmp_path, "masked", n, mask=mask, name=f"masked{n}{mask}", right=10 + n)
+        add("masked", n, mask=mask, right=10 + n)
     for name in ("small", "tiny"):
-        write_run(tmp_path, "decore-entropy-lite", 2, amateur=f"models/{name}", name=name)
-    write_run(tmp_path, model="mine/edited", name="iti")
-    status, out, _ = call(evaluate.main, "report", tmp_path, "--iti", "edited=miniature")
+        add("decore-entropy-lite", 2, amateur=f"models/{name}")
+    add(model=f"mine/{ITI}")
+    status, out, _ = call(evaluate.main, "report", tmp_path)
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
-    assert status == 0 and call(evaluate.main, "report", tmp_path, "--iti", "edited")[0] == 2
-    setups = ["greedy", "ITI", "masked, N = 2", "masked, N = 2, query mask"]
+    setups = ["ITI", "masked, N = 2", "masked, N = 2, query mask"]
     setups += [f"DeCoRe entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
     for title in ("Miniature", "Base entropy, nats per token"):
         for setup in setups:
             assert f"| {setup} " in parts[f"{title}: miniature"], (title, setup)
     assert parts["Score against the number of masked heads: miniature"].count("| masked") == 2
     longer = parts["Miniature: miniature, max new tokens 50"]
-    assert "| masked, N = 2 | **75.0** [60.0, 87.5]" in longer
+    assert status == 0 and "| masked, N = 2 | **75.0** [60.0, 87.5]" in longer
 
 
-def test_csv_has_a_line_per_run_and_metric(call, tmp_path):
-    write_run(tmp_path, "masked", 2, right=30)
-    lines = csv.DictReader(io.StringIO(call(evaluate.main, "report", tmp_path, "--csv")[1]))
-    by_metric = {line["metric"]: line for line in lines}
-    names = ("method", "num_heads", "seed", "n", "value", "low")
-    line = [by_metric["exact_match"][name] for name in names]
-    assert line == ["masked", "2", "1234", "40", "75.0", "60.0"]
-    assert float(by_metric["entropy"]["value"]) < 0.2
+def test_csv_has_a_line_per_run_and_metric(add, call, tmp_path):
+    add("masked", 2, right=30)
+    _, out, _ = call(evaluate.main, "report", tmp_path, "--csv")
+    lines = pd.read_csv(io.StringIO(out)).set_index("metric")
+    line = lines.loc["exact_match", ["run", "method", "num_heads", "seed", "n", "value", "low"]]
+    assert [*line] == ["0.jsonl", "masked", 2, 1234, 40, 75.0, 60.0]
+    assert lines["value"]["entropy"] < 0.2
 
 
 # Files and programs
 
 
-def test_files_that_cannot_be_reported_are_named(call, tmp_path):
-    path = write_run(tmp_path, "masked", 1, name="cut")
+def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add, call, tmp_path):
+    path = add()
     path.write_text(path.read_text()[:-40])  # as a kill leaves it
-    packed = tmp_path / "sub" / "packed.jsonl.gz"
-    packed.parent.mkdir()
-    shorter = write_run(tmp_path).read_bytes().splitlines(keepends=True)[:-5]
-    packed.write_bytes(gzip.compress(b"".join(shorter)))
-    write_run(tmp_path, "masked", 2, name="old", version=-1)
-    texts = {
-        "foreign": '{"question": "Who?"}\n',
-        "begun": path.read_text().splitlines()[0] + "\n",
-        "bare": '{"header": {}}\n',
-        "unknown": path.read_text().replace(TASK, "chess"),
-    }
-    for name, text in texts.items():
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    (tmp_path / "damaged.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 not a gzip")
+    shorter = add(items=35)
+    shorter.with_suffix(".jsonl.gz").write_bytes(gzip.compress(shorter.read_bytes()))
+    shorter.unlink()
     status, out, err = call(evaluate.main, "report", tmp_path)
-    assert status == 0 and "1 of 2 runs: cut.jsonl is unfinished, 39 of 40." in out
-    skipped = [re.match(r"skipped: .*?(\w+)\.jsonl", line)[1] for line in err.splitlines()]
-    assert {*skipped} == {"damaged", "old", "packed", *texts}
-    assert "foreign.jsonl: its first line has no header" in err  # the path once
+    assert status == 0 and "1 of 1 runs: 0.jsonl is unfinished, 39 of 40." in out
+    assert "1.jsonl.gz: the same setup as" in err
 
 
-JUNK = {
-    **dict.fromkeys(("task", "model", "method", "n"), (None, [], 5.5)),
-    **dict.fromkeys(("alpha", "num_heads", "dtype", "like"), ({}, False, [1])),
-    **dict.fromkeys(("data", "continued"), (5, [5])),
-    "seed": (10**25,),
-    "heads": (5, [[]]),
-    "demos": (5, [1]),
-    "entropies": (["x"], 5),  # this and the next are fields of the second line
-    "references": (5,),
-    "index": ("0",),
-}
-
-
-def test_an_odd_header_or_line_costs_one_file(call, tmp_path):
-    write_run(tmp_path, "masked", 2, name="good")
-    path = write_run(tmp_path, name="odd")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.unlink()
-    count = 0
-    for name, values in JUNK.items():
-        for value in values:
-            header, first = lines[0]["header"], lines[1]
-            if name in ("entropies", "references", "index"):
-                first = first | {name: value}
-            else:
-                header = header | {name: value}
-            count += 1
-            write_lines(tmp_path / f"odd{count}.jsonl", [{"header": header}, first, *lines[2:]])
-    write_run(tmp_path, task="truthfulqa-gen", name="judged")
-    write_lines(tmp_path / "judged.judged.jsonl", [{"judge": "truth"}])
-    (tmp_path / "folder.jsonl").mkdir()
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (None, "its first line has no header"),
+        ({"task": "chess"}, "unknown task 'chess'"),
+        ({"model": None}, "NoneType"),
+        ({"method": 5.5}, "unknown method 5.5"),
+        ({"version": -1}, "made with version -1"),
+        ({"num_heads": {}}, "'num_heads' of its header is {}"),
+        ({"seed": "x"}, "'seed' of its header"),
+        ({"data": [5]}, "'int' object"),
+        ({"continued": 5}, "'int' object"),
+        ({"entropies": ["x"]}, "'entropies' should be a list of numbers"),
+        ({"references": 5}, "'references' should be a list of texts"),
+        ({"index": "0"}, "'index' should be a whole number"),
+    ],
+)
+def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, changes, words):
+    add("masked", 2)
+    path = add()
+    header, first, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    if changes:
+        header["header"] |= changes
+        write_lines(path, [header, first | changes, *rest])
+    else:
+        write_lines(path, rest)
     status, out, err = call(evaluate.main, "report", tmp_path)
-    assert status == 0 and "| masked, N = 2" in out, err
-    assert err.count("skipped: ") == len(err.splitlines()) == count + 2
-    assert "judged.judged.jsonl, line 1: missing field: 'model'" in err
+    assert status == 0 and "| masked, N = 2" in out
+    assert err.startswith(f"skipped: {path}: ") and words in err and err.count("\n") == 1
 
 
-def test_tables_need_no_matplotlib_and_figures_say_what_to_install(sweep):
-    for arguments, status in (([sweep], 0), (["heads"], 0), ([sweep, "--plots", "x"], 2)):
-        program = report_without("matplotlib", *arguments)
-        assert program.returncode == status, program.stderr
-    assert "pip install pandas scipy statsmodels, and matplotlib for --plots" in program.stderr
-
-
-def test_help_needs_no_pandas_and_shows_the_command_as_it_is_typed():
-    for command in (["report"], ["report", "heads"]):
-        program = report_without("pandas", *command[1:], "--help")
-        assert program.returncode == 0, program.stderr
-        assert program.stdout.startswith(f"usage: evaluate.py {' '.join(command)} [-h]")
-
-
-def report_without(library, *arguments):
+@pytest.mark.parametrize(
+    "without, arguments, status, words",
+    [
+        ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
+        ("matplotlib", ["RUNS"], 0, "### Miniature"),
+        ("matplotlib", ["heads"], 0, "### Retrieval scores by rank"),
+        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels, and"),
+        ("pandas", ["--help"], 0, "usage: evaluate.py report [-h]"),
+        ("pandas", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
+    ],
+)
+def test_the_program_needs_a_library_only_where_it_uses_it(
+    sweep, without, arguments, status, words
+):
     code = (
-        f"import sys; sys.modules['{library}'] = None; import cli, evaluate\n"
+        f"import sys; sys.modules['{without}'] = None; import cli, evaluate\n"
         "sys.argv = ['evaluate.py', 'report', *sys.argv[1:]]; sys.exit(cli.run(evaluate.main))"
     )
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    arguments = [sweep if text == "RUNS" else text for text in arguments]
+    program = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+    )
+    assert program.returncode == status and words in program.stdout + program.stderr
 
 
 # Figures
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
-def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
+def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch, frame):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
-    status, out, err = call(
-        evaluate.main, "report", sweep, "--plots", tmp_path, "--iti", "edited=miniature"
-    )
-    assert status == 0, err
-    names = {f"{kind}-miniature.png" for kind in figures.FIGURES}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    frame = frame_of(sweep)
+    status, out, _ = call(evaluate.main, "report", sweep, "--plots", tmp_path)
+    assert status == 0 and len([*tmp_path.iterdir()]) == len(figures.FIGURES)
     for kind in figures.FIGURES:
         colours = imread(tmp_path / f"{kind}-miniature.png")[..., :3]
         assert (colours.min(-1) < 0.98).mean() > 0.02  # not blank
@@ -479,41 +421,38 @@ def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
         assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
 
 
-def test_lines_of_a_figure_against_n_can_be_told_apart(tmp_path):
-    for task, n in itertools.product(("nq-swap", "popqa"), (10, 20)):
-        write_run(tmp_path, task=task, model=LLAMA)
-        write_run(tmp_path, "masked", n, task=task, model=LLAMA, right=18)
+def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
+    run = {"task": "nq-swap", "model": LLAMA}
+    add(**run)
+    for n in (10, 20):
+        add("masked", n, right=18, **run)
         for sampler in ("uniform", "published"):
-            write_run(tmp_path, "masked", n, random=sampler, task=task, model=LLAMA, right=19)
-    # A single N is not a line.
-    write_run(tmp_path, "masked", 10, task="nq-swap", model=LLAMA, mask="query", name="one")
-    figure = draw("heads", frame_of(tmp_path))
+            add("masked", n, random_heads=sampler, **run)
+    add("masked", 10, mask="query", **run)  # a single N is not a line
+    [ax] = draw("heads", frame_of(tmp_path)).axes
+    looks = {}
+    for line in ax.lines:
+        looks[line.get_label()] = line.get_color(), line.get_marker(), line.get_linestyle()
     expected = ["greedy", "masked", "masked, random heads", "masked, random heads as published"]
     expected += ["the paper: masked", "the paper: masked-random"]
-    for ax in figure.axes:
-        assert sorted(line.get_label() for line in ax.lines) == expected
-        looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in ax.lines}
-        assert len(looks) == len(expected)
-        dashed = [line.get_label() for line in ax.lines if line.get_linestyle() == "--"]
-        assert sorted(dashed) == expected[2:4]
+    assert sorted(looks) == expected and len({*looks.values()}) == len(expected)
+    assert [label for label in expected if looks[label][2] == "--"] == expected[2:4]
 
 
-def test_decore_static_has_a_line_over_alpha_per_n(sweep):
-    [ax] = draw("alpha", frame_of(sweep)).axes
+def test_decore_static_has_a_line_over_alpha_per_n(frame):
+    [ax] = draw("alpha", frame).axes
     lines = {line.get_label(): dict(line.get_xydata().tolist()) for line in ax.lines[:3]}
     assert lines["DeCoRe static, N = 4"] == {0.0: 50, 0.5: 50, 2.0: 70}
 
 
-def test_both_axes_of_the_correctness_figure_are_named_and_all_bars_are_inside(sweep):
-    left, *_, right = draw("correctness", frame_of(sweep)).axes
-    assert left.get_ylabel() == "share correct (line, dots)"
-    assert right.get_ylabel() == "density of answers (bars)"
+def test_all_bars_of_the_correctness_figure_are_inside(frame):
+    *_, right = draw("correctness", frame).axes
     ends = [bar.get_x() + bar.get_width() for bar in right.patches]
     assert max(ends) < 0.99 * right.get_xlim()[1]
 
 
-def test_runs_without_data_for_a_figure_have_none(tmp_path):
-    write_run(tmp_path, right=40)
+def test_runs_without_data_for_a_figure_have_none(add, tmp_path):
+    add(right=40)
     assert [kind for kind in figures.FIGURES if draw(kind, frame_of(tmp_path))] == ["entropy"]
 
 
@@ -525,9 +464,8 @@ def test_retrieval_scores_by_rank_are_the_papers(call):
 
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom(tmp_path):
-    scores = {f"{layer}-{head}": 0.5 * (layer == 0) for layer in range(2) for head in range(3)}
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"samples": 7, "scores": scores}))
+    path.write_text(json.dumps({"scores": {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}}))
     [image] = figures.head_maps({path: load_scores(path)}).axes[0].images
     assert image.origin == "lower"
-    assert image.get_array().tolist() == [[0.5] * 3, [0.0] * 3]
+    assert image.get_array().tolist() == [[0.5, 0.25], [0, 1]]
