@@ -91,12 +91,13 @@ class HFModel(nn.Module):
         c = read_config(folder)
         weight_files(folder)  # refuses pickles
         default = None if device_map else default_dtype(folder, device)
+        dtype = find_dtype(dtype) if dtype else default or "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
             device_map = device_map or {"": device}
         with naming(folder):
             hf, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=find_dtype(dtype) if dtype else default or "auto",
+                dtype=dtype,
                 device_map=device_map,
                 use_safetensors=True,
                 trust_remote_code=False,

@@ -188,12 +188,12 @@ def weight_files(folder):
         )
     files = {}
     for path in sorted(folder / name for name in names):
-        path.open("rb").close()  # safe_open calls a file without permission missing
         try:
+            path.open("rb").close()  # safe_open calls a file without permission missing
             with safe_open(path, "pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}); download it again") from None
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
     return files
 
 
