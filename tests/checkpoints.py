@@ -258,14 +258,9 @@ def damage(dice, content):
             content[:at],
             content[:at] + bytes([dice.randrange(256)]) + content[at + 1 :],
             content[:at] + content[at + 1 :],
-            content[:at] + b"\xff" + content[at:],
             b"\xef\xbb\xbf" + content,
             content + content,
-            content + b"\n\n",
-            content.replace(b"\n", b"\r\n"),
             content.replace(b'"', b"'"),
             b"",
-            content[at:],
-            content + b"\x00",
         ]
     )
