@@ -396,12 +396,15 @@ def find_attention(decoder, n_layers, run):
             continue
         heads = p.shape[1]
         for child in module.children():
-            if child in calls and is_projection(child, calls, result, heads):
-                x = calls[child][1]
-                projections = {"output": child}
-                if separate_queries(module, calls, x.shape, x.shape[-1] // heads):
-                    projections["query"] = module.q_proj
-                found[layer] = SimpleNamespace(heads=heads, projections=projections)
+            _, x, (y, *_) = calls.get(child, (layer, None, (None,)))
+            # Norms, which may come last, have only vectors.
+            multiplies = any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))
+            if torch.is_tensor(y) and torch.equal(y, result) and multiplies:
+                if x.shape[-1] % heads == 0:
+                    projections = {"output": child}
+                    if separate_queries(module, calls, x.shape, x.shape[-1] // heads):
+                        projections["query"] = module.q_proj
+                    found[layer] = SimpleNamespace(heads=heads, projections=projections)
     outputs = {a.projections["output"] for a in found.values()}
     if not found or len(outputs) < len(found):  # layers may share one
         raise ValueError(
@@ -425,14 +428,6 @@ def record_calls(decoder, n_layers, run):
                 hooks.enter_context(module.register_forward_hook(partial(record, i)))
         run()
     return calls
-
-
-def is_projection(child, calls, result, heads):
-    """Whether a child of attention multiplies its heads, side by side, by a matrix → the result."""
-    _, x, (y, *_) = calls[child]
-    if not torch.is_tensor(y) or not torch.equal(y, result) or x.shape[-1] % heads:
-        return False
-    return any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))  # norms have vectors
 
 
 def separate_queries(attention, calls, shape, width):

@@ -17,6 +17,7 @@ import program
 from decore import contrast, entropy, generate, make_head_mask, pad, score
 from heads import detect
 from heads.sources import find_sources
+from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from paper import decoders
 from runtime import torchrun
@@ -326,18 +327,12 @@ def test_transformers_needs_its_package(call, monkeypatch):
     assert status == 2 and err.endswith("needs transformers: pip install transformers\n")
 
 
-@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
-def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tmp_path):
-    if not (find_spec(library) and find_spec("accelerate")):
-        pytest.skip(f"needs {library} and accelerate: pip install {library} accelerate")
-    from integrations.custom_generate.generate import generate as custom_generate
-
-    if library == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        quantization = transformers.TorchAoConfig(Int8WeightOnlyConfig())
-    else:
-        quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
+@pytest.mark.skipif(
+    not (find_spec("bitsandbytes") and find_spec("accelerate")),
+    reason="pip install bitsandbytes accelerate",
+)
+def test_quantized_weights_decode_alike_in_both_ways_of_transformers(tmp_path):
+    quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
     full = tmp_path / "full"
     random_model("gemma2", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(full)
     options = dict(quantization_config=quantization, device_map="cpu")
@@ -347,5 +342,5 @@ def test_quantized_weights_decode_alike_in_both_ways_of_transformers(library, tm
     ids = torch.tensor([PROMPTS[0]])
     options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
     options["attention_mask"] = torch.ones_like(ids)
-    text = custom_generate(model.hf, heads=HEADS, input_ids=ids, **options)
+    text = custom_generate.generate(model.hf, heads=HEADS, input_ids=ids, **options)
     assert PROMPTS[0] + generate(model, PROMPTS[0], heads=HEADS, **N).ids == text[0].tolist()
