@@ -240,7 +240,7 @@ def change(dice, value, times=1, odd=ODD):
         places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []
         if not places:
             return copy.deepcopy(dice.choice(odd))
-        parent, key = dice.choice(places if dice.random() < 0.5 else places[:40])
+        parent, key = dice.choice(places)
         if dice.random() < 0.3:
             del parent[key]
         else:
