@@ -218,22 +218,6 @@ def test_what_cannot_be_run_is_refused_in_one_line(small, refuse, words, monkeyp
 # The command
 
 UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc['prompt']\n"
-CHOOSE = """\
-task: choose
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: ["{{answer}}", "{{memory}}"]
-doc_to_target: 0
-"""
-
-
-def responses(folder, task):
-    """What a run of the harness stored for each item of a task."""
-    [path] = folder.rglob(f"samples_{task}_*")
-    return [json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()]
 
 
 def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(tmp_path, start):
@@ -248,23 +232,18 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
         '"{{prompt}}"', "!function utils.ask"
     )
     (tmp_path / "conflict.yaml").write_text(example)
-    (tmp_path / "choose.yaml").write_text(CHOOSE.replace("DATA", str(items)))
     method = ["--method", "decore-entropy"]
-    tasks = ["--tasks", "conflict,choose", "--include_path", tmp_path, "--batch_size", "12"]
-    program = [sys.executable, "-m", "integrations.lm_eval", *method, *tasks, "--log_samples"]
-    results, texts, numbers = [], [], []
+    tasks = ["--tasks", "conflict", "--include_path", tmp_path, "--batch_size", "12"]
+    results = []
     for engine in [], ["--transformers"]:
         out = tmp_path / f"out{len(results)}"
-        arguments = [*program, *engine, "--output_path", out]
+        program = [sys.executable, "-m", "integrations.lm_eval", *method, *tasks, *engine]
+        arguments = [*program, "--output_path", out]
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
-        texts.append(responses(out, "conflict"))
-        choices = responses(out, "choose")
-        numbers.append([float(log_p) for item in choices for log_p, _ in item])
     own, hf = results
-    assert own["results"] == hf["results"] and texts[0] == texts[1]
-    assert numbers[0] == pytest.approx(numbers[1], abs=1e-3)
+    assert own["results"] == hf["results"]
     configs = [result["config"]["model_args"] for result in results]
     assert [c["engine"] for c in configs] == ["own", "transformers"]
     assert configs[0]["method"] == "decore-entropy"
