@@ -8,8 +8,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from huggingface_hub import constants
-
 import cli
 from paper import decoders
 from program.settings import method_settings
@@ -27,11 +25,6 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     offline_if_unreachable()
-    if constants.HF_HUB_OFFLINE:  # the harness looks for data after a minute
-        print(
-            f"{hub_reason('')}: tasks must have their data in the cache or in local files",
-            file=sys.stderr,
-        )
     HarnessModel, HarnessCLI = import_harness()
     if args.seed is not None:
         rest.append(f"--seed={args.seed}")  # of the harness's few-shot examples too
@@ -54,7 +47,7 @@ def main():
     run.model = HarnessModel(
         model, tokenizer, args.batch_size, args.renormalise, template_args, **settings
     )
-    libraries = ("torch", "tokenizers", *["transformers"] * args.transformers)
+    libraries = ["torch", "tokenizers", *["transformers"] * args.transformers]
     run.batch_size = args.batch_size
     run.model_args = settings | {  # stored beside the results
         "method": method,

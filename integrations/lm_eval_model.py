@@ -124,7 +124,7 @@ class HarnessModel(TemplateLM):
         stop = options.pop("until")
         limit = options.pop("max_gen_toks")
         for name, value in options.items():
-            if name not in SAMPLING and (name not in GREEDY or value != GREEDY[name]):
+            if name not in SAMPLING and GREEDY.get(name, ...) != value:
                 raise ValueError(
                     f"a task needs {name} {value!r}, but decoding is greedy: add --gen_kwargs "
                     "do_sample=False,temperature=0,num_beams=1"

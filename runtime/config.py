@@ -13,6 +13,7 @@ from runtime.files import one_line, read_json
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 SMALL = 1_000_000_000  # parameters up to which a CPU computes in float32 by default
+HUGE = 10**12  # the largest number in a field
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Config:
         path = Path(folder) / "config.json"
         if not path.exists():
             raise FileNotFoundError(
-                f"{path} is missing; instead of .gguf files, give the original checkpoint"
+                f"{path} is missing; instead of .gguf files, give the original checkpoint, and "
+                "merge a LoRA adapter into its model (peft: merge_and_unload)"
             )
         c = read_json(path)
         model_type = field(c, path, "model_type", [*FAMILIES])
@@ -52,10 +54,10 @@ class Config:
         need("mlp_bias", [False])
         need("is_causal", [True])
         need("quantization_config", [None, {}])
-        d_model = need("hidden_size", SIZE)
-        n_heads = need("num_attention_heads", SIZE)
-        n_kv_heads = need("num_key_value_heads", SIZE, null=n_heads)
-        head_dim = need("head_dim", SIZE, null=d_model // n_heads)
+        d_model = need("hidden_size", int)
+        n_heads = need("num_attention_heads", int)
+        n_kv_heads = need("num_key_value_heads", int, null=n_heads)
+        head_dim = need("head_dim", int, null=d_model // n_heads)
         if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(
                 f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; "
@@ -63,18 +65,18 @@ class Config:
             )
         # As in transformers. Qwen2 always has biases of q, k and v, and never one of o.
         bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
-        max_positions = need("max_position_embeddings", LENGTH)
+        max_positions = need("max_position_embeddings", int)
         rope_theta, rope_scaling = read_rope(c, path, max_positions)
         return cls(
             model_type=model_type,
-            vocab_size=need("vocab_size", (int, 1, 10**7)),
+            vocab_size=need("vocab_size", int),
             d_model=d_model,
-            d_ff=need("intermediate_size", SIZE),
-            n_layers=need("num_hidden_layers", (int, 1, 10**4)),
+            d_ff=need("intermediate_size", int),
+            n_layers=need("num_hidden_layers", int),
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            norm_eps=float(need("rms_norm_eps", (float, 1e-30, 1))),
+            norm_eps=float(need("rms_norm_eps", float)),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             qkv_bias=bias or model_type == "qwen2",
@@ -106,13 +108,9 @@ FAMILIES = {
     "qwen3": dict(num_key_value_heads=32, sliding_window=4096, head_dim=128),
 }
 
-# Kinds of fields: a type; a type with the lowest and the highest value; a list of all values.
-SIZE = (int, 1, 10**6)
-LENGTH = (int, 1, 2**30)
-POSITIVE = (float, 1e-30, 1e30)
 KINDS = {
-    int: "a whole number",
-    float: "a number",
+    int: f"a whole number from 1 to {HUGE}",
+    float: f"a positive number up to {HUGE}",
     bool: "true or false",
     dict: "an object",
     list: "a list",
@@ -120,18 +118,13 @@ KINDS = {
 TRAINED = "original_max_position_embeddings"
 SCALINGS = {  # rope_type → its fields and their kinds
     "default": {},
-    "linear": {"factor": POSITIVE},
-    "llama3": {
-        "factor": POSITIVE,
-        "low_freq_factor": POSITIVE,
-        "high_freq_factor": POSITIVE,
-        TRAINED: LENGTH,
-    },
+    "linear": {"factor": float},
+    "llama3": {"factor": float, "low_freq_factor": float, "high_freq_factor": float, TRAINED: int},
 }
 
 
 def field(fields, where, key, kind, null=...):
-    """fields[key]. ValueError if it is not of that kind.
+    """fields[key]. ValueError if it is not of that kind, one of KINDS or a list of all values.
 
     null: the value of a field that is null or absent; `...`: it is required."""
     value = fields.get(key)
@@ -142,13 +135,10 @@ def field(fields, where, key, kind, null=...):
         expected = " or ".join(map(json.dumps, kind))
         if key != "dtype":
             expected += " (HFModel, or --transformers, decodes with others)"
-    elif isinstance(kind, tuple):
-        kind, low, high = kind
-        types = (int, float) if kind is float else (int,)
-        valid = type(value) in types and low <= value <= high
-        expected = f"{KINDS[kind]} from {low} to {high}"
     else:
-        valid = type(value) is kind
+        valid = type(value) is kind or (type(value), kind) == (int, float)
+        if kind in (int, float):
+            valid = valid and 0 < value <= HUGE
         expected = KINDS[kind]
     if not valid:
         present = one_line(json.dumps(value), 80) if key in fields else "missing"
@@ -188,13 +178,8 @@ def read_rope(c, path, max_positions):
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", [1], null=1)
     rope_type = need("rope_type", [*SCALINGS])
-    theta = float(need("rope_theta", (float, 2, 1e30)))
+    theta = float(need("rope_theta", float))
     scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
-    if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ValueError(
-            f"{path}: {key}: low_freq_factor {scaling['low_freq_factor']} must be less than "
-            f"high_freq_factor {scaling['high_freq_factor']}"
-        )
     return theta, {"rope_type": rope_type} | scaling if scaling else None
 
 
@@ -206,12 +191,14 @@ def read_windows(c, path):
     if c["model_type"] == "llama":
         return (None,) * n_layers
     if c["model_type"] == "mistral":
-        return (need("sliding_window", LENGTH, null=None),) * n_layers
+        return (need("sliding_window", int, null=None),) * n_layers
     window = None
     if need("use_sliding_window", bool):
-        window = need("sliding_window", LENGTH, null=None)
+        window = need("sliding_window", int, null=None)
     full, sliding = "full_attention", "sliding_attention"
-    first = need("max_window_layers", (int, 0, 2**30))
+    first = c["max_window_layers"]
+    if first != 0:
+        need("max_window_layers", int)
     default = [sliding if window and i >= first else full for i in range(n_layers)]
     kinds = need("layer_types", list, null=default)
     known = [full, sliding] if window else [full]

@@ -26,7 +26,7 @@ from runtime.errors import out_of_memory
 from runtime.files import one_line
 from runtime.pack import pack
 from runtime.parallel import Shard
-from runtime.special import special_ids
+from runtime.special import end_ids, special_ids
 from runtime.torchrun import rank_and_size
 from runtime.weights import check_names, checkpoint_folder, weight_files
 
@@ -42,23 +42,19 @@ PROBE = 7  # tokens that the model reads when it is loaded
 
 class HFModel(nn.Module):
     """hf: a causal language model, loaded by transformers. ValueError if its heads cannot be
-    masked."""
+    masked. packs: replace the linear layers by faster ones, as runtime/pack.py does."""
 
     can_record = False  # the cache grows with every token
 
-    def __init__(self, hf, name=None, folder=None):
+    def __init__(self, hf, name=None, folder=None, packs=False):
         super().__init__()
         c = hf.config.get_text_config(decoder=True)
         self.hf = hf.eval()
         self.shard = Shard()
         self.folder = folder
         self.name = str(name or hf.name_or_path or c.model_type)
-        self.product = None  # as in `Transformer`
         self.bos_id = None
-        ends = hf.generation_config.eos_token_id
-        if not isinstance(ends, list):
-            ends = [] if ends is None else [ends]
-        self.eos_ids = tuple(ends)
+        self.eos_ids = end_ids(hf.generation_config.eos_token_id, "eos_token_id")
         padding = getattr(c, "pad_token_id", None)
         self.pad_ids = self.eos_ids if padding is None else (padding,)
         self.arguments = inspect.signature(hf.forward).parameters
@@ -66,7 +62,9 @@ class HFModel(nn.Module):
             self.config = describe(c)
             head = hf.get_output_embeddings()
             self.config.tied_embeddings = hf.get_input_embeddings().weight is head.weight
-            self.decoder = find_decoder(hf)
+            self.product = pack(hf, nn.Linear) if packs else None  # as in `Transformer`
+            decoder = hf.get_decoder()  # some families do not say what it is
+            self.decoder = decoder if decoder not in (hf, None) else hf.model
             ids = (torch.arange(PROBE, device=self.device)[None] + c.vocab_size // 2) % c.vocab_size
             run = partial(self.run, dict(input_ids=ids), output_attentions=True)
             self.attention = find_attention(self.decoder, self.config.n_layers, run)
@@ -89,12 +87,11 @@ class HFModel(nn.Module):
                 "ranks of torchrun do not share a model of transformers: start one process, and "
                 'use device_map="auto" for several devices'
             )
-        c = read_config(checkpoint_folder(name, weights=False))
         folder = checkpoint_folder(name)
+        c = read_config(folder)
         weight_files(folder)  # refuses pickles
-        dtype = find_dtype(dtype) if dtype else "auto"
-        if dtype == "auto" and not device_map:
-            dtype = default_dtype(folder, device) or "auto"
+        default = None if device_map else default_dtype(folder, device)
+        dtype = find_dtype(dtype) if dtype else default or "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
             device_map = device_map or {"": device}
         with naming(folder):
@@ -113,14 +110,9 @@ class HFModel(nn.Module):
             )
         check_names(folder, info["missing_keys"], info["unexpected_keys"])
         name = folder.resolve().name if Path(name).exists() else name
-        tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
-        product = None
         if not device_map:
             hf = hf.to(device)
-            product = pack(hf, nn.Linear) if hf.device.type == "cpu" else None
-        model = cls(hf, name, folder)
-        model.product = product
-        model.config.tied_embeddings = tied  # a packed head has a matrix of its own
+        model = cls(hf, name, folder, packs=not device_map and hf.device.type == "cpu")
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         return model
 
@@ -128,8 +120,8 @@ class HFModel(nn.Module):
         """As `Transformer.forward`."""
         rows = 1 if head_mask is None else len(head_mask)
         texts = cache or HFCache(self, [0] * len(ids), rows)
-        inputs = texts.inputs(ids)
-        out = self.run(inputs, head_mask, mask, output_attentions=probabilities is not None)
+        attentions = probabilities is not None
+        out = self.run(texts.inputs(ids), head_mask, mask, output_attentions=attentions)
         if probabilities is not None:
             probabilities += self.by_position(out.attentions, texts)
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
@@ -154,11 +146,8 @@ class HFModel(nn.Module):
         """The logits for x [R, B, T, D], the decoder's output: scaled, capped as in its family."""
         states = x.flatten(0, 1)
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=x.device)
-
-        def forward(*_, **__):
-            return Output(last_hidden_state=states)
-
-        with patch.object(self.decoder, "forward", forward):
+        output = Output(last_hidden_state=states)
+        with patch.object(self.decoder, "forward", return_value=output):
             out = self.run(dict(input_ids=ids, use_cache=False))
         return self.clean(out.logits).unflatten(0, x.shape[:2])
 
@@ -175,15 +164,12 @@ class HFModel(nn.Module):
                 eager = patch.object(config, "_attn_implementation_internal", "eager")
                 changes.enter_context(eager)
                 more["output_attentions"] = True
-            masked = {} if head_mask is None else self.mask_heads(head_mask, mask, changes)
-            out = self.hf(**inputs, **more)
-        missing = [layer for layer, called in masked.items() if not called]
-        if missing:
-            raise ValueError(f"{self.name}: layers {missing} were not masked")
-        return out
+            if head_mask is not None:
+                self.mask_heads(head_mask, mask, changes)
+            return self.hf(**inputs, **more)
 
     def mask_heads(self, head_mask, mask, changes):
-        """Add hooks that mask heads in the next pass → {its layer: whether a hook was called}.
+        """Add hooks that mask heads in the next pass.
 
         head_mask: [R, L, H] of 0 and 1. changes: the stack of contexts that the hooks live in."""
         L, H = self.config.n_layers, self.config.n_heads
@@ -192,7 +178,6 @@ class HFModel(nn.Module):
                 f"the head mask is [R, L, H] = {list(head_mask.shape)}; "
                 f"{self.name} has L = {L}, H = {H}"
             )
-        called = {}
 
         def silence(layer, heads, module, args, *output):
             """Of the output projection the input is masked, of the query projection the output,
@@ -201,15 +186,13 @@ class HFModel(nn.Module):
             rows = head_mask[:, layer, None, :heads, None].to(x)  # [R, 1, H, 1]
             split = x.reshape(len(rows), -1, heads, x.shape[-1] // heads)  # [R, B·T, H, K]
             x = (split * rows).view(x.shape)
-            called[layer] = True
             return x if output else (x, *others)
 
         for layer in (head_mask == 0).any(-1).any(0).nonzero().flatten().tolist():
             a = self.attention.get(layer)
-            if a is None:
-                raise ValueError(f"{self.name}: layer {layer} has no attention: mask other heads")
-            if (head_mask[:, layer, a.heads :] == 0).any():
-                raise ValueError(f"{self.name}: layer {layer} has {a.heads} heads: mask others")
+            heads = a.heads if a else 0
+            if (head_mask[:, layer, heads:] == 0).any():
+                raise ValueError(f"{self.name}: layer {layer} has {heads} heads; mask others")
             if mask not in a.projections:
                 raise ValueError(
                     f"{self.name} ({self.config.model_type}) has no {mask} projection whose heads "
@@ -219,9 +202,7 @@ class HFModel(nn.Module):
             add = module.register_forward_hook
             if mask == "output":
                 add = module.register_forward_pre_hook
-            changes.enter_context(add(partial(silence, layer, a.heads)))
-            called[layer] = False
-        return called
+            changes.enter_context(add(partial(silence, layer, heads)))
 
     def clean(self, logits):
         """Float32 logits [..., V]. Transformers pads the vocabulary of some heads."""
@@ -241,18 +222,14 @@ class HFModel(nn.Module):
 
         attentions: those of transformers, [R·B, H, T, C]. Heads that a layer does not have attend
         to its last key."""
-        attentions = [p for p in attentions or () if p is not None]
-        keys = cache.P + cache.slots
-        shapes = [(p.shape[1], p.shape[3]) for p in attentions]
-        if shapes != [(a.heads, keys) for a in self.attention.values()]:
-            raise ValueError(
-                f"{self.name} ({self.config.model_type}) does not say where its heads attend to"
-            )
+        attentions = [p for p in attentions if p is not None]
         present = dict(zip(self.attention, attentions, strict=True))
         places = cache.places()[:, None, None]  # [B, 1, 1, P]
+        T, keys = attentions[0].shape[2:]
         for layer in range(self.config.n_layers):
-            shape = cache.rows, len(places), attentions[0].shape[2], self.config.n_heads, keys
-            out = torch.zeros(shape, device=self.device)
+            out = torch.zeros(
+                cache.rows, len(places), T, self.config.n_heads, keys, device=self.device
+            )
             out[..., -1] = 1
             if layer in present:
                 p = present[layer].to(out).unflatten(0, (cache.rows, -1))  # [R, B, H, T, C]
@@ -281,9 +258,8 @@ class HFModel(nn.Module):
                 "a padded batch with a cache gives other logits than its texts one by one"
             )
         states = first.hidden_states or ()
-        if len(states) != self.config.n_layers + 1:
-            return False
-        if any(x.shape != states[-1].shape for x in states):
+        shape = (*ids.shape, self.config.d_model)
+        if [x.shape for x in states] != [shape] * (self.config.n_layers + 1):
             return False
         return alike(self.logits(states[-1][None])[0], self.clean(first.logits), self.dtype)
 
@@ -405,14 +381,6 @@ def naming(model):
 # ----------------------------------------------------------------------------------- structure
 
 
-def find_decoder(hf):
-    """The model inside a causal language model: its layers, without the head."""
-    for module in hf.get_decoder(), hf.base_model, getattr(hf, "model", None):
-        if module is not hf and isinstance(module, transformers.PreTrainedModel):
-            return module
-    raise ValueError("has no decoder of its own")
-
-
 def find_attention(decoder, n_layers, run):
     """{layer: its attention's number of `heads`, and for each mask the module in `projections`
     whose hook masks them}. ValueError if heads are not found.
@@ -422,27 +390,26 @@ def find_attention(decoder, n_layers, run):
     A layer without attention is left out. run: a pass in which attention returns probabilities."""
     calls = record_calls(decoder, n_layers, run)
     found = {}
-    attentions = {}  # layer → its attention
     for module, (layer, _, (result, *others)) in calls.items():  # innermost first
         p = next((x for x in others if torch.is_tensor(x) and x.dim() == 4), None)
         if layer in found or p is None or p.shape[2] != p.shape[3]:
             continue
-        attentions[layer] = module
         heads = p.shape[1]
         for child in module.children():
-            if child in calls and is_projection(child, calls, result, heads):
-                x = calls[child][1]
-                projections = {"output": child}
-                if separate_queries(module, calls, x.shape, x.shape[-1] // heads):
-                    projections["query"] = module.q_proj
-                found[layer] = SimpleNamespace(heads=heads, projections=projections)
-    missing = attentions.keys() - found.keys()
-    if missing:
-        name = type(attentions[min(missing)]).__name__
-        raise ValueError(f"{name} has no output projection that reads its heads side by side")
+            _, x, (y, *_) = calls.get(child, (layer, None, (None,)))
+            # Norms, which may come last, have only vectors.
+            multiplies = any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))
+            if torch.is_tensor(y) and torch.equal(y, result) and multiplies:
+                if x.shape[-1] % heads == 0:
+                    projections = {"output": child}
+                    if separate_queries(module, calls, x.shape, x.shape[-1] // heads):
+                        projections["query"] = module.q_proj
+                    found[layer] = SimpleNamespace(heads=heads, projections=projections)
     outputs = {a.projections["output"] for a in found.values()}
     if not found or len(outputs) < len(found):  # layers may share one
-        raise ValueError("no layer has an attention of its own whose heads can be masked")
+        raise ValueError(
+            "no layer has an attention of its own whose output projection reads heads side by side"
+        )
     return found
 
 
@@ -461,14 +428,6 @@ def record_calls(decoder, n_layers, run):
                 hooks.enter_context(module.register_forward_hook(partial(record, i)))
         run()
     return calls
-
-
-def is_projection(child, calls, result, heads):
-    """Whether a child of attention multiplies its heads, side by side, by a matrix → the result."""
-    _, x, (y, *_) = calls[child]
-    if not torch.is_tensor(y) or not torch.equal(y, result) or x.shape[-1] % heads:
-        return False
-    return any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))  # norms have vectors
 
 
 def separate_queries(attention, calls, shape, width):

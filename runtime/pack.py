@@ -50,18 +50,15 @@ def pack(model, linear, keep=None):
 
     A packed layer has no plain weight. keep: the name of a layer that stays plain, for looking up
     rows. If its weight is the head's too, that matrix is in memory twice."""
-    names = []
+    sizes = {}  # of the matrices, which are freed one by one when their packed ones exist
     for name, layer in model.named_modules(remove_duplicate=False):
         if type(layer) is linear and layer.weight.nbytes > SMALL and name != keep:
-            names.append(name)
-    if not names:
-        return "plain"
-    weights = [model.get_submodule(name).weight for name in names]
-    kind = fastest(max(weights, key=lambda weight: weight.nbytes))
-    del weights  # so that each matrix is freed when its packed one exists
+            sizes[name] = layer.weight.nbytes
+    largest = max(sizes, key=sizes.get, default=None)
+    kind = largest and fastest(model.get_submodule(largest).weight)
     if kind is None:
         return "plain"
-    for name in names:
+    for name in sizes:
         layer = model.get_submodule(name)
         model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
     return kind.__name__.lower()

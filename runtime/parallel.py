@@ -12,9 +12,6 @@ from runtime.torchrun import rank_and_size
 COLLECTIVE = timedelta(minutes=10)  # the longest wait for the other ranks inside a pass
 PATIENT = timedelta(days=30)  # the longest wait for a download or other replicas' batches
 
-# The second is its name before torch 2.13.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 
 def call(collective, *args, **kw):
     """Call a function of torch.distributed. ConnectionError, in one line, if it fails."""
@@ -65,9 +62,9 @@ class Shard:
         """Concatenates along the last axis in the order of the ranks, in the dtype of x."""
         if self.size == 1:
             return x
-        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        call(all_gather_single, parts, x.contiguous(), group=self.group)
-        return torch.cat(parts.chunk(self.size), -1)
+        parts = list(x.new_empty(self.size, *x.shape))
+        call(dist.all_gather, parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, -1)
 
     def broadcast(self, value):
         """The first rank's value, on every rank: any object that pickles."""
@@ -123,20 +120,18 @@ def rank_device(device):
     if device.type != "cuda":
         return device
     n = torch.cuda.device_count()
-    if (device.index or 0) >= n:
+    index = device.index
+    if index is None and rank_and_size()[1] > 1:
+        index = int(os.environ["LOCAL_RANK"]) if n > 1 else 0  # a process may see only its own GPU
+    if (index or 0) >= n:
         raise ValueError(
-            f"device {device} is not on this machine: torch finds {n} GPUs; choose another, or cpu"
+            f"GPU {index or 0} is not on this machine: torch finds {n}; choose another device, "
+            "or with torchrun a smaller --nproc-per-node"
         )
-    if rank_and_size()[1] > 1:
-        local = int(os.environ["LOCAL_RANK"])
-        if device.index is not None or local >= n > 1:
-            raise ValueError(
-                f"{device} for local rank {local} of {n} GPUs: with torchrun the device is cuda, "
-                f"and --nproc-per-node at most {n}"
-            )
-        device = torch.device("cuda", local if n > 1 else 0)  # a process may see only its own GPU
-    if device.index is not None:
-        torch.cuda.set_device(device)  # streams and graphs belong to the current device
+    if index is None:
+        return device
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)  # streams and graphs belong to the current device
     return device
 
 

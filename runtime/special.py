@@ -40,14 +40,16 @@ def read_eos_ids(folder, eos_id=None):
     config.json's."""
 
     def read(name):
-        ids = read_optional(folder / name).get("eos_token_id")
-        if ids is None:
-            return []
-        ids = as_ints(ids, f"{folder / name}: eos_token_id", single=True)
-        return [i for i in ids if i >= 0]  # -1: none
+        path = folder / name
+        return end_ids(read_optional(path).get("eos_token_id"), f"{path}: eos_token_id")
 
-    defaults = [] if eos_id is None else [eos_id]
-    return tuple(read("generation_config.json") or dict.fromkeys(defaults + read("config.json")))
+    defaults = () if eos_id is None else (eos_id,)
+    return read("generation_config.json") or tuple(dict.fromkeys(defaults + read("config.json")))
+
+
+def end_ids(value, name):
+    """A configuration's `eos_token_id` (None, a number or several) → a tuple. -1 means none."""
+    return tuple(i for i in as_ints([] if value is None else value, name, single=True) if i >= 0)
 
 
 def read_tokenizer(path):

@@ -28,19 +28,13 @@ def checkpoint_folder(name, weights=True):
     name = str(name)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
-        if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-            raise FileNotFoundError(
-                f"{folder} is a LoRA adapter: merge it into its model (peft: merge_and_unload)"
-            )
         return folder
     if not HUB_ID.fullmatch(name) or folder.exists():
         raise FileNotFoundError(
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
             "single files, such as .gguf, are not read"
         )
-    patterns = ["*.json", "*.jinja"]
-    if weights:
-        patterns.append("*.safetensors")
+    patterns = ["*.json", "*.jinja", *["*.safetensors"] * weights]
     # Llama and Mistral hold the weights again, in original/ or as consolidated*.safetensors.
     duplicates = ["*/*", "consolidated*"]
     try:
@@ -197,17 +191,9 @@ def weight_files(folder):
         try:
             path.open("rb").close()  # safe_open calls a file without permission missing
             with safe_open(path, "pt") as file:
-                tensors = file.keys()
-        except PermissionError:
-            raise
-        except (SafetensorError, OSError) as error:
+                files |= dict.fromkeys(file.keys(), path)
+        except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
-        twice = sorted(files.keys() & set(tensors))
-        if twice:
-            raise ValueError(
-                f"{path}: another file has {twice[0]} too; download the checkpoint again"
-            )
-        files |= dict.fromkeys(tensors, path)
     return files
 
 

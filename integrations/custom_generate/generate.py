@@ -68,8 +68,12 @@ def generate(
         )
     options = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
     for name, value in options.items():
-        if value is not None:
-            check_option(name, value, method)
+        low = -math.inf if name == "alpha" else 0
+        if value is not None and not (name in METHODS[method] and low <= value < math.inf):
+            raise ValueError(
+                f"{name}={value!r} has no effect on {method}, or is not a finite number in its "
+                "range"
+            )
     alpha = 0.5 if alpha is None else alpha
     config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
     mode = config.get_generation_mode(arguments.get("assistant_model"))
@@ -105,15 +109,6 @@ def generate(
         out.alphas = torch.cat(alphas, 1)
         out.entropies = torch.cat(entropies, 1)
     return out
-
-
-def check_option(name, value, method):
-    """ValueError for an option that the method does not use, or whose value is out of range."""
-    finite = isinstance(value, int | float) and abs(value) < math.inf
-    if name not in METHODS[method] or not finite or (name != "alpha" and value < 0):
-        raise ValueError(
-            f"{name}={value!r} has no effect on {method}, or is not a finite number in its range"
-        )
 
 
 @contextmanager
@@ -202,7 +197,11 @@ def find_projection(model, layer, mask):
 
     It reads them for mask "output", and writes them for "query"."""
     c = model.config.get_text_config()
-    attention, module = find_attention(model, layer, c.num_hidden_layers)
+    attention = module = None
+    for layers in (model.get_decoder() or model).modules():
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == c.num_hidden_layers:
+            attention, module = find_attention(layers[layer])
+            break
     width = getattr(attention, "head_dim", None) or c.hidden_size // c.num_attention_heads
     K = getattr(attention, "v_head_dim", None) or width
     if module is not None and mask == "query":
@@ -219,14 +218,9 @@ def find_projection(model, layer, mask):
     return module, c.num_attention_heads, K
 
 
-def find_attention(model, layer, n_layers):
+def find_attention(layer):
     """(attention, its output projection) of a layer; (None, None) if they have other names."""
-    for layers in (model.get_decoder() or model.base_model).modules():
-        if isinstance(layers, torch.nn.ModuleList) and len(layers) == n_layers:
-            break
-    else:
-        return None, None
-    for name, module in layers[layer].named_modules():
+    for name, module in layer.named_modules():
         if name.rpartition(".")[2] in ATTENTION:
             for output in OUTPUT:
                 if hasattr(module, output):
@@ -289,14 +283,9 @@ def read_scores(path):
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = content.get("scores", content)
-        scores = {head: np.array(score, ndmin=1) for head, score in entries.items()}
-    except (AttributeError, ValueError) as error:
+        scores = np.array([*entries.values()], float)
+        if not np.isfinite(scores).all():
+            raise ValueError("a score is not a finite number")
+        return dict(zip(entries, scores.reshape(len(entries), -1).mean(1), strict=True))
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a head file: {error}") from None
-    for head, score in scores.items():
-        if score.dtype.kind not in "iuf" or score.ndim > 1 or not np.isfinite(score).all():
-            raise ValueError(
-                f"{path}: the score of {head} is not a finite number or a list of them"
-            )
-    if len({score.size for score in scores.values()}) > 1:
-        raise ValueError(f"{path}: heads have lists of different lengths; make the file again")
-    return {head: score.mean() for head, score in scores.items()}

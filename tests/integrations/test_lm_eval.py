@@ -90,10 +90,9 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
         chat_template=TEMPLATE,
         **special,
     )
+    own = Transformer.load(folder), Tokenizer.load(folder)
     models = (
-        HarnessModel(
-            Transformer.load(folder), Tokenizer.load(folder), batch_size=4, method="greedy"
-        ),
+        HarnessModel(*own, batch_size=4, method="greedy"),
         HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4),
     )
     shot = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "yes"}]
@@ -105,14 +104,12 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
     contexts = [*CHOICES, *((chat, ["yes", " no"]) for chat in chats[0])]
     pairs = [(context, answer) for context, answers in contexts for answer in answers]
     pairs = pairs[::2] + pairs[1::2]  # the answers to a context are not neighbours
-    values, their_values = (run(lm, "loglikelihood", pairs) for lm in models)
-    assert [log_p for log_p, _ in values] == pytest.approx(
-        [log_p for log_p, _ in their_values], abs=1e-4
+    (sums, greedy), (their_sums, theirs_greedy) = (
+        zip(*run(lm, "loglikelihood", pairs), strict=True) for lm in models
     )
-    assert [greedy for _, greedy in values] == [greedy for _, greedy in their_values]
-    texts, their_texts = (
-        run(lm, "generate_until", [(text, LIMITS) for text in PROMPTS + chats[0]]) for lm in models
-    )
+    assert sums == pytest.approx(their_sums, abs=1e-4) and greedy == theirs_greedy
+    requests = [(text, LIMITS) for text in PROMPTS + chats[0]]
+    texts, their_texts = (run(lm, "generate_until", requests) for lm in models)
     assert texts == their_texts
 
 
@@ -141,32 +138,23 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_a_decoder_gives_what_score_and_generate_give(small, name):
     model, tokenizer, amateur = small
-    how = (
-        dict(method=name)
-        | METHODS[name]
-        | (dict(amateur=amateur) if name in ("cd", "decore-entropy-lite") else {})
-    )
-    lm = HarnessModel(
-        model, tokenizer, batch_size=2, **how, **dict(mask_prompt=True) if "heads" in how else {}
-    )
+    how = dict(method=name) | METHODS[name]
+    if name in ("cd", "decore-entropy-lite"):
+        how["amateur"] = amateur
+    more = dict(mask_prompt=True) if "heads" in how else {}
+    lm = HarnessModel(model, tokenizer, batch_size=2, **how, **more)
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
-    assert [log_p for log_p, _ in scores] == decoders.score(
-        model, tokenizer.encode(context), ids, **how
-    )
+    expected = decoders.score(model, tokenizer.encode(context), ids, **how)
+    assert [log_p for log_p, _ in scores] == expected
     prompts = ("abc", "A longer prompt", "x")
-    texts = run(
-        lm, "generate_until", [(prompt, dict(until=["w"], max_gen_toks=20)) for prompt in prompts]
-    )
+    limits = dict(until=["w"], max_gen_toks=20)
+    texts = run(lm, "generate_until", [(prompt, limits) for prompt in prompts])
     for prompt, text in zip(prompts, texts, strict=True):
-        g = decoders.generate(
-            model,
-            tokenizer.encode(prompt),
-            max_new_tokens=20,
-            eos_ids=tokenizer.eos_ids,
-            **lm.settings,
-        )
+        ids = tokenizer.encode(prompt)
+        ends = tokenizer.eos_ids
+        g = decoders.generate(model, ids, max_new_tokens=20, eos_ids=ends, **lm.settings)
         assert text == tokenizer.decode(g.ids).split("w")[0]
 
 
@@ -175,11 +163,9 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
     lm, flags = HarnessModel(model, tokenizer, method="dola-high"), []
     for prompt in ("abc", "Where?", "A longer prompt", "mill"):
         ids = tokenizer.encode(prompt)
+        how = dict(method="dola-high", max_new_tokens=12, eos_ids=())
         cut, uncut = (
-            decoders.generate(
-                model, ids, method="dola-high", max_new_tokens=12, eos_ids=(), **more
-            ).ids
-            for more in ({}, dict(relative_top=0))
+            decoders.generate(model, ids, **how, **more).ids for more in ({}, dict(relative_top=0))
         )
         scores = lm._loglikelihood_tokens([(None, ids, cut), (None, ids, uncut)], disable_tqdm=True)
         assert [flag for _, flag in scores] == [True, cut == uncut]
@@ -187,46 +173,51 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
     assert not all(flags)
 
 
+def generate_text(lm, **options):
+    return run(lm, "generate_until", [("abc", options)])
+
+
+def command(*arguments):
+    def start(lm):
+        sys.argv[1:] = arguments
+        harness.main()
+
+    return start
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    "refuse, words",
     [
-        (dict(do_sample=True, temperature=0.7), "do_sample True"),
-        (dict(temperature=0.7), "temperature 0.7"),
-        (dict(num_beams=4), "num_beams 4"),
-        (dict(repetition_penalty=1.2), "repetition_penalty 1.2"),
-        (dict(max_gen_toks=512), "512 new tokens"),
+        (lambda lm: generate_text(lm, do_sample=True), "do_sample True, but decoding is greedy"),
+        (lambda lm: generate_text(lm, temperature=0.7), "temperature 0.7"),
+        (lambda lm: generate_text(lm, repetition_penalty=1.2), "repetition_penalty 1.2"),
+        (lambda lm: generate_text(lm, max_gen_toks=512), "a task needs 512 new tokens"),
+        (lambda lm: run(lm, "loglikelihood_rolling", [("A text.",)]), "choose tasks with answers"),
+        (lambda lm: lm.apply_chat_template([], False), "leave out --apply_chat_template"),
+        (command("--method", "cad", "--tasks", "x"), "method 'cad' is unknown"),
+        (command("--method", "greedy", "--heads", "f"), "--heads has no effect on greedy"),
+        (command("--tasks", "x", "--model_args", "a=y"), "--model_args has no effect"),
+        (command("--tasks", "x", "--use_cache", "f"), "--use_cache has no effect"),
+        (command("--tasks", "x", "--cache_requests", "true"), "--cache_requests has no effect"),
+        (command(), "--tasks is missing"),
+        (
+            command("--tasks", "x", "--template-args", '{"a": 1}'),
+            "--template-args has no effect without --apply_chat_template",
+        ),
     ],
 )
-def test_options_other_than_greedy_decodings_and_too_many_tokens_are_refused(
-    small, options, message
-):
+def test_what_cannot_be_run_is_refused_in_one_line(small, refuse, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["integrations.lm_eval"])
+    monkeypatch.setattr(sys, "path", sys.path[:])
     lm = HarnessModel(*small[:2], method="greedy")
+    with pytest.raises(ValueError, match=words):
+        refuse(lm)
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k",), 5)
-    with pytest.raises(ValueError, match=f"a task needs {message}"):
-        run(lm, "generate_until", [("abc", options)])
-
-
-def test_perplexities_and_answers_that_the_task_begins_are_refused(small):
-    lm = HarnessModel(*small[:2], method="greedy")
-    with pytest.raises(ValueError, match="choose tasks with answers"):
-        run(lm, "loglikelihood_rolling", [("A text.",)])
-    with pytest.raises(ValueError, match="leave out --apply_chat_template"):
-        lm.apply_chat_template([{"role": "user", "content": "Who?"}], add_generation_prompt=False)
 
 
 # The command
 
 UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc['prompt']\n"
-CHOOSE = """\
-task: choose
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: ["{{answer}}", "{{memory}}"]
-doc_to_target: 0
-"""
 
 
 def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(tmp_path, start):
@@ -241,76 +232,23 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
         '"{{prompt}}"', "!function utils.ask"
     )
     (tmp_path / "conflict.yaml").write_text(example)
-    (tmp_path / "choose.yaml").write_text(CHOOSE.replace("DATA", str(items)))
-    method, results = ["--method", "decore-entropy"], []
+    method = ["--method", "decore-entropy"]
+    tasks = ["--tasks", "conflict", "--include_path", tmp_path, "--batch_size", "12"]
+    results = []
     for engine in [], ["--transformers"]:
         out = tmp_path / f"out{len(results)}"
-        arguments = [
-            *method,
-            "--tasks",
-            "conflict,choose",
-            "--include_path",
-            tmp_path,
-            "--batch_size",
-            "12",
-            *engine,
-        ]
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "integrations.lm_eval",
-                *arguments,
-                "--output_path",
-                out,
-                "--log_samples",
-            ],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        program = [sys.executable, "-m", "integrations.lm_eval", *method, *tasks, *engine]
+        arguments = [*program, "--output_path", out]
+        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
-        [texts, choices] = [
-            [json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()]
-            for path in (next(out.rglob(f"samples_{task}_*")) for task in ("conflict", "choose"))
-        ]
-        numbers = [float(log_p) for item in choices for log_p, _ in item]
-        results[-1] |= dict(texts=texts, numbers=pytest.approx(numbers, abs=1e-3))
     own, hf = results
-    assert (
-        own["results"] == hf["results"]
-        and own["texts"] == hf["texts"]
-        and own["numbers"].expected == hf["numbers"]
-    )
+    assert own["results"] == hf["results"]
     configs = [result["config"]["model_args"] for result in results]
-    assert [c["engine"] for c in configs] == ["own", "transformers"] and configs[0][
-        "method"
-    ] == "decore-entropy"
+    assert [c["engine"] for c in configs] == ["own", "transformers"]
+    assert configs[0]["method"] == "decore-entropy"
     assert configs[1]["versions"]["transformers"] == transformers.__version__
     _, [out], _ = start("--task", "miniature-conflict", *method, "--limit", 24, "--out", tmp_path)
     number = out["metrics"]["exact_match"]
     assert own["results"]["conflict"]["exact_match,none"] == number
     assert f"match is {number:.2f} with DeCoRe entropy" in page
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["--method", "cad", "--tasks", "x"], "method 'cad' is unknown"),
-        (["--method", "greedy", "--heads", "f", "--tasks", "x"], "--heads has no effect on greedy"),
-        (["--tasks", "x", "--model_args", "pretrained=y"], "--model_args has no effect"),
-        (["--tasks", "x", "--use_cache", "f"], "--use_cache has no effect"),
-        (["--tasks", "x", "--cache_requests", "true"], "--cache_requests has no effect"),
-        ([], "--tasks is missing"),
-        (
-            ["--tasks", "x", "--template-args", '{"a": 1}'],
-            "--template-args has no effect without --apply_chat_template",
-        ),
-    ],
-)
-def test_mistakes_on_the_command_line_are_one_line(argv, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["integrations.lm_eval", *argv])
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    with pytest.raises(ValueError, match=message):
-        harness.main()

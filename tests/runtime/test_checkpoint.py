@@ -1,14 +1,8 @@
-"""Configurations and weights are read as transformers reads them, or refused by field.
-
-DECORE_WEIGHTS=FOLDER pytest -m weights tests/runtime/test_checkpoint.py tests a trained model:
-karpathy's stories260K, a Llama. The folder holds safetensors and the tokenizer of 512 tokens."""
+"""Configurations and weights are read as transformers reads them, or refused by field."""
 
 import itertools
 import json
 import math
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,13 +11,10 @@ import transformers
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-import cli
-from decore import generate
 from model import Transformer
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, CLASSES, FAMILIES, random_ids, random_weights, write_checkpoint
-from tokenizer import Tokenizer
 
 
 def configuration(folder, family, **changes):
@@ -40,44 +31,41 @@ def load_theirs(folder, **more):
 
 
 @pytest.mark.parametrize(
-    "family, change, words",
+    "change, words",
     [
-        ("llama3", dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or'),
-        ("llama3", dict(rope_scaling=dict(type="yarn")), 'rope_type is "yarn"; it must be'),
-        ("llama3", dict(rope_scaling=dict(rope_type="linear")), "rope_scaling: factor is missing"),
-        ("llama3", dict(rope_scaling=BANDS | dict(low_freq_factor=4)), "low_freq_factor 4 must be"),
-        ("llama3", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
-        ("llama3", dict(mlp_bias=True), "mlp_bias is true; .*--transformers, decodes"),
-        ("llama3", dict(is_causal=False), "is_causal is false; it must be true"),
-        ("llama3", dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
-        ("llama3", dict(quantization_config=dict(bits=4)), 'quantization_config is {"bits": 4};'),
-        ("llama3", dict(rms_norm_eps=math.nan), "rms_norm_eps is NaN; it must be a number"),
-        ("llama3", dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole"),
-        ("llama3", dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1"),
-        ("llama3", dict(num_key_value_heads=3), "4 heads of width 8 with 3 key/value heads"),
-        ("llama3", dict(head_dim=5), "4 heads of width 5 with"),
-        ("qwen2", dict(layer_types=["sliding_attention"] * 3), "sliding_window None .* 3 times"),
+        (dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or'),
+        (dict(rope_scaling=dict(type="yarn")), 'rope_type is "yarn"; it must be'),
+        (dict(rope_scaling=dict(rope_type="linear")), "rope_scaling: factor is missing"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
+        (dict(mlp_bias=True), "mlp_bias is true; it must be false (HFModel, or --transformers"),
+        (dict(is_causal=False), "is_causal is false; it must be true"),
+        (dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
+        (dict(quantization_config=dict(bits=4)), 'quantization_config is {"bits": 4};'),
+        (dict(rms_norm_eps=math.nan), "rms_norm_eps is NaN; it must be a positive number"),
+        (dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole"),
+        (dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1"),
+        (dict(num_key_value_heads=3), "4 heads of width 8 with 3 key/value heads"),
+        (dict(head_dim=5), "4 heads of width 5 with"),
+        (dict(torch_dtype="int8"), 'dtype is "int8"; it must be "float32" or'),
+        (
+            dict(model_type="qwen2", layer_types=["sliding_attention"] * 3),
+            "with sliding_window None it must be 3 times full_attention",
+        ),
+        (None, "config.json is missing; instead of .gguf files, give the original checkpoint"),
     ],
 )
-def test_an_unsupported_or_malformed_field_is_named_in_one_line(family, change, words, tmp_path):
-    with pytest.raises(ValueError, match=words) as error:
-        Config.from_checkpoint(configuration(tmp_path, family, **change))
-    assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
-
-
-def test_a_folder_without_configuration_gets_a_hint_to_adapters_or_gguf(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json is missing; .* the original"):
+def test_an_unsupported_or_malformed_field_is_named_in_one_line(change, words, tmp_path):
+    if change:
+        configuration(tmp_path, "llama3", **change)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
         Config.from_checkpoint(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="is a LoRA adapter: merge it into its model"):
-        Tokenizer.load(tmp_path)
+    message = str(error.value)
+    assert message.startswith(str(tmp_path)) and words in message and "\n" not in message
 
 
 def test_a_dtype_is_a_name_or_one_of_torchs():
     for name in "torch.float16", "float16", torch.float16:
         assert find_dtype(name) is torch.float16
-    with pytest.raises(ValueError, match='dtype is "int8"; it must be "float32" or'):
-        find_dtype(torch.int8)
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2-window", "qwen3"])
@@ -158,6 +146,7 @@ def test_a_stored_head_replaces_the_tied_embedding_if_it_differs(stored, tmp_pat
         weights["lm_head.weight"] = embedding.flip(0).contiguous()
     elif stored != "embedding":
         weights["lm_head.weight"] = embedding.clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # as old files have
     if stored == "head":  # `save_model` of safetensors stores only one of the two names
         del weights["model.embed_tokens.weight"]
     folder = write_checkpoint(tmp_path, "llama3.2", weights=weights)
@@ -181,10 +170,6 @@ def test_of_an_index_only_the_names_of_files_in_its_folder_are_used(tmp_path):
         write_index(folder, weight_map)
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files"):
             weight_files(folder)
-    shutil.copy(min(files.values()), folder / "model-00003-of-00002.safetensors")
-    write_index(folder, {path.name: path.name for path in folder.glob("*.safetensors")})
-    with pytest.raises(ValueError, match="00003-of-00002.safetensors: another file has .* too;"):
-        weight_files(folder)
 
 
 def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
@@ -193,20 +178,14 @@ def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(tmp_pat
     assert torch.equal(Transformer.load(folder).norm.weight, load_theirs(folder).model.norm.weight)
 
 
-def test_weights_without_permission_are_not_called_damaged():
-    user = os.geteuid()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(folder, "llama3") / "model.safetensors"
-        path.chmod(0)
-        os.chmod(folder, 0o711)
-        try:
-            if user == 0:  # root may read everything
-                os.seteuid(65534)
-            with pytest.raises(PermissionError) as error:
-                weight_files(folder)
-        finally:
-            os.seteuid(user)
-    assert cli.explain(error.value) == f"{path}: permission denied"
+def test_weights_without_permission_are_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", path)
+
+    folder = write_checkpoint(tmp_path)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError):
+        weight_files(folder)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -218,20 +197,3 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
     for size, expected in hashes.items():
         kind = dict(family="llama3.2", seed=3, shards=shards, vocab_size=size)
         assert fingerprint(write_checkpoint(tmp_path / str(size), **kind)) == expected
-
-
-@pytest.mark.weights
-@pytest.mark.skipif(
-    "DECORE_WEIGHTS" not in os.environ,
-    reason="stories260K is not part of this project: set DECORE_WEIGHTS to its folder",
-)
-def test_a_trained_model_tells_the_published_story():
-    folder = Path(os.environ["DECORE_WEIGHTS"])
-    model = Transformer.load(folder)
-    tokenizer = Tokenizer.load(folder)
-    # The greedy text after BOS that the test of llama2.c expects.
-    story = (
-        "Once upon a time, there was a little girl named Lily. She loved to play outside in the "
-        "park. One day, she saw a big, red ball."
-    )
-    assert tokenizer.decode(generate(model, [1], "greedy", 100, eos_ids=()).ids).startswith(story)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from decore import generate
 from model import Linear, Transformer
 from runtime import pack
+from runtime.hf import HFModel
 from runtime.pack import Filled, Packed, fastest
-from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
+from tests.checkpoints import random_ids, write_checkpoint
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -34,46 +35,32 @@ def test_a_packed_layer_gives_the_numbers_of_the_plain_one(dtype, close, kind, b
 
 @needs_onednn
 @pytest.mark.parametrize("kind", [Packed, Filled])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_model_chooses_the_same_tokens(family, kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
+@pytest.mark.parametrize("family", ["llama3", "llama3-iti", "qwen2"])
+def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, family)
     monkeypatch.setattr(pack, "fastest", lambda weight: kind)
-    plain = Transformer.load(folder)  # all of its matrices are small
-    monkeypatch.setattr(pack, "SMALL", 0)
-    packed = Transformer.load(folder)
-    assert not any(isinstance(m, Packed) for m in plain.modules())
-    assert isinstance(packed.lm_head, Packed)  # also a head that is tied to the embedding
-    assert [name for name, m in packed.named_modules() if isinstance(m, Linear)] == ["embed"]
-    prompts, how = (
-        [random_ids(n, seed=n) for n in (9, 1, 30)],
-        dict(heads=[(1, 0), (2, 2)], max_new_tokens=12),
-    )
-    assert [g.ids for g in generate(packed, prompts, **how)] == [
-        g.ids for g in generate(plain, prompts, **how)
-    ]
-
-
-@needs_onednn
-@pytest.mark.parametrize("kind", [Packed, Filled])
-def test_a_loaded_model_of_transformers_is_packed_and_a_users_own_is_not(
-    kind, tmp_path, monkeypatch
-):
-    hf = pytest.importorskip("runtime.hf")
-    folder = write_checkpoint(tmp_path, "qwen2")
-    prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
-    how = dict(heads=[(1, 0), (2, 2)], max_new_tokens=12)
-    monkeypatch.setattr(pack, "fastest", lambda weight: kind)
-    plain = hf.HFModel.load(folder)
+    plain = engine.load(folder)
     assert plain.product == "plain"  # all of its matrices are small
     monkeypatch.setattr(pack, "SMALL", 0)
-    packed = hf.HFModel.load(folder)
+    packed = engine.load(folder)
     assert packed.product == kind.__name__.lower()
-    assert isinstance(packed.hf.lm_head, Packed)
-    assert packed.config.tied_embeddings == plain.config.tied_embeddings
-    own = hf.HFModel(plain.hf)
-    assert own.product is None and not any(isinstance(m, Packed) for m in own.modules())
-    texts = [[g.ids for g in generate(model, prompts, **how)] for model in (packed, plain)]
-    assert texts[0] == texts[1]
+    assert packed.config.tied_embeddings == plain.config.tied_embeddings == (family == "qwen2")
+    model = packed.hf if engine is HFModel else packed
+    assert isinstance(model.lm_head, Packed)  # also a head that is tied to the embedding
+    assert not [name for name, m in model.named_modules() if type(m) in (Linear, torch.nn.Linear)][
+        1:
+    ]
+    prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
+    how = dict(heads=[(1, 0), (2, 2)], max_new_tokens=12)
+    ids, expected = ([g.ids for g in generate(m, prompts, **how)] for m in (packed, plain))
+    assert ids == expected
+
+
+def test_a_users_own_model_of_transformers_is_not_packed(tmp_path, monkeypatch):
+    hf = HFModel.load(write_checkpoint(tmp_path)).hf
+    monkeypatch.setattr(pack, "SMALL", 0)
+    assert HFModel(hf).product is None and type(hf.lm_head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize(
@@ -81,16 +68,9 @@ def test_a_loaded_model_of_transformers_is_packed_and_a_users_own_is_not(
     [
         (0.02, 0, 1, None, True),
         (0, 0.02, 1, None, False),
-        (0.02, 0, 1.001, None, False),
-        (0.02, 0, 1, RuntimeError, False),
-        (0.02, 0, 1, AttributeError, False),
-    ],
-    ids=[
-        "packed is faster",
-        "plain is faster",
-        "packed is wrong",
-        "unsupported dtype",
-        "another torch",
+        (0.02, 0, 1.001, None, False),  # wrong
+        (0.02, 0, 1, RuntimeError, False),  # unsupported dtype
+        (0.02, 0, 1, AttributeError, False),  # another torch
     ],
 )
 @pytest.mark.parametrize("name, other", [("Packed", "Filled"), ("Filled", "Packed")])
