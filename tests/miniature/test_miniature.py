@@ -1,5 +1,5 @@
-"""The miniature's world and test splits; parts of its training; ITI; the claims; the checkpoint,
-with tolerances that a new training would pass."""
+"""The miniature's world and test splits; parts of its training; the claims; the checkpoint, with
+tolerances that a new training would pass."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import evaluate
 from cli import MINIATURE as FOLDER
 from decore import generate
 from heads import load_heads
-from miniature import claims, data, iti, make, train
+from miniature import claims, data, make, train
 from model import Transformer
 from runtime.files import short_hash
 from tests.checkpoints import random_ids, stand_in
@@ -145,22 +145,6 @@ def test_the_models_know_facts_and_read_passages_with_their_retrieval_heads(
     assert Tokenizer.load(folder).core.get_vocab() == Tokenizer.load(FOLDER).core.get_vocab()
 
 
-def test_iti_stores_the_shift_of_the_heads_that_separate_passage_from_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(iti, "ITEMS", 16)
-    shifts = iti.make_shifts()
-    assert len(shifts) == 4 and (3, 1) in shifts  # the last layer's retrieval head
-    iti.write(tmp_path, shifts)
-    edited, plain = (Transformer.load(folder, dtype=torch.float32) for folder in (tmp_path, FOLDER))
-    ids = torch.tensor([[0, 5, 80, 300, 7, 11]])
-    assert not torch.allclose(edited(ids), plain(ids), atol=0.1)
-    for (layer, head), shift in shifts.items():
-        padded = torch.zeros(8, 24).index_put((torch.tensor(head),), shift).flatten()
-        plain.layers[layer].attn.o.register_forward_pre_hook(
-            lambda _, inputs, padded=padded: (inputs[0] + padded,)
-        )
-    assert torch.allclose(edited(ids), plain(ids), atol=0.02)  # the biases are stored as float16
-
-
 MASKED, DECORE, RANDOM = "masked, N = {n}", "DeCoRe entropy, N = {n}", ", random heads"
 
 
@@ -272,10 +256,8 @@ def test_claims_are_tested_on_the_runs_with_their_settings(tmp_path, monkeypatch
 
 
 def test_the_page_s_tables_are_replaced_and_its_text_is_not():
-    page = make.replace_block(
-        "a\n<!-- b -->\n\nold\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n", "b", "new"
-    )
-    assert page == "a\n<!-- b -->\n\nnew\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n"
+    page = "a\n<!-- b -->\n\n{}\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n"
+    assert make.replace_block(page.format("old"), "b", " new\n") == page.format("new")
 
 
 def test_the_readme_quotes_the_page_s_numbers():
