@@ -155,7 +155,8 @@ def run_batch(model, tokenizer, prompts, needles, facts, rouge):
     published = facts["published"]
     records = []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
-    ids, spans = zip(*((ids, place["span"]) for ids, place in prompts), strict=True)
+    ids = [ids for ids, _ in prompts]
+    spans = [place["span"] for _, place in prompts]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
     for (prompt, place), (answer, positions) in zip(prompts, answers, strict=True):
         scores = head_scores(positions, answer, prompt, place["span"], published)
@@ -164,8 +165,10 @@ def run_batch(model, tokenizer, prompts, needles, facts, rouge):
         above_zero = {}
         for layer, head in scores.nonzero().tolist():
             above_zero[f"{layer}-{head}"] = round(scores[layer, head].item(), 6)
-        result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
-        records.append(place | result | dict(scores=above_zero))
+        result = dict(
+            answer=text, recall=round(recall, 4), right=recall > SUCCESS, scores=above_zero
+        )
+        records.append(place | result)
     return records
 
 
@@ -398,14 +401,8 @@ def main():
         records = run_all(model, tokenizer, prompts, needles, facts, rouge, runs, args.min_success)
         if model.shard.rank:
             return
-        result = mean_scores(model, records, facts, args.min_success)
-        files.write(args.out, [result])
-    best = sorted(result["scores"].items(), key=lambda item: -item[1])[:5]
-    print(
-        f"{summary(records)}; best heads "
-        + ", ".join(f"{head} {score:.3f}" for head, score in best)
-        + f"; wrote {args.out}"
-    )
+        files.write(args.out, [mean_scores(model, records, facts, args.min_success)])
+    print(f"{summary(records)}; wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -89,13 +89,10 @@ def make_prompts(facts, needles, texts, tokenizer):
     if not published:
         used = range(min(len(texts), len(needles)))
         texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in used]
+    make = make_published_prompt if published else partial(make_prompt, facts=facts)
     prompts = {}
     for sample in samples:
-        arguments = sample, needles[sample.needle], texts[sample.book], tokenizer
-        if published:
-            ids, span, at = make_published_prompt(*arguments)
-        else:
-            ids, span, at = make_prompt(*arguments, facts)
+        ids, span, at = make(sample, needles[sample.needle], texts[sample.book], tokenizer)
         record = {
             "needle": sample.needle,
             "length": sample.length,

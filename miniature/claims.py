@@ -167,9 +167,9 @@ def pointing(runs):
         for heads in sets:
             [places] = find_sources(model, prompt.ids, line["ids"][:1], heads)
             hits[-1].append(first <= places[0][0] <= last)
-    top, others = np.split(np.array(hits, float).T, [1])  # [1, items], [draws, items]
-    top, others = Percent(top), Percent(others)
-    return top.low > 50 > others.high, f"{top} of {len(hits)}, random heads {others}"
+    hits = np.array(hits, float).T
+    top, others = Percent(hits[:1]), Percent(hits[1:])
+    return top.low > 50 > others.high, f"{top} of {hits.shape[1]}, random heads {others}"
 
 
 CLAIMS = {

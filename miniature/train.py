@@ -181,7 +181,7 @@ def train(model, tokenizer, steps):
     velocities = {name: torch.zeros_like(matrix) for name, matrix in matrices.items()}
     generator = torch.Generator().manual_seed(0)
     head_mask = torch.ones(1, model.config.n_layers, model.config.n_heads)
-    for step in (progress := trange(steps, unit="step", mininterval=10)):
+    for step in trange(steps, unit="step", mininterval=10):
         if step in STAGES:
             mixture, most = STAGES[step]
             stage = batches(tokenizer, data.documents(mixture, f"0/{step}", most))
@@ -203,7 +203,6 @@ def train(model, tokenizer, steps):
         for name, matrix in matrices.items():  # the separate matrices of fused ones
             muon_step(matrix, gradients[name], velocities[name], scale)
         model.zero_grad()
-        progress.set_postfix(loss=loss.item(), refresh=False)
 
 
 def main():

@@ -41,7 +41,6 @@ SHAPES = {
     "0.5b": shape(896, 4864, 24, 14, 2, **TIED),  # Qwen2-0.5B
     "1.5b": shape(1536, 8960, 28, 12, 2, **TIED),  # Qwen2-1.5B
     "3b": shape(2048, 11_008, 36, 16, 2, **TIED),  # Qwen2.5-3B
-    "7b": shape(3584, 18_944, 28, 28, 4, vocab_size=152_064),  # Qwen2-7B
     "8b": shape(4096, 14_336, 32, 32, 8, **LLAMA3),  # Llama-3-8B
     "70b": shape(8192, 28_672, 80, 64, 8, **LLAMA3),  # Llama-3-70B
 }
