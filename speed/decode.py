@@ -267,10 +267,8 @@ def parse():
         "--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)"
     )
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
-    known, default = (
-        [*decore.METHODS, *PEERS],
-        ["greedy", "decore-entropy", "transformers", "two-pass"],
-    )
+    known = [*decore.METHODS, *PEERS]
+    default = ["greedy", "decore-entropy", "transformers", "two-pass"]
     p.add_argument(
         "--methods",
         nargs="+",
@@ -279,13 +277,19 @@ def parse():
         metavar="NAME",
         help=f"{', '.join(known)} (default: {' '.join(default)})",
     )
-    p.add_argument("--no-graph", action="store_true", help="this project without CUDA graphs")
+    p.add_argument(
+        "--no-graph",
+        dest="graph",
+        action="store_const",
+        const=False,
+        help="this project without CUDA graphs",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()
     peers = ", ".join(name for name in args.methods if name in PEERS)
     if peers and "RANK" in os.environ:
         raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
-    if args.no_graph and args.device == "cpu":
+    if args.graph is False and args.device == "cpu":
         raise ValueError(
             "--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out"
         )
@@ -310,8 +314,7 @@ def main():
         row = dict(shape=args.shape)
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()
-    graph = False if args.no_graph else None
-    runs = contestants(model, args.new, args.methods, shape, graph)
+    runs = contestants(model, args.new, args.methods, shape, args.graph)
     measure(runs, [prompts])  # warm-up
     results = measure(runs, [prompts] * args.rounds)
     row |= dict(
