@@ -28,23 +28,19 @@ def load_heads(model, n=None, name=None):
     c = model.config
     path = find_file(name) if name else find_heads(model.name)
     if path is None:
-        names = ", ".join(similar_models(model)) or "none of a related model"
         raise ValueError(
-            f"no head scores are known for {model.name}: name a head file or a related model "
-            f"({names}), or measure them: python -m heads.detect"
+            f"no head scores are known for {model.name}: name a head file or a related model, "
+            "or measure them: python -m heads.detect"
         )
     scores = load_scores(path)
-    made_for = read_json(path).get("model")
-    other = scores.keys() ^ set(product(range(c.n_layers), range(c.n_heads)))
-    if other:
-        layer, head = min(other)
+    if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
         raise ValueError(
-            f"{path} has {len(scores)} heads, the model {c.n_layers} layers of {c.n_heads} heads; "
-            f"only one has head {layer}-{head}: use a file made for this model "
-            "(heads.detect makes one)"
+            f"{path} does not fit {model.name}: {len(scores)} heads instead of {c.n_layers} "
+            f"layers of {c.n_heads}; use a file made for this model (heads.detect makes one)"
         )
     if n is not None and not 0 <= n <= len(scores):
         raise ValueError(f"{n} heads are too many: {model.name} has {len(scores)}")
+    made_for = read_json(path).get("model")
     if made_for and plain_name(made_for) != plain_name(model.name):
         warnings.warn(
             f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
@@ -97,9 +93,9 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     if n > n_layers**2:
         raise ValueError(f"{n} heads are too many: the published sampler draws {n_layers**2}")
     rng = random.Random(seed)
-    heads = []
     numbers = list(range(n_layers))
     rng.shuffle(numbers)
+    heads = []
     while len(heads) < n:
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
@@ -121,7 +117,7 @@ def load_scores(name):
         raise ValueError(
             f'{path}: "scores" must be an object with one entry "layer-head": score per head'
         )
-    scores, lengths = {}, set()
+    scores = {}
     for key, value in entries.items():
         match = KEY.fullmatch(key)
         values = value if isinstance(value, list) else [value]
@@ -131,11 +127,8 @@ def load_scores(name):
                 f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
                 "finite number, or a list of one per sample"
             )
-        lengths.add(len(values))
         # The last digit of the mean decides published ties.
         scores[int(match[1]), int(match[2])] = float(np.mean(values))
-    if len(lengths) > 1:
-        raise ValueError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
     return scores
 
 
@@ -143,8 +136,7 @@ def find_file(name):
     """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
-        known = [path.stem for path in FOLDER.glob("*.json")]
-        near = get_close_matches(Path(name).stem, known, 1)
+        near = get_close_matches(Path(name).stem, [path.stem for path in FOLDER.glob("*.json")], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise FileNotFoundError(
             f"{name} is neither a head file nor a model of heads/README.md{hint}"

@@ -61,17 +61,15 @@ def read_needles(path):
 
 
 def read_haystack(path):
-    """The texts of a folder or its subfolders (the authors' part1/p1.txt, …), in order of name, or
-    of one file.
+    """The texts of a folder with its subfolders (the authors' part1/p1.txt, …), in order of name,
+    or of one file.
 
     A JSON Lines file has one "text" per line."""
     path = Path(path)
     if path.suffix == ".jsonl":
         texts = [str(row.get("text", "")).strip() for _, row in json_lines(path, complete=True)]
     else:
-        files = (
-            sorted(path.glob("*.txt")) or sorted(path.glob("*/*.txt")) if path.is_dir() else [path]
-        )
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         texts = [read_text(file).strip() for file in files]
     if not any(texts):
         raise ValueError(
@@ -91,13 +89,10 @@ def make_prompts(facts, needles, texts, tokenizer):
     if not published:
         used = range(min(len(texts), len(needles)))
         texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in used]
+    make = make_published_prompt if published else partial(make_prompt, facts=facts)
     prompts = {}
     for sample in samples:
-        arguments = sample, needles[sample.needle], texts[sample.book], tokenizer
-        if published:
-            ids, span, at = make_published_prompt(*arguments)
-        else:
-            ids, span, at = make_prompt(*arguments, facts)
+        ids, span, at = make(sample, needles[sample.needle], texts[sample.book], tokenizer)
         record = {
             "needle": sample.needle,
             "length": sample.length,
@@ -109,8 +104,7 @@ def make_prompts(facts, needles, texts, tokenizer):
         prompts[sample if published else tuple(ids)] = ids, record
     if len(prompts) < len(samples):
         warnings.warn(
-            f"{len(prompts)} runs instead of {len(samples)}, since the others would repeat a "
-            "prompt: in short lengths a needle has few places",
+            f"{len(prompts)} runs instead of {len(samples)}: the others would repeat a prompt",
             stacklevel=2,
         )
     return list(prompts.values())
@@ -167,8 +161,11 @@ def make_prompt(sample, needle, book, tokenizer, facts):
     # The joined text may have more tokens than its parts, so the first attempt may be too long.
     for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
         end = bounds[last]
+        # A random boundary near the depth; if none is near, the nearest.
+        distances = {bound: abs(bound - end * sample.depth / 100) for bound in bounds[: last + 1]}
+        near = [bound for bound, distance in distances.items() if distance <= end * NEAR / 100]
         rng = random.Random(f"{facts['seed']} {sample}")
-        at = choose_boundary(bounds[: last + 1], sample.depth, rng)
+        at = rng.choice(near or [min(distances, key=distances.get)])
         context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
         ids, offsets, shift = encode_chat(head + context + tail)
         if len(ids) <= sample.length:
@@ -182,14 +179,6 @@ def make_prompt(sample, needle, book, tokenizer, facts):
     end_of_needle = first + len(needle.real_needle)
     inside = [i for i, (a, b) in enumerate(offsets) if a < end_of_needle and b > first]
     return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)
-
-
-def choose_boundary(bounds, depth, rng):
-    """A random one of the boundaries near the depth, in % of the last boundary; if none is near,
-    the nearest."""
-    target = bounds[-1] * depth / 100
-    near = [bound for bound in bounds if abs(bound - target) <= bounds[-1] * NEAR / 100]
-    return rng.choice(near or [min(bounds, key=lambda bound: abs(bound - target))])
 
 
 def encode_message(tokenizer, message, template_args):
@@ -222,10 +211,9 @@ def make_published_prompt(sample, needle, text, tokenizer):
     text = text * math.ceil(sample.length / max(len(text.split()), 1))
     context = encode(tokenizer, decode(encode(tokenizer, text)[: sample.length]))
     inserted = encode(tokenizer, needle.needle)
-    if len(context) + len(inserted) > sample.length - SPARED:
-        context = context[
-            : sample.length - SPARED - len(inserted)
-        ]  # the end may be negative, as in their code
+    room = sample.length - SPARED - len(inserted)  # may be negative, as in their code
+    if len(context) > room:
+        context = context[:room]
     at = len(context)
     if sample.depth < 100:
         at = int(at * (sample.depth / 100))
@@ -237,15 +225,12 @@ def make_published_prompt(sample, needle, text, tokenizer):
     )
     needle_ids = tokenizer.core.encode(needle.real_needle, add_special_tokens=False).ids
     n, tokens = len(needle_ids), set(needle_ids)
-    starts = (
-        i for i in range(len(ids)) if len(tokens & set(ids[i : i + n])) / len(tokens) > COVERED
-    )
-    start = next(starts, None)
-    return (
-        ids,
-        (-1, -1) if start is None else (start, start + n),
-        round(100 * at / max(len(context), 1), 2),
-    )
+    span = -1, -1
+    for i in range(len(ids)):
+        if len(tokens & set(ids[i : i + n])) / len(tokens) > COVERED:
+            span = i, i + n
+            break
+    return ids, span, round(100 * at / max(len(context), 1), 2)
 
 
 @lru_cache(maxsize=4)

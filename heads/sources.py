@@ -7,6 +7,7 @@ import torch
 TOKENS = 8  # per pass, whose attention weights are in memory together
 
 
+@torch.inference_mode()
 def find_sources(model, prompt, ids, heads):
     """The prompt positions that the heads attend to most, per generated token: [(position, share of
     the heads), …], the largest share first.
@@ -14,26 +15,17 @@ def find_sources(model, prompt, ids, heads):
     prompt, ids: the prompt and the generated tokens, lists of ints. heads: (layer, head) pairs,
     those that DeCoRe masks; they are not masked in this pass. Each head counts for one position of
     the prompt, even if it attends more to the new tokens."""
-    sources = []
-    for at in attended(model, prompt, ids).tolist():
-        counts = Counter(at[layer][head] for layer, head in heads)
-        sources.append([(position, n / len(heads)) for position, n in counts.most_common()])
-    return sources
-
-
-@torch.inference_mode()
-def attended(model, prompt, ids):
-    """The prompt position that each head attends to most when it generates each of the ids, [T, L,
-    H]."""
     cache = model.new_cache([len(prompt) - 1], len(ids))
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long, device=model.device), cache)
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    positions = []
+    sources = []
     for part in tokens.split(TOKENS, 1):
         layers = []  # L × [1, 1, T, H, C]
         model(part, cache, probabilities=layers)
         # Keys of the padded prompt, and the first slot: the prompt's last token has key P.
         tops = [layer[0, 0, :, :, : cache.P + 1].argmax(-1) for layer in layers]
-        top = torch.stack(tops)  # [L, T, H]
-        positions.append(model.shard.all_gather(top.clamp(max=len(prompt) - 1)).transpose(0, 1))
-    return torch.cat(positions).cpu()
+        top = model.shard.all_gather(torch.stack(tops).clamp(max=len(prompt) - 1))  # [L, T, H]
+        for at in top.transpose(0, 1).tolist():
+            counts = Counter(at[layer][head] for layer, head in heads)
+            sources.append([(position, n / len(heads)) for position, n in counts.most_common()])
+    return sources

@@ -9,7 +9,6 @@ percent with 95 % bootstrap intervals over items. An item's value for random hea
 the draws."""
 
 import sys
-from collections import Counter
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from scipy.stats import mannwhitneyu, ttest_ind
 
 import cli
 from heads import load_scores
-from heads.sources import attended
+from heads.sources import find_sources
 from model import Transformer
 from paper.report import stored
 from paper.tasks import metrics
@@ -50,8 +49,8 @@ def right(runs, split, setup="greedy"):
 
 
 class Percent:
-    """Mean in percent with its 95 % bootstrap interval over items; as text, of several draws, with
-    their range.
+    """Mean in percent with its 95 % bootstrap interval over items. As text, several draws have
+    their range instead.
 
     numbers: [draws, items]."""
 
@@ -155,7 +154,7 @@ def pointing(runs):
         sets.append([tuple(map(int, name.split("-"))) for name in one.header["heads"]])
     model = Transformer.load(cli.MINIATURE, dtype=torch.float32)
     tokenizer = Tokenizer.load(cli.MINIATURE)
-    hits = []
+    hits = []  # [items][sets]
     for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
         if not correct:
             continue
@@ -163,17 +162,14 @@ def pointing(runs):
         before = f"he {text.rpartition('Answer: The ')[2]} "  # "he capital of X is "
         start = text.index(f"{before}{answer}.") + len(before)
         prompt = tokenizer.core.encode(text)
-        stop = start + len(answer)
-        span = [i for i, (a, b) in enumerate(prompt.offsets) if a < stop and b > start]
-        places = attended(model, prompt.ids, line["ids"][:1])[0].tolist()  # [L][H]
+        first, last = map(prompt.char_to_token, (start, start + len(answer) - 1))
         hits.append([])
         for heads in sets:
-            votes = Counter(places[layer][head] for layer, head in heads)
-            # Of several positions with most votes, the first in the order of the heads.
-            hits[-1].append(votes.most_common(1)[0][0] in span)
-    top, others = np.split(np.array(hits, float).T, [1])  # [1, items], [draws, items]
-    top, others = Percent(top), Percent(others)
-    return top.low > 50 > others.high, f"{top} of {len(hits)}, random heads {others}"
+            [places] = find_sources(model, prompt.ids, line["ids"][:1], heads)
+            hits[-1].append(first <= places[0][0] <= last)
+    hits = np.array(hits, float).T
+    top, others = Percent(hits[:1]), Percent(hits[1:])
+    return top.low > 50 > others.high, f"{top} of {hits.shape[1]}, random heads {others}"
 
 
 CLAIMS = {

@@ -5,16 +5,17 @@
 After an interruption, the same command continues. The page's tables stand between comments and are
 replaced; the text around them is written by hand and does not repeat their numbers."""
 
-import os
+import io
 import re
 import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import cli
+import evaluate
 from miniature import claims
+from paper import report
 
 PAGE = cli.MINIATURE.parent / "docs" / "miniature.md"
 PICTURES = ("heads-miniature", "alpha-miniature", "entropy-miniature", "head-maps")
@@ -32,7 +33,6 @@ SWEEPS = (  # options of evaluate.py
     "--task miniature --method masked,decore-entropy --num-heads 4 --mask query",
     "--task miniature --method decore-static --num-heads 4 --alpha=-0.5,0.5,1,2,4",
     "--task miniature --method cd,decore-entropy --num-heads 2 --amateur miniature/amateur",
-    "--task miniature --method greedy --model {iti}",
     "--task miniature-conflict --method decore-entropy --num-heads 4 --mask-prompt",
     f"--task miniature-conflict --method decore-entropy --num-heads 1,4 {DRAWS}",
     f"--task miniature-conflict --method masked --num-heads 4 {DRAWS}",
@@ -50,54 +50,26 @@ def main():
         help="folder of the runs (default: results/miniature)",
     )
     out = parser.parse_args().out
-    iti, plots = out / "miniature-iti", out / "plots"
-    if (
-        not iti.exists()
-    ):  # made again it could differ in the last bit, and its runs would not continue
-        run("-m", "miniature.iti", "--out", iti)
-    more = "--batch-size", 64, "--device", "cpu", "--out", out
-    with ThreadPoolExecutor(2) as pool:  # two programs at once, of one thread each
-        list(
-            pool.map(
-                lambda sweep: run("evaluate.py", *sweep.format(iti=iti).split(), *more), SWEEPS
-            )
-        )
-    report = run("evaluate.py", "report", out, "--plots", plots)
-    run("evaluate.py", "report", "heads", *HEADS, "--plots", plots)
-    table = claims.table(out)
-    print(table)
-    methods = next(part for part in report.split("### ") if part.startswith("Miniature")).partition(
-        "\n"
-    )[2]
-    page = replace_block(PAGE.read_text(encoding="utf-8"), "claims", table)
+    plots = out / "plots"
+    for sweep in SWEEPS:
+        more = ["--batch-size", "64", "--device", "cpu", "--out", str(out)]
+        evaluate.evaluate([*sweep.split(), *more])
+    with redirect_stdout(io.StringIO()) as tables:
+        report.main([str(out), "--plots", str(plots)])
+        report.main(["heads", *HEADS, "--plots", str(plots)])
+    parts = tables.getvalue().split("### ")
+    methods = next(part for part in parts if part.startswith("Miniature")).partition("\n")[2]
+    page = replace_block(PAGE.read_text(encoding="utf-8"), "claims", claims.table(out))
     PAGE.write_text(replace_block(page, "methods", methods), encoding="utf-8")
     for name in PICTURES:
         shutil.copy(plots / f"{name}.png", PAGE.with_suffix(""))
 
 
-def run(*command):
-    """Run a Python program on one thread → its standard output.
-
-    ValueError with its message if it fails."""
-    print("python", *command, file=sys.stderr, flush=True)
-    process = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cli.MINIATURE.parent,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    if process.returncode:
-        raise ValueError(f"{' '.join(map(str, command))}: {process.stderr.strip()[-2000:]}")
-    return process.stdout
-
-
 def replace_block(text, name, block):
     """Replace the text between <!-- name --> and <!-- end -->."""
-    before, after = re.split(
-        rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text, maxsplit=1, flags=re.DOTALL
-    )
-    return f"{before}\n{block.strip()}\n\n{after}"
+    block = f"\n{block.strip()}\n\n"
+    pattern = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
+    return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -83,10 +83,8 @@ TEXT_WEIGHT = 0.05  # of the loss outside answers, where it is 1
 
 def make_tokenizer():
     """Train a byte-level BPE. Encoding adds the BOS; a document is BOS, text, EOS."""
-    tokenizer, documents = (
-        ByteLevelBPETokenizer(),
-        islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000),
-    )
+    tokenizer = ByteLevelBPETokenizer()
+    documents = islice(data.documents(data.EVERYTHING, "tokenizer"), 10_000)
     tokenizer.train_from_iterator(
         (f"{item.prompt} {item.answer}." for item in documents),
         VOCAB,
@@ -104,7 +102,7 @@ def batches(tokenizer, documents):
     The last document is truncated."""
     while True:
         batch = []
-        while len(batch) < BATCH:
+        for _ in range(BATCH):
             text, counts = [], []
             while len(text) < LENGTH + 1:
                 item = next(documents)
@@ -141,15 +139,18 @@ def muon_step(matrix, gradient, velocity, scale, a=3.4445, b=-4.7750, c=2.0315):
     """Momentum SGD whose update has all singular values near one (Jordan et al. 2024), in float32.
 
     The update is U V^T of the momentum U S V^T, approximated by five Newton-Schulz iterations."""
-    rate, (rows, columns) = scale * MUON["lr"], matrix.shape
+    rows, columns = matrix.shape
+    if rows > columns:
+        matrix, gradient, velocity = matrix.T, gradient.T, velocity.T
+    rate = scale * MUON["lr"]
     velocity.lerp_(gradient, 1 - MUON["momentum"])
     matrix.mul_(1 - rate * MUON["weight_decay"])
     x = gradient.lerp(velocity, MUON["momentum"])
-    x = (x.T if rows > columns else x) / (x.norm() + 1e-7)
+    x = x / (x.norm() + 1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    matrix.sub_(x.T if rows > columns else x, alpha=rate * max(1, rows / columns) ** 0.5)
+    matrix.sub_(x, alpha=rate * max(1, rows / columns) ** 0.5)
 
 
 @torch.no_grad()
@@ -180,7 +181,7 @@ def train(model, tokenizer, steps):
     velocities = {name: torch.zeros_like(matrix) for name, matrix in matrices.items()}
     generator = torch.Generator().manual_seed(0)
     head_mask = torch.ones(1, model.config.n_layers, model.config.n_heads)
-    for step in (progress := trange(steps, unit="step", mininterval=10)):
+    for step in trange(steps, unit="step", mininterval=10):
         if step in STAGES:
             mixture, most = STAGES[step]
             stage = batches(tokenizer, data.documents(mixture, f"0/{step}", most))
@@ -202,24 +203,6 @@ def train(model, tokenizer, steps):
         for name, matrix in matrices.items():  # the separate matrices of fused ones
             muon_step(matrix, gradients[name], velocities[name], scale)
         model.zero_grad()
-        progress.set_postfix(loss=loss.item(), refresh=False)
-
-
-def write_checkpoint(folder, config, steps):
-    """Train a tokenizer and a model, and write them in the layout of any Llama, in float16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, value in (
-        ("config", config),
-        ("generation_config", GENERATION),
-        ("tokenizer_config", TOKENIZER),
-    ):
-        (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
-    model = Transformer(Config.from_checkpoint(folder))
-    train(model, tokenizer, steps)
-    weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def main():
@@ -229,8 +212,19 @@ def main():
     )
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
     args = parser.parse_args()
+    folder = args.out
+    config, steps = (AMATEUR, AMATEUR_STEPS) if args.amateur else (CONFIG, STEPS)
     torch.set_num_threads(1)
-    write_checkpoint(args.out, *(AMATEUR, AMATEUR_STEPS) if args.amateur else (CONFIG, STEPS))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    contents = {"config": config, "generation_config": GENERATION, "tokenizer_config": TOKENIZER}
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    model = Transformer(Config.from_checkpoint(folder))
+    train(model, tokenizer, steps)
+    weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Speed of decoding: this project and transformers in turns, compared with the memory's bandwidth.
+"""Speed of decoding: this project and transformers in turns.
 
     python -m speed.decode --shape 0.5b --dtype bfloat16 --prompt 512 --new 32 --json
     torchrun --nproc-per-node 2 -m speed.decode --model FOLDER --methods greedy decore-entropy
@@ -10,9 +10,7 @@
     custom-generate             DeCoRe by generate() with custom_generate/
 
 All contestants run once per round. The clock runs from the first new token to the last, without the
-prompt. Ratios are medians over the rounds, because the load of a machine changes between rounds.
-`share_of_bandwidth` compares the bytes of weights, keys and values that a token needs with the
-memory's bandwidth in the same round."""
+prompt. Ratios are medians over the rounds, because the load of a machine changes between rounds."""
 
 import copy
 import json
@@ -25,11 +23,13 @@ import time
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import cli
 import decore
@@ -37,44 +37,38 @@ from model import Linear, Transformer
 from runtime.config import DTYPES
 from runtime.files import commit
 from runtime.pack import pack
-from speed.shapes import (
-    SHAPES,
-    random_model,
-    spread_heads,
-    transformers_model,
-    weight_bytes,
-    with_shared_weights,
-)
+from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, with_shared_weights
 
 # -------------------------------------------------------------------------------------- contestants
-# Each is a function decode(tick) → ids of the new tokens, [B, T]. It calls tick for each token.
+# Each is a function run(prompts, tick) → ids of the new tokens, [B, T]. It calls tick for each
+# token.
 
 
-def this_project(model, prompts, new, heads, method, graph=True):
+def this_project(model, new, heads, method, graph=True):
     settings = dict(method=method, heads=heads, max_new_tokens=new + 1, eos_ids=(), graph=graph)
 
-    def decode(tick):
+    def run(prompts, tick):
         return [g.ids for g in decore.generate(model, prompts, on_token=tick, **settings)]
 
-    return decode
+    return run
 
 
-def on_hf_model(twin, prompts, new, heads, method):
+def on_hf_model(twin, new, heads, method):
     """Packed, as `HFModel.load` does. twin: its modules are this contestant's own."""
     from runtime.hf import HFModel
 
     if twin.device.type == "cpu":
         pack(twin, torch.nn.Linear)
-    return this_project(HFModel(twin, "transformers"), prompts, new, heads, method)
+    return this_project(HFModel(twin, "transformers"), new, heads, method)
 
 
-def by_generate(twin, prompts, new, heads, custom):
+def by_generate(twin, new, heads, custom):
     """generate() of transformers: greedy, or with custom_generate/."""
-    ids = torch.tensor(prompts, device=twin.device)
     root = str(Path(__file__).parents[1] / "integrations")
     options = dict(custom_generate=root, trust_remote_code=True, heads=heads) if custom else {}
 
-    def decode(tick):
+    def run(prompts, tick):
+        ids = torch.tensor(prompts, device=twin.device)
         # A streamer receives the prompts first, [B, P], then the tokens of each step, [B].
         streamer = SimpleNamespace(
             put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None
@@ -88,52 +82,51 @@ def by_generate(twin, prompts, new, heads, custom):
             **options,
         )[:, ids.shape[1] :].tolist()
 
-    return decode
+    return run
 
 
-def two_pass(base, prompts, new, heads):
+def two_pass(base, new, heads):
     """DeCoRe written with transformers: two copies of the cache, and two passes for each token.
 
-    prompts of different lengths are padded on the left."""
+    Prompts of different lengths are padded on the left."""
     from transformers import DynamicCache
 
-    masked, longest = with_shared_weights(base), max(map(len, prompts))
-    padding = [[0] * (longest - len(p)) for p in prompts]
-    rows = [zeros + p for zeros, p in zip(padding, prompts, strict=True)]
-    ids = torch.tensor(rows, device=base.device)
-    real = [[0] * len(zeros) + [1] * (longest - len(zeros) + new) for zeros in padding]
-    real = torch.tensor(real, device=base.device)  # [B, P + new]
-    places = (real.cumsum(-1) - 1).clamp(min=0)
+    masked = with_shared_weights(base)
     for layer, head in heads:
         attention = masked.model.layers[layer].self_attn
         mask = torch.ones(attention.o_proj.in_features, device=base.device, dtype=base.dtype)
         mask[head * attention.head_dim : (head + 1) * attention.head_dim] = 0
         attention.o_proj.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
 
-    def run(model, tokens, cache, start, end):
-        options = dict(attention_mask=real[:, :end], position_ids=places[:, start:end])
-        out = model(tokens, past_key_values=cache, logits_to_keep=1, **options)
-        return out.logits.float().log_softmax(-1)
+    def run(prompts, tick):
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = pad([torch.tensor(prompt, device=base.device) for prompt in prompts])  # [B, P]
+        real = pad([torch.ones(len(p) + new, dtype=int, device=base.device) for p in prompts])
+        places = (real.cumsum(-1) - 1).clamp(min=0)  # [B, P + new]
 
-    def decode(tick):
+        def log_p(model, tokens, cache):
+            start = cache.get_seq_length()
+            end = start + tokens.shape[1]
+            options = dict(attention_mask=real[:, :end], position_ids=places[:, start:end])
+            out = model(tokens, past_key_values=cache, logits_to_keep=1, **options)
+            return out.logits.float().log_softmax(-1)
+
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
-        if longest > 1:
-            run(base, ids[:, :-1], cache, 0, longest - 1)
-        caches = cache, copy.deepcopy(cache)
-        for end in range(longest, longest + new + 1):
-            log_p = [
-                run(model, token, cache, end - 1, end)
-                for model, cache in zip((base, masked), caches, strict=True)
-            ]
-            token = decore.contrast(*log_p, decore.entropy(log_p[0])).argmax(-1)
+        log_p(base, ids[:, :-1], cache)
+        masked_cache = copy.deepcopy(cache)
+        for _ in range(new + 1):
+            base_log_p = log_p(base, token, cache)
+            masked_log_p = log_p(masked, token, masked_cache)
+            alpha = decore.entropy(base_log_p)
+            token = decore.contrast(base_log_p, masked_log_p, alpha).argmax(-1)
             out.append(token)
             tick()
         return torch.cat(out, -1).tolist()
 
-    return decode
+    return run
 
 
-# Functions of (model of transformers, prompts, new, heads).
+# Functions of (model of transformers, new, heads).
 PEERS = {
     "transformers": partial(by_generate, custom=False),
     "two-pass": two_pass,
@@ -143,69 +136,39 @@ PEERS = {
 }
 
 
-def contestants(model, prompts, new, names, graph=True):
-    """{name: contestant}. Packs a model on a CPU, as loading does."""
-    heads, peers = spread_heads(model.config), [name for name in names if name in PEERS]
-    twin = transformers_model(model) if peers else None  # before packing: it needs plain weights
-    runs = {name: PEERS[name](with_shared_weights(twin), prompts, new, heads) for name in peers}
+def contestants(model, new, names, shape=None, graph=True):
+    """{name: contestant}. Packs a model on a CPU, as loading does. shape: that of a random one."""
+    heads = spread_heads(model.config)
+    if set(names) & set(PEERS):
+        twin = transformers_model(model, shape)  # before packing: it needs plain weights
     if model.device.type == "cpu":
         pack(model, Linear, keep="embed")
-    return runs | {
-        name: this_project(model, prompts, new, heads, name, graph)
-        for name in names
-        if name not in PEERS
-    }
-
-
-def bytes_per_token(model, length, batch):
-    """Bytes that decoding reads for a token of one text: its keys and values, and its share of the
-    weights."""
-    c = model.config
-    # A pass reads one row of the embedding, but all of it if it is the head too.
-    weights = weight_bytes(model) - (
-        0 if model.lm_head is model.embed else model.embed.weight.nbytes
-    )
-    cache = (
-        2 * c.n_layers * model.layers[0].attn.kv_heads * c.head_dim * length * model.dtype.itemsize
-    )
-    return weights / batch + cache
+    runs = {}
+    for name in names:
+        if name in PEERS:
+            runs[name] = PEERS[name](with_shared_weights(twin), new, heads)
+        else:
+            runs[name] = this_project(model, new, heads, name, graph)
+    return runs
 
 
 # --------------------------------------------------------------------------------------- the rounds
 
 
-def bandwidth_meter(device):
-    """A function that reads a large tensor and returns the bytes per second."""
-    large = torch.ones(10**9 if device.type == "cuda" else 3 * 10**8, device=device)
-
-    def measure():
-        large[0].item()  # waits for a GPU, which may still compute the step that nobody reads
-        start = time.perf_counter()
-        large.sum().item()
-        return large.nbytes / (time.perf_counter() - start)
-
-    return measure
-
-
-def clock(decode):
-    """(ids of the first text, seconds to the first token, seconds from the first token to the
-    last) of a contestant."""
+def clock(run, prompts):
+    """(ids, times: the start, each token, the end) of a contestant."""
     times = [time.perf_counter()]
-    [ids, *_] = decode(lambda *_: times.append(time.perf_counter()))
-    return ids, times[1] - times[0], times[-1] - times[1]
+    ids = run(prompts, lambda *_: times.append(time.perf_counter()))
+    return ids, [*times, time.perf_counter()]
 
 
-def measure(runs, rounds, bandwidth):
-    """Runs a warm-up and the rounds → {name: [a contestant's `clock` in each round]}, [bandwidth
-    in each round]."""
-    results, speeds, names = {name: [] for name in runs}, [], list(runs)
-    for i in range(1 + rounds):
-        speeds.append(bandwidth())
-        for name in (
-            names[i % len(names) :] + names[: i % len(names)]
-        ):  # each round starts with another contestant
-            results[name].append(clock(runs[name]))
-    return {name: values[1:] for name, values in results.items()}, speeds[1:]
+def measure(runs, rounds):
+    """Runs all contestants on the prompts of each round → {name: its `clock` in each round}."""
+    results = {name: [] for name in runs}
+    for prompts in rounds:
+        for name, run in runs.items():
+            results[name].append(clock(run, prompts))
+    return results
 
 
 # A contestant → those that must decode its tokens. Their speed is given relative to it.
@@ -221,48 +184,39 @@ def quartiles(values, digits=3):
     return np.quantile(values, [0.25, 0.5, 0.75]).round(digits).tolist()
 
 
-def summary(results, speeds, read, prompt, new):
-    """Rates, shares and ratios of all contestants, and how many leading tokens agree.
+def summary(results, prompt, new):
+    """Rates and ratios of all contestants, and how many leading tokens of the first text agree.
 
-    read: bytes per token of a text. prompt, new: the number of tokens of all texts."""
-    rates, prefill = {}, {}
+    prompt, new: the number of tokens of all texts."""
+    rates, prefill, texts = {}, {}, {}
     for name, rounds in results.items():
-        _, first, rest = zip(*rounds, strict=True)
-        rates[name] = new / np.array(rest)
-        prefill[name] = round(prompt / np.median(first))
+        texts[name] = rounds[-1][0][0]
+        ticks = np.array([times for _, times in rounds])
+        prefill[name] = round(prompt / np.median(ticks[:, 1] - ticks[:, 0]))
+        rates[name] = new / (ticks[:, -2] - ticks[:, 1])
+    ratios, same = {}, {}
+    for b, others in RATIOS.items():
+        for a in others:
+            if a in rates and b in rates:
+                name = f"{a}_over_{b}".replace("decore-entropy", "decore").replace("-", "_")
+                ratios[name] = quartiles(rates[a] / rates[b])
+                if b in SAME_TOKENS:
+                    same[f"{a} and {b}"] = len(commonprefix([texts[a], texts[b]]))
     spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
-    pairs = [(a, b) for b in RATIOS for a in RATIOS[b] if a in rates and b in rates]
-    ratios = {
-        f"{a}_over_{b}".replace("decore-entropy", "decore").replace("-", "_"): quartiles(
-            rates[a] / rates[b]
-        )
-        for a, b in pairs
-    }
     return dict(
         tokens_per_second={name: median for name, (_, median, _) in spread.items()},
         quartiles=spread,
         prompt_tokens_per_second=prefill,
-        bandwidth_gb_per_second=quartiles(np.array(speeds) / 1e9, 1),
-        share_of_bandwidth={
-            name: quartiles(rate * read / speeds)[1] for name, rate in rates.items()
-        },
         **{name: median for name, (_, median, _) in ratios.items()},
         ratio_quartiles=ratios,
-        same_tokens={
-            f"{a} and {b}": np.equal(results[a][-1][0], results[b][-1][0]).cumprod().sum().item()
-            for a, b in pairs
-            if b in SAME_TOKENS
-        },
+        same_tokens=same,
     )
 
 
 def table(row):
     """A result for people."""
-    lines = [f"{'':32}tokens/s  quartiles       of the bandwidth"]
-    for name, (low, median, high) in row["quartiles"].items():
-        share = row["share_of_bandwidth"][name]
-        lines.append(f"{name:32}{median:8.2f}  {f'{low:.2f} to {high:.2f}':16}{share:.2f}")
-    for name, (low, median, high) in row["ratio_quartiles"].items():
+    lines = [f"{'':32}tokens/s  quartiles"]
+    for name, (low, median, high) in (row["quartiles"] | row["ratio_quartiles"]).items():
         lines.append(f"{name.replace('_', ' '):32}{median:8.2f}  {low:.2f} to {high:.2f}")
     return "\n".join(lines)
 
@@ -270,27 +224,22 @@ def table(row):
 # -------------------------------------------------------------------------------------- the program
 
 
-def origin(device, program="speed.decode"):
-    """Command, commit, date, versions and machine of a result.
-
-    Call it first: it has the load before the run."""
+def origin(device, program):
+    """Command, commit, date, versions and machine of a result."""
     cpuinfo = Path("/proc/cpuinfo")
-    cpu = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "") + [
-        "CPU"
-    ]
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{cpu[1] if cpu else 'CPU'} ({torch.backends.cpu.get_cpu_capability()})"
     return dict(
         command=shlex.join(["python", "-m", program, *sys.argv[1:]]),
         commit=commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         versions={name: version(name) for name in ("torch", "transformers") if find_spec(name)},
-        device=(
-            torch.cuda.get_device_name()
-            if device == "cuda" and torch.cuda.is_available()
-            else f"{cpu[0]} ({torch.backends.cpu.get_cpu_capability()})"
-        ),
+        device=name,
         cores=os.cpu_count(),
         threads=torch.get_num_threads(),
-        load=round(os.getloadavg()[0], 2),
     )
 
 
@@ -318,10 +267,8 @@ def parse():
         "--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)"
     )
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
-    known, default = (
-        [*decore.METHODS, *PEERS],
-        ["greedy", "decore-entropy", "transformers", "two-pass"],
-    )
+    known = [*decore.METHODS, *PEERS]
+    default = ["greedy", "decore-entropy", "transformers", "two-pass"]
     p.add_argument(
         "--methods",
         nargs="+",
@@ -330,17 +277,19 @@ def parse():
         metavar="NAME",
         help=f"{', '.join(known)} (default: {' '.join(default)})",
     )
-    p.add_argument("--no-graph", action="store_true", help="this project without CUDA graphs")
+    p.add_argument(
+        "--no-graph",
+        dest="graph",
+        action="store_const",
+        const=False,
+        help="this project without CUDA graphs",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()
     peers = ", ".join(name for name in args.methods if name in PEERS)
-    if peers and not find_spec("transformers"):
-        raise ImportError(
-            f"{peers}: pip install transformers, or choose --methods greedy decore-entropy"
-        )
     if peers and "RANK" in os.environ:
         raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
-    if args.no_graph and args.device == "cpu":
+    if args.graph is False and args.device == "cpu":
         raise ValueError(
             "--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out"
         )
@@ -350,8 +299,8 @@ def parse():
 @torch.inference_mode()
 def main():
     args = parse()
-    facts, start = origin(args.device), time.perf_counter()
     if args.model:
+        start, shape = time.perf_counter(), None
         model = Transformer.load(args.model, args.device, args.dtype)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         row = dict(
@@ -360,13 +309,14 @@ def main():
             peak_gb=round(peak / 1e9, 2),
         )
     else:
-        model = random_model(SHAPES[args.shape], args.device, DTYPES[args.dtype or "float32"])
+        shape = SHAPES[args.shape]
+        model = random_model(shape, args.device, DTYPES[args.dtype or "float32"])
         row = dict(shape=args.shape)
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()
-    read = bytes_per_token(model, args.prompt + args.new, args.batch)
-    runs = contestants(model, prompts, args.new, args.methods, not args.no_graph)
-    results, speeds = measure(runs, args.rounds, bandwidth_meter(model.device))
+    runs = contestants(model, args.new, args.methods, shape, args.graph)
+    measure(runs, [prompts])  # warm-up
+    results = measure(runs, [prompts] * args.rounds)
     row |= dict(
         dtype=str(model.dtype).removeprefix("torch."),
         prompt=args.prompt,
@@ -375,7 +325,8 @@ def main():
         ranks=model.shard.size,
         product=type(model.lm_head).__name__,
     )  # see runtime/pack.py
-    row |= summary(results, speeds, read, args.batch * args.prompt, args.batch * args.new) | facts
+    row |= summary(results, args.batch * args.prompt, args.batch * args.new)
+    row |= origin(model.device, "speed.decode")
     print(json.dumps(row) if args.json else table(row))
 
 

@@ -2,6 +2,9 @@
 them."""
 
 import copy
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -13,48 +16,42 @@ from runtime.weights import named_tensors
 QWEN2 = dict(
     model_type="qwen2",
     vocab_size=151_936,
-    head_dim=128,
-    norm_eps=1e-6,
+    rms_norm_eps=1e-6,
     rope_theta=1_000_000.0,
-    rope_scaling=None,
-    qkv_bias=True,
-    o_bias=False,
-    qk_norm=False,
-    tied_embeddings=False,
-    max_positions=2**20,
-    dtype=torch.bfloat16,
+    max_position_embeddings=2**20,
 )
-LLAMA3 = dict(
-    model_type="llama", vocab_size=128_256, norm_eps=1e-5, rope_theta=500_000.0, qkv_bias=False
-)
+LLAMA3 = dict(model_type="llama", vocab_size=128_256, rms_norm_eps=1e-5, rope_theta=500_000.0)
+TIED = dict(tie_word_embeddings=True)
 
 
 def shape(d_model, d_ff, n_layers, n_heads, n_kv_heads, **more):
-    return Config(
-        d_model=d_model,
-        d_ff=d_ff,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        windows=(None,) * n_layers,
-        **QWEN2 | more,
+    """The content of a config.json."""
+    return QWEN2 | dict(
+        hidden_size=d_model,
+        intermediate_size=d_ff,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        **more,
     )
 
 
 SHAPES = {
-    "tiny": shape(64, 128, 4, 4, 2, vocab_size=640, head_dim=16, tied_embeddings=True),  # for tests
-    "0.5b": shape(896, 4864, 24, 14, 2, head_dim=64, tied_embeddings=True),  # Qwen2-0.5B
-    "1.5b": shape(1536, 8960, 28, 12, 2, tied_embeddings=True),  # Qwen2-1.5B
-    "3b": shape(2048, 11_008, 36, 16, 2, tied_embeddings=True),  # Qwen2.5-3B
-    "7b": shape(3584, 18_944, 28, 28, 4, vocab_size=152_064),  # Qwen2-7B
+    "tiny": shape(64, 128, 4, 4, 2, vocab_size=640, **TIED),  # for tests
+    "0.5b": shape(896, 4864, 24, 14, 2, **TIED),  # Qwen2-0.5B
+    "1.5b": shape(1536, 8960, 28, 12, 2, **TIED),  # Qwen2-1.5B
+    "3b": shape(2048, 11_008, 36, 16, 2, **TIED),  # Qwen2.5-3B
     "8b": shape(4096, 14_336, 32, 32, 8, **LLAMA3),  # Llama-3-8B
     "70b": shape(8192, 28_672, 80, 64, 8, **LLAMA3),  # Llama-3-70B
 }
 
 
-def random_model(config, device="cpu", dtype=torch.float32):
+def random_model(shape, device="cpu", dtype=torch.float32):
     """A Transformer with normal weights of standard deviation 0.02; under torchrun, this rank's
     part of one."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape))
+        config = Config.from_checkpoint(folder)
     torch.manual_seed(0)
     device = rank_device(device)
     shard = Shard.from_environment(device.type)
@@ -72,49 +69,23 @@ def spread_heads(config, n=10):
     )
 
 
-def weight_bytes(model):
-    """Bytes of a model's weights. Packed layers have buffers instead of parameters."""
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-
-
-def transformers_model(model):
-    """The same model in transformers: of a checkpoint loaded again, else with the same weights in
-    memory."""
+def transformers_model(model, shape=None):
+    """The same model in transformers: of a checkpoint loaded again, of a random model of this
+    shape with the same weights in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    c = model.config
-    if model.folder:
-        twin = AutoModelForCausalLM.from_pretrained(model.folder, dtype=model.dtype).to(
-            model.device
-        )
+    if shape is None:
+        twin = AutoModelForCausalLM.from_pretrained(model.folder, dtype=model.dtype)
     else:
-        config = AutoConfig.for_model(
-            c.model_type,
-            vocab_size=c.vocab_size,
-            hidden_size=c.d_model,
-            intermediate_size=c.d_ff,
-            num_hidden_layers=c.n_layers,
-            num_attention_heads=c.n_heads,
-            num_key_value_heads=c.n_kv_heads,
-            head_dim=c.head_dim,
-            rms_norm_eps=c.norm_eps,
-            max_position_embeddings=c.max_positions,
-            rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
-            tie_word_embeddings=c.tied_embeddings,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+        config = AutoConfig.for_model(**shape)
         with torch.device("meta"):
-            twin = AutoModelForCausalLM.from_config(
-                config, dtype=model.dtype, attn_implementation="sdpa"
-            )
-        twin.load_state_dict(named_tensors(model), strict=not c.tied_embeddings, assign=True)
+            twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        twin.load_state_dict(named_tensors(model), strict=False, assign=True)
         twin.tie_weights()
         # Its buffers are not in the state.
-        twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)
+        twin.model.rotary_emb = type(twin.model.rotary_emb)(config)
     twin.generation_config = GenerationConfig()  # no end token, no sampling
-    return twin.eval()
+    return twin.to(model.device).eval()
 
 
 def with_shared_weights(twin):

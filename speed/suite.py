@@ -12,12 +12,13 @@ answer has the task's maximum length."""
 
 import json
 import sys
-import time
 from itertools import chain
+from operator import eq
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
@@ -27,7 +28,7 @@ from model import Linear
 from paper import decoding, tasks
 from paper.tasks import data, prompts
 from runtime.pack import pack
-from speed.decode import origin, quartiles, two_pass
+from speed.decode import measure, origin, quartiles, two_pass
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model
 
 VOCABULARY = 32_000  # tokens, unless the shape has fewer
@@ -42,58 +43,43 @@ def encode(task, items, demos, vocabulary):
     return sorted((core.encode(text).ids for text in texts), key=len, reverse=True)
 
 
-def contestants(model, task):
+def contestants(model, task, shape):
     """{name: a function of a batch of prompts that returns the ids of the answers}.
 
     Packs the model, as loading does."""
-    heads, new = spread_heads(model.config), task.max_new_tokens
-    twin = transformers_model(model)  # before packing: it needs plain weights
+    heads = spread_heads(model.config)
+    # before packing: it needs plain weights
+    with_transformers = two_pass(transformers_model(model, shape), task.max_new_tokens - 1, heads)
     pack(model, Linear, keep="embed")
     bench = SimpleNamespace(task=task)
     tokenizer = SimpleNamespace(eos_ids=(), decode=str)
     settings = dict(method="decore-entropy", heads=heads)
+    header = dict(max_new_tokens=task.max_new_tokens)
 
-    def evaluate(batch):
+    def evaluate(batch, _):
         encoded = [prompts.Encoded(i, ids, None, None, 0) for i, ids in enumerate(batch)]
-        header = dict(max_new_tokens=new)
         lines = decoding.answer(bench, encoded, header, settings, model, tokenizer)
         return [line["ids"] for line in lines]
 
-    def with_transformers(batch):
-        return two_pass(twin, batch, new - 1, heads)(lambda: None)
-
-    def one_by_one(batch):
-        return list(chain.from_iterable(with_transformers([ids]) for ids in batch))
+    def one_by_one(batch, tick):
+        return [with_transformers([ids], tick)[0] for ids in batch]
 
     return {"evaluate": evaluate, "one by one": one_by_one, "batches": with_transformers}
 
 
-def measure(runs, batches):
-    """({name: seconds of each batch}, {name: ids of all answers})."""
-    seconds = {name: [] for name in runs}
-    answers = {name: [] for name in runs}
-    names = list(runs)
-    for i, batch in enumerate(batches):
-        first = i % len(names)  # each batch starts with another contestant
-        for name in names[first:] + names[:first]:
-            start = time.perf_counter()
-            answers[name] += runs[name](batch)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds, answers
-
-
-def summary(seconds, answers, batches):
+def summary(results, batches):
     """Rates and ratios, and how many answers agree with those of evaluate.py."""
-    ours = answers["evaluate"]
-    others = [name for name in seconds if name != "evaluate"]
-    rates = {name: round(len(ours) / sum(times), 3) for name, times in seconds.items()}
-    ratios, same = {}, {}
-    for name in others:
-        pairs = zip(seconds[name], seconds["evaluate"], strict=True)
-        ratios[name] = quartiles([other / own for other, own in pairs])
-        same[name] = sum(a == b for a, b in zip(ours, answers[name], strict=True))
+    n = sum(map(len, batches))
+    seconds, answers, rates, ratios, same = {}, {}, {}, {}, {}
+    for name, rounds in results.items():
+        answers[name] = list(chain.from_iterable(ids for ids, _ in rounds))
+        seconds[name] = np.array([end - start for _, (start, *_, end) in rounds])
+        rates[name] = round(n / seconds[name].sum(), 3)
+        if name != "evaluate":
+            ratios[name] = quartiles(seconds[name] / seconds["evaluate"])
+            same[name] = sum(map(eq, answers[name], answers["evaluate"]))
     return dict(
-        items=len(ours),
+        items=n,
         prompt_tokens=sum(map(len, chain.from_iterable(batches))),
         common_tokens=[len(commonprefix(batch)) for batch in batches],
         examples_per_second=rates,
@@ -110,17 +96,19 @@ def main():
     p.add_argument("--data", type=Path, metavar="DIR", help="data and demonstrations")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items")
     args = p.parse_args()
-    facts, task = origin("cpu", "speed.suite"), tasks.find(args.task)
+    task = tasks.find(args.task)
     if task.choice:
         raise ValueError(f"--task {task.name} scores answers; choose a task that generates")
-    model = random_model(SHAPES[args.shape])
+    shape = SHAPES[args.shape]
+    model = random_model(shape)
     items, _, demos, _ = data.load(task, args.data, limit=args.limit)
     ids = encode(task, items, demos, model.config.vocab_size)
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
-    runs = contestants(model, task)
+    runs = contestants(model, task, shape)
     measure(runs, [[batches[-1][-1][:32]]])  # warm-up
     row = dict(shape=args.shape, task=task.name, new_tokens=task.max_new_tokens)
-    print(json.dumps(row | summary(*measure(runs, batches), batches) | facts))
+    row |= summary(measure(runs, batches), batches) | origin(model.device, "speed.suite")
+    print(json.dumps(row))
 
 
 if __name__ == "__main__":

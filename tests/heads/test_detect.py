@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from heads import FOLDER, detect, load_heads, needles
 from heads.sources import find_sources
 from model import Transformer
 from runtime.parallel import Shard
-from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_tokenizer
+from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
 
@@ -47,24 +48,21 @@ def load_reference(folder):
 def reference_run(folder, prompt, needle, steps, published):
     """The definition, with transformers: complete sequences and attention matrices."""
     reference, ids = load_reference(folder), list(prompt)
-    L, H = reference.config.num_hidden_layers, reference.config.num_attention_heads
-    copied = {(layer, head): [] for layer in range(L) for head in range(H)}
+    c = reference.config
+    heads = list(product(range(c.num_hidden_layers), range(c.num_attention_heads)))
+    copied = {head: [] for head in heads}
     for _ in range(steps):
         out = reference(torch.tensor([ids]), output_attentions=True)
         token = int(out.logits[0, -1].argmax())
-        for layer, head in copied:
+        for layer, head in heads:
             at = int(out.attentions[layer][0, head, -1].argmax())
             if needle[0] <= at < needle[1] and ids[at] == token:
                 copied[layer, head].append(token)
         ids.append(token)
-    span = prompt[slice(*needle)]
-    scores = {
-        h: len(c) / len(span) if published else len(set(c)) / len(set(span))
-        for h, c in copied.items()
-    }
-    return torch.tensor([[scores[layer, head] for head in range(H)] for layer in range(L)]), ids[
-        len(prompt) :
-    ]
+    count = list if published else set
+    span = count(prompt[slice(*needle)])
+    scores = [len(count(copied[head])) / len(span) for head in heads]
+    return torch.tensor(scores).view(c.num_hidden_layers, -1), ids[len(prompt) :]
 
 
 class Twice(Shard):
@@ -79,26 +77,21 @@ def test_a_run_scores_the_heads_of_all_ranks_as_the_attention_of_transformers_do
     tmp_path, family, published
 ):
     model = Transformer.load(write_checkpoint(tmp_path, family, vocab_size=12))
-    prompt, needle = (
-        random_ids(40, vocab_size=12),
-        (0, 36),
-    )  # ids 3 … 11 only, so no answer contains them all
+    # Ids 3 … 11 only, so no answer contains them all.
+    prompt, needle = random_ids(40, vocab_size=12), (0, 36)
     expected, ids = reference_run(tmp_path, prompt, needle, 16, published)
     scores, generated = detect.score_run(model, prompt, needle, 16, published=published)
     assert generated == ids and expected.max() > 0
-    torch.testing.assert_close(
-        scores, expected.double(), atol=1e-6, rtol=0
-    )  # the reference is float32
+    # The reference is float32.
+    torch.testing.assert_close(scores.float(), expected, atol=1e-6, rtol=0)
     model.shard = Twice()
     doubled, generated = detect.score_run(model, prompt, needle, 16, published=published)
     assert generated == ids and torch.equal(doubled, torch.cat([scores, scores], -1))
 
 
 def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
-    model, prompt = (
-        Transformer.load(write_checkpoint(tmp_path, "qwen2", vocab_size=8)),
-        random_ids(40, vocab_size=8),
-    )
+    model = Transformer.load(write_checkpoint(tmp_path, "qwen2", vocab_size=8))
+    prompt = random_ids(40, vocab_size=8)
     ids = detect.score_run(model, prompt, (0, 40), 12, published=True)[1]
     assert ids == [0, 4, 6, 1, 3, 4, 6, 1, 3, 6, 0, 4]
     assert detect.score_run(model, prompt, (0, 40), 12, eos_ids=(6,))[1] == ids[:3]
@@ -107,31 +100,24 @@ def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_publishe
         assert prompt[slice(*span)] == needle
         assert detect.score_run(model, prompt, span, 12)[1] == ids[:end]
     assert detect.score_run(model, prompt, (1, 2), 12, published=True)[1] == ids
-    for span in (5, 5), (-1, 4), (4, 41):
-        with pytest.raises(ValueError, match="is not a range of tokens in a prompt of 40"):
-            detect.score_run(model, prompt, span)
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral-window"])
 def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, family):
-    heads, model = (
-        [(0, 1), (1, 0), (2, 2), (2, 3)],
-        Transformer.load(write_checkpoint(tmp_path, family)),
-    )
+    heads = [(0, 1), (1, 0), (2, 2), (2, 3)]
+    model = Transformer.load(write_checkpoint(tmp_path, family))
     for prompt in (random_ids(21, seed=1), random_ids(1, seed=2)):
         ids = generate(model, prompt, heads=heads, max_new_tokens=19, eos_ids=()).ids
+        complete = torch.tensor([prompt + ids[:-1]])
         with torch.no_grad():
-            layers = load_reference(tmp_path)(
-                torch.tensor([prompt + ids[:-1]]), output_attentions=True
-            ).attentions
+            layers = load_reference(tmp_path)(complete, output_attentions=True).attentions
         for t, places in enumerate(find_sources(model, prompt, ids, heads), len(prompt) - 1):
-            expected = [
-                int(layers[layer][0, head, t, : len(prompt)].argmax()) for layer, head in heads
-            ]
+            expected = []
+            for layer, head in heads:
+                expected.append(int(layers[layer][0, head, t, : len(prompt)].argmax()))
             assert dict(places) == {place: expected.count(place) / len(heads) for place in expected}
-            assert [share for _, share in places] == sorted(
-                (share for _, share in places), reverse=True
-            )
+            shares = [share for _, share in places]
+            assert shares == sorted(shares, reverse=True)
 
 
 @pytest.mark.parametrize("template_args", [None, {}])
@@ -139,17 +125,17 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
 def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(
     tokenizer, depth, template_args
 ):
-    book, sample = needles.make_book(tokenizer, BOOKS, 0, 3000), needles.Sample(0, 3000, depth, 0)
+    book = needles.make_book(tokenizer, BOOKS, 0, 3000)
+    sample = needles.Sample(0, 3000, depth, 0)
     facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=0)
     ids, span, at = prompt = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
     before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
     assert re.search(r'([.!?]"?\s+|: ?|^)$', before) and re.match(r"\s", after)
     assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
     assert abs(at - depth) <= needles.NEAR
-    assert (
-        depth != 33
-        or needles.make_prompt(sample, NEEDLE, book, tokenizer, facts | {"seed": 1})[2] != at
-    )
+    if depth == 33:
+        other = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts | {"seed": 1})
+        assert other[2] != at
     assert 2700 < len(ids) <= 3000
     # A prompt that is too long loses sentences until it fits: all of them if the estimate of its
     # tokens is too low.
@@ -159,18 +145,13 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
     text = 'Mr. Green met Dr. A. Stone. "Why?" He left at 3.30 p.m. sharp! 他走了。她没有。'
-    assert [text[m.end() :][:4] for m in needles.SENTENCE_END.finditer(text)] == [
-        '"Why',
-        "He l",
-        "她没有。",
-        "",
-    ]
+    starts = [text[match.end() :][:4] for match in needles.SENTENCE_END.finditer(text)]
+    assert starts == ['"Why', "He l", "她没有。", ""]
 
 
 def test_short_haystacks_continue_with_the_next_text_and_then_repeat(tokenizer):
-    text, *_ = needles.make_book(
-        tokenizer, ["One is here. ", "Two is here. ", "Three is here."], 1, 5
-    )
+    books = ["One is here. ", "Two is here. ", "Three is here."]
+    text, *_ = needles.make_book(tokenizer, books, 1, 5)
     assert text.startswith("Two is here. \n\nThree is here.\n\nOne is here. \n\nTwo is here.")
 
 
@@ -197,41 +178,29 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
     question = "Based on the content of the book, Question: q?\nAnswer:"
 
     def published(depth, length=400, needle=needle):
-        ids, span, _ = needles.make_published_prompt(
-            needles.Sample(0, length, depth, 0), needle, text, tokenizer
-        )
-        located = tokenizer.decode(ids[slice(*span)]) if span != (-1, -1) else None
-        return tokenizer.core.decode(ids, skip_special_tokens=False).replace(
-            "<|begin|>", "^"
-        ), located
+        sample = needles.Sample(0, length, depth, 0)
+        ids, span, _ = needles.make_published_prompt(sample, needle, text, tokenizer)
+        prompt = tokenizer.core.decode(ids, skip_special_tokens=False).replace("<|begin|>", "^")
+        return prompt, tokenizer.decode(ids[slice(*span)]) if span != (-1, -1) else None
 
     # 400 tokens less 200 for question and answer less five of the needle: two beginnings and 193
     # letters.
     context = (text * 9)[:193]
     assert published(100) == (f"^^^{context}^N n.{question}", "N n.")
-    assert published(50) == (
-        f"^^N n.^^{context}{question}",
-        "N n.",
-    )  # other vocabulary: no token is a full stop
-    monkeypatch.setattr(
-        needles, "FULL_STOPS", tuple(tokenizer.core.encode(".", add_special_tokens=False).ids)
-    )
-    assert published(50) == (f"^^^{context[:89]}^N n.{context[89:]}{question}", "N n.")
-    assert published(11) == (f"^^^{context[:19]}^N n.{context[19:]}{question}", "N n.")
-    assert published(0) == (f"^^N n.^^{context}{question}", "N n.")
-    assert published(50, length=0) == (
-        f"^^N n.{question}",
-        "N n.",
-    )  # the shortest of the authors' 20 lengths
+    # In another vocabulary no token is a full stop.
+    assert published(50) == (f"^^N n.^^{context}{question}", "N n.")
+    stop = tuple(tokenizer.core.encode(".", add_special_tokens=False).ids)
+    monkeypatch.setattr(needles, "FULL_STOPS", stop)
+    for depth, at in ((50, 89), (11, 19)):
+        expected = f"^^^{context[:at]}^N n.{context[at:]}{question}"
+        assert published(depth) == (expected, "N n.")
+    # The shortest of the authors' 20 lengths.
+    assert published(50, length=0) == (f"^^N n.{question}", "N n.")
     # The needle's tokens are the first window with its token set. A needle that is not located has
     # no scores.
     assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
-    assert (
-        detect.head_scores(
-            torch.zeros(2, 1, 1, dtype=int), [5, 6], [5, 6], (-1, -1), published=True
-        )
-        == 0
-    )
+    positions = torch.zeros(2, 1, 1, dtype=int)
+    assert detect.head_scores(positions, [5, 6], [5, 6], (-1, -1), published=True) == 0
     assert published(100, needle=needle._replace(needle="N n.", real_needle="aA"))[1] == "Aa"
 
 
@@ -243,10 +212,6 @@ def test_texts_and_needles_are_read_from_files(tmp_path):
         (tmp_path / f"part{i}").mkdir()
         (tmp_path / f"part{i}" / "p1.txt").write_text(f"Text {i}.\n")
     assert needles.read_haystack(tmp_path) == ["Text 1.", "Text 2."]
-    for line in ("{}", "", '{"needle": "A b.", "question": "c", "real_needle": "d"}'):
-        lines.write_text(line)
-        with pytest.raises(ValueError, match=str(lines)):
-            needles.read_needles(lines)
 
 
 @pytest.fixture
@@ -254,13 +219,12 @@ def prepare(chat_model, monkeypatch):
     """The facts and the prompts of a command on the tiny model."""
 
     def run(*arguments):
-        monkeypatch.setattr(
-            sys, "argv", ["detect", "--model", str(chat_model), "--out", "x", *map(str, arguments)]
-        )
+        argv = ["detect", "--model", chat_model, "--out", "x", *arguments]
+        monkeypatch.setattr(sys, "argv", [*map(str, argv)])
         args = detect.parse_args()
-        items = needles.read_needles(args.needles)
+        items = needles.read_needles(args.needles or detect.HAYSTACK / "needles.jsonl")
         checkpoint = cli.read_model(args.model, args)
-        facts = detect.make_facts(args, checkpoint, checkpoint.tokenizer, items, BOOKS)
+        facts = detect.make_facts(args, checkpoint, items, BOOKS)
         return facts, needles.make_prompts(facts, items, BOOKS, checkpoint.tokenizer)
 
     return run
@@ -279,42 +243,28 @@ def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(pre
 def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, recwarn):
     prepare("--lengths", 1500, "--depths", 2)
     assert not recwarn
-    with pytest.warns(
-        UserWarning, match="7 runs instead of 15, since the others would repeat a prompt"
-    ):
+    with pytest.warns(UserWarning, match="7 runs instead of 15"):
         facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE, "--haystack", "own texts")
     assert facts["lengths"] == [154, 167, 180, 193, 206] and facts["template"] == detect.TEMPLATE
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 7
 
 
 def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tmp_path):
-    template = (
-        TEMPLATE
-        + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% "
-        "endif %}"
+    off = (
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
     )
     model = shutil.copytree(chat_model, tmp_path / "model")
-    core = Tokenizer.load(write_tokenizer(model, template)).core
+    core = Tokenizer.load(write_tokenizer(model, TEMPLATE + off)).core
+    options = ["--model", model, "--lengths", 500, "--depths", 1]
+    options += ["--template", "{context}\\n{question}"]
     for end, thinks, *more in (
         ("<think></think>", False),
         ("assistant:", True, "--template-args", '{"enable_thinking": true}'),
     ):
-        facts, [(ids, _), *_] = prepare(
-            "--model",
-            model,
-            "--lengths",
-            500,
-            "--depths",
-            1,
-            "--template",
-            "{context}\\n{question}",
-            *more,
-        )
+        facts, [(ids, _), *_] = prepare(*options, *more)
         assert core.decode(ids, skip_special_tokens=False).endswith(end)
-        assert (
-            facts["template_args"] == {"enable_thinking": thinks}
-            and facts["template"] == "{context}\n{question}"
-        )
+        assert facts["template_args"] == {"enable_thinking": thinks}
+        assert facts["template"] == "{context}\n{question}"
 
 
 def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_only(
@@ -328,67 +278,48 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
     for more in ([], ["--published"]):
         facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
         texts = ["The stones under", "under the", "I do not know"]  # recall 0.75, 0.5, 0
-        records = detect.run_batch(
-            None, tokenizer, prompts, [NEEDLE] * 3, facts, detect.load_rouge()
-        )
+        rouge = RougeScorer(["rouge1"], use_stemmer=True)
+        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts, rouge)
         assert [record["right"] for record in records] == [True, False, False]
 
 
 SHORT = ["--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
 
 
-def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
+def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path):
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written
     status, _, err = call(detect.main, *SHORT, "--min-success", 9, "--out", path)
     assert status == 2 and "of 8 answers are right (--min-success 9)" in err and not path.exists()
     header, *lines = runs.read_bytes().splitlines(keepends=True)
+    # Shows below that stored runs are not repeated.
     lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
-    other = header.replace(b'"fingerprint": {"', b'"fingerprint": {"more": 1, "').replace(
-        b'"depths": 10, ', b""
-    )
-    runs.write_bytes(other + lines[0])
-    _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1)
-    assert "is a detection with another depths, fingerprint, seed; " in err
-    for kept, cut_off in ((4, b""), (4, lines[4][:-9]), (3, b""), (8, b"")):
-        runs.write_bytes(header + b"".join(lines[:kept]) + cut_off)
+    for complete, cut_off in ((4, b""), (4, lines[4][:-9]), (8, b"")):
+        runs.write_bytes(header + b"".join(lines[:complete]) + cut_off)
         status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
-        assert (
-            status == 0
-            and out.endswith(f"wrote {path}\n")
-            and runs.read_bytes() == header + b"".join(lines)
-        ), err
-        assert f"{runs} has {kept} of 8 runs" in err
+        assert status == 0 and out.endswith(f"wrote {path}\n"), err
+        assert runs.read_bytes() == header + b"".join(lines)
     content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
     assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
-    right = [record for record in records if record["recall"] > 0.5]
+    right = [record["scores"].get("2-0", 0) for record in records if record["recall"] > 0.5]
     assert content["samples"] == len(right) == 7 and content["success_rate"] == round(7 / 8, 4)
-    assert content["scores"]["2-0"] == round(
-        sum(run["scores"].get("2-0", 0) for run in right) / 7, 6
-    )
-    assert (
-        content["facts"] == json.loads(header)["header"]
-        and content["facts"]["fingerprint"]["weights"]
-    )
+    assert content["scores"]["2-0"] == round(sum(right) / 7, 6)
+    assert content["facts"] == json.loads(header)["header"]
+    assert content["facts"]["fingerprint"]["weights"]
+    _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1, "--depths", 9)
+    assert "is a detection with another depths, seed; " in err
     runs.unlink()
     status, _, err = call(detect.main, *SHORT, "--out", path)
-    assert (
-        status == 2
-        and f"--out {path} exists, and its runs" in err
-        and json.loads(path.read_text()) == content
-    )
-    monkeypatch.setattr(detect, "run_batch", Mock(side_effect=KeyboardInterrupt))
-    status, _, err = call(detect.main, *SHORT, "--out", tmp_path / "other.json")
-    assert status == 130 and "stopped; the same command continues" in err
+    assert status == 2 and f"--out {path} exists, and its runs" in err
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_counted(
-    call, tmp_path, monkeypatch
+    call, tmp_path
 ):
-    status, out, err = call(detect.main, "--runs", 24, "--out", tmp_path / "h.json")
-    assert status == 0 and re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == [
-        "20"
-    ], err
+    status, _, err = call(detect.main, "--runs", 24, "--out", tmp_path / "h.json")
+    counted = re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err)
+    assert (status, counted) == (0, ["20"]), err
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
     shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
     different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
@@ -400,61 +331,12 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
     path = tmp_path / "h.json"
     for _ in range(2):  # also if it is continued
         status, _, err = call(detect.main, "--runs", 28, "--out", path)
-        assert status == 2 and re.search(
-            "error: 0 of 20 answers are right; the first one is '.*': try --raw, a shorter "
-            "--lengths, .*; --min-success 0 goes on$",
-            err.splitlines()[-1],
-        )
+        last = err.splitlines()[-1]
+        assert status == 2 and "error: 0 of 20 answers are right; the first one is '" in last
+        assert last.endswith("; --min-success 0 goes on")
         assert len(Path(f"{path}.runs.jsonl").read_text().splitlines()) == 21
     status, _, err = call(detect.main, "--runs", 28, "--out", path, "--min-success", 0)
     assert status == 2 and "0 of 28 answers are right" in err
-
-
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        (lambda lines: [*lines, lines[1]], "line 10 is not run 9 of 8"),
-        (lambda lines: lines[:2] + lines[3:], "line 3 is not run 2 of 8"),
-        (lambda lines: [lines[0], lines[2], lines[1]], "line 2 is not run 1 of 8"),
-        (lambda lines: [lines[0], lines[1], lines[1]], "line 3 is not run 2 of 8"),
-        (lambda lines: [lines[0], lines[1].replace("scores", "x")], "line 2 is not run 1"),
-        (lambda lines: [lines[0], lines[1].replace('"right"', '"x"')], "line 2 is not run 1"),
-        (lambda lines: ['{"header": [1]}'], "line 1 is not the header of a detection"),
-        (lambda lines: lines[1:], "line 1 is not the header of a detection"),
-    ],
-)
-def test_a_stored_run_is_that_of_its_prompt(call, finished, tmp_path, damage, words):
-    path = tmp_path / "heads.json"
-    Path(f"{path}.runs.jsonl").write_text("\n".join(damage(finished)) + "\n")
-    status, out, err = call(detect.main, *SHORT, "--out", path)
-    assert (status, out, path.exists()) == (2, "", False)
-    assert words in err.splitlines()[-1] and "choose another --out" in err
-
-
-@pytest.fixture
-def finished(call, tmp_path_factory):
-    """The lines of a finished detection's runs."""
-    path = tmp_path_factory.mktemp("finished") / "heads.json"
-    call(detect.main, *SHORT, "--min-success", 4, "--out", path)
-    return Path(f"{path}.runs.jsonl").read_text().splitlines()
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_options_are_checked_before_weights_are_read(call, chat_model, tmp_path, name):
-    folder = tmp_path / "model"
-    shutil.copytree(chat_model, folder)
-    (folder / "model.safetensors").write_text("damaged")
-    options = "--model", folder, "--out", tmp_path / "h.json"
-    _, _, err = call(detect.main, *options, "--lengths", "1000:3000:2")
-    assert "3000 tokens do not fit the context of" in err
-    (folder / name).unlink()
-    _, _, err = call(detect.main, *options)
-    assert name in err and err.count("\n") == 1
-
-
-def test_scores_that_are_all_zero_are_refused(llama):
-    with pytest.raises(ValueError, match="3 of 3 answers are right .* 0 heads copied"):
-        detect.mean_scores(llama, [{"right": True, "scores": {}, "answer": ""}] * 3, {}, 1)
 
 
 @pytest.mark.parametrize(
@@ -463,25 +345,36 @@ def test_scores_that_are_all_zero_are_refused(llama):
         (["--lengths", "1000:3000:2"], "3000 tokens do not fit the context of"),
         (["--lengths", "0:600:2"], "0 tokens cannot hold the needle"),
         (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
-        (
-            ["--template", "{context} and that is all"],
-            "must be UTF-8 text that contains {context}, once, and {question}",
-        ),
-        (["--template", "\udcff {context} {question}"], "argument --template: must be UTF-8 text"),
+        (["--template", "{context} and that is all"], "{context}, once, and {question}"),
         (["--haystack", "/proc/self/fdinfo"], "holds no text"),
-        (["--out", "."], "--out . is a folder"),
+        (["--needles", "/dev/null"], "/dev/null holds no needles"),
         (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
         (["--published", "--raw"], "--raw has no effect"),
-        (["--published", "--seed", "0"], "--seed has no effect"),
         (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
     ],
 )
-def test_bad_options_are_refused_before_the_first_run(call, chat_model, tmp_path, more, message):
-    status, _, err = call(detect.main, "--model", chat_model, "--out", tmp_path / "h.json", *more)
-    assert status == 2 and message in err.splitlines()[-1] and not list(tmp_path.iterdir())
+def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_path, more, message):
+    model = shutil.copytree(chat_model, tmp_path / "model")
+    (model / "model.safetensors").write_text("damaged")
+    status, out, err = call(detect.main, "--model", model, "--out", tmp_path / "h.json", *more)
+    assert (status, out) == (2, "") and message in err.splitlines()[-1]
+    assert [*tmp_path.iterdir()] == [model]
 
 
-def test_a_missing_rouge_score_is_reported_before_the_model_is_loaded(call, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    status, _, err = call(detect.main, "--model", "no-such-folder", "--out", tmp_path / "h.json")
-    assert status == 2 and err.endswith("pip install rouge-score\n") and err.count("\n") == 1
+NO_COPIES = [{"right": True, "scores": {}, "answer": ""}] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda llama, _: detect.score_run(llama, [1, 2, 3], (2, 2)), "not a range of tokens"),
+        (lambda llama, _: detect.score_run(llama, [1, 2, 3], (-1, 2)), "not a range of tokens"),
+        (lambda llama, _: detect.score_run(llama, [1, 2, 3], (1, 4)), "not a range of tokens"),
+        (lambda llama, _: detect.mean_scores(llama, NO_COPIES, {}, 1), "0 heads copied"),
+        (lambda _, path: needles.read_needles(path), "line 1: needs"),
+    ],
+)
+def test_what_gives_no_scores_is_refused(llama, tmp_path, wrong, message):
+    path = write_lines(tmp_path / "n.jsonl", [dict(needle="A b.", question="c", real_needle="d")])
+    with pytest.raises(ValueError, match=message):
+        wrong(llama, path)

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shlex
 from argparse import Namespace
 
 import numpy as np
@@ -21,26 +20,21 @@ from heads import (
 from program.settings import method_settings
 from tests.checkpoints import stand_in, write_lines
 
+# 40 layers of 8 heads
+RANKED = [(i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()]
 BEST = {
-    (
-        "Meta-Llama-3-8B-Instruct",
-        32,
-        32,
-    ): "15-30 24-27 16-20 8-1 16-1 27-7 15-1 10-14 27-5 20-14 5-8 16-23 20-23 19-3 20-1",
-    (
-        "Meta-Llama-3-70B-Instruct",
-        80,
-        64,
-    ): "76-57 18-4 77-50 18-45 77-55 52-19 77-53 76-56 56-42 18-7 77-52 74-7 74-29 18-47",
+    ("Meta-Llama-3-8B-Instruct", 32, 32): "15-30 24-27 16-20 8-1 16-1 27-7 15-1 10-14 27-5 20-14 "
+    "5-8 16-23 20-23 19-3 20-1",
+    ("Meta-Llama-3-70B-Instruct", 80, 64): "76-57 18-4 77-50 18-45 77-55 52-19 77-53 76-56 56-42 "
+    "18-7 77-52 74-7 74-29 18-47",
 }
 
 
 @pytest.mark.parametrize("name, n_layers, n_heads", BEST)
 def test_the_best_heads_of_the_papers_models_are_in_the_authors_order(name, n_layers, n_heads):
     ranked = load_heads(stand_in(n_layers, n_heads, f"meta-llama/{name}"))
-    assert " ".join(f"{layer}-{head}" for layer, head in ranked).startswith(
-        BEST[name, n_layers, n_heads]
-    )
+    best = " ".join(f"{layer}-{head}" for layer, head in ranked)
+    assert best.startswith(BEST[name, n_layers, n_heads])
 
 
 def test_every_file_fits_its_row_of_the_readme():
@@ -49,26 +43,17 @@ def test_every_file_fits_its_row_of_the_readme():
     sources = dict(re.findall(r"^\* (\w): (.*)$", readme, re.M))
     names = {path.stem for path in FOLDER.glob("*.json")}
     assert names == {"miniature", "miniature-amateur", *(row[1] for row in rows)}
-    for model, name, L, H, measure, samples, letter in rows:
+    measures = {"needle": "needle in a", "copy": "teacher-forced copy"}
+    for model, name, *counts, measure, samples, letter in rows:
         content = json.loads((FOLDER / f"{name}.json").read_text())
-        assert (
-            len(load_heads(stand_in(int(L), int(H), model)))
-            == int(L) * int(H)
-            == len(content["scores"])
-        )
-        assert [content[field] for field in ("model", "n_layers", "n_heads", "samples")] == [
-            model,
-            int(L),
-            int(H),
-            int(samples),
-        ]
-        assert content["measure"].startswith(
-            {"needle": "needle in a", "copy": "teacher-forced copy"}[measure]
-        )
+        L, H = map(int, counts)
+        assert len(load_heads(stand_in(L, H, model))) == L * H
+        facts = [content[field] for field in ("model", "n_layers", "n_heads", "samples")]
+        assert facts == [model, L, H, int(samples)]
+        assert content["measure"].startswith(measures[measure])
         source = content["source"]
-        assert sources[letter] == source["repository"] + (
-            f" at {source['commit']}" if "commit" in source else ""
-        )
+        commit = f" at {source['commit']}" if "commit" in source else ""
+        assert sources[letter] == source["repository"] + commit
 
 
 def test_every_hub_name_of_a_model_finds_its_file():
@@ -91,7 +76,6 @@ def test_every_hub_name_of_a_model_finds_its_file():
         ("meta-llama/Llama-3.2-3B-Instruct", (28, 24), "--heads Llama-3.2-3B), give"),
         ("someone/honest_llama3_8B_instruct", (32, 32), "--heads Meta-Llama-3-8B-Instruct"),
         ("someone/Llama-3.2-3B-Instruct", (30, 24), "Instruct: give --heads FILE, or"),
-        ("someone/模 型", (32, 32), "are known for someone/模 型: give --heads FILE, or"),
     ],
 )
 @pytest.mark.parametrize("transformers", [False, True])
@@ -104,89 +88,76 @@ def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_t
     with pytest.raises(ValueError) as error:
         method_settings("masked", args, stand_in(*shape, name), None)
     message, _, command = str(error.value).partition("measure them: ")
-    assert message.startswith(f"no head scores are known for {name}: ") and hint in message
+    assert hint in message
+    more = "--transformers " * transformers
     out = f"heads/{name.rpartition('/')[2]}.json"
-    expected = ["--model", name, *["--transformers"] * transformers, "--out", out]
-    assert shlex.split(command) == ["python", "-m", "heads.detect", *expected]
-    with pytest.raises(ValueError, match="no head scores are known.* heads.detect"):
-        load_heads(stand_in(*shape, name))
+    assert command == f"python -m heads.detect --model {name} {more}--out {out}"
 
 
 def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file(tmp_path):
-    path = write_lines(
-        tmp_path / "m.json",
-        [
-            {
-                "1-1": [0.2, 0.4],
-                "0-1": [1, 0],
-                "1-0": [0, 0],
-                "0-0": [0.5, 0.5],
-                "0-2": [0.1, 0.1],
-                "1-2": [0.1, 0.1],
-            }
-        ],
-    )
+    samples = {"1-1": [0.2, 0.4], "0-1": [1, 0], "1-0": [0, 0], "0-0": [0.5, 0.5]}
+    samples |= {"0-2": [0.1, 0.1], "1-2": [0.1, 0.1]}
+    path = write_lines(tmp_path / "m.json", [samples])
     ranked = [(0, 1), (0, 0), (1, 1), (0, 2), (1, 2), (1, 0)]
     assert [load_heads(stand_in(2, 3), n, path) for n in (None, 0, 3)] == [ranked, [], ranked[:3]]
-    assert load_scores(path)[1, 1] == float(np.mean([0.2, 0.4])) and load_scores(path)[0, 1] == 0.5
-    for shape, head in (((1, 3), "1-0"), ((2, 2), "0-2"), ((3, 3), "2-0"), ((2, 4), "0-3")):
-        with pytest.raises(
-            ValueError,
-            match=f"{path} has 6 heads, .* {shape[0]} layers of {shape[1]} .* head {head}",
-        ):
-            load_heads(stand_in(*shape), name=path)
-    for n in (-1, 7):
-        with pytest.raises(ValueError, match=f"{n} heads are too many: tiny has 6"):
-            load_heads(stand_in(2, 3), n, path)
+    ten = {"0-0": [0.1] * 10}
+    assert (
+        load_scores(write_lines(path, [ten]))[0, 0] == np.mean(ten["0-0"]) != sum([0.1] * 10) / 10
+    )
 
 
-@pytest.mark.parametrize(
-    "key, score",
-    [
-        ("1-1", None),
-        ("1-1", float("nan")),
-        ("1-1", 1e9),
-        ("1-1", "1"),
-        ("1-1", True),
-        ("1-1", [0.5, None]),
-        ("1-1", []),
-        ("1_1", 1),
-        ("01-0", 1),
-    ],
-)
-def test_an_entry_that_is_not_a_head_and_its_scores_is_refused(tmp_path, key, score):
-    scores = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1} | {key: score}
-    path = write_lines(tmp_path / "wrong.json", [{"scores": scores, "model": "m"}])
-    with pytest.raises(ValueError, match=f"{path}: '{key}' must be a head.* finite number"):
-        load_scores(path)
-
-
-def test_a_file_without_scores_and_an_unknown_model_are_refused(tmp_path):
-    with pytest.raises(ValueError, match='"scores" must be an object'):
-        load_scores(write_lines(tmp_path / "empty.json", [{"scores": {}, "model": "m"}]))
-    lists = {"0-0": [0.5, 1], "0-1": [0.25]}
-    with pytest.raises(ValueError, match=r"heads have \[1, 2\] samples"):
-        load_scores(write_lines(tmp_path / "lists.json", [lists]))
-    unknown = "mistral-7b-v0.4 is neither .* did you mean Mistral-7B-v0.3?"
-    with pytest.raises(FileNotFoundError, match=unknown):
-        load_heads(stand_in(), name="mistral-7b-v0.4")
-
-
-def test_a_file_of_another_model_is_a_warning_if_it_fits_and_an_error_alone_if_not(recwarn):
+def test_a_file_of_another_model_is_a_warning(recwarn):
     load_heads(stand_in(32, 32, "/models/mistral-7b-V0.3"))
-    with pytest.raises(ValueError, match="has 1024 heads, the model 3 layers of 4 heads"):
-        load_heads(stand_in(), name="Mistral-7B-v0.3")
     assert not recwarn
-    with pytest.warns(
-        UserWarning,
-        match="holds the heads of mistralai/Mistral-7B-v0.3, but the model is .*Llama-3-8B",
-    ):
+    with pytest.warns(UserWarning, match="heads of mistralai/Mistral-7B-v0.3, but the model is"):
         load_heads(stand_in(32, 32, "meta-llama/Meta-Llama-3-8B"), name="Mistral-7B-v0.3")
 
 
-RANKED = [
-    (i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()
-]  # 40 layers of 8 heads
+SCORES = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({}, '"scores" must be an object'),
+        *(
+            (SCORES | entry, "must be a head")
+            for entry in (
+                {"1-1": None},
+                {"1-1": float("nan")},
+                {"1-1": [0.5, None]},
+                {"1-1": []},
+                {"1_1": 1},
+            )
+        ),
+        (SCORES | {"0-2": 0}, "5 heads instead of 2 layers of 2"),
+        ({"0-0": 1, "0-1": 1, "0-2": 1, "0-3": 1}, "4 heads instead of 2 layers of 2"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, content, message):
+    path = write_lines(tmp_path / "wrong.json", [{"scores": content, "model": "m"}])
+    with pytest.raises(ValueError, match=f"^{path}") as error:
+        load_heads(stand_in(2, 2), name=path)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "choose, message",
+    [
+        (lambda: load_heads(stand_in()), "no head scores are known for tiny"),
+        (lambda: load_heads(stand_in(), name="mistral-7b-v0.4"), "did you mean Mistral-7B-v0.3?"),
+        (lambda: load_heads(stand_in(4, 8, "miniature"), -1), "-1 heads are too many"),
+        (lambda: load_heads(stand_in(4, 8, "miniature"), 33), "33 heads are too many"),
+        (lambda: random_heads(RANKED[:32], 17), "17 random heads are too many"),
+        (lambda: choose_heads(stand_in(), None, 13, "uniform"), "13 random heads are too many"),
+        (lambda: published_random_heads(20, 80, 4), "a layer has 4 heads"),
+        (lambda: published_random_heads(10, 3, 4), "10 heads are too many"),
+    ],
+)
+def test_heads_that_do_not_exist_are_refused(choose, message):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        choose()
+    assert message in str(error.value)
 
 
 def test_random_heads_are_nested_and_hold_no_retrieval_head():
@@ -200,16 +171,12 @@ def test_random_heads_are_nested_and_hold_no_retrieval_head():
     assert sets[-1] == random_heads(RANKED[:100] + sorted(RANKED[100:]), 100, seed=19)
     # A small model leaves out half of its heads.
     assert set(random_heads(RANKED[:32], 16, seed=3)) == set(RANKED[16:32])
-    with pytest.raises(ValueError, match="17 random heads are too many"):
-        random_heads(RANKED[:32], 17)
 
 
 def test_random_heads_without_scores_are_drawn_from_all_heads_with_a_warning():
     with pytest.warns(UserWarning, match="random heads are drawn from all heads"):
         heads = choose_heads(stand_in(), None, 12, "uniform", seed=3)
     assert sorted(heads) == [(layer, head) for layer in range(3) for head in range(4)]
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="13 random heads"):
-        choose_heads(stand_in(), None, 13, "uniform")
 
 
 def test_published_random_heads_replay_the_sampler():
@@ -223,7 +190,3 @@ def test_published_random_heads_replay_the_sampler():
         expected += [head] if head not in expected else []
     assert heads == expected
     assert published_random_heads(10, 32, 32) == heads[:10]
-    with pytest.raises(ValueError, match="a layer has 4 heads"):
-        published_random_heads(20, n_layers=80, n_heads=4)
-    with pytest.raises(ValueError, match="10 heads are too many"):
-        published_random_heads(10, n_layers=3, n_heads=4)
