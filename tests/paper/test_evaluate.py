@@ -342,7 +342,7 @@ def test_data_and_options_are_checked_before_the_first_run(
 def test_an_option_without_effect_is_refused_before_a_model_is_loaded(
     start, data, monkeypatch, task, options, message
 ):
-    monkeypatch.setattr(cli, "load_models", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(cli, "load_weights", lambda *a: pytest.fail("a model was loaded"))
     status, out, err = start(*data[task], *options)
     assert status == 2 and out == [] and message in err.splitlines()[-1]
 
@@ -452,7 +452,7 @@ def test_heads_are_looked_up_before_weights_are_read(start, chat_model, data, tm
 
 
 def test_a_dry_run_prints_every_item_without_a_model(start, data, monkeypatch):
-    monkeypatch.setattr(cli, "load_models", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(cli, "load_weights", lambda *a: pytest.fail("a model was loaded"))
     status, out, _ = start(*data["truthfulqa-mc"], "--dry-run")
     assert status == 0 and [line["index"] for line in out] == [0, 1]
     assert set(out[0]) >= {

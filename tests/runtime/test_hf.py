@@ -351,8 +351,7 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
 def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
     args = dict(device="cpu", dtype="auto", device_map=None)
     own, hf = (
-        cli.load_model(chat_model, Namespace(**args, transformers=engine))[0]
-        for engine in (False, True)
+        cli.load(chat_model, Namespace(**args, transformers=engine)) for engine in (False, True)
     )
     for model in own, hf:
         assert model.name == chat_model.name
