@@ -4,11 +4,8 @@
 from cli.entry import explain, run
 from cli.models import (
     benchmark_template_args,
-    choose_device,
     limit_threads,
     load,
-    load_model,
-    load_models,
     load_weights,
     read_model,
     read_models,

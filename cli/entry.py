@@ -7,6 +7,7 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from runtime import parallel
 from runtime.errors import out_of_memory
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
@@ -20,11 +21,8 @@ def run(main):
     has failed too, torchrun has ended that rank by then."""
     program = Path(sys.argv[0]).name
     rank, _ = rank_and_size()
-    with open(os.devnull, "r+") as nowhere:
-        # A stream that the shell has closed is None.
-        sys.stdin = sys.stdin or nowhere
-        stdout = printable(sys.stdout or nowhere)
-        stderr = printable(sys.stderr or nowhere)
+    with open(os.devnull, "w") as nowhere:
+        stdout, stderr = printable(sys.stdout), printable(sys.stderr)
         out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
         warnings.showwarning = lambda message, *_: print(
             f"{program}: warning: {message}", file=sys.stderr
@@ -32,8 +30,7 @@ def run(main):
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 main()
-                if "runtime.parallel" in sys.modules:  # else torch has not been loaded
-                    sys.modules["runtime.parallel"].leave()
+                parallel.leave()
                 sys.stdout.flush()
             return 0
         except BrokenPipeError:  # the reader, such as `head`, has ended
@@ -52,8 +49,7 @@ def run(main):
             time.sleep(10)
             program += f": rank {rank}"
         print(f"{program}: error: {message}", file=stderr, flush=True)
-    parallel = sys.modules.get("runtime.parallel")
-    if parallel and parallel.dist.is_initialized():
+    if parallel.dist.is_initialized():
         os._exit(2)  # the threads of a broken group may abort a normal exit
     return 2
 
@@ -71,6 +67,5 @@ def explain(error):
     if out_of_memory(error):
         return "out of memory: use fewer or shorter prompts, bfloat16, or more devices (torchrun)"
     if isinstance(error, OSError) and error.strerror:
-        reason = error.strerror[0].lower() + error.strerror[1:]
-        return one_line(f"{error.filename or 'writing'}: {reason}", 1000)
+        return one_line(f"{error.filename or 'writing'}: {error.strerror.lower()}", 1000)
     return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None

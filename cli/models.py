@@ -4,6 +4,13 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from model import Transformer
+from runtime.config import Config
+from runtime.weights import checkpoint_folder
+from tokenizer import Tokenizer
+
 TINY = 20_000_000  # parameters up to which a CPU computes with one thread by default
 
 
@@ -11,7 +18,6 @@ class Checkpoint(NamedTuple):
     """What is known of a model before its weights are read or downloaded."""
 
     name: str
-    folder: Path
     config: object  # has n_layers, n_heads, vocab_size, max_positions, tied_embeddings
     tokenizer: object
 
@@ -21,10 +27,8 @@ def read_models(args):
 
     ValueError or OSError for what can be known without weights."""
     model = read_model(args.model, args)
-    if not args.amateur:
-        return model, model.tokenizer, None
-    amateur = read_model(args.amateur, args)
-    if amateur.tokenizer.core.get_vocab() != model.tokenizer.core.get_vocab():
+    amateur = read_model(args.amateur, args) if args.amateur else None
+    if amateur and amateur.tokenizer.core.get_vocab() != model.tokenizer.core.get_vocab():
         raise ValueError(
             f"{args.model} and {args.amateur} have different vocabularies; contrasting needs one"
         )
@@ -33,10 +37,6 @@ def read_models(args):
 
 def read_model(name, args):
     """The Checkpoint of a folder or a hub id."""
-    from runtime.config import Config  # imports torch: slow, and not every program loads a model
-    from runtime.weights import checkpoint_folder
-    from tokenizer import Tokenizer
-
     choose_device(args)
     folder = checkpoint_folder(name, weights=False)
     if args.transformers:
@@ -46,20 +46,7 @@ def read_model(name, args):
     else:
         config = Config.from_checkpoint(folder)
     short = folder.resolve().name if Path(name).exists() else str(name)
-    return Checkpoint(short, folder, config, Tokenizer.load(name))
-
-
-def load_models(args, shard=None):
-    """(model, tokenizer, amateur or None) named by --model and --amateur."""
-    _, tokenizer, _ = read_models(args)
-    model, amateur = load_weights(args, shard)
-    return model, tokenizer, amateur
-
-
-def load_model(name, args, shard=None):
-    """A model and its tokenizer."""
-    tokenizer = read_model(name, args).tokenizer
-    return load(name, args, shard), tokenizer
+    return Checkpoint(short, config, Tokenizer.load(name))
 
 
 def load_weights(args, shard=None):
@@ -72,8 +59,6 @@ def load_weights(args, shard=None):
 
 def load(name, args, shard=None):
     """A model, by --device, --dtype and --transformers. shard: None joins the ranks of torchrun."""
-    from model import Transformer
-
     device = choose_device(args)
     dtype = None if args.dtype == "auto" else args.dtype
     if args.transformers:
@@ -85,12 +70,8 @@ def load(name, args, shard=None):
 
 def choose_device(args):
     """The device that --device names. ValueError if this machine does not have it."""
-    import torch
-
     gpus = torch.cuda.device_count()
-    devices = [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
-    if gpus:
-        devices.insert(0, "cuda")
+    devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
     if torch.backends.mps.is_available():
         devices.append("mps")
     device = devices[0] if args.device == "auto" else args.device
@@ -106,8 +87,6 @@ def choose_device(args):
 def limit_threads(model):
     """Use one thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set: starting threads
     would take longer."""
-    import torch
-
     tensors = *model.parameters(), *model.buffers()  # packed weights are buffers
     tiny = sum(x.numel() for x in tensors) < TINY
     if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

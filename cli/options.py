@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
 
 MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
 
@@ -60,9 +59,9 @@ def method_name(known, what="method"):
 
     def parse(text):
         if text not in known:
-            names = f"known: {', '.join(known)}"
+            hint = did_you_mean(text, known)
             raise argparse.ArgumentTypeError(
-                f"{what} {text!r} is unknown{did_you_mean(text, known)}; {names}"
+                f"{what} {text!r} is unknown{hint}; known: {', '.join(known)}"
             )
         return text
 
@@ -77,123 +76,98 @@ def did_you_mean(text, known):
 
 def json_object(text):
     """argparse type: a JSON object."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise argparse.ArgumentTypeError("the object is nested too deeply") from None
-    return value | {}  # TypeError, which argparse reports, if it is not an object
+    return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
 
 
 # ------------------------------------------------------------------------------- options of methods
 
 MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
 LITE = ("decore-static-lite", "decore-entropy-lite")  # mask heads of the amateur
-BASELINES = ("cd", "cad", "dola-low", "dola-high", "ad")
-CONTRASTING = (*MASKING[1:], *LITE)
 
 
-class Option(NamedTuple):
-    methods: tuple  # that use it
-    arguments: dict  # of add_argument
+class Option:
+    """An option of methods. arguments: of add_argument."""
+
+    def __init__(self, *methods, **arguments):
+        self.methods = methods
+        self.arguments = arguments
 
 
-# The value of an option that is not on the command line is None.
+# The value of an option that is not on the command line is None or False.
 OPTIONS = {
     "heads": Option(
-        MASKING,
-        dict(metavar="FILE", help="head scores, or a model's name (default: by the model's name)"),
+        *MASKING, help="a file of head scores, or a model's name (default: by the model's name)"
     ),
     "num_heads": Option(
-        MASKING + LITE,
-        dict(
-            type=positive,
-            metavar="N",
-            help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
-        ),
+        *MASKING,
+        *LITE,
+        type=positive,
+        help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
     ),
     "random_heads": Option(
-        MASKING,
-        dict(
-            nargs="?",
-            const="uniform",
-            choices=("uniform", "published"),
-            help="mask random heads instead of retrieval heads; published: with the paper's "
-            "sampler",
-        ),
+        *MASKING,
+        nargs="?",
+        const="uniform",
+        choices=("uniform", "published"),
+        help="mask random heads instead of retrieval heads; published: with the paper's sampler",
     ),
-    "seed": Option(
-        MASKING, dict(type=number(int), metavar="S", help="of random heads (default: 1234)")
-    ),
+    "seed": Option(*MASKING, type=number(int), help="of random heads (default: 1234)"),
     "alpha": Option(
-        ("decore-static", "cd", "cad", "ad", "decore-static-lite"),
-        dict(type=number(float), metavar="A", help="a constant α (default: 0.5)"),
+        "decore-static",
+        "cd",
+        "cad",
+        "ad",
+        "decore-static-lite",
+        type=number(float),
+        help="a constant α (default: 0.5)",
     ),
-    "alpha_cap": Option(
-        CONTRASTING, dict(type=number(float, 0), metavar="X", help="α = min(α, X)")
-    ),
+    "alpha_cap": Option(*MASKING[1:], *LITE, type=number(float, 0), help="the largest α"),
     "scale_alpha": Option(
-        ("decore-entropy", "decore-entropy-lite"),
-        dict(action="store_true", default=None, help="α = H / ln V"),
+        "decore-entropy", "decore-entropy-lite", action="store_true", help="α = H / ln V"
     ),
     "mask": Option(
-        MASKING + LITE,
-        dict(
-            choices=("output", "query"),
-            help="output: the paper's equation; query: its runs (default: output)",
-        ),
+        *MASKING,
+        *LITE,
+        choices=("output", "query"),
+        help="output: the paper's equation; query: its runs (default: output)",
     ),
     "mask_prompt": Option(
-        MASKING + LITE,
-        dict(
-            action="store_true",
-            default=None,
-            help="mask heads at every position, those of the prompt included",
-        ),
+        *MASKING,
+        *LITE,
+        action="store_true",
+        help="mask heads at every position, those of the prompt included",
     ),
     "amateur": Option(
-        (*LITE, "cd"),
-        dict(
-            metavar="M2",
-            help="a smaller model of the same vocabulary: decore-entropy becomes "
-            "decore-entropy-lite",
-        ),
+        *LITE,
+        "cd",
+        help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite",
     ),
-    "amateur_heads": Option(
-        LITE, dict(metavar="FILE", help="its head scores (default: by its name)")
-    ),
+    "amateur_heads": Option(*LITE, help="a file of its head scores (default: by its name)"),
     "relative_top": Option(
-        BASELINES,
-        dict(
-            type=number(float, 0, 1),
-            metavar="X",
-            help="drop tokens less likely than X times the likeliest one (default: 0.1 for dola "
-            "and ad, else 0)",
-        ),
+        "cd",
+        "cad",
+        "dola-low",
+        "dola-high",
+        "ad",
+        type=number(float, 0, 1),
+        help="drop tokens below this fraction of the largest probability (default: 0.1 for dola "
+        "and ad, else 0)",
     ),
-    "info_layer": Option(
-        ("ad",), dict(type=positive, metavar="L", help="the information layer (default: 24)")
-    ),
+    "info_layer": Option("ad", type=positive, help="the information layer (default: 24)"),
     "dola_layers": Option(
-        ("dola-low", "dola-high"),
-        dict(
-            choices=("capped", "halves"),
-            help="capped: of models with more than 40 layers the lowest or uppermost 20, else a "
-            "half; halves: a half of any depth (default: as published, capped to generate, halves "
-            "to score)",
-        ),
+        "dola-low",
+        "dola-high",
+        choices=("capped", "halves"),
+        help="capped: of models with more than 40 layers the lowest or uppermost 20, else a half; "
+        "halves: a half of any depth (default: as published, capped to generate, halves to score)",
     ),
     "repetition_penalty": Option(
-        ("dola-low", "dola-high"),
-        dict(
-            type=number(float, 0),
-            metavar="X",
-            help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: "
-            "1)",
-        ),
+        "dola-low",
+        "dola-high",
+        type=number(float, 0),
+        help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)",
     ),
-    "without_context": Option(
-        ("cad",), dict(action="append", metavar="TEXT", help="the prompt without its context")
-    ),
+    "without_context": Option("cad", action="append", help="the prompt without its context"),
 }
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
@@ -204,41 +178,33 @@ def flag(name):
 
 
 def add_model_arguments(p):
-    p.add_argument(
-        "--model",
-        metavar="M",
-        default=str(MINIATURE),
-        help="folder or hub id (default: the miniature)",
-    )
-    p.add_argument(
+    add = p.add_argument
+    add("--model", default=str(MINIATURE), help="folder or hub id (default: the miniature)")
+    add(
         "--device",
         default="auto",
-        metavar="D",
         help="auto, cpu, cuda, cuda:1, …, mps (default: cuda if there is a GPU, else cpu). On a "
         "busy machine OMP_NUM_THREADS=1 is faster than several threads",
     )
-    p.add_argument(
+    add(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "float16", "bfloat16"),
         help="(default: the checkpoint's; on a CPU float32 for models below a billion parameters)",
     )
-    p.add_argument(
+    add(
         "--transformers",
         action="store_true",
         help="load models with transformers: any causal language model, quantized ones too",
     )
-    p.add_argument(
+    add(
         "--device-map",
-        metavar="MAP",
         choices=("auto", "balanced", "balanced_low_0", "sequential"),
-        help="with --transformers: spread the layers over devices: auto, balanced, balanced_low_0 "
-        "or sequential (needs accelerate)",
+        help="with --transformers: spread the layers over devices (needs accelerate)",
     )
-    p.add_argument(
+    add(
         "--template-args",
         type=json_object,
-        metavar="JSON",
         help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
     )
 
@@ -254,11 +220,9 @@ def add_method_arguments(p, methods, sweep=False):
             continue
         arguments = dict(option.arguments)
         if sweep and name in ("num_heads", "alpha", "seed"):
-            metavar = arguments["metavar"]
-            arguments["metavar"] = f"{metavar}[,{metavar}…]"
+            arguments["metavar"] = "N[,N…]"
             arguments["type"] = comma_list(arguments["type"])
-        if not set(MASKING) <= set(option.methods) and not set(LITE) <= set(option.methods):
-            arguments["help"] = f"{', '.join(users)}: {arguments['help']}"
+        arguments["help"] = f"{', '.join(users)}: {arguments['help']}"
         p.add_argument(flag(name), **arguments)
 
 
@@ -278,7 +242,7 @@ def refuse_unused(args, reasons):
     why, to be read after "--option has no effect"}."""
     for name, reason in reasons.items():
         value = getattr(args, name, None)
-        if value is not None and value is not False and value != []:
+        if value is not None and value is not False:
             raise ValueError(f"{flag(name)} has no effect {reason}")
 
 
@@ -289,8 +253,7 @@ def check_options(args, methods, seeded=False):
     for name, option in OPTIONS.items():
         if not set(option.methods) & set(methods):
             users = ", ".join(named(option.methods))
-            reason = f"on {', '.join(methods)}; it is an option of {users}"
-            refuse_unused(args, {name: reason})
+            refuse_unused(args, {name: f"on {', '.join(methods)}; it is an option of {users}"})
     if not args.random_heads and not seeded:
         refuse_unused(args, {"seed": "without --random-heads"})
     if args.random_heads == "published":

@@ -41,7 +41,8 @@ def main():
             )
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
-    model, tokenizer, amateur = cli.load_models(args)
+    _, tokenizer, _ = cli.read_models(args)
+    model, amateur = cli.load_weights(args)
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
     settings = method_settings(method, args, model, amateur)
     run.model = HarnessModel(

@@ -11,15 +11,13 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Template
 
 from decore import DeCoRe
 
-TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-)
+PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # (title=…, parts=[…], command=…) → the page as a text
-render = TEMPLATES.get_template("page.html").render
+render = Template(PAGE, autoescape=True, trim_blocks=True).render
 
 
 def write_page(path, model, tokenizer, answers, settings):
@@ -36,31 +34,20 @@ def write_page(path, model, tokenizer, answers, settings):
             if method.startswith("decore"):
                 favourites = masked_favourites(model, line, settings[method])
             name = f"g{i * len(answers[method]) + b}"
-            part = answer_part(tokenizer, method, name, line, prompt, favourites)
+            part = answer_part(tokenizer, name, line, prompt, favourites)
             parts.append(part | dict(details=details(line, settings[method])))
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
-        path = Path(path)
-        if path.exists() and not path.is_file():  # a device, such as /dev/stdout
-            path.write_text(text, encoding="utf-8")
-            return
-        path = path.resolve()  # of a link, its target
-        draft = Path(f"{path}.draft")
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def details(line, settings):
     """A method's α and heads in words."""
     parts = []
-    method = line["method"]
-    if "static" in method or method in ("cd", "cad", "ad"):
+    if "alpha" in settings:
         parts.append(f"α = {settings['alpha']:g}")
-    elif method.startswith("decore"):
+    elif "scale_alpha" in settings:
         rule = "H / ln V" if settings["scale_alpha"] else "H"
         cap = settings["alpha_cap"]
         parts.append(f"α = {rule}" if cap is None else f"α = min({rule}, {cap:g})")
@@ -81,38 +68,35 @@ def masked_favourites(model, line, settings):
     return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
 
 
-def answer_part(tokenizer, title, name, line, prompt=None, favourites=None):
+def answer_part(tokenizer, name, line, prompt, favourites=None):
     """One decoded text for page.html.
 
-    name: unique on the page. line: has ids, alphas, entropies and stop; to mark sources also
-    prompt_ids and sources. prompt: the part of the prompt. favourites: those of
-    `masked_favourites`."""
-    ids, entropies, sources = line["ids"], line["entropies"], line.get("sources")
+    name: unique on the page. line: an object of --json. prompt: the part of its prompt. favourites:
+    those of `masked_favourites`."""
+    ids, entropies = line["ids"], line["entropies"]
     written = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids)
     tokens = []
     for text, positions in written:
-        notes = []
-        for p in positions:
-            notes += notes_on(tokenizer, line, p, favourites)
         word = text.lstrip(" ")  # blanks are not shaded
         tokens.append(
             dict(
                 blank=text[: len(text) - len(word)],
                 text=word,
-                note="\n".join(notes),
+                note="\n".join(notes_on(tokenizer, line, positions, favourites)),
                 entropy=max(entropies[p] for p in positions),
                 differs=favourites and any(favourites[p][0] != ids[p] for p in positions),
             )
         )
-    mean = fmean(entropies or [0])
-    footer = f"{len(ids)} tokens, mean base entropy {mean:.3f} nats, stop: {line['stop']}"
+    footer = (
+        f"{len(ids)} tokens, mean base entropy {fmean(entropies):.3f} nats, stop: {line['stop']}"
+    )
     return dict(
         name=name,
-        title=title,
+        title=line["method"],
         tokens=tokens,
         footer=footer,
         contrasted=favourites,
-        links=find_links(name, written, prompt, sources) if sources else {},
+        links=find_links(name, written, prompt, line["sources"]) if "sources" in line else {},
     )
 
 
@@ -132,17 +116,18 @@ def pieces(tokenizer, ids):
     return out
 
 
-def notes_on(tokenizer, line, p, favourites):
-    """Yields lines about the p-th token of a text."""
-    yield f"base entropy {line['entropies'][p]:.3f} nats"
-    if favourites or line["alphas"][p]:
-        yield f"α {line['alphas'][p]:.3f}"
-    if favourites:
-        token, probability = favourites[p]
-        yield f"masked favourite {tokenizer.decode([token])!r} ({probability:.0%})"
-    for position, share in line["sources"][p] if line.get("sources") else ():
-        source = tokenizer.decode([line["prompt_ids"][position]])
-        yield f"from {source!r} at {position} ({share:.0%} of the heads)"
+def notes_on(tokenizer, line, positions, favourites):
+    """Yields lines about tokens of a text."""
+    for p in positions:
+        yield f"base entropy {line['entropies'][p]:.3f} nats"
+        if favourites or line["alphas"][p]:
+            yield f"α {line['alphas'][p]:.3f}"
+        if favourites:
+            token, probability = favourites[p]
+            yield f"masked favourite {tokenizer.decode([token])!r} ({probability:.0%})"
+        for position, share in line["sources"][p] if "sources" in line else ():
+            source = tokenizer.decode([line["prompt_ids"][position]])
+            yield f"from {source!r} at {position} ({share:.0%} of the heads)"
 
 
 def find_links(name, written, prompt, sources):
@@ -158,9 +143,9 @@ def find_links(name, written, prompt, sources):
         token = f"{name}t{t}"
         for p in positions:
             for position, share in sources[p]:
-                source = piece_of.get(position)
-                if source is None:
+                if position not in piece_of:
                     continue
+                source = piece_of[position]
                 for pair in (token, source), (source, token), (f"{name}h", source):
                     links[pair] = max(share, links.get(pair, 0))
     return links

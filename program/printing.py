@@ -1,21 +1,15 @@
-"""Answers for people: texts, and the words of the prompt that they were copied from."""
+"""The words of the prompt that an answer was copied from, for people."""
 
 from collections import Counter
 
 from program.page import pieces
 
 SHOWN = 3  # words of the prompt that are printed for a new word
-LINES = 8  # new words that are printed for an answer
-
-
-def label(method, width):
-    """The beginning of an answer's line if there are several methods, else nothing."""
-    return f"{method:>{width}}  " if width else ""
 
 
 def sources_below(line, tokenizer, width):
     """Text below an answer, without sources nothing: for each of its words, the words of the prompt
-    that the heads attended to most. Of many words, those with the largest shares.
+    that the heads attended to most.
 
     line: an object of --json."""
     if "sources" not in line:
@@ -24,7 +18,7 @@ def sources_below(line, tokenizer, width):
     word_of = {}  # position in the prompt → its word
     for word, positions in words(tokenizer, line["prompt_ids"]):
         word_of |= dict.fromkeys(positions, word)
-    rows = []  # (the largest share, a line)
+    below = ""
     for word, positions in words(tokenizer, ids):
         shares = Counter()
         for p in positions:
@@ -34,11 +28,8 @@ def sources_below(line, tokenizer, width):
         best = shares.most_common(SHOWN)
         if best:
             sources = ", ".join(f"{source} {share:.0%}" for source, share in best)
-            rows.append((best[0][1], f"\n{'':{width}}  {word} ← {sources}"))
-    shown = sorted(rows, key=lambda row: -row[0])[:LINES]
-    text = "".join(row[1] for row in rows if row in shown)
-    hidden = len(rows) - len(shown)
-    return text + (f"\n{'':{width}}  … and {hidden} more words" if hidden else "")
+            below += f"\n{'':{width}}  {word} ← {sources}"
+    return below
 
 
 def words(tokenizer, ids):

@@ -17,18 +17,12 @@ def read_prompts(args):
     """Texts and lists of ids; none of them for the built-in example."""
     texts = args.prompt + [read_prompt(path) for path in args.prompt_file]
     piped = not sys.stdin.isatty()
-    if piped and not texts and not args.prompt_ids:
+    if piped and not texts + args.prompt_ids:
         texts = [text for text in [read_prompt("-")] if text.strip()]
-    elif piped and is_waiting(sys.stdin):
+    elif piped and select.select([sys.stdin], [], [], 0)[0] and sys.stdin.buffer.peek(1):
         raise ValueError(
             "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
             "leave it"
-        )
-    if any("\\n" in text for text in args.prompt):
-        print(
-            r"--prompt has a backslash and an n, which is not a line break: write $'…\n…', or use "
-            r"--prompt-file",
-            file=sys.stderr,
         )
     if args.prompt_ids and not texts:
         without_text = dict.fromkeys(("system", "raw", "template_args"), "on --prompt-ids")
@@ -43,11 +37,6 @@ def read_prompts(args):
             file=sys.stderr,
         )
     return texts + args.prompt_ids
-
-
-def is_waiting(stdin):
-    """Whether standard input has a text, without waiting for one."""
-    return select.select([stdin], [], [], 0)[0] and stdin.buffer.peek(1)
 
 
 def token_ids(text):

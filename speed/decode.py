@@ -280,8 +280,7 @@ def parse():
     p.add_argument(
         "--no-graph",
         dest="graph",
-        action="store_const",
-        const=False,
+        action="store_false",
         help="this project without CUDA graphs",
     )
     p.add_argument("--json", action="store_true", help="print one JSON line")
@@ -289,7 +288,7 @@ def parse():
     peers = ", ".join(name for name in args.methods if name in PEERS)
     if peers and "RANK" in os.environ:
         raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
-    if args.graph is False and args.device == "cpu":
+    if not args.graph and args.device == "cpu":
         raise ValueError(
             "--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out"
         )

@@ -70,13 +70,11 @@ def test_a_rank_that_is_left_over_in_a_shell_does_not_silence_a_program(call, mo
     [
         (f"{PRINT} | true", 0, ""),
         ("-m miniature.data --split open --n 1 > /dev/full", 2, "no space left on device\n"),
-        ("-m miniature.data --split open --n 1 <&- >&-", 0, ""),
         (f"-W error {PRINT} > /dev/null", 0, ""),
-        ("-OO -m miniature.claims --help > /dev/null", 0, ""),
         ("-OO -m speed.decode --help > /dev/null", 0, ""),
     ],
 )
-def test_streams_may_be_closed_or_full_and_warnings_errors_and_docstrings_absent(
+def test_pipes_may_be_closed_and_disks_full_and_warnings_errors_and_docstrings_absent(
     shell, status, err
 ):
     done = start(shell)

@@ -11,21 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / name
-    for name in (
-        "README.md",
-        "docs/demonstrations.md",
-        "docs/data.md",
-        "docs/differences.md",
-        "docs/reproduce.md",
-        "docs/serving.md",
-        "docs/miniature.md",
-        "docs/speed.md",
-        "heads/README.md",
-        "miniature/README.md",
-    )
-]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES += [ROOT / "heads" / "README.md", ROOT / "miniature" / "README.md"]
 DETECT = "-m heads.detect --runs 20 --out TMP/heads.json"
 RUN = (
     "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query "
@@ -53,25 +40,25 @@ RUN_HERE = {
     + " --transformers",
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
 }
-# Commands that other tests run, or that need a network or too much time → which.
-ELSEWHERE = {
-    "python -m speed.gpu": "test_speed",
-    "python -m speed.decode": "test_speed",
-    "python -m speed.suite": "test_speed",
-    "python -m integrations.lm_eval": "test_lm_eval",
-    "python evaluate.py --task truthfulqa-gen": "test_rescore",
-    "python evaluate.py rescore results": "test_rescore",
-    "python evaluate.py fetch": "test_fetch",
-    "python evaluate.py paper": "test_plan",
-    "torchrun --nproc-per-node 8 evaluate.py": "test_evaluate",
-    "torchrun --nproc-per-node 2 -m speed.decode": "test_speed",
-    "torchrun --nnodes": "several machines",
-    "python -m miniature.claims": "test_miniature",
-    "python -m miniature.make": "test_miniature",
-    "python -m heads.detect --model meta-llama": "test_detect",
-    "python -m miniature.train": "25 minutes",
-    "python -m nltk.downloader": "the network",
-}
+# Commands that other tests run, or that need a network or too much time.
+ELSEWHERE = (
+    "python -m speed.gpu",  # test_speed
+    "python -m speed.decode",
+    "python -m speed.suite",
+    "torchrun --nproc-per-node 2 -m speed.decode",
+    "python -m integrations.lm_eval",  # test_lm_eval
+    "python evaluate.py --task truthfulqa-gen",  # test_rescore
+    "python evaluate.py rescore results",
+    "python evaluate.py fetch",  # test_fetch
+    "python evaluate.py paper",  # test_plan
+    "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
+    "torchrun --nnodes",  # several machines
+    "python -m miniature.claims",  # test_miniature
+    "python -m miniature.make",
+    "python -m heads.detect --model meta-llama",  # test_detect
+    "python -m miniature.train",  # 25 minutes
+    "python -m nltk.downloader",  # the network
+)
 
 
 def commands():
@@ -83,11 +70,10 @@ def commands():
 
 
 def test_every_command_of_the_pages_is_run_here_or_elsewhere():
-    known = [*RUN_HERE, *ELSEWHERE]
-    assert [command for command in commands() if not command.startswith(tuple(known))] == []
-    assert [
-        start for start in known if not any(command.startswith(start) for command in commands())
-    ] == []
+    known = (*RUN_HERE, *ELSEWHERE)
+    assert [command for command in commands() if not command.startswith(known)] == []
+    for start in known:
+        assert any(command.startswith(start) for command in commands()), start
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +88,9 @@ def test_a_command_of_the_pages_runs(command, folder, monkeypatch, capsys):
     if program == "-m":
         program, *arguments = arguments
     monkeypatch.setattr(sys, "argv", [program, *arguments])
+    run = runpy.run_path if program.endswith(".py") else runpy.run_module
     with pytest.raises(SystemExit) as end:
-        (runpy.run_path if program.endswith(".py") else runpy.run_module)(
-            program, run_name="__main__"
-        )
+        run(program, run_name="__main__")
     assert end.value.code == 0, capsys.readouterr().err
 
 

@@ -23,103 +23,67 @@ for folder in (ROOT, *map(ROOT.joinpath, ROOMS)):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, chat_model):
-    """Names of folders, files and options → their paths and texts."""
+    """Names of folders and options → their paths and texts. Only the chat model has weights."""
     folder = tmp_path_factory.mktemp("places")
-    base, other = (
-        write_tokenizer(write_checkpoint(folder / name, vocab_size=259))
-        for name in ("base", "other")
-    )
-    write_heads(base / "heads.json")
-    tokenizer = other / "tokenizer.json"
+    for name, family in (("base", "llama"), ("other", "llama"), ("strange", "gpt2")):
+        write_tokenizer(write_checkpoint(folder / name, vocab_size=259, model_type=family))
+        (folder / name / "model.safetensors").write_text("damaged")
+    write_heads(folder / "base" / "heads.json")
+    tokenizer = folder / "other" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|turn|>", "<|user|>"))
+    model = f"--model {folder}/base"
     return dict(
         folder=folder,
-        base=base,
-        model=f"--model {base}",
-        heads=f"--heads {base}/heads.json",
-        chat=f"--model {chat_model} --heads {chat_model}/heads.json",
+        model=model,
+        base=f"{model} --heads {folder}/base/heads.json --prompt Hi",
+        chat=f"--model {chat_model} --heads {chat_model}/heads.json --prompt Hi",
+        amateur=f"{model} --prompt Hi --amateur-heads {folder}/base/heads.json --amateur",
     )
 
 
-BASE = "{model} {heads} --prompt Hi"
 MISTAKES = [
     # models and heads
-    (program, "--prompt Hi --model {folder}/nowhere", "nowhere"),
-    (
-        program,
-        "--prompt Hi {model} --amateur {folder}/other --amateur-heads {base}/heads.json",
-        "different vocabular",
-    ),
-    (program, "--prompt Hi {model} --amateur {base}", "give --amateur-heads FILE"),
-    (
-        program,
-        BASE + " --device cuda:99",
-        "--device cuda:99 is not on this machine; choose from auto, ",
-    ),
+    ("--prompt Hi --model {folder}/nowhere", "nowhere"),
+    ("--prompt Hi --model {folder}/strange", "model_type is"),
+    ("{model} --prompt Hi --method greedy", "model.safetensors"),
+    ("{amateur} {folder}/other", "different vocabular"),
+    ("{model} --prompt Hi --amateur {folder}/base", "give --amateur-heads FILE"),
+    ("{model} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
+    ("{base} --num-heads 99", "99 heads are too many"),
+    ("{base} --device cuda:99", "--device cuda:99 is not on this machine; choose from auto, "),
     # prompts
-    (program, "{model} {heads} --prompt ''", "the prompt is empty"),
-    (program, "{model} {heads} --prompt-file {folder}/none.txt", "none.txt"),
+    ("{base} --prompt ''", "the prompt is empty"),
+    ("{base} --prompt-file {folder}/none.txt", "none.txt: no such file or directory"),
+    ("{base} --prompt-ids 1,x", "--prompt-ids: 'x' is not a whole number in [0, inf]"),
+    ("{base} --prompt-ids 999", "contains the id 999"),
+    ("{model} --method greedy", "nothing to answer"),
     (
-        program,
-        "{model} {heads} --prompt-ids 1,x",
-        "--prompt-ids: 'x' is not a whole number in [0, inf]",
+        "{model} --method greedy --prompt '" + "word " * 150 + "'",
+        "use a model that reads more, such as Qwen/",
     ),
-    (program, "{model} {heads}", "nothing to answer"),
-    (program, "{model} {heads} --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
-    (program, BASE + " --system S", "--system and --template-args need a chat template"),
-    (
-        program,
-        "{chat} --prompt Hi --raw --template-args '{{\"a\": 1}}'",
-        "need a chat template, and exclude --raw",
-    ),
-    (
-        program,
-        "{chat} --prompt Hi --template-args [1]",
-        "--template-args: invalid json_object value: '[1]'",
-    ),
-    (
-        program,
-        BASE + " --template-args " + "[" * 9999,
-        "--template-args: the object is nested too deeply",
-    ),
+    ("{model} --method greedy --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
+    ("{base} --system S", "--system and --template-args need a chat template"),
+    ("{chat} --raw --template-args '{{\"a\": 1}}'", "a chat template, and exclude --raw"),
+    ("{chat} --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
     # options without effect, and their values
-    (
-        program,
-        BASE + " --method greedy",
-        "--heads has no effect on greedy; it is an option of masked",
-    ),
-    (program, BASE + " --seed 0", "--seed has no effect without --random-heads"),
-    (
-        program,
-        BASE + " --random-heads published",
-        "--heads has no effect with --random-heads published",
-    ),
-    (
-        program,
-        "{model} --prompt Hi --method greedy --sources",
-        "--sources has no effect on greedy, which masks no",
-    ),
-    (program, BASE + " --no-graph", "--no-graph has no effect on cpu"),
-    (program, BASE + " --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
-    (program, BASE + " --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
-    (program, BASE + " --stop ''", "--stop: an empty text"),
-    (program, BASE + " --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
-    (
-        program,
-        BASE + " --alpha 2",
-        "--alpha has no effect on decore-entropy; it is an option of decore-static, cd, cad, ad",
-    ),
-    (program, BASE + " --html {folder}/no/page.html", "no/page.html cannot be written"),
+    ("{base} --method greedy", "--heads has no effect on greedy; it is an option of masked"),
+    ("{base} --seed 0", "--seed has no effect without --random-heads"),
+    ("{base} --random-heads published", "--heads has no effect with --random-heads published"),
+    ("{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which"),
+    ("{base} --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
+    ("{base} --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
+    ("{base} --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
+    ("{base} --alpha 2", "it is an option of decore-static, cd, cad, ad\n"),
+    ("{base} --html {folder}/no/page.html", "no/page.html cannot be written"),
+    ("{base} --html {folder}", "cannot be written"),
 ]
 
 
-@pytest.mark.parametrize(
-    "program, arguments, words", MISTAKES, ids=[words[:40] for *_, words in MISTAKES]
-)
-def test_a_mistake_ends_in_one_line_and_status_2(call, places, program, arguments, words):
+@pytest.mark.parametrize("arguments, words", MISTAKES, ids=[words[:40] for _, words in MISTAKES])
+def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words):
     status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"{program.__name__}.py: error: ") and words in err
+    assert err.startswith("program.py: error: ") and words in err
 
 
 @pytest.mark.parametrize("path", PROGRAMS)
@@ -148,6 +112,4 @@ def test_the_core_as_a_library_loads_no_command_line(path):
 
 def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    counts, failures = fuzz.fuzz(range(180), seed=1, seconds=40)
-    assert not failures
-    assert {name for name, outcome in counts if outcome == "right"} == set(fuzz.KINDS)
+    assert fuzz.fuzz(range(180), seed=1) == {kind.__name__ for kind in fuzz.KINDS}
