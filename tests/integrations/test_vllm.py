@@ -14,6 +14,7 @@ import urllib.request
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,14 @@ def test_cached_prefixes_hold_keys_of_the_same_masking(folder, ours):
         assert decode(llm, ours["longer"]) == ours["continued"]
         assert decode(llm, [], prompts) == ours["greedy"]
         assert metric(llm, "prefix_cache_hits") > 3 * 128
+
+
+def test_hashes_of_masked_blocks_tell_from_which_token_they_are_masked():
+    keys = set()
+    for length in (1, 2, 32, 33, 34):
+        request = SimpleNamespace(sampling_params=SamplingParams(), num_prompt_tokens=length)
+        keys.add(decore_vllm.salt(lambda *_: ((), 0), request, 0, 32))
+    assert len(keys) == 4  # of 33 and 34 tokens no block is masked
 
 
 def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch):
@@ -313,15 +322,11 @@ def test_a_server_answers_with_our_tokens_also_sampled_and_streamed(post, ours):
     assert streamed == tokens
 
 
-def test_guided_decoding_chooses_from_the_contrasted_logits(post, ours):
-    regex = f"[a-h]{{{N}}}"
-    response = post(prompt=ours["prompts"][-1], structured_outputs={"regex": regex})
-    assert answers(response) == [ours["guided"]]
-
-
-def test_a_request_can_leave_decore_out(post, ours):
-    response = post(prompt=ours["prompts"][4], vllm_xargs=PLAIN)
-    assert answers(response) == [ours["greedy"][4]]
+def test_requests_can_leave_decore_out_or_guide_it(post, ours):
+    prompt = ours["prompts"][-1]
+    guide = {"regex": f"[a-h]{{{N}}}"}
+    assert answers(post(prompt=prompt, vllm_xargs=PLAIN)) == [ours["greedy"][-1]]
+    assert answers(post(prompt=prompt, structured_outputs=guide)) == [ours["guided"]]
 
 
 @pytest.mark.parametrize(
