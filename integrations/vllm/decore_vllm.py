@@ -9,7 +9,8 @@ twin's cache holds the keys and values of the masked model; those of tokens befo
 one are copies of the base model's. The model returns [T, 2·D], the hidden states of both, and
 `compute_logits` turns them into the logits of Eq. 7.
 
-T tokens of this pass   M masked tokens   H heads of this rank   K head width   V vocabulary"""
+T tokens of this pass   M masked tokens   n tokens whose logits are computed
+L layers   H heads of this rank   K head width   D model width   V vocabulary"""
 
 import copy
 import logging
@@ -38,12 +39,11 @@ from pydantic import (
 )
 
 TESTED = Requirement(requires("decore-vllm")[0]).specifier  # versions of vLLM
-METHODS = {
-    "decore-entropy": {"alpha_cap", "scale_alpha"},
-    "decore-static": {"alpha", "alpha_cap"},
-    "masked": set(),
+UNUSED = {  # options that have no effect, by method
+    "decore-entropy": {"alpha"},
+    "decore-static": {"scale_alpha"},
+    "masked": {"alpha", "alpha_cap", "scale_alpha"},
 }
-OPTIONS = {"alpha", "alpha_cap", "scale_alpha"}
 NEVER = 1 << 30
 REFUSED = (  # settings and properties that would give other tokens, or none
     "parallel_config.pipeline_parallel_size",
@@ -137,7 +137,6 @@ def contrasting(cls):
 
             return State
 
-    Contrasting.__name__ = cls.__name__
     return Contrasting
 
 
@@ -261,7 +260,7 @@ class Settings(BaseModel, extra="forbid", allow_inf_nan=False):
 
     heads: str | list[Head] | None = None
     num_heads: PositiveInt | None = None
-    method: Literal[tuple(METHODS)] = "decore-entropy"
+    method: Literal[tuple(UNUSED)] = "decore-entropy"
     alpha: float = 0.5
     alpha_cap: NonNegativeFloat | None = None
     scale_alpha: bool = False
@@ -344,7 +343,8 @@ def register():
 
     replace("vllm.engine.arg_utils:EngineArgs", create_engine_config)
     if __version__ in TESTED:
-        replace("vllm.v1.engine.input_processor:InputProcessor", _validate_params)
+        replace("vllm.v1.engine.input_processor:InputProcessor", process_inputs)
+        replace("vllm.v1.engine.input_processor:InputProcessor", resolve_watermarking)
         replace("vllm.v1.engine.core:EngineCore", _initialize_kv_caches)
         replace("vllm.model_executor.model_loader.base_loader:BaseModelLoader", create_model)
         replace("vllm.v1.worker.gpu_model_runner:GPUModelRunner", _model_forward)
@@ -380,11 +380,10 @@ def create_engine_config(args, original, *more, **kw):
     if wrong:
         raise ValueError(f"decore does not work with {', '.join(wrong)}: see docs/serving.md")
     settings = validate(Settings, config.additional_config["decore"], "decore")
-    if unused := settings.model_fields_set & OPTIONS - METHODS[settings.method]:
+    if unused := settings.model_fields_set & UNUSED[settings.method]:
         raise ValueError(f"decore: {', '.join(unused)} has no effect on {settings.method}")
     settings.heads = choose_heads(settings, config.model_config)
-    chosen = settings.model_dump(exclude_unset=True)
-    config.additional_config = config.additional_config | {"decore": chosen}
+    config.additional_config = config.additional_config | {"decore": settings.model_dump()}
     for fusion in FUSIONS:
         setattr(config.compilation_config.pass_config, fusion, False)
     logging.getLogger("vllm.decore").info("DeCoRe: %s", settings)
@@ -396,14 +395,29 @@ def is_used(value):
     return value > 1 if type(value) is int else bool(value)
 
 
-def _validate_params(self, original, params, *args):
+def process_inputs(self, original, *args, **kw):
+    if kw.get("resumable") and is_on(self.vllm_config):
+        refuse("streamed inputs")  # each one makes the prompt longer
+    return original(self, *args, **kw)
+
+
+def resolve_watermarking(self, original, params):
+    """vLLM calls this with the parameters of each request and of each beam search."""
+    from vllm.sampling_params import BeamSearchParams
+
+    if is_on(self.vllm_config):
+        if isinstance(params, BeamSearchParams):
+            refuse("beam search")  # each step sends the beams again, as prompts
+        if switch(params) not in (True, False):
+            refuse(f"decore={switch(params)!r} of a request (give false, 0, or leave it out)")
+    return original(self, params)
+
+
+def refuse(what):
+    """Raise vLLM's error for a request, which a server answers with status 400."""
     from vllm.exceptions import VLLMValidationError
 
-    if is_on(self.vllm_config) and switch(params) not in (True, False):
-        raise VLLMValidationError(
-            f"decore={switch(params)!r}: of a request it is false (0) or left out"
-        )
-    return original(self, params, *args)
+    raise VLLMValidationError(f"decore does not work with {what}: see docs/serving.md")
 
 
 def _initialize_kv_caches(self, original, config):
@@ -425,10 +439,10 @@ def salt(original, request, begin, end, *args):
 
 
 def create_model(self, original, vllm_config, **kw):
-    scheduler = vllm_config.scheduler_config
-    N = scheduler.max_num_batched_tokens
     if not is_on(vllm_config):
         return original(self, vllm_config, **kw)
+    scheduler = vllm_config.scheduler_config
+    N = scheduler.max_num_batched_tokens
     with patch.object(scheduler, "max_num_batched_tokens", 2 * N):  # sizes of layers' buffers
         model = original(self, vllm_config, **kw)
     add_twins(model, vllm_config)
@@ -439,8 +453,7 @@ def _model_forward(self, original, *args, **kw):
     """Model Runner V1 runs this before every pass."""
     model = self.get_model()
     if hasattr(model, "mark"):
-        batch = self.input_batch
-        requests = [self.requests[name] for name in batch.req_ids[: batch.num_reqs]]
+        requests = [self.requests[name] for name in self.input_batch.req_ids]
         starts = [first_masked(r.sampling_params, r.num_prompt_tokens) for r in requests]
         model.mark(starts, self.positions, self.query_start_loc.gpu)
     return original(self, *args, **kw)

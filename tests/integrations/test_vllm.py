@@ -6,13 +6,13 @@ process, in seconds."""
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,19 +33,17 @@ vllm = pytest.importorskip("vllm", reason="needs the environment of requirements
 import decore_vllm  # noqa: E402
 from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
+from vllm.sampling_params import BeamSearchParams  # noqa: E402
+from vllm.utils.network_utils import get_open_port  # noqa: E402
 
 OPTIONS = dict(
-    dtype="float32",
-    enforce_eager=True,
-    skip_tokenizer_init=True,
-    max_model_len=256,
-    max_num_seqs=8,
-    block_size=32,
-    kv_cache_memory_bytes=1 << 25,
-    disable_log_stats=False,
+    dtype="float32", max_model_len=256, max_num_seqs=8, block_size=32, kv_cache_memory_bytes=1 << 25
 )
+IN_PROCESS = dict(enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False)
 PLAIN = {"decore": False}
+DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 # Model Runner V2 is made for GPUs: here its Triton kernels are interpreted.
 RUNNER_V2 = """
 import json, os, sys, types
@@ -64,8 +62,9 @@ json.dump(tokens, open("v2.json", "w"))
 
 @contextmanager
 def start(folder, on=True, settings=None, **options):
-    settings = {"decore": dict(heads=HEADS, **settings or {})} if on else {}
-    llm = LLM(str(folder), additional_config=settings, **OPTIONS | options)
+    settings = {"decore": {"heads": HEADS} | (settings or {})} if on else {}
+    options = OPTIONS | IN_PROCESS | options
+    llm = LLM(str(folder), additional_config=settings, **options)
     yield llm
     del llm
     gc.collect()
@@ -129,10 +128,17 @@ def test_cached_prefixes_hold_keys_of_the_same_masking(folder, ours):
             log_p = sum(entry[token].logprob for entry, token in answer)
             assert log_p == pytest.approx(score, abs=1e-3)  # nats: sums of nine float32 logits
         assert decode(llm, prompts) == ours["entropy"]
-        assert decode(llm, prompts) == ours["entropy"]
         assert decode(llm, ours["longer"]) == ours["continued"]
         assert decode(llm, [], prompts) == ours["greedy"]
         assert metric(llm, "prefix_cache_hits") > 3 * 128
+
+
+def test_hashes_of_masked_blocks_tell_from_which_token_they_are_masked():
+    keys = set()
+    for length in (1, 2, 32, 33, 34):
+        request = SimpleNamespace(sampling_params=SamplingParams(), num_prompt_tokens=length)
+        keys.add(decore_vllm.salt(lambda *_: ((), 0), request, 0, 32))
+    assert len(keys) == 4  # of 33 and 34 tokens no block is masked
 
 
 def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch):
@@ -153,32 +159,24 @@ def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch)
         assert passes == [len(prompt)] + [1] * (N - 1)
 
 
-def test_plain_requests_beside_others_have_the_logits_of_stock_vllm(folder, ours):
+def test_plain_requests_have_the_logits_of_stock_vllm_and_half_its_cache(folder, ours):
     prompts = ours["prompts"]
     penalty = dict(repetition_penalty=1.7)  # depends on the sign of logits
     with start(folder / "llama3", on=False) as llm:
         stock = decode(llm, prompts, **penalty)
+        blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     del llm
     assert stock != ours["greedy"]
     with start(folder / "llama3") as llm:
         # Eight requests run at once: four with DeCoRe, and the first four without.
         assert decode(llm, prompts[4:], prompts, **penalty)[4:] == stock
-
-
-def test_keys_and_values_take_twice_the_memory(folder):
-    blocks = []
-    for on in (False, True):
-        with start(folder / "llama3", on) as llm:
-            blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
-        del llm
-    assert blocks[0] == 2 * blocks[1]
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == blocks // 2
 
 
 def test_drafts_of_n_grams_do_not_change_tokens(folder, ours, monkeypatch):
     """In a process of its own: vLLM cannot start another engine after this one."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-    with start(folder / "llama3", speculative_config=drafts) as llm:
+    with start(folder / "llama3", speculative_config=DRAFTS) as llm:
         assert decode(llm, ours["prompts"]) == ours["entropy"]
         assert metric(llm, "spec_decode_num_drafts") > 0
 
@@ -200,53 +198,57 @@ def config(folder):
     return EngineArgs(str(folder / "llama3"), **options).create_engine_config()
 
 
-class Changed:
-    """A configuration in which one value, by its path, is another."""
-
-    def __init__(self, config, path, value):
-        name, _, rest = path.partition(".")
-        self.config = config
-        self.change = name, Changed(getattr(config, name), rest, value) if rest else value
-
-    def __getattr__(self, name):
-        return self.change[1] if name == self.change[0] else getattr(self.config, name)
-
-
-def refusal(config):
-    """The message with which an engine of this configuration is refused."""
-    with pytest.raises(ValueError) as error:
-        decore_vllm.create_engine_config(None, lambda args: config)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("path", decore_vllm.REFUSED)
-def test_what_would_give_other_tokens_is_refused_by_name(config, path):
-    value = 2 if path.endswith("_size") else True
-    assert f"decore does not work with {path}: see docs" in refusal(Changed(config, path, value))
+def test_what_would_give_other_tokens_is_refused_by_name(config, monkeypatch, path):
+    *place, name = path.split(".")
+    owner = type(reduce(getattr, place, config))
+    value = 2 if name.endswith("_size") else True
+    monkeypatch.setattr(owner, name, property(lambda _: value), raising=False)
+    with pytest.raises(ValueError, match=f"^decore does not work with {path}: see docs"):
+        decore_vllm.create_engine_config(None, lambda args: config)
 
 
 @pytest.mark.parametrize(
-    "path, value, words",
+    "options, words",
     [
-        ("model_config.runner_type", "pooling", "does not work with pooling"),
-        ("speculative_config", SimpleNamespace(method="eagle"), "other than ngram"),
-        ("load_config.load_format", "tensorizer", "does not work with load_format"),
-        ("additional_config", {"decore": {"head": 1}}, "decore head: Extra inputs"),
-        ("additional_config", {"decore": {"heads": [[9, 9]]}}, "give a head file, or pairs from"),
-        ("additional_config", {"decore": {"heads": "no-such"}}, "is not a head file"),
-        ("additional_config", {"decore": {"alpha": 1}}, "alpha has no effect on decore-entropy"),
-        ("additional_config", {"decore": {"num_heads": 0}}, "decore num_heads: "),
-        ("additional_config", {"decore": {"heads": HEADS, "num_heads": 2}}, "num_heads has no"),
+        (dict(pipeline_parallel_size=2), "parallel_config.pipeline_parallel_size: see docs"),
+        (dict(runner="pooling"), "pooling: see docs"),
+        (dict(load_format="tensorizer"), "load_format: see docs"),
+        (dict(speculative_config=DRAFTS | dict(method="ngram_gpu")), "other than ngram: see docs"),
+        (dict(settings={"head": 1}), "decore head: Extra inputs"),
+        (dict(settings={"heads": [[9, 9]]}), "give a head file, or pairs from"),
+        (dict(settings={"alpha": 1}), "alpha has no effect on decore-entropy"),
+        (dict(settings={"num_heads": 0}), "decore num_heads: "),
+        (dict(settings={"num_heads": 2}), "num_heads has no effect without"),
     ],
 )
-def test_engines_and_settings_that_do_not_fit_are_refused_in_one_line(config, path, value, words):
-    assert words in refusal(Changed(config, path, value))
+def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, words):
+    one_line = rf"\A.*{words}.*\Z"
+    with pytest.raises(ValueError, match=one_line), start(folder / "llama3", **options):
+        pass
 
 
-def test_other_versions_of_vllm_are_refused(config, monkeypatch):
+def test_other_versions_of_vllm_do_not_start(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    assert "works with vLLM <0.33,>=0.32, not 0.99.0" in refusal(config)
+    with pytest.raises(ValueError, match="vLLM <0.33,>=0.32, not 0.99.0"), start(folder / "llama3"):
+        pass
+
+
+def test_a_server_without_heads_ends_with_one_line(folder):
+    result = subprocess.run(serve(folder, "no-such"), capture_output=True, text=True)
+    assert result.returncode == 1
+    [line] = [line for line in result.stderr.splitlines() if "no-such" in line]
+    assert "ValueError: decore: heads='no-such' is not a head file" in line
+
+
+def test_requests_whose_prompts_grow_are_refused(folder):
+    with start(folder / "llama3") as llm:
+        with pytest.raises(VLLMValidationError, match="beam search"):
+            llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=2))
+        process = llm.llm_engine.input_processor.process_inputs
+        prompt = dict(prompt_token_ids=[1])
+        with pytest.raises(VLLMValidationError, match="streamed inputs"):
+            process("name", prompt, SamplingParams(), llm.supported_tasks, resumable=True)
 
 
 def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, ours, monkeypatch):
@@ -263,19 +265,22 @@ def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, 
 # ----------------------------------------------------------- vllm serve: compiled, two ranks
 
 
-@pytest.fixture(scope="module")
-def post(folder):
-    """post(path, body) → the response of a server that runs on two ranks, compiled."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    options = {k: v for k, v in OPTIONS.items() if v is not True and k != "disable_log_stats"}
-    options |= dict(served_model_name="tiny", host="127.0.0.1", port=port, tensor_parallel_size=2)
-    options["additional_config"] = json.dumps({"decore": {"heads": HEADS}})
+def serve(folder, heads, **options):
+    """The command that starts a server."""
+    options["additional_config"] = json.dumps({"decore": {"heads": heads}})
     command = [Path(sys.executable).with_name("vllm"), "serve", folder / "llama3"]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
+    return command
+
+
+@pytest.fixture(scope="module")
+def post(folder):
+    """post(**body) → the response of a server that runs on two ranks, compiled."""
+    port = get_open_port()
     url = f"http://127.0.0.1:{port}"
+    options = dict(served_model_name="tiny", host="127.0.0.1", port=port, tensor_parallel_size=2)
+    command = serve(folder, HEADS, **OPTIONS, **options)
     with open(folder / "serve.log", "wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -290,8 +295,9 @@ def post(folder):
                 time.sleep(1)
 
         def send(**body):
-            body |= dict(model="tiny", max_tokens=N, ignore_eos=True, return_token_ids=True)
-            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+            options = dict(model="tiny", temperature=0, max_tokens=N, ignore_eos=True)
+            body = json.dumps(options | dict(return_token_ids=True) | body).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", body)
             request.add_header("Content-Type", "application/json")
             return urllib.request.urlopen(request)
 
@@ -301,28 +307,38 @@ def post(folder):
         server.wait()
 
 
-def test_a_server_answers_with_our_tokens_also_streamed(post, ours):
+def answers(response):
+    return [choice["token_ids"] for choice in json.load(response)["choices"]]
+
+
+def test_a_server_answers_with_our_tokens_also_sampled_and_streamed(post, ours):
     for prompt, tokens in zip(ours["prompts"], ours["entropy"], strict=True):
-        [choice] = json.load(post(prompt=prompt, temperature=0))["choices"]
-        assert choice["token_ids"] == tokens
+        assert answers(post(prompt=prompt)) == [tokens]
+    assert answers(post(prompt=prompt, n=3, temperature=1, top_k=1)) == 3 * [tokens]
     streamed = []
-    for line in post(prompt=prompt, temperature=0, stream=True):
+    for line in post(prompt=prompt, stream=True):
         if line.startswith(b"data: {"):
             streamed += json.loads(line[6:])["choices"][0]["token_ids"] or []
     assert streamed == tokens
 
 
-def test_a_server_samples_several_answers(post, ours):
-    body = dict(prompt=ours["prompts"][4], n=3, temperature=1, seed=1)
-    choices = json.load(post(**body))["choices"]
-    assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
+def test_requests_can_leave_decore_out_or_guide_it(post, ours):
+    prompt = ours["prompts"][-1]
+    guide = {"regex": f"[a-h]{{{N}}}"}
+    assert answers(post(prompt=prompt, vllm_xargs=PLAIN)) == [ours["greedy"][-1]]
+    assert answers(post(prompt=prompt, structured_outputs=guide)) == [ours["guided"]]
 
 
-def test_a_request_can_leave_decore_out_and_nothing_else(post, ours):
-    body = dict(prompt=ours["prompts"][4], temperature=0)
-    [choice] = json.load(post(**body, vllm_xargs=PLAIN))["choices"]
-    assert choice["token_ids"] == ours["greedy"][4]
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (dict(vllm_xargs={"decore": "off"}), "decore='off' of a request"),
+        (dict(use_beam_search=True), "beam search"),
+    ],
+)
+def test_requests_that_do_not_fit_are_answered_with_one_line(post, body, words):
     with pytest.raises(urllib.error.HTTPError) as error:
-        post(**body, vllm_xargs={"decore": "off"})
-    assert error.value.code == 400
-    assert "decore='off': of a request it is false (0)" in error.value.read().decode()
+        post(prompt=[1], **body)
+    answer = json.load(error.value)["error"]
+    assert answer["code"] == 400
+    assert answer["message"].startswith(f"decore does not work with {words}")
