@@ -145,19 +145,19 @@ class DeCoRe:
         check_method(method, METHODS)
         check_masking(method, heads, amateur, amateur_heads)
         self.method = method
-        self.alpha, self.alpha_cap = alpha, alpha_cap
+        self.alpha = alpha
+        self.alpha_cap = alpha_cap
         self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
         rows = {"greedy": [[]], "masked": [heads]}.get(method, [[], heads])
         if amateur:
             base = Session(model, prompts, capacity)
             other = Session(amateur, prompts, capacity, [amateur_heads], mask, mask_prompt)
             self.sessions = [base, other]
-        elif mask_prompt:  # a cache for each row, because the prompts' keys differ too
+        else:  # rows of one pass; if prompts are masked, a pass for each row, as their keys differ
+            passes = [[row] for row in rows] if mask_prompt else [rows]
             self.sessions = [
-                Session(model, prompts, capacity, [row], mask, mask_prompt) for row in rows
+                Session(model, prompts, capacity, rows, mask, mask_prompt) for rows in passes
             ]
-        else:  # rows of one pass
-            self.sessions = [Session(model, prompts, capacity, rows, mask)]
 
     def step(self, tokens):
         """Append tokens [B, T] to the texts → their `Step`.
@@ -290,12 +290,12 @@ def loglikelihoods(
     capacity = max(map(len, sum(answers, [])))
     decoding = decoder(model, prompts, capacity, method, **(decoder.scoring | settings))
     caches = [session.cache for session in decoding.sessions]
-    sums, greedy = [], []
+    sums = []
+    greedy = []
     for b, prompt in enumerate(prompts):
-        A = len(answers[b])
         for session, cache in zip(decoding.sessions, caches, strict=True):
             texts = torch.arange(b, len(cache.lengths), len(prompts))  # one in each group
-            session.cache = cache.select(texts.repeat_interleave(A))
+            session.cache = cache.select(texts.repeat_interleave(len(answers[b])))
         values, chosen = score_tokens(decoding, prompt[-1:], answers[b], renormalise, allowed)
         sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b], strict=True)])
         greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b], strict=True)])
@@ -310,7 +310,8 @@ def score_tokens(decoding, last, answers, renormalise, allowed):
     device = decoding.sessions[0].model.device
     ids = pad(answers, device)  # [A, T]
     before = pad([last + answer[:-1] for answer in answers], device)
-    values, chosen = [], []
+    values = []
+    chosen = []
     size = max(1, SCORED_AT_ONCE // len(answers))
     for part, tokens in zip(ids.split(size, 1), before.split(size, 1), strict=True):
         result = decoding.step(tokens)

@@ -50,7 +50,8 @@ class Attention(nn.Module):
 
     def forward(self, x, layer, view, head_mask, mask):
         """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1, 1, H, 1], or None."""
-        H, G = self.heads, self.kv_heads
+        H = self.heads
+        G = self.kv_heads
         qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
@@ -97,9 +98,13 @@ class Transformer(nn.Module):
         shard = shard or Shard()
         kw = dict(device=device, dtype=dtype)
         check_split(config, shard.size)
-        self.config, self.shard = config, shard
-        self.name, self.folder = config.model_type, None
-        self.bos_id, self.eos_ids, self.pad_ids = None, (), ()
+        self.config = config
+        self.shard = shard
+        self.name = config.model_type
+        self.folder = None
+        self.bos_id = None
+        self.eos_ids = ()
+        self.pad_ids = ()
         self.product = None  # of a CPU's linear layers, chosen by `load`: see runtime/pack.py
         vocab = -(-config.vocab_size // shard.size)  # of one rank, rounded up
         self.embed = Linear(config.d_model, vocab, **kw)  # may be the head too
@@ -339,7 +344,8 @@ class Prefill:
     def __init__(self, model, start, T, cache=None):
         self.windows = model.config.windows
         self.cache = cache
-        self.start, self.end = start, start + T
+        self.start = start
+        self.end = start + T
         self.rope = rope(model, torch.arange(start, start + T, device=model.device)[None])
 
     def attend(self, layer, q, k, v):
@@ -360,8 +366,10 @@ class Decode:
     up to itself."""
 
     def __init__(self, model, cache, T, probabilities=None):
-        R, device = cache.rows, model.device
-        self.rows, self.cache = R, cache
+        R = cache.rows
+        device = model.device
+        self.rows = R
+        self.cache = cache
         self.windows = model.config.windows
         self.probabilities = probabilities
         self.biases = {}  # window → [B, 1, R·T·H/G, C]
@@ -409,11 +417,13 @@ class Decode:
     def visible(self, window):
         """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none
         past the window."""
-        P, R = self.cache.P, self.cache.rows
+        P = self.cache.P
+        R = self.cache.rows
         lengths = self.cache.lengths[:, None]  # [B, 1]
         key = torch.arange(self.C, device=lengths.device)
         in_prompt = key < P
-        slot, row = (key - P) // R, (key - P) % R
+        slot = (key - P) // R
+        row = (key - P) % R
         position = torch.where(in_prompt, key, lengths + slot)  # [B, C]
         padding = in_prompt & (key >= lengths)  # [B, C]
         age = self.positions[..., None] - position[:, None]  # [B, T, C]

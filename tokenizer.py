@@ -26,8 +26,8 @@ class Tokenizer:
     def __init__(self, folder, name):
         self.name = name
         self.core = read_tokenizer(folder / "tokenizer.json")
-        added = self.core.get_added_tokens_decoder()
-        self.hidden = {i for i, token in added.items() if token.special}
+        added = self.core.get_added_tokens_decoder().items()
+        self.hidden = {i for i, token in added if token.special}
         self.special = read_special_tokens(folder)
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
         eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
@@ -121,7 +121,7 @@ class Stream:
 
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""
-        return "" if self.ended else self.grow(self.tokenizer.decode(self.ids))
+        return self.grow(self.tokenizer.decode(self.ids))
 
     def grow(self, text, held_back=0):
         """held_back: characters at the end that may become a stop string."""

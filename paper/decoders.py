@@ -75,8 +75,8 @@ class CD(Baseline):
         super().__init__(sessions, method, relative_top, alpha)
 
     def contrast(self, tokens):
-        z, z_amateur = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
-        base, other = z.log_softmax(-1), z_amateur.log_softmax(-1)
+        logits = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
+        base, other = (z.log_softmax(-1) for z in logits)
         return base - self.alpha * other, base, other
 
 
@@ -190,7 +190,8 @@ def most_divergent(model, states):
     out = []
     for x in states.flatten(1, 2).split(EXITS_AT_ONCE, 1):  # [1 + E, 16, D]
         log_p = model.logits(x[:, None])[:, 0].log_softmax(-1)  # [1 + E, 16, V]
-        last, early = log_p[0], log_p[1:]
+        last = log_p[0]
+        early = log_p[1:]
         mean = (last.exp() + early.exp()) / 2
         distance = (mean * (mean.clamp(min=1e-38).log() - (last + early) / 2)).mean(-1)  # [E, 16]
         positions = torch.arange(len(last), device=last.device)
@@ -228,7 +229,8 @@ def score_ad(model, prompts, answers, top=0, info_layer=INFO_LAYER, alpha=0.5):
     prompts, answers, _ = check_scoring(model, prompts, answers, dict(alpha=alpha))
     capacity = 1 + max(map(len, sum(answers, [])))
     session, states, _ = prefill_layer(model, prompts, capacity, info_layer)
-    sums, greedy = [], []
+    sums = []
+    greedy = []
     for b, prompt in enumerate(prompts):
         sums.append([])
         greedy.append([])
@@ -310,15 +312,12 @@ def check(model, method, settings):
     """ValueError if the settings of `generate` do not fit a model, or its facts: `name`, `config`.
 
     The prompts without context of cad are not needed yet."""
-    check_method(method, METHODS)
     settings = check_settings(model, settings)
     reads_layers = method == "ad" or method.startswith("dola")
     if reads_layers and not getattr(model, "has_exits", True):
         raise ValueError(f"{model.name}: the layers cannot be read, as {method} does")
     if method == "ad":
         check_layer(model, settings.get("info_layer", INFO_LAYER))
-    elif reads_layers:
-        exit_layers(model, method.removeprefix("dola-"), settings.get("dola_layers", "capped"))
     elif method == "cd" and settings.get("amateur") is None:
         raise ValueError(NO_AMATEUR)
     elif method in decore.METHODS:
