@@ -39,8 +39,8 @@ class Task:
     question: str = "{question}"  # the last user turn, after the context
     context: str = ""  # precedes the question; CAD leaves it out
     instruction: str = ""  # the system turn
-    # CAD's second prompt: "" none; "passage" drops the context; "demos" the demonstrations too;
-    # "field" is a field of the item.
+    # CAD's second prompt: "" none; "passage" drops the context, unless the item has a field
+    # `without_context`; "demos" drops the demonstrations too.
     without_context: str = ""
     gap: str = "\n\n"  # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
@@ -82,7 +82,7 @@ MEMOTRAP = Task(
     (metrics.memotrap,),
     folder="memotrap",
     files=("[1-4]-*.csv",),
-    without_context="field",
+    without_context="passage",
     splits=True,
     choice=True,
     n=2539,
@@ -282,7 +282,7 @@ MINIATURE = tuple(
         (metrics.first_sentence, metrics.memory),
         files=(f"miniature-{split}.jsonl",),
         made=split,
-        without_context="field",
+        without_context="passage",
         layout="plain",
         n=320 if split == "closed" else 1024,
     )

@@ -143,8 +143,9 @@ def load_items(task, data=None):
     if data is None and task.made:
         make = pkgutil.resolve_name("miniature.data:make_split")
         record = {"made by": f"miniature.data, split {task.made}, n {task.n}"}
-        made = enumerate(make(task.made, task.n))
-        return [{"id": index} | task.read(item._asdict()) for index, item in made], [record]
+        rows = enumerate(make(task.made, task.n))
+        items = [{"id": index} | task.read(row._asdict()) for index, row in rows]
+        return items, [record]
     files = {path: file_record(path) for path in find_files(data, task, task.files)}
     if not files and task.origin is None:
         raise ValueError(

@@ -64,7 +64,8 @@ def memotrap(entry):
     """`classes` is a Python list of two strings, each with a leading space."""
     prompt = field(entry, "prompt")
     classes = ast.literal_eval(field(entry, "classes"))
-    true_first = {"0": classes, "1": classes[::-1]}.get(str(entry.get("answer_index")), [])
+    orders = {"0": classes, "1": classes[::-1]}
+    true_first = orders.get(str(entry.get("answer_index")), [])
     if len(true_first) != 2:
         raise ValueError(
             "field 'classes' should be a Python list of two strings, and 'answer_index' 0 or 1"

@@ -20,14 +20,12 @@ def shown_of(task, item, demos, with_context):
         demos = [demo for demo in demos if demo["question"] != item["question"]][: task.shots - 1]
     if with_context:
         last = (task.context + task.question).format_map(item)
-    elif task.without_context == "field":
-        last = item["without_context"]
     else:
-        last = task.question.format_map(item)
+        last = item.get("without_context", task.question.format_map(item))
     return demos, last
 
 
-def messages(task, item, demos, layout="chat", with_context=True):
+def messages(task, item, demos, layout, with_context=True):
     """[{"role", "content"}]."""
     if not with_context and task.without_context == "demos":
         demos = []
@@ -102,7 +100,8 @@ def item_to_ids(task, item, demos, tokenizer, layout, template_args=None):
             answers.append(both[len(prompt) :])
         else:
             # The end of a turn is the common suffix of two chats with different answers.
-            end = commonprefix([ids(answer=other)[::-1] for other in ("0", "1")])[::-1]
+            chats = [ids(answer=other)[::-1] for other in ("0", "1")]
+            end = commonprefix(chats)[::-1]
             answers.append(tokenizer.encode(candidate, bos=False) + end)
             merged += 1
     without_context = ids(with_context=False) if task.without_context else None
