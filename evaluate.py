@@ -158,14 +158,10 @@ def sweep(args, jobs, lenient=False):
     for job, bench, settings in fitting:
         header = make_header(job, bench, settings, model, ranks, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
-        try:
-            lines = run(bench, header, settings, path, model, tokenizer, ranks)
-        except KeyboardInterrupt:
-            print("\ninterrupted: the same command continues", file=sys.stderr)
-            raise
+        lines = run(bench, header, settings, path, model, tokenizer, ranks)
         if lines:
             lines = judges.judge(lines, path, job.task)
-            print_means(lines, stored.values_of(path, job.task, lines), {"run": str(path)})
+            print_means(stored.values_of(path, job.task, lines), {"run": str(path)})
 
 
 def run_parser(required, description, epilog=None):
@@ -222,7 +218,7 @@ def make_parser():
     p = run_parser(
         "task",
         "Run benchmarks: a task × a method × a model.",
-        epilog="More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
+        "More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
     )
@@ -256,7 +252,7 @@ def paper_parser():
         "data", "Run what the paper's tables hold of a model; with --plan, say what it costs."
     )
     p.prog += " paper"
-    tables = dict.fromkeys([*plan.ORDER, "all", *(row["table"] for row in numbers.table("paper"))])
+    tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in numbers.table("paper"))]
     p.add_argument(
         "--table",
         type=cli.comma_list(cli.method_name(tables, "table")),
@@ -303,8 +299,6 @@ def fitting_runs(args, jobs, model, amateur, lenient):
     for job in jobs:
         name = job.task.name
         if name not in measured:
-            for problem in metrics.problems(job.task):
-                print(f"{name}: {problem}", file=sys.stderr)
             bench = load(job.task, args, model)
             measured[name] = bench, *measure(items_to_ids(bench, model.tokenizer))
         bench, *facts = measured[name]
@@ -455,17 +449,15 @@ def rescore(argv):
         values = metrics.compute(task, lines)
         for line, of_line in zip(lines, values, strict=True) if args.rows else ():
             print(json.dumps({"id": line.get("id")} | of_line, ensure_ascii=False))
-        print_means(lines, values, {} if paths == args.files[:1] else {"run": str(path)})
+        print_means(values, {} if paths == args.files[:1] else {"run": str(path)})
 
 
-def print_means(lines, values, about):
+def print_means(values, about):
     """Print the means as one JSON line."""
-    print(
-        json.dumps(
-            about | {"metrics": metrics.summary(values), "n": len(lines)}, ensure_ascii=False
-        ),
-        flush=True,
-    )
+    means = metrics.summary(values)
+    if "rejection" in means and "truth" not in means:
+        print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
+    print(json.dumps(about | {"metrics": means, "n": len(values)}, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

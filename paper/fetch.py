@@ -93,7 +93,7 @@ def fetch(folder, file, mirror):
         origin = next(task.origin for task in PAPER if task.folder == file.folder)
         if file.function or not origin:
             raise
-        source, _ = data.from_hub(origin, endpoint=hub_address(mirror))
+        source, _ = data.from_hub(origin, endpoint=mirror and f"{mirror}/huggingface.co")
         path = path.with_name(source.name)
         content = source.read_bytes()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,15 +162,11 @@ def digests(content):
     return hashlib.sha256(content).hexdigest(), hashlib.sha1(blob).hexdigest()
 
 
-def hub_address(mirror):
-    """The hub's address in a mirror; None without one."""
-    return mirror and f"{mirror}/huggingface.co"
-
-
 def requirements(names, mirror):
     """Name → function that downloads it, of what the metrics of these tasks need."""
     from huggingface_hub import snapshot_download
 
+    endpoint = mirror and f"{mirror}/huggingface.co"
     models = {}
     if "xsum" in names:
         models = dict.fromkeys((model_metrics.DEBERTA, model_metrics.FACTKB))
@@ -179,9 +175,7 @@ def requirements(names, mirror):
         models |= dict.fromkeys(judges.OPEN.split(","))
     works = {}
     for name, patterns in models.items():
-        works[name] = partial(
-            snapshot_download, name, allow_patterns=patterns, endpoint=hub_address(mirror)
-        )
+        works[name] = partial(snapshot_download, name, allow_patterns=patterns, endpoint=endpoint)
     if "ifeval" in names:
         works["punkt_tab"] = partial(fetch_punkt, mirror)
     return works

@@ -4,6 +4,7 @@ A run is a task, a method, N and α for which the paper prints a number. Its set
 the published runs."""
 
 import json
+import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -166,11 +167,14 @@ def prompt_tokens(encoded, batch_size):
     return total, read
 
 
-def parameters(config):
-    """Parameters in the matrices of a model of our own engine; None for another's."""
+def parameters(config, name):
+    """Parameters: those in the matrices of our own engine's model, else by the name (…-8B-…), else
+    None."""
     if hasattr(config, "d_ff"):
         weights = Transformer(config, device="meta").parameters()
         return sum(x.numel() for x in weights if x.dim() == 2)
+    size = re.search(r"(\d+(?:\.\d+)?)b\b", Path(name).name.lower())
+    return size and float(size[1]) * 1e9
 
 
 def missing_of(run, args, problem, has_heads):
@@ -220,7 +224,8 @@ def show(args, runs, has_heads):
         for run in runs:
             print(json.dumps(vars(run), ensure_ascii=False))
     else:
-        print_plan(args, runs, by_task, tokens, parameters(model and model.config))
+        size = parameters(model and model.config, args.like or args.model)
+        print_plan(args, runs, by_task, tokens, size)
 
 
 def print_plan(args, runs, by_task, tokens, n_parameters):

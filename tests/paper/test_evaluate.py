@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import cli
 import evaluate
@@ -70,7 +69,6 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     files = {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
     assert set(settings["fingerprint"]) == files
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
-    assert settings["versions"]["torch"] == torch.__version__
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
     for row in rows:
         assert len(row["ids"]) == len(row["alphas"]) == len(row["entropies"]) <= 5
@@ -87,15 +85,8 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("paper.decoding.generate", interrupt)
-    assert start(*arguments)[0] == 0  # no stored row is decoded again
-    path.unlink()
-    status, _, err = start(*arguments)
-    assert status == 130 and err.rstrip().endswith("interrupted: the same command continues")
+    monkeypatch.setattr("paper.decoding.generate", None)  # no stored row is decoded again
+    assert start(*arguments)[0] == 0 and content(path) == complete
 
 
 def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
@@ -215,7 +206,6 @@ def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(
 
 # Refusals
 
-LITTLE = "--model {m}/little"
 PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
 
 
@@ -244,7 +234,7 @@ def places(chat_model, data, tmp_path_factory):
         ("{truthfulqa_mc} --method greedy --no-renormalise", "has no effect on greedy"),
         ("{nq_closed} --no-renormalise", "--no-renormalise has no effect on nq-closed"),
         (
-            LITTLE + " {nq_closed} --method greedy --layout plain --template-args {{}}",
+            "--model {m}/little {nq_closed} --method greedy --layout plain --template-args {{}}",
             "tokens, but little only 64 positions",
         ),
         (
@@ -259,7 +249,6 @@ def places(chat_model, data, tmp_path_factory):
             "missing field: 'document'",
         ),
         ("{chat} {nq_closed} --method greedy,ad", "info_layer 24 is outside"),
-        ("{chat} {truthfulqa_mc} --method cad", "its prompts have no context to leave out"),
         (
             "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
             "without context 1 of its prompts end in another token (--layout plain)",
@@ -273,7 +262,6 @@ def places(chat_model, data, tmp_path_factory):
             "fetch {m} --task popqa --mirror http://127.0.0.1:9",
             "missing: popqa/popqa-test.arrow, popqa/demos.jsonl; the same command",
         ),
-        ("fetch", "the following arguments are required: DIR"),
         ("paper --data {m} --plan", "the paper has no numbers of miniature"),
         (PAPER + " --json", "--json has no effect without --plan"),
         (PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
@@ -353,4 +341,3 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
 def test_a_dry_run_prints_every_item_without_a_model(start, data):
     status, out, _ = start(*data["truthfulqa-mc"], "--dry-run", "--model", "nowhere")
     assert status == 0 and [line["index"] for line in out] == [0, 1]
-    assert out[0]["candidates"] == [" Because.", " So.", " No.", " Never.", " Not."]

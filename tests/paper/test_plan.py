@@ -87,7 +87,8 @@ def test_the_common_prefix_of_a_batch_is_counted_once():
 
 def test_parameters_are_those_of_the_matrices(llama):
     matrices = [p for p in llama.parameters() if p.dim() == 2]
-    assert plan.parameters(llama.config) == sum(p.numel() for p in matrices)
+    assert plan.parameters(llama.config, "x") == sum(p.numel() for p in matrices)
+    assert plan.parameters(None, "Qwen/Qwen2.5-0.5B-Instruct") == 0.5e9
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,15 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("nq-swap")] == [
         ["nq-swap", "7", "40"]
     ]
+
+
+def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(evaluate, "sweep", lambda args, more, lenient: jobs.extend(more))
+    paper("--like", "Qwen2-7B-Instruct", "--method", "dola-low")
+    assert {job.args.dtype for job in jobs} == {"bfloat16"}
+    penalties = {(job.task.choice, job.args.repetition_penalty) for job in jobs}
+    assert penalties == {(True, None), (False, 1.05)}
 
 
 def test_a_killed_sweep_ends_like_an_uninterrupted_one_and_is_reported(paper, folder, tmp_path):
