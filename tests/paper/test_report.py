@@ -140,6 +140,7 @@ def test_entropies_are_tested_against_greedy_iti_and_dola(frame):
         assert texts[method, f"{name} (below DoLa low)"] == expected
         assert "p =" in texts[method, f"{name} (below greedy)"]
         assert "p =" in texts[method, f"{name} (below ITI)"]
+    assert texts["ITI", "Welch t, p (below ITI)"] == "–"
     texts, _ = table(frame, "Base entropy of correct")
     assert texts["greedy", "correct / incorrect"] == "20 / 20"
     assert texts["greedy", "nats, mean"] == "0.129 / 0.179"
@@ -221,14 +222,14 @@ def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value
 def test_entropies_of_runs_of_another_dtype_or_engine_are_tested_and_it_is_said(add, tmp_path):
     add(dtype="bfloat16")
     add(dtype="float16", model=ITI)
-    add("decore-entropy", 2, dtype="bfloat16", right=30)
+    add("decore-entropy", 2, dtype="bfloat16", engine="transformers", right=30)
     add(dtype="bfloat16", engine="transformers", right=19)
     add("dola-low", dtype="bfloat16", data=OTHER, right=19)
     frame = frame_of(tmp_path)
     texts, _ = table(frame, "Base entropy, nats")
-    setup = "DeCoRe entropy, N = 2, bfloat16, own engine"
-    assert texts[setup, "Welch t, p (below ITI)"] == "-1.79, p = .039 (float16)"
-    assert texts[setup, "Welch t, p (below greedy)"] == "-1.79, p = .039"
+    setup = "DeCoRe entropy, N = 2, bfloat16, transformers engine"
+    assert texts[setup, "Welch t, p (below ITI)"] == "-1.79, p = .039 (float16, own engine)"
+    assert texts[setup, "Welch t, p (below greedy)"] == "-1.94, p = .028"
     assert texts[setup, "Welch t, p (below DoLa low)"] == "–"  # of other data
     scores, notes = table(frame, "Miniature")
     assert scores["greedy, bfloat16, transformers engine", "conflict"][:4] == "47.5"
