@@ -187,7 +187,8 @@ def read_windows(c, path):
     """The window of each layer. Mistral's applies if it is a number, Qwen's if
     `use_sliding_window` is true."""
     need = partial(field, c, path)
-    n_layers, family = c["num_hidden_layers"], c["model_type"]
+    n_layers = c["num_hidden_layers"]
+    family = c["model_type"]
     is_windowed = family == "mistral" or (family != "llama" and need("use_sliding_window", bool))
     window = need("sliding_window", int, null=None) if is_windowed else None
     if family in ("llama", "mistral"):
