@@ -188,13 +188,11 @@ def read_windows(c, path):
     `use_sliding_window` is true."""
     need = partial(field, c, path)
     n_layers = c["num_hidden_layers"]
-    if c["model_type"] == "llama":
-        return (None,) * n_layers
-    if c["model_type"] == "mistral":
-        return (need("sliding_window", int, null=None),) * n_layers
-    window = None
-    if need("use_sliding_window", bool):
-        window = need("sliding_window", int, null=None)
+    family = c["model_type"]
+    is_windowed = family == "mistral" or (family != "llama" and need("use_sliding_window", bool))
+    window = need("sliding_window", int, null=None) if is_windowed else None
+    if family in ("llama", "mistral"):
+        return (window,) * n_layers
     full, sliding = "full_attention", "sliding_attention"
     first = c["max_window_layers"]
     if first != 0:

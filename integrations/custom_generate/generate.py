@@ -68,7 +68,7 @@ def generate(
         )
     options = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
     for name, value in options.items():
-        low = -math.inf if name == "alpha" else 0
+        low = -1e9 if name == "alpha" else 0
         if value is not None and not (name in METHODS[method] and low <= value < math.inf):
             raise ValueError(
                 f"{name}={value!r} has no effect on {method}, or is not a finite number in its "

@@ -147,12 +147,13 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c", "a/", "a b", "", "file"]
+    "name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c", "a/", "a b", "", "b/file"]
 )
 def test_a_name_that_is_neither_folder_nor_hub_id_never_reaches_the_hub(
     name, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
         checkpoint_folder(name)
