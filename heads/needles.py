@@ -212,8 +212,7 @@ def make_published_prompt(sample, needle, text, tokenizer):
     context = encode(tokenizer, decode(encode(tokenizer, text)[: sample.length]))
     inserted = encode(tokenizer, needle.needle)
     room = sample.length - SPARED - len(inserted)  # may be negative, as in their code
-    if len(context) > room:
-        context = context[:room]
+    context = context[:room]
     at = len(context)
     if sample.depth < 100:
         at = int(at * (sample.depth / 100))

@@ -130,7 +130,8 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
     facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=0)
     ids, span, at = prompt = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
     before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
-    assert re.search(r'([.!?]"?\s+|: ?|^)$', before) and re.match(r"\s", after)
+    assert re.search(r'([.!?]"?\s+|: ?|^)$', before)
+    assert re.match(r"\s", after)
     assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
     assert abs(at - depth) <= needles.NEAR
     if depth == 33:
@@ -245,7 +246,8 @@ def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, re
     assert not recwarn
     with pytest.warns(UserWarning, match="7 runs instead of 15"):
         facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE, "--haystack", "own texts")
-    assert facts["lengths"] == [154, 167, 180, 193, 206] and facts["template"] == detect.TEMPLATE
+    assert facts["lengths"] == [154, 167, 180, 193, 206]
+    assert facts["template"] == detect.TEMPLATE
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 7
 
 
@@ -255,8 +257,12 @@ def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tm
     )
     model = shutil.copytree(chat_model, tmp_path / "model")
     core = Tokenizer.load(write_tokenizer(model, TEMPLATE + off)).core
-    options = ["--model", model, "--lengths", 500, "--depths", 1]
-    options += ["--template", "{context}\\n{question}"]
+    options = [
+        *("--model", model),
+        *("--lengths", 500),
+        *("--depths", 1),
+        *("--template", "{context}\\n{question}"),
+    ]
     for end, thinks, *more in (
         ("<think></think>", False),
         ("assistant:", True, "--template-args", '{"enable_thinking": true}'),
@@ -290,7 +296,8 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written
     status, _, err = call(detect.main, *SHORT, "--min-success", 9, "--out", path)
-    assert status == 2 and "of 8 answers are right (--min-success 9)" in err and not path.exists()
+    assert status == 2 and "of 8 answers are right (--min-success 9)" in err
+    assert not path.exists()
     header, *lines = runs.read_bytes().splitlines(keepends=True)
     # Shows below that stored runs are not repeated.
     lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
@@ -302,7 +309,8 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
     assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
     right = [record["scores"].get("2-0", 0) for record in records if record["recall"] > 0.5]
-    assert content["samples"] == len(right) == 7 and content["success_rate"] == round(7 / 8, 4)
+    assert content["samples"] == len(right) == 7
+    assert content["success_rate"] == round(7 / 8, 4)
     assert content["scores"]["2-0"] == round(sum(right) / 7, 6)
     assert content["facts"] == json.loads(header)["header"]
     assert content["facts"]["fingerprint"]["weights"]

@@ -100,10 +100,9 @@ def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file
     path = write_lines(tmp_path / "m.json", [samples])
     ranked = [(0, 1), (0, 0), (1, 1), (0, 2), (1, 2), (1, 0)]
     assert [load_heads(stand_in(2, 3), n, path) for n in (None, 0, 3)] == [ranked, [], ranked[:3]]
-    ten = {"0-0": [0.1] * 10}
-    assert (
-        load_scores(write_lines(path, [ten]))[0, 0] == np.mean(ten["0-0"]) != sum([0.1] * 10) / 10
-    )
+    ten = [0.1] * 10
+    write_lines(path, [{"0-0": ten}])
+    assert load_scores(path)[0, 0] == np.mean(ten) != sum(ten) / 10
 
 
 def test_a_file_of_another_model_is_a_warning(recwarn):
