@@ -59,7 +59,8 @@ def test_each_of_several_answers_is_printed_when_it_ends(call, base, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("decore.generate", generate)
-    status, out, _ = call(program.main, *base, *FLAGS, "--prompt", "Hi", "--prompt", "Ho")
+    two = "--prompt", "Hi", "--prompt", "Ho", "--stop", "some text"  # characters are held back
+    status, out, _ = call(program.main, *base, *FLAGS, *two)
     letter = Tokenizer.load(base[1]).decode([72])
     assert (status, out) == (130, f"[2] Ho\n{letter}\n\n")
 
