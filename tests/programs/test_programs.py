@@ -79,7 +79,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("arguments, words", MISTAKES, ids=[words[:40] for _, words in MISTAKES])
+@pytest.mark.parametrize("arguments, words", MISTAKES)
 def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words):
     status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
     assert (status, out, err.count("\n")) == (2, "", 1)
