@@ -278,10 +278,7 @@ def parse():
         help=f"{', '.join(known)} (default: {' '.join(default)})",
     )
     p.add_argument(
-        "--no-graph",
-        dest="graph",
-        action="store_false",
-        help="this project without CUDA graphs",
+        "--no-graph", dest="graph", action="store_false", help="this project without CUDA graphs"
     )
     p.add_argument("--json", action="store_true", help="print one JSON line")
     args = p.parse_args()

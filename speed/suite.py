@@ -23,7 +23,6 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 
 import cli
-from evaluate import BATCH
 from model import Linear
 from paper import decoding, tasks
 from paper.tasks import data, prompts
@@ -32,6 +31,7 @@ from speed.decode import measure, origin, quartiles, two_pass
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model
 
 VOCABULARY = 32_000  # tokens, unless the shape has fewer
+BATCH = 16  # prompts at once, as evaluate.py by default
 
 
 def encode(task, items, demos, vocabulary):

@@ -244,10 +244,7 @@ def places(chat_model, data, tmp_path_factory):
         ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
         ("{nq_closed} --task nq-closed,x", "unknown task 'x'"),
         ("--tp 2", "the following arguments are required: --task"),
-        (
-            "{chat} {nq_closed} --task nq-closed,xsum --method greedy",
-            "missing field: 'document'",
-        ),
+        ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "missing field: 'document'"),
         ("{chat} {nq_closed} --method greedy,ad", "info_layer 24 is outside"),
         (
             "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
