@@ -95,7 +95,7 @@ def evaluate(argv):
             method in cli.OPTIONS[name].methods and getattr(args, name) or [None] for name in SWEPT
         ]
         for values in itertools.product(*lists):
-            options = dict(zip(SWEPT, values, strict=True))
+            options = dict(zip(SWEPT, values))
             jobs.append(Job(task, method, argparse.Namespace(**vars(args) | options)))
     sweep(args, jobs)
 
@@ -156,9 +156,13 @@ def sweep(args, jobs, lenient=False):
         lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
     )
     for job, bench, settings in fitting:
-        header = make_header(job, bench, settings, model, ranks, fingerprints)
+        header = make_header(job, bench, settings, model, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
-        lines = run(bench, header, settings, path, model, tokenizer, ranks)
+        try:
+            lines = run(bench, header, settings, path, model, tokenizer, ranks)
+        except KeyboardInterrupt:
+            print("\nstopped; the same command continues", file=sys.stderr)
+            raise
         if lines:
             lines = judges.judge(lines, path, job.task)
             print_means(stored.values_of(path, job.task, lines), {"run": str(path)})
@@ -300,6 +304,8 @@ def fitting_runs(args, jobs, model, amateur, lenient):
         name = job.task.name
         if name not in measured:
             bench = load(job.task, args, model)
+            for problem in metrics.problems(job.task):
+                print(f"{name}: {problem}", file=sys.stderr)
             measured[name] = bench, *measure(items_to_ids(bench, model.tokenizer))
         bench, *facts = measured[name]
         try:
@@ -329,8 +335,8 @@ def measure(encoded):
     token)."""
     # The last token of an answer is not read.
     longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
-    with_context = [e for e in encoded if e.without_context is not None]
-    return longest, sum(e.prompt[-1:] != e.without_context[-1:] for e in with_context)
+    pairs = [(e.prompt, e.without_context) for e in encoded if e.without_context is not None]
+    return longest, sum(prompt[-1:] != without[-1:] for prompt, without in pairs)
 
 
 def prompt_problem(method, bench, longest, other_ends, readers):
@@ -350,15 +356,16 @@ def prompt_problem(method, bench, longest, other_ends, readers):
 # ------------------------------------------------------------------------------ the header of a run
 
 
-def make_header(job, bench, settings, model, ranks, fingerprints):
+def make_header(job, bench, settings, model, fingerprints):
     """The first line of a run's file: what determines its lines, the software, the machine."""
     task, _, args, more = job
-    heads = settings.get("heads", settings.get("amateur_heads"))
+    settings = dict(settings)
+    heads = settings.pop("amateur_heads", settings.get("heads"))
     amateur = settings.get("amateur")
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
-    header = settings | {
+    fields = settings | {
         "num_heads": heads and len(heads),
         "alpha": settings.get("alpha"),
         "seed": cli.SEED if args.seed is None else args.seed,
@@ -368,7 +375,7 @@ def make_header(job, bench, settings, model, ranks, fingerprints):
         "amateur": amateur and amateur.name,
         "model": model.name,
         "fingerprint": fingerprints[0],
-        "tp": ranks.tp,
+        "tp": args.tp,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": f"{model.device.type} ({device})",
         "engine": "transformers" if args.transformers else "own",
@@ -393,8 +400,7 @@ def make_header(job, bench, settings, model, ranks, fingerprints):
         "renormalise": not args.no_renormalise if task.choice else None,
         "product": model.product,
     }
-    header.pop("amateur_heads", None)
-    return header | more
+    return fields | more
 
 
 def run_name(header):
@@ -447,7 +453,7 @@ def rescore(argv):
         task = find(args.task or header.get("task"))
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)
-        for line, of_line in zip(lines, values, strict=True) if args.rows else ():
+        for line, of_line in zip(lines, values) if args.rows else ():
             print(json.dumps({"id": line.get("id")} | of_line, ensure_ascii=False))
         print_means(values, {} if paths == args.files[:1] else {"run": str(path)})
 

@@ -44,11 +44,11 @@ class Baseline:
 
     Each defines `contrast`, which appends tokens [B, T] to the texts → scores, log p, and the log p
     that is subtracted, [B, T, V] each. relative_top: tokens below that fraction of the highest
-    probability score −∞. alpha: weight of the subtracted term."""
+    probability score −∞. alpha: weight of the subtracted term. `more` stands for these two."""
 
     scoring = {}
 
-    def __init__(self, sessions, method, relative_top, alpha=1):
+    def __init__(self, sessions, method, relative_top=None, alpha=0.5):
         self.sessions = sessions
         self.alpha = alpha
         self.top = threshold(method, relative_top)
@@ -66,13 +66,11 @@ class CD(Baseline):
 
     amateur: a smaller model of the same vocabulary."""
 
-    def __init__(
-        self, model, prompts, capacity, method="cd", amateur=None, alpha=0.5, relative_top=None
-    ):
+    def __init__(self, model, prompts, capacity, method, amateur=None, **more):
         if amateur is None:
             raise ValueError(NO_AMATEUR)
         sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
-        super().__init__(sessions, method, relative_top, alpha)
+        super().__init__(sessions, method, **more)
 
     def contrast(self, tokens):
         logits = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
@@ -85,16 +83,7 @@ class CAD(Baseline):
 
     The prompts without context are the batch's second half."""
 
-    def __init__(
-        self,
-        model,
-        prompts,
-        capacity,
-        method="cad",
-        ids_without_context=None,
-        alpha=0.5,
-        relative_top=None,
-    ):
+    def __init__(self, model, prompts, capacity, method, ids_without_context=None, **more):
         if ids_without_context is None:
             raise ValueError("cad needs each prompt without its context too: ids_without_context")
         without = check_prompts(model, ids_without_context, "context-free prompt")
@@ -103,7 +92,7 @@ class CAD(Baseline):
                 f"cad needs one context-free prompt for each prompt; "
                 f"it got {len(without)} for {len(prompts)}"
             )
-        for w, prompt in zip(without, prompts, strict=True):
+        for w, prompt in zip(without, prompts):
             if w[-1] != prompt[-1]:
                 raise ValueError(
                     "a prompt and its context-free prompt end in different tokens; end both in "
@@ -113,7 +102,7 @@ class CAD(Baseline):
                 longest = w + w[-1:] * (capacity - 1)  # the last new token is not read
                 check_prompts(model, longest, "context-free prompt with its longest answer")
         sessions = [Session(model, [*prompts, *without], capacity, groups=2)]
-        super().__init__(sessions, method, relative_top, alpha)
+        super().__init__(sessions, method, **more)
 
     def contrast(self, tokens):
         z, z_without = self.sessions[0].logits(tokens.repeat(2, 1))[0].chunk(2)
@@ -132,18 +121,11 @@ class DoLa(Baseline):
     scoring = {"dola_layers": "halves"}
 
     def __init__(
-        self,
-        model,
-        prompts,
-        capacity,
-        method="dola-low",
-        dola_layers="capped",
-        relative_top=None,
-        repetition_penalty=1,
+        self, model, prompts, capacity, method, dola_layers="capped", repetition_penalty=1, **more
     ):
         check_number(repetition_penalty, "repetition_penalty", 0.01)
         self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
-        super().__init__([Session(model, prompts, capacity)], method, relative_top)
+        super().__init__([Session(model, prompts, capacity)], method, alpha=1, **more)
         self.model = model
         self.penalty = repetition_penalty
         shape = len(prompts), 1, model.config.vocab_size
@@ -177,7 +159,11 @@ def exit_layers(model, half, dola_layers="capped"):
         return list(range(start, L, 2))
     # With tied embeddings the exit at layer 0 gives the input token back.
     start = min(2, L - 1) if capped and model.config.tied_embeddings else 0
-    return list(range(start, max(end, start + 1), 2))
+    if start > end:
+        raise ValueError(
+            f"dola-low: {model.name} has no layer from 2 to its middle, {end}; use dola-high"
+        )
+    return list(range(start, end, 2)) or [start]
 
 
 def most_divergent(model, states):
@@ -203,21 +189,12 @@ class AD(Baseline):
     """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over
     the prompt."""
 
-    def __init__(
-        self,
-        model,
-        prompts,
-        capacity,
-        method="ad",
-        info_layer=INFO_LAYER,
-        alpha=0.5,
-        relative_top=None,
-    ):
+    def __init__(self, model, prompts, capacity, method, info_layer=INFO_LAYER, **more):
         session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
         last = pad([p[-1:] for p in prompts], model.device)
         _, [x] = model.read_layers(last, session.cache.select(slice(None)), [info_layer])
         self.spread = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
-        super().__init__([session], method, relative_top, alpha)
+        super().__init__([session], method, **more)
 
     def contrast(self, tokens):
         base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
@@ -318,6 +295,8 @@ def check(model, method, settings):
         raise ValueError(f"{model.name}: the layers cannot be read, as {method} does")
     if method == "ad":
         check_layer(model, settings.get("info_layer", INFO_LAYER))
+    elif reads_layers:
+        exit_layers(model, method.removeprefix("dola-"), settings.get("dola_layers", "capped"))
     elif method == "cd" and settings.get("amateur") is None:
         raise ValueError(NO_AMATEUR)
     elif method in decore.METHODS:
@@ -383,9 +362,6 @@ def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **set
         return score_ad(model, prompts, answers, top, **settings)
     settings.pop("repetition_penalty", None)
 
-    def allowed(step):
-        return plausible(step.base, top)
-
     return decore.loglikelihoods(
         model,
         prompts,
@@ -393,7 +369,7 @@ def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **set
         method,
         renormalise,
         DECODERS[method],
-        allowed,
+        lambda step: plausible(step.base, top),
         relative_top=0,
         **settings,
     )

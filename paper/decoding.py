@@ -51,15 +51,14 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
     encoded = items_to_ids(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
     width = header["batch_size"]
-    answer = score if bench.task.choice else generate
 
     def lines_of(batch):
         if not batch:
             return []
         start = time.perf_counter()
-        answers = answer(bench, batch, header, dict(settings), model, tokenizer)
+        answers = answer(bench, batch, header, settings, model, tokenizer)
         seconds = {"seconds": round((time.perf_counter() - start) / len(batch), 6)}
-        return [questions[e.index] | line | seconds for e, line in zip(batch, answers, strict=True)]
+        return [questions[e.index] | line | seconds for e, line in zip(batch, answers)]
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions))
@@ -91,20 +90,38 @@ def question_of(item, encoded):
     return json.loads(json.dumps(fields))
 
 
-def score(bench, batch, header, settings, model, tokenizer):
-    """The scores of each item's candidates, true ones first."""
-    settings.pop("mask_prompt", None)  # scoring masks every position
+def answer(bench, batch, header, settings, model, tokenizer):
+    """The answer to each item of a batch, as fields of its line: a text with its ids, alphas and
+    entropies; or the scores of the candidates, true ones first."""
+    ids = [e.prompt for e in batch]
+    settings = dict(settings)
     if settings["method"] == "cad":
         settings["ids_without_context"] = [e.without_context for e in batch]
+    if not bench.task.choice:
+        out = decoders.generate(
+            model,
+            ids,
+            max_new_tokens=header["max_new_tokens"],
+            eos_ids=tokenizer.eos_ids,
+            **settings,
+        )
+        return [
+            {
+                "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
+                "ids": g.ids,
+                "alphas": [round(alpha, 6) for alpha in g.alphas],
+                "entropies": [round(entropy, 6) for entropy in g.entropies],
+                "stop": g.stop,
+            }
+            for g in out
+        ]
+    settings.pop("mask_prompt", None)  # scoring masks every position
+    answers = [e.answers for e in batch]
     sums, _ = decoders.loglikelihoods(
-        model,
-        [e.prompt for e in batch],
-        [e.answers for e in batch],
-        renormalise=header["renormalise"],
-        **settings,
+        model, ids, answers, renormalise=header["renormalise"], **settings
     )
     lines = []
-    for e, scores in zip(batch, sums, strict=True):
+    for e, scores in zip(batch, sums):
         n_true = bench.items[e.index]["n_true"]
         lines.append(
             {
@@ -115,26 +132,3 @@ def score(bench, batch, header, settings, model, tokenizer):
             }
         )
     return lines
-
-
-def generate(bench, batch, header, settings, model, tokenizer):
-    """The text that answers each item, its ids, alphas and entropies."""
-    if settings["method"] == "cad":
-        settings["ids_without_context"] = [e.without_context for e in batch]
-    out = decoders.generate(
-        model,
-        [e.prompt for e in batch],
-        max_new_tokens=header["max_new_tokens"],
-        eos_ids=tokenizer.eos_ids,
-        **settings,
-    )
-    return [
-        {
-            "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
-            "ids": g.ids,
-            "alphas": [round(alpha, 6) for alpha in g.alphas],
-            "entropies": [round(entropy, 6) for entropy in g.entropies],
-            "stop": g.stop,
-        }
-        for g in out
-    ]

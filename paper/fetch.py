@@ -10,15 +10,17 @@ import hashlib
 import json
 import re
 import sys
-import urllib.request
-import zipfile
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
+from urllib.request import urlopen
+from zipfile import ZipFile
 
 from tqdm import tqdm
 
@@ -32,6 +34,7 @@ AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790
 PUNKT = (
     "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/tokenizers/punkt_tab.zip"
 )
+CHUNK = 1 << 20  # bytes
 
 
 class File(NamedTuple):
@@ -96,10 +99,18 @@ def fetch(folder, file, mirror):
         source, _ = data.from_hub(origin, endpoint=mirror and f"{mirror}/huggingface.co")
         path = path.with_name(source.name)
         content = source.read_bytes()
+    with draft(path) as place:
+        place.write_bytes(content)
+
+
+@contextmanager
+def draft(path):
+    """Yields a place to write to, which then replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    draft.write_bytes(content)
-    draft.replace(path)
+    with TemporaryDirectory(dir=path.parent) as folder:
+        place = Path(folder) / path.name
+        yield place
+        place.replace(path)
 
 
 def is_there(path, file):
@@ -150,8 +161,13 @@ def download(url, mirror):
     parts = urlsplit(url)
     address = f"{mirror}/{parts.netloc}{parts.path}" if mirror else url
     try:
-        with urllib.request.urlopen(address, timeout=60) as response:
-            return response.read()
+        with urlopen(address, timeout=60) as response:
+            size = response.length
+            with tqdm.wrapattr(response, "read", size, desc=parts.path, leave=False) as body:
+                content = b"".join(iter(partial(body.read, CHUNK), b""))
+            if response.length:
+                raise OSError("the connection broke off")
+            return content
     except (OSError, HTTPException) as error:
         raise OSError(f"{address}: {getattr(error, 'reason', error)}") from None
 
@@ -185,7 +201,7 @@ def fetch_punkt(mirror):
     """Unpack nltk's punkt_tab where nltk looks for it, unless it is there."""
     import nltk
 
-    folder = Path(nltk.downloader.Downloader().default_download_dir()) / "tokenizers"
-    if not (folder / "punkt_tab").exists():
-        with zipfile.ZipFile(BytesIO(download(PUNKT, mirror))) as files:
-            files.extractall(folder)
+    path = Path(nltk.downloader.Downloader().default_download_dir(), "tokenizers", "punkt_tab")
+    if not path.exists():
+        with ZipFile(BytesIO(download(PUNKT, mirror))) as files, draft(path) as place:
+            files.extractall(place.parent)

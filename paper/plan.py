@@ -177,23 +177,9 @@ def parameters(config, name):
     return size and float(size[1]) * 1e9
 
 
-def missing_of(run, args, problem, has_heads):
-    """What a run lacks, each with the command that gets it. problem: that of its data, or None."""
-    missing = metrics.problems(find(run.task))
-    if problem:
-        missing.insert(0, f"{problem}: python evaluate.py fetch {args.data} --task {run.task}")
-    name = args.amateur if run.amateur else args.model
-    if run.num_heads and not run.random_heads and not has_heads(name):
-        short = Path(name).name
-        missing.append(
-            f"no head scores of {short}: "
-            f"python -m heads.detect --model {name} --out heads/{short}.json"
-        )
-    return missing
-
-
 def show(args, runs, has_heads):
-    """Print the runs and what they cost, without loading a model.
+    """Print the runs, what they cost, and what they lack, with the commands that get it. No model
+    is loaded.
 
     has_heads: whether a model of this name has head scores."""
     model = None
@@ -207,11 +193,12 @@ def show(args, runs, has_heads):
     tokens = {}
     for name, of_task in by_task.items():
         task = find(name)
-        items, problem = min(task.n, args.limit or task.n), None
+        items = min(task.n, args.limit or task.n)
+        missing = metrics.problems(task)
         try:
             bench = load(task, args, model)
         except (OSError, ValueError, ImportError) as error:
-            problem = error
+            missing.insert(0, f"{error}: python evaluate.py fetch {args.data} --task {name}")
         else:
             items = len(bench.items)
             if model:
@@ -219,7 +206,14 @@ def show(args, runs, has_heads):
                 tokens[name] = prompt_tokens(encoded, args.batch_size)
         for run in of_task:
             run.items = items
-            run.missing = missing_of(run, args, problem, has_heads)
+            run.missing = list(missing)
+            masked = args.amateur if run.amateur else args.model
+            if run.num_heads and not run.random_heads and not has_heads(masked):
+                short = Path(masked).name
+                run.missing.append(
+                    f"no head scores of {short}: "
+                    f"python -m heads.detect --model {masked} --out heads/{short}.json"
+                )
     if args.json:
         for run in runs:
             print(json.dumps(vars(run), ensure_ascii=False))

@@ -12,6 +12,7 @@ from runtime.files import json_lines, write
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")
 FACTS = ("commit", "command", "date", "n", "limit", "paper", "product", "continued")
+STOPS = ("eos", "length", "stop")  # of decore.Generation
 NOT_COMPARED = (*SURROUNDINGS, *FACTS)
 
 
@@ -58,9 +59,14 @@ def open_run(path, header, items):
             )
         for line in lines:
             item = items.get(line["index"])
+            problem = None
             if item is None or line | item != line:
+                problem = "is not that of the data"
+            elif not is_answer(line, header["max_new_tokens"] is None):
+                problem = "has no complete answer"
+            if problem:
                 raise ValueError(
-                    f"{line['place']}: item {line['index']} is not that of the data; "
+                    f"{line['place']}: item {line['index']} {problem}; "
                     "choose another --out or remove the file"
                 )
         changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
@@ -69,6 +75,16 @@ def open_run(path, header, items):
             header["continued"] = [*stored.get("continued", []), changes]
     save(path, header, lines)
     return {line["index"]: line for line in lines}
+
+
+def is_answer(line, choice):
+    """Whether a stored line has all fields of an answer. choice: of multiple choice."""
+    names = ("scores_true", "scores_false") if choice else ("ids", "alphas", "entropies")
+    lists = [line.get(name) for name in names]
+    if not all(isinstance(values, list) for values in lists):
+        return False
+    ended = isinstance(line.get("prediction"), str) and line.get("stop") in STOPS
+    return choice or ended and len(set(map(len, lists))) == 1
 
 
 def differences(stored, new, prefix=""):

@@ -1,7 +1,6 @@
 """evaluate.py: run files that do not depend on batch sizes, interruptions and ranks; sweeps."""
 
 import datetime
-import gzip
 import json
 import shlex
 import shutil
@@ -9,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,10 +17,11 @@ import evaluate
 from heads import choose_heads
 from model import Transformer
 from paper import decoders
-from paper.tasks import TASKS
+from paper.tasks import PAPER, TASKS, metrics
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
+from tests.paper.test_tasks import DEMOS, write, write_data
 from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
@@ -85,8 +86,11 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-    monkeypatch.setattr("paper.decoding.generate", None)  # no stored row is decoded again
-    assert start(*arguments)[0] == 0 and content(path) == complete
+    monkeypatch.setattr("paper.decoding.answer", Mock(side_effect=KeyboardInterrupt))
+    assert start(*arguments)[0] == 0 and content(path) == complete  # no stored row is decoded again
+    path.write_bytes(raw[:first])
+    status, _, err = start(*arguments)
+    assert status == 130 and "stopped; the same command continues" in err
 
 
 def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
@@ -179,34 +183,32 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
         assert settings["amateur_fingerprint"] == (fingerprint(model[1]) if lite else None)
 
 
-def test_a_task_and_a_method_that_do_not_fit_are_left_out_before_the_first_run(
-    start, model, data, tmp_path
+def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
+    start, model, tmp_path, monkeypatch
 ):
-    shutil.copy(data["truthfulqa-gen"][3], tmp_path / "TruthfulQA.csv")
-    shutil.copy(data["truthfulqa-gen"][5], tmp_path / "demos.jsonl")
-    shutil.copy(data["memotrap"][3], tmp_path / "1-a.csv")
-    passage = {"title": "T", "text": "It is New."}
-    question = {"question": "who", "answers": ["New"], "ctxs": [passage]}
-    with gzip.open(tmp_path / "nq-open-oracle.jsonl.gz", "wt") as file:
-        file.write(json.dumps(question) + "\n")
-    tasks = "truthfulqa-mc,memotrap,nq-open"
-    options = "--task", tasks, "--method", "greedy,cad", "--max-new-tokens", 2, "--limit", 1
-    _, out, err = start(*model[:2], "--data", tmp_path, *options, "--out", tmp_path / "out")
+    for task in PAPER:
+        (tmp_path / task.folder).mkdir(exist_ok=True)
+        write_data(task.name, tmp_path / task.folder)
+    data = "--data", tmp_path, "--demos", write(tmp_path / "demos.jsonl", *DEMOS)
+    monkeypatch.setattr(metrics, "problems", lambda task: [f"{task.name} needs more"])
+    options = "--task", "all", "--method", "greedy,cad", "--max-new-tokens", 2, "--limit", 1
+    _, out, err = start(*model[:2], *data, *options, "--out", tmp_path / "out")
     headers = [content(one["run"])[0] for one in out]
-    assert [f"{header['task']} {header['method']}" for header in headers] == [
-        "truthfulqa-mc greedy",
-        "memotrap greedy",
-        "memotrap cad",
-        "nq-open greedy",
-        "nq-open cad",
-    ]
-    line = "truthfulqa-mc with cad is left out: its prompts have no context to leave out"
-    assert err.count("left out") == 1 and err.index(line) < err.index(Path(out[0]["run"]).stem)
+    runs = [(header["task"], header["method"]) for header in headers]
+    fitting = [task.name for task in PAPER if task.without_context]
+    assert set(runs) == {(task.name, "greedy") for task in PAPER} | {(x, "cad") for x in fitting}, (
+        err
+    )
+    first = err.index(Path(out[0]["run"]).stem)
+    for task in PAPER:
+        line = f"{task.name} with cad is left out: its prompts have no context to leave out"
+        assert (line in err[:first]) == (task.name not in fitting)
+        assert f"{task.name} needs more" in err[:first]
 
 
 # Refusals
 
-PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
+OF_PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +217,7 @@ def places(chat_model, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     write_model(folder / "little", max_position_embeddings=64)
     write_model(folder / "plain", None)
+    write_model(folder / "tied", tie_word_embeddings=True)
     shutil.copytree(chat_model, folder / "damaged")
     (folder / "damaged" / "model.safetensors").write_text("damaged")
     # Some of MemoTrap's prompts without context are empty.
@@ -247,6 +250,10 @@ def places(chat_model, data, tmp_path_factory):
         ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "missing field: 'document'"),
         ("{chat} {nq_closed} --method greedy,ad", "info_layer 24 is outside"),
         (
+            "--model {m}/tied {nq_closed} --method dola-low",
+            "tied has no layer from 2 to its middle",
+        ),
+        (
             "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
             "without context 1 of its prompts end in another token (--layout plain)",
         ),
@@ -256,15 +263,15 @@ def places(chat_model, data, tmp_path_factory):
         ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
         ("fetch {m} --task x", "unknown task 'x'"),
         (
-            "fetch {m} --task popqa --mirror http://127.0.0.1:9",
-            "missing: popqa/popqa-test.arrow, popqa/demos.jsonl; the same command",
+            "fetch {m} --task xsum --mirror http://127.0.0.1:9",
+            "missing: xsum/xsum-1000.jsonl; the same command fetches only these",
         ),
         ("paper --data {m} --plan", "the paper has no numbers of miniature"),
-        (PAPER + " --json", "--json has no effect without --plan"),
-        (PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
-        (PAPER + " --task nq-swop", "did you mean nq-swap?"),
-        (PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
-        (PAPER, "{m}: no file for xsum"),
+        (OF_PAPER + " --json", "--json has no effect without --plan"),
+        (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
+        (OF_PAPER + " --task nq-swop", "did you mean nq-swap?"),
+        (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
+        (OF_PAPER, "xsum needs --data with xsum-1000.jsonl: python evaluate.py fetch"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):

@@ -140,7 +140,7 @@ def fill_disk(path, content):
 @pytest.mark.parametrize(
     "place, name, function, words",
     [
-        (Quiet, "do_GET", break_off, "a%20b.jsonl: IncompleteRead(11 bytes"),
+        (Quiet, "do_GET", break_off, "a%20b.jsonl: the connection broke off"),
         (Path, "write_bytes", fill_disk, "xsum-1000.jsonl: No space left on device"),
     ],
 )
@@ -150,7 +150,19 @@ def test_a_download_that_fails_is_one_line_and_no_file(
     monkeypatch.setattr(place, name, function)
     status, _, err = run("--task", "xsum")
     assert status == 2 and words in err
-    assert not (tmp_path / "data/xsum/xsum-1000.jsonl").exists()
+    assert list((tmp_path / "data").rglob("*")) in ([], [tmp_path / "data" / "xsum"])
+
+
+def test_the_bar_moves_during_a_download(run, monkeypatch):
+    moves = []
+
+    class Bar(fetch.tqdm):
+        def update(self, n=1):
+            moves.append(n)
+
+    monkeypatch.setattr(fetch, "tqdm", Bar)
+    monkeypatch.setattr(fetch, "CHUNK", 10)
+    assert run("--task", "xsum")[0] == 0 and moves[:4] == [10, 10, 10, 4]
 
 
 def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch):

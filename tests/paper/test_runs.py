@@ -73,6 +73,10 @@ LINES = [
     (json.dumps(row(0)).encode(), "line 3: the same item as"),
     (b'{"index": 1, "prompt_sha256": "x"}', "line 2: item 1 is not that of the data"),
     (b'{"index": 7}', "line 2: item 7 is not that of the data"),
+    *[
+        (json.dumps(row(1, **change)).encode(), "line 2: item 1 has no complete answer")
+        for change in (dict(alphas=None), dict(alphas=[]), dict(prediction=1), dict(stop="x"))
+    ],
 ]
 HEADERS = [
     ({"alpha": 1.0}, "other settings (alpha: 0.5 there, 1.0 now)"),
