@@ -24,6 +24,7 @@ import platform
 import shlex
 import sys
 from copy import copy
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +41,6 @@ from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
-QWEN2_PENALTY = 1.05  # in the published runs of DoLa, from Qwen2's generation_config.json
 SWEPT = ("num_heads", "alpha", "seed")  # options with a list of values
 
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
@@ -134,7 +134,7 @@ def paper_job(planned, args):
         setattr(args, name, getattr(planned, name))
     dola = planned.method.startswith("dola") and not task.choice
     if dola and "qwen2" in (args.like or args.model).lower():
-        args.repetition_penalty = QWEN2_PENALTY
+        args.repetition_penalty = 1.05  # of Qwen2's generation_config.json
     about = dict(table=planned.table, num_heads=planned.num_heads_from, values=planned.paper)
     like = {"like": args.like} if args.like else {}
     return Job(task, planned.method, args, {"paper": about} | like)
@@ -298,16 +298,23 @@ def fitting_runs(args, jobs, model, amateur, lenient):
 
     model, amateur: what is known before the weights. Prints a line for each task and method that
     does not fit. ValueError if none fits."""
-    measured = {}  # task → (benchmark, *measure)
+
+    @cache
+    def measure(task):
+        """(benchmark, tokens of its longest prompt and answer, prompts whose context-free form ends
+        in another token)."""
+        for problem in metrics.problems(task):
+            print(f"{task.name}: {problem}", file=sys.stderr)
+        bench = load(task, args, model)
+        encoded = items_to_ids(bench, model.tokenizer)
+        # The last token of an answer is not read.
+        longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
+        pairs = [(e.prompt, e.without_context) for e in encoded if e.without_context is not None]
+        return bench, longest, sum(prompt[-1:] != without[-1:] for prompt, without in pairs)
+
     fitting, problems = [], []
     for job in jobs:
-        name = job.task.name
-        if name not in measured:
-            bench = load(job.task, args, model)
-            for problem in metrics.problems(job.task):
-                print(f"{name}: {problem}", file=sys.stderr)
-            measured[name] = bench, *measure(items_to_ids(bench, model.tokenizer))
-        bench, *facts = measured[name]
+        bench, *facts = measure(job.task)
         try:
             settings = method_settings(job.method, job.args, model, amateur)
             decoders.check(model, settings["method"], settings)
@@ -318,7 +325,7 @@ def fitting_runs(args, jobs, model, amateur, lenient):
                 raise
             problem = error
         if problem:
-            problems.append(f"{name} with {job.method} is left out: {problem}")
+            problems.append(f"{job.task.name} with {job.method} is left out: {problem}")
         else:
             fitting.append((job, bench, settings))
     if not fitting:
@@ -328,15 +335,6 @@ def fitting_runs(args, jobs, model, amateur, lenient):
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)
     return fitting
-
-
-def measure(encoded):
-    """(tokens of the longest prompt and answer, prompts whose context-free form ends in another
-    token)."""
-    # The last token of an answer is not read.
-    longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
-    pairs = [(e.prompt, e.without_context) for e in encoded if e.without_context is not None]
-    return longest, sum(prompt[-1:] != without[-1:] for prompt, without in pairs)
 
 
 def prompt_problem(method, bench, longest, other_ends, readers):

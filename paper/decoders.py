@@ -36,7 +36,6 @@ from runtime.checks import (
 NO_AMATEUR = "cd needs an amateur: a smaller model of the same vocabulary"
 INFO_LAYER = 24  # of the published runs
 EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
-RELATIVE_TOP = {"dola-low": 0.1, "dola-high": 0.1, "ad": 0.1}  # of the published runs; else 0
 
 
 class Baseline:
@@ -269,9 +268,10 @@ def activation_entropy(model, x, in_prompt=None):
 
 def threshold(method, relative_top):
     """relative_top as a number; None: that of the published runs."""
-    top = RELATIVE_TOP.get(method, 0) if relative_top is None else relative_top
-    check_number(top, "relative_top", 0, 1)
-    return top
+    if relative_top is None:
+        return 0 if method in ("cd", "cad") else 0.1
+    check_number(relative_top, "relative_top", 0, 1)
+    return relative_top
 
 
 def plausible(base, top):

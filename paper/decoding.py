@@ -50,7 +50,6 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
     header: the first line of the file. settings: the arguments of decoders.generate and score."""
     encoded = items_to_ids(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
-    width = header["batch_size"]
 
     def lines_of(batch):
         if not batch:
@@ -62,9 +61,11 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
         done = ranks.share(lambda: runs.open_run(path, header, questions))
-        longest_first = sorted(encoded, key=lambda e: (-len(e.prompt), e.index))
-        batches = [longest_first[start : start + width] for start in range(0, len(encoded), width)]
-        batches = [batch for batch in batches if any(e.index not in done for e in batch)]
+        batches = [
+            batch
+            for batch in in_batches(encoded, header["batch_size"])
+            if any(e.index not in done for e in batch)
+        ]
         batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
         with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex") as bar:
             for first in range(0, len(batches), ranks.replicas):
@@ -80,6 +81,12 @@ def items_to_ids(bench, tokenizer):
     """The token ids of all items, as `prompts.Encoded`."""
     how = bench.demos, tokenizer, bench.layout, bench.template_args
     return [prompts.item_to_ids(bench.task, item, *how) for item in bench.items]
+
+
+def in_batches(encoded, size):
+    """Batches of items, the longest prompts first."""
+    longest_first = sorted(encoded, key=lambda e: -len(e.prompt))
+    return [longest_first[start : start + size] for start in range(0, len(encoded), size)]
 
 
 def question_of(item, encoded):

@@ -161,10 +161,11 @@ def download(url, mirror):
     parts = urlsplit(url)
     address = f"{mirror}/{parts.netloc}{parts.path}" if mirror else url
     try:
-        with urlopen(address, timeout=60) as response:
-            size = response.length
-            with tqdm.wrapattr(response, "read", size, desc=parts.path, leave=False) as body:
-                content = b"".join(iter(partial(body.read, CHUNK), b""))
+        with (
+            urlopen(address, timeout=60) as response,
+            tqdm.wrapattr(response, "read", response.length, desc=parts.path, leave=False) as body,
+        ):
+            content = b"".join(iter(partial(body.read, CHUNK), b""))
             if response.length:
                 raise OSError("the connection broke off")
             return content

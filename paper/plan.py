@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cli
 from model import BLOCK, Transformer
-from paper.decoding import items_to_ids, load
+from paper.decoding import in_batches, items_to_ids, load
 from paper.numbers import TASKS, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import find, metrics
@@ -124,7 +124,7 @@ def runs_of(row):
     if method == "cd" or method.endswith("-lite"):
         run.amateur = AMATEUR
     if method.endswith("-random"):
-        run.method = {"decore-random": "decore-entropy", "masked-random": "masked"}[method]
+        run.method = "masked" if method == "masked-random" else "decore-entropy"
         run.random_heads = "published"
     if run.method in cli.OPTIONS["num_heads"].methods:
         run.num_heads, run.num_heads_from = number_of_heads(row)
@@ -156,12 +156,10 @@ def number_of_heads(row):
 def prompt_tokens(encoded, batch_size):
     """(prompt tokens, those that are read if the common prefix of a batch is read once).
 
-    encoded: the items of a task as ids. Batches are formed from the longest prompt on."""
-    prompts = sorted((item.prompt for item in encoded), key=len, reverse=True)
-    total = read = sum(map(len, prompts))
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        shared = len(commonprefix(batch))
+    encoded: the items of a task as ids."""
+    total = read = sum(len(item.prompt) for item in encoded)
+    for batch in in_batches(encoded, batch_size):
+        shared = len(commonprefix([item.prompt for item in batch]))
         if shared >= BLOCK:
             read -= shared * (len(batch) - 1)
     return total, read
@@ -231,8 +229,12 @@ def print_plan(args, runs, by_task, tokens, n_parameters):
         alpha = "" if run.alpha is None else f"α {run.alpha:g}"
         metric, _ = headline(run.task)
         value = run.paper.get(metric, run.paper.get(f"{metric}_published", ""))
-        about = [run.table.split(", ")[0], run.amateur and "amateur"]
-        about += [run.seed and f"random, seed {run.seed}", run.checkpoint]
+        about = [
+            run.table.split(", ")[0],
+            run.amateur and "amateur",
+            run.seed and f"random, seed {run.seed}",
+            run.checkpoint,
+        ]
         print(
             f"{i:4}  {run.task:22} {run.method:20} {n:6} {alpha:7} {value:>6}  "
             + ", ".join(filter(None, about))

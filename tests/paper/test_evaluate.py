@@ -63,12 +63,10 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
         settings, *rows = content(out["run"])
         results.append([(row["ids"], row["prompt_sha256"]) for row in rows])
     assert results[0] == results[1] == results[2]
-    expected = dict(method="decore-entropy", num_heads=2, task="nq-closed", layout="chat")
-    expected |= dict(product="plain", version=TASKS["nq-closed"].version, dtype="float32")
+    expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
+    assert settings["version"] == TASKS["nq-closed"].version
     assert settings["fingerprint"] == fingerprint(model[1])
-    files = {"config.json", "tokenizer.json", "tokenizer_config.json", "weights"}
-    assert set(settings["fingerprint"]) == files
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
     for row in rows:

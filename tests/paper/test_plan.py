@@ -7,15 +7,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 
 import evaluate
 from paper import numbers, plan
 from paper.report import stored
 from paper.tasks.prompts import Encoded
-from tests.checkpoints import write_lines
 from tests.paper.test_evaluate import content
+from tests.paper.test_tasks import QA, SWAP, write
 
 ROOT = Path(__file__).parents[2]
 BASE = "Meta-Llama-3-8B-Instruct"
@@ -95,16 +94,9 @@ def test_parameters_are_those_of_the_matrices(llama):
 def folder(tmp_path_factory):
     """Data and demonstrations of nq-swap, as `fetch` arranges them."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / "nq_swap").mkdir()
-    rows = []
-    for i in range(40):
-        row = {"question": f"who is {i}", "org_answer": ["Old"], "sub_answer": ["New"]}
-        rows.append(row | {"sub_context": f"{i} is New."})
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), folder / "nq_swap" / "dev-0.parquet"
-    )
-    demos = [{"question": "q", "answer": "a", "context": "c"}] * 4
-    write_lines(folder / "nq_swap" / "demos.jsonl", demos)
+    rows = [SWAP | {"question": f"who is {i}", "sub_context": f"{i} is New."} for i in range(40)]
+    write(folder / "dev-0.parquet", *rows)
+    write(folder / "demos.jsonl", *[QA | {"context": "c"}] * 4)
     return folder
 
 
