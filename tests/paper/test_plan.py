@@ -19,7 +19,7 @@ from tests.paper.test_tasks import QA, SWAP, write
 ROOT = Path(__file__).parents[2]
 BASE = "Meta-Llama-3-8B-Instruct"
 LARGE = "Meta-Llama-3-70B-Instruct"
-SWAP = {"substring_match_published": 66.08}  # of DeCoRe entropy
+VALUES = {"substring_match_published": 66.08}  # of DeCoRe entropy
 
 
 def test_the_main_tables_come_with_greedy_and_decore_entropy_first():
@@ -95,8 +95,9 @@ def folder(tmp_path_factory):
     """Data and demonstrations of nq-swap, as `fetch` arranges them."""
     folder = tmp_path_factory.mktemp("data")
     rows = [SWAP | {"question": f"who is {i}", "sub_context": f"{i} is New."} for i in range(40)]
-    write(folder / "dev-0.parquet", *rows)
-    write(folder / "demos.jsonl", *[QA | {"context": "c"}] * 4)
+    (folder / "nq_swap").mkdir()
+    write(folder / "nq_swap" / "dev-0.parquet", *rows)
+    write(folder / "nq_swap" / "demos.jsonl", *[QA | {"context": "c"}] * 4)
     return folder
 
 
@@ -114,7 +115,7 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
     assert len(lines) == len(plan.planned_runs(BASE, ["main"]))
     assert {*lines[0]} >= {*"task method num_heads alpha mask amateur random_heads table".split()}
     swap = next(line for line in lines if line["task"] == "nq-swap" and line["num_heads"])
-    assert swap["paper"] == SWAP and swap["items"] == 40
+    assert swap["paper"] == VALUES and swap["items"] == 40
     assert swap["missing"] == [
         f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
         f"--out heads/{chat_model.name}.json"
@@ -169,7 +170,7 @@ def test_a_killed_sweep_ends_like_an_uninterrupted_one_and_is_reported(paper, fo
     assert header["like"] == BASE and header["paper"] == {
         "table": "result_faithfulness, result_ablation_num_masked_retr_head_faithfulness",
         "num_heads": "inferred",
-        "values": SWAP,
+        "values": VALUES,
     }
     run = stored.read(killed / f"{names[1]}.jsonl")
     assert run.paper_model == BASE
