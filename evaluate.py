@@ -437,11 +437,9 @@ def rescore(argv):
     )
     judges.add_arguments(p)
     args = p.parse_args(argv)
-    paths = [
-        path
-        for file in args.files
-        for path in (stored.run_files(file) if file.is_dir() else [file])
-    ]
+    paths = []
+    for file in args.files:
+        paths += stored.run_files(file) if file.is_dir() else [file]
     if not paths:
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:

@@ -127,8 +127,9 @@ class DoLa(Baseline):
         super().__init__([Session(model, prompts, capacity)], method, alpha=1, **more)
         self.model = model
         self.penalty = repetition_penalty
-        shape = len(prompts), 1, model.config.vocab_size
-        self.in_text = torch.zeros(shape, dtype=torch.bool, device=model.device)
+        self.in_text = torch.zeros(
+            len(prompts), 1, model.config.vocab_size, dtype=torch.bool, device=model.device
+        )
         for b, prompt in enumerate(prompts):
             self.in_text[b, 0, prompt] = True
 
@@ -229,16 +230,17 @@ def prefill_layer(model, prompts, capacity, layer):
     positions [B, P − 1, D], and which of the P positions belong to a prompt: [B, P], the last
     column being the last tokens."""
     check_layer(model, layer)
-    lengths = [len(p) for p in prompts]
-    empty = len(prompts), 0, model.config.d_model
-    states = [torch.zeros(empty, dtype=model.dtype, device=model.device)]
+    lengths = torch.tensor([len(p) for p in prompts])
+    states = [
+        torch.zeros(len(prompts), 0, model.config.d_model, dtype=model.dtype, device=model.device)
+    ]
 
     def on_layer(i, x):
         if i == layer:
             states.append(x[0])
 
     session = Session(model, prompts, capacity, on_layer=on_layer)
-    in_prompt = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None] - 1
+    in_prompt = torch.arange(lengths.max()) < lengths[:, None] - 1
     in_prompt[:, -1] = True
     return session, torch.cat(states, 1), in_prompt.to(model.device)
 

@@ -74,7 +74,8 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
                 if ranks.rank == 0:
                     files.append(path, lines)
                 bar.update(len(lines))
-        return runs.finish(path) if ranks.rank == 0 else None
+        if ranks.rank == 0:
+            return runs.finish(path)
 
 
 def items_to_ids(bench, tokenizer):

@@ -122,10 +122,9 @@ def is_there(path, file):
     names = file.folder, file.name
     task = next(task for task in PAPER if (task.folder, task.demo_file) == names)
     try:
-        demos = data.read_demos(task, path)
+        return data.demos_hash(data.read_demos(task, path)) == task.demos_hash
     except ValueError:
         return False
-    return data.demos_hash(demos) == task.demos_hash
 
 
 def read_demos(source, file):

@@ -14,7 +14,6 @@ import pytest
 
 import cli
 import evaluate
-from heads import choose_heads
 from model import Transformer
 from paper import decoders
 from paper.tasks import PAPER, TASKS, metrics
@@ -300,10 +299,9 @@ def test_the_last_token_of_an_answer_needs_no_position(start, data, tmp_path):
 def test_choices_are_scored_as_the_assistants_turn_with_its_end(
     start, model, data, tmp_path, method, more
 ):
-    options = ["--method", method, "--out", tmp_path]
-    if method == "decore-entropy":
-        options += [*model[2:], "--num-heads", 2, *more]
-    _, [out], _ = start(*model[:2], *data["truthfulqa-mc"], *options)
+    named = model[:2] if method == "greedy" else [*model, "--num-heads", 2]
+    options = *data["truthfulqa-mc"], "--method", method, *more, "--out", tmp_path
+    _, [out], _ = start(*named, *options)
     settings, row = content(out["run"])[:2]
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
@@ -317,10 +315,8 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(
         tokenizer.encode(text, bos=False) + [257]
         for text in ("Because.", "So.", "No.", "Never.", "Not.")
     ]
-    how = dict(method=method, renormalise=not more)
-    if method == "decore-entropy":
-        how["heads"] = choose_heads(loaded, model[3], 2)
-    scores = decoders.score(loaded, prompt, answers, **how)
+    how = dict(renormalise=not more, heads=settings["heads"])
+    scores = decoders.score(loaded, prompt, answers, method, **how)
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
     assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
