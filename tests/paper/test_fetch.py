@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import zipfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -202,19 +203,23 @@ def test_arrow_files_are_read(tmp_path):
     assert list(data.read_entries(path)) == [(1, {"key": 1, "prompt": "p", "n": None})]
 
 
-def test_metrics_fetches_models_and_judges(run, monkeypatch):
+def test_metrics_fetches_models_judges_and_punkt(run, tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda name, **how: fetched.append(name)
     )
-    monkeypatch.setattr(fetch, "fetch_punkt", lambda mirror: fetched.append("punkt"))
+    punkt = tmp_path / "mirror" / fetch.PUNKT.removeprefix("https://")
+    punkt.parent.mkdir(parents=True)
+    with zipfile.ZipFile(punkt, "w") as file:
+        file.writestr("punkt_tab/english/x", "x")
+    nltk = tmp_path / "nltk"
+    monkeypatch.setattr("nltk.downloader.Downloader.default_download_dir", lambda _: str(nltk))
     monkeypatch.setattr(fetch, "FILES", ())
-    assert run("--metrics")[0] == 0
+    assert run("--metrics")[0] == 0 and tree(nltk) == ["tokenizers/punkt_tab/english/x"]
     assert fetched == [
         "microsoft/deberta-xlarge-mnli",
         "bunsenfeng/FactKB",
         "roberta-base",
         "allenai/truthfulqa-truth-judge-llama2-7B",
         "allenai/truthfulqa-info-judge-llama2-7B",
-        "punkt",
     ]
