@@ -334,8 +334,3 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
     how = dict(method="cad", ids_without_context=ids[1], eos_ids=tokenizer.eos_ids)
     expected = decoders.generate(loaded, ids[0], max_new_tokens=3, **how)
     assert content(out["run"])[1]["ids"] == expected.ids
-
-
-def test_a_dry_run_prints_every_item_without_a_model(start, data):
-    status, out, _ = start(*data["truthfulqa-mc"], "--dry-run", "--model", "nowhere")
-    assert status == 0 and [line["index"] for line in out] == [0, 1]

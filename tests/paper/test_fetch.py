@@ -104,7 +104,7 @@ def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, 
         {"context": "b", "question": "q2", "answer": "a2"},
     ]
     folder = str(tmp_path / "data")
-    options = "--task", "xsum", "--data", folder, "--demos", folder, "--dry-run"
+    options = "--task", "xsum", "--data", folder, "--demos", folder, "--dry-run", "--model", "no"
     status, out, err = call(evaluate.main, *options)
     assert status == 0 and json.loads(out)["references"] == ["s"], err
     server.requests.clear()
