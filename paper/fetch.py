@@ -152,7 +152,7 @@ def read_demos(source, file):
             visit(node.body)
     if not lists:
         raise ValueError(f"no demonstrations in {file.function}")
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [dict(zip(lists, values)) for values in zip(*lists.values(), strict=True)]
 
 
 def download(url, mirror):

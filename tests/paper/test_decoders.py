@@ -16,7 +16,7 @@ from tests.checkpoints import CLASSES, random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
-WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS, strict=True)]
+WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]
 ANSWERS = [random_ids(n, seed=80 + n) for n in (4, 1, 7)]
 NEW = 6
 ATOL = 3e-5  # float32 against float64; scores are of the order of 10
