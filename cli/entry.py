@@ -66,6 +66,8 @@ def explain(error):
     traceback."""
     if out_of_memory(error):
         return "out of memory: use fewer or shorter prompts, bfloat16, or more devices (torchrun)"
+    if isinstance(error, ModuleNotFoundError):
+        return f"No module named {error.name!r}; pip install {error.name}"
     if isinstance(error, OSError) and error.strerror:
         return one_line(f"{error.filename or 'writing'}: {error.strerror.lower()}", 1000)
     return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None
