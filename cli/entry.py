@@ -21,8 +21,10 @@ def run(main):
     has failed too, torchrun has ended that rank by then."""
     program = Path(sys.argv[0]).name
     rank, _ = rank_and_size()
-    with open(os.devnull, "w") as nowhere:
-        stdout, stderr = printable(sys.stdout), printable(sys.stderr)
+    with open(os.devnull, "r+") as nowhere:
+        # A stream that the shell has closed is None.
+        sys.stdin = sys.stdin or nowhere
+        stdout, stderr = printable(sys.stdout or nowhere), printable(sys.stderr or nowhere)
         out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
         warnings.showwarning = lambda message, *_: print(
             f"{program}: warning: {message}", file=sys.stderr

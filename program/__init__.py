@@ -15,7 +15,7 @@ from pathlib import Path
 import cli
 from heads.sources import find_sources
 from paper import decoders
-from program.page import write_page
+from program.page import is_device, write_page
 from program.printing import sources_below
 from program.prompts import EXAMPLE, prompts_to_ids, read_prompt, read_prompts, token_ids
 from program.settings import method_settings
@@ -228,8 +228,12 @@ def choose_methods(args):
     """(the requested methods, all methods to decode by).
 
     ValueError for an option that none of them uses, and for a page that cannot be written."""
+    if "" in args.stop:
+        raise ValueError("--stop: an empty text would end every answer before it begins")
     page = args.html
-    if page and (page.is_dir() or not os.access(page.parent, os.W_OK)):
+    if page:
+        place = page if is_device(page) else page.resolve().parent
+    if page and (page.is_dir() or not os.access(place, os.W_OK)):
         raise ValueError(
             f"--html {page} cannot be written: give a file in a folder that you may write to"
         )

@@ -39,7 +39,26 @@ def write_page(path, model, tokenizer, answers, settings):
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
+        write(path, text)
+
+
+def write(path, text):
+    """Write a device, or replace a file, behind links too, in one step."""
+    if is_device(path):
         path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    draft = path.with_name(path.name + ".draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def is_device(path):
+    """Whether a path is something like /dev/stdout, which cannot be replaced."""
+    return path.exists() and not path.is_file()
 
 
 def details(line, settings):

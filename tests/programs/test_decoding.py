@@ -1,6 +1,7 @@
 """The program behind decore.py: prompts, options, JSON, text for people."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -121,6 +122,15 @@ def test_an_answer_that_fills_the_context_says_so(call):
 def test_sources_stand_below_each_answer_word_by_word(call):
     _, out, _ = call(program.main, "--prompt-file", EXAMPLE, "--sources")
     assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"
+
+
+def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
+    monkeypatch.setattr("program.printing.LINES", 2)
+    text = "--raw", "--prompt", EXAMPLE.read_text().partition("Answer")[0]
+    _, out, _ = call(program.main, *text, "--max-new-tokens", 60, "--sources")
+    shares = [int(share) for share in re.findall(r"← \S+ (\d+)%", out)]
+    assert len(shares) == 2 and min(shares) >= 75
+    assert re.search(r"^ +… and \d+ more words$", out, re.M)
 
 
 def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(

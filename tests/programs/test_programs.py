@@ -50,7 +50,10 @@ MISTAKES = [
     ("{model} --prompt Hi --amateur {folder}/base", "give --amateur-heads FILE"),
     ("{model} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
     ("{base} --num-heads 99", "99 heads are too many"),
-    ("{base} --device cuda:99", "--device cuda:99 is not on this machine; choose from auto, "),
+    (
+        "{base} --num-heads 99 --device cuda:99",
+        "--device cuda:99 is not on this machine; choose from auto, ",
+    ),
     # prompts
     ("{base} --prompt ''", "the prompt is empty"),
     ("{base} --prompt-file {folder}/none.txt", "none.txt: no such file or directory"),
@@ -65,6 +68,7 @@ MISTAKES = [
     ("{base} --system S", "--system and --template-args need a chat template"),
     ("{chat} --raw --template-args '{{\"a\": 1}}'", "a chat template, and exclude --raw"),
     ("{chat} --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
+    ("{chat} --template-args " + "[" * 9999, "--template-args: invalid json_object value: '[[["),
     # options without effect, and their values
     ("{base} --method greedy", "--heads has no effect on greedy; it is an option of masked"),
     ("{base} --seed 0", "--seed has no effect without --random-heads"),
@@ -72,6 +76,7 @@ MISTAKES = [
     ("{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which"),
     ("{base} --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
     ("{base} --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
+    ("{base} --stop ''", "--stop: an empty text"),
     ("{base} --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
     ("{base} --alpha 2", "it is an option of decore-static, cd, cad, ad\n"),
     ("{base} --html {folder}/no/page.html", "no/page.html cannot be written"),
