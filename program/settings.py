@@ -40,12 +40,12 @@ def check_known(model, heads, flag, name, args):
         return
     similar = ", ".join(f"{flag} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""
-    command = f"python -m heads.detect --model {shlex.quote(str(name))}"
-    out = shlex.quote(f"heads/{Path(model.name).name}.json")
-    command += f" --transformers --out {out}" if args.transformers else f" --out {out}"
+    command = ["python", "-m", "heads.detect", "--model", name]
+    command += ["--transformers"] * args.transformers
+    command += ["--out", f"heads/{Path(model.name).name}.json"]
     raise ValueError(
         f"no head scores are known for {model.name}: {hints}give {flag} FILE, "
-        f"or measure them: {command}"
+        f"or measure them: {shlex.join(command)}"
     )
 
 
