@@ -79,7 +79,7 @@ def json_object(text):
     try:
         return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
     except RecursionError:
-        raise ValueError from None
+        raise argparse.ArgumentTypeError("the object is nested too deeply") from None
 
 
 # ------------------------------------------------------------------------------- options of methods

@@ -109,7 +109,7 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
         word = text.lstrip(" ")  # blanks are not shaded
         tokens.append(
             dict(
-                blank=text[: len(text) - len(word)],
+                blank=text.removesuffix(word),
                 text=word,
                 note="\n".join(notes_on(tokenizer, line, positions, favourites)),
                 entropy=max(entropies[p] for p in positions),

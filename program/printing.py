@@ -42,7 +42,7 @@ def words(tokenizer, ids):
     out = []
     for text, positions in pieces(tokenizer, ids):
         if not out or text[0].isspace() or out[-1][0][-1].isspace():
-            out.append(("", []))
-        word, before = out[-1]
-        out[-1] = word + text, [*before, *positions]
+            out.append(["", []])
+        out[-1][0] += text
+        out[-1][1] += positions
     return [(word.strip(), positions) for word, positions in out if word.strip()]
