@@ -12,13 +12,11 @@ from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("cli", "heads", "integrations", "miniature", "paper", "paper/report", "program", "speed")
-PROGRAMS = ["program/__main__.py"]
-for folder in (ROOT, *map(ROOT.joinpath, ROOMS)):
-    for path in sorted(folder.glob("*.py")):
-        # decore.py starts program/; lm_eval.py passes unknown options on.
-        if path.name not in ("decore.py", "lm_eval.py") and "(main))" in path.read_text("utf-8"):
-            PROGRAMS.append(str(path.relative_to(ROOT)))
+PROGRAMS = []
+for path in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/*.py")):
+    # lm_eval.py passes unknown options on.
+    if "(main))" in path.read_text("utf-8") and path.name != "lm_eval.py":
+        PROGRAMS.append(path.relative_to(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +89,13 @@ def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words)
     assert err.startswith("program.py: error: ") and words in err
 
 
-@pytest.mark.parametrize("path", PROGRAMS)
+@pytest.mark.parametrize("path", PROGRAMS, ids=str)
 def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_shows_its_defaults(
     call, path
 ):
     assert (ROOT / path).read_text("utf-8").endswith("sys.exit(cli.run(main))\n")
-    name = path.removesuffix(".py").removesuffix("/__main__")
-    main = importlib.import_module(name.replace("/", ".")).main
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
+    main = importlib.import_module(name).main
     status, out, err = call(main, "--help")
     assert status == 0 and out.startswith("usage: ") and err == ""
     assert "(default: None)" not in out and "(default: [])" not in out
