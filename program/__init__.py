@@ -22,7 +22,6 @@ from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
 COMPARED = ("greedy", "masked")
-TITLE = 60  # characters of a prompt that are printed above its answers
 EXAMPLES = """examples:
   python decore.py                                            the built-in example
   python decore.py --model Qwen/Qwen2.5-3B-Instruct --prompt-file passage.txt --compare
@@ -114,7 +113,7 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
 
     def print_answer(b, sources=""):
         streams[b].end()
-        title = one_line(prompts[b][0], TITLE)
+        title = one_line(prompts[b][0], 60)
         print(f"[{b + 1}] {title}\n{label}{streams[b].text}{sources}\n", flush=True)
 
     start = time.perf_counter()

@@ -58,7 +58,5 @@ def test_the_readmes_script_runs_and_a_module_of_ones_own_that_hides_ours_is_nam
     error = run(python, tmp_path, "script.py").stderr.splitlines()[-1]
     remedy = f"rename it, or put {ROOT} first on sys.path"
     assert error.endswith(f"{own} hides {ROOT / 'model.py'}: {remedy}")
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom model import Transformer\n"
-    )
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport decore, model\n")
     assert run(python, tmp_path, "script.py").returncode == 0
