@@ -226,13 +226,6 @@ def make_parser():
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
     )
-    p.add_argument(
-        "--method",
-        default=["decore-entropy"],
-        type=cli.comma_list(cli.method_name(decoders.METHODS)),
-        metavar="M[,M…]",
-        help=f"{', '.join(decoders.METHODS)} (default: decore-entropy)",
-    )
     cli.add_method_arguments(p, decoders.METHODS, sweep=True)
     p.add_argument(
         "--no-renormalise",

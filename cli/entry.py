@@ -21,8 +21,10 @@ def run(main):
     has failed too, torchrun has ended that rank by then."""
     program = Path(sys.argv[0]).name
     rank, _ = rank_and_size()
-    with open(os.devnull, "w") as nowhere:
-        stdout, stderr = printable(sys.stdout), printable(sys.stderr)
+    with open(os.devnull, "r+") as nowhere:
+        # A stream that the shell has closed is None.
+        sys.stdin = sys.stdin or nowhere
+        stdout, stderr = printable(sys.stdout or nowhere), printable(sys.stderr or nowhere)
         out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
         warnings.showwarning = lambda message, *_: print(
             f"{program}: warning: {message}", file=sys.stderr
@@ -66,6 +68,8 @@ def explain(error):
     traceback."""
     if out_of_memory(error):
         return "out of memory: use fewer or shorter prompts, bfloat16, or more devices (torchrun)"
+    if isinstance(error, ModuleNotFoundError):
+        return f"No module named {error.name!r}; pip install {error.name}"
     if isinstance(error, OSError) and error.strerror:
         return one_line(f"{error.filename or 'writing'}: {error.strerror.lower()}", 1000)
     return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None

@@ -72,8 +72,7 @@ def choose_device(args):
     """The device that --device names. ValueError if this machine does not have it."""
     gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
-    if torch.backends.mps.is_available():
-        devices.append("mps")
+    devices += ["mps"] * torch.backends.mps.is_available()
     device = devices[0] if args.device == "auto" else args.device
     if device not in devices:
         raise ValueError(

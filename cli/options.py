@@ -9,7 +9,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-MINIATURE = Path(__file__).resolve().parent.parent / "miniature"
+MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,13 +76,18 @@ def did_you_mean(text, known):
 
 def json_object(text):
     """argparse type: a JSON object."""
-    return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+    try:
+        return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+    except RecursionError:
+        raise argparse.ArgumentTypeError("the object is nested too deeply") from None
 
 
 # ------------------------------------------------------------------------------- options of methods
 
 MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
 LITE = ("decore-static-lite", "decore-entropy-lite")  # mask heads of the amateur
+MASKED_ROW = (*MASKING, *LITE)
+DOLA = ("dola-low", "dola-high")
 
 
 class Option:
@@ -99,8 +104,7 @@ OPTIONS = {
         *MASKING, help="a file of head scores, or a model's name (default: by the model's name)"
     ),
     "num_heads": Option(
-        *MASKING,
-        *LITE,
+        *MASKED_ROW,
         type=positive,
         help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
     ),
@@ -121,19 +125,17 @@ OPTIONS = {
         type=number(float),
         help="a constant α (default: 0.5)",
     ),
-    "alpha_cap": Option(*MASKING[1:], *LITE, type=number(float, 0), help="the largest α"),
+    "alpha_cap": Option(*MASKED_ROW[1:], type=number(float, 0), help="the largest α"),
     "scale_alpha": Option(
         "decore-entropy", "decore-entropy-lite", action="store_true", help="α = H / ln V"
     ),
     "mask": Option(
-        *MASKING,
-        *LITE,
+        *MASKED_ROW,
         choices=("output", "query"),
         help="output: the paper's equation; query: its runs (default: output)",
     ),
     "mask_prompt": Option(
-        *MASKING,
-        *LITE,
+        *MASKED_ROW,
         action="store_true",
         help="mask heads at every position, those of the prompt included",
     ),
@@ -146,8 +148,7 @@ OPTIONS = {
     "relative_top": Option(
         "cd",
         "cad",
-        "dola-low",
-        "dola-high",
+        *DOLA,
         "ad",
         type=number(float, 0, 1),
         help="drop tokens below this fraction of the largest probability (default: 0.1 for dola "
@@ -155,15 +156,13 @@ OPTIONS = {
     ),
     "info_layer": Option("ad", type=positive, help="the information layer (default: 24)"),
     "dola_layers": Option(
-        "dola-low",
-        "dola-high",
+        *DOLA,
         choices=("capped", "halves"),
         help="capped: of models with more than 40 layers the lowest or uppermost 20, else a half; "
         "halves: a half of any depth (default: as published, capped to generate, halves to score)",
     ),
     "repetition_penalty": Option(
-        "dola-low",
-        "dola-high",
+        *DOLA,
         type=number(float, 0),
         help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)",
     ),
@@ -209,11 +208,19 @@ def add_model_arguments(p):
     )
 
 
-def add_method_arguments(p, methods, sweep=False):
-    """Add the options that the methods use.
+def add_method_arguments(p, methods, single=False, sweep=False):
+    """Add --method, a list unless `single`, and the options that the methods use.
 
     sweep: those of evaluate.py, which takes lists of some and has its own prompts without
     context."""
+    method = method_name(methods)
+    p.add_argument(
+        "--method",
+        type=method if single else comma_list(method),
+        default="decore-entropy",
+        metavar="M" if single else "M[,M…]",
+        help=f"{', '.join(methods)} (default: decore-entropy)",
+    )
     for name, option in OPTIONS.items():
         users = named(option.methods)
         if not set(users) & set(methods) or (sweep and name == "without_context"):

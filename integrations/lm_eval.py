@@ -75,14 +75,7 @@ def make_parser():
         "`lm_eval run`: --tasks, --num_fewshot, --apply_chat_template, --limit, --output_path …"
     )
     cli.add_model_arguments(p)
-    p.add_argument(
-        "--method",
-        type=cli.method_name(METHODS),
-        default="decore-entropy",
-        metavar="M",
-        help=f"{', '.join(METHODS)} (default: decore-entropy)",
-    )
-    cli.add_method_arguments(p, METHODS)
+    cli.add_method_arguments(p, METHODS, single=True)
     p.add_argument(
         "--no-renormalise",
         dest="renormalise",

@@ -6,7 +6,6 @@ page.py writes the page."""
 
 import argparse
 import json
-import os
 import sys
 import time
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 import cli
 from heads.sources import find_sources
 from paper import decoders
-from program.page import write_page
+from program.page import check_place, write_page
 from program.printing import sources_below
 from program.prompts import EXAMPLE, prompts_to_ids, read_prompt, read_prompts, token_ids
 from program.settings import method_settings
@@ -23,7 +22,6 @@ from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
 COMPARED = ("greedy", "masked")
-TITLE = 60  # characters of a prompt that are printed above its answers
 EXAMPLES = """examples:
   python decore.py                                            the built-in example
   python decore.py --model Qwen/Qwen2.5-3B-Instruct --prompt-file passage.txt --compare
@@ -36,11 +34,11 @@ def main():
 
     What can be known without weights is checked before they are read."""
     args = make_parser().parse_args()
-    requested, chosen = choose_methods(args)
+    chosen = choose_methods(args)
     facts, tokenizer, amateur_facts = cli.read_models(args)
     job = None
     if rank_and_size()[0] == 0:  # it has standard input
-        job = prepare(args, requested, chosen, facts, tokenizer, amateur_facts)
+        job = prepare(args, chosen, facts, tokenizer, amateur_facts)
     model, amateur = cli.load_weights(args)
     prompts, settings = model.shard.broadcast(job)
     width = max(14, *map(len, settings)) if len(settings) > 1 else 0
@@ -48,7 +46,7 @@ def main():
     for method, arguments in settings.items():
         if "amateur" in arguments:
             arguments["amateur"] = amateur
-        with may_be_left_out(method, requested):
+        with may_be_left_out(method, args):
             answers[method] = answer(method, prompts, arguments, model, tokenizer, args, width)
     if args.html:
         write_page(args.html, model, tokenizer, answers, settings)
@@ -56,17 +54,17 @@ def main():
 
 
 @contextmanager
-def may_be_left_out(method, requested):
+def may_be_left_out(method, args):
     """In place of a ValueError of a method that --compare adds, print why it is left out."""
     try:
         yield
     except ValueError as error:
-        if method in requested:
+        if method in cli.full_names(args.method, args.amateur):
             raise
         print(f"{method} is left out: {error}", file=sys.stderr)
 
 
-def prepare(args, requested, chosen, model, tokenizer, amateur):
+def prepare(args, chosen, model, tokenizer, amateur):
     """([(text, ids) of each prompt], {method: its settings}), from the options and the facts of the
     models. Prints the built-in example if there is no prompt."""
     given = read_prompts(args)
@@ -77,7 +75,7 @@ def prepare(args, requested, chosen, model, tokenizer, amateur):
     ids = prompts_to_ids(prompts, model, tokenizer, args)
     settings = {}
     for method in chosen:
-        with may_be_left_out(method, requested):
+        with may_be_left_out(method, args):
             arguments = method_settings(method, args, model, amateur)
             decoders.check(model, arguments["method"], arguments)
             if method == "cad" and args.without_context:
@@ -89,7 +87,7 @@ def prepare(args, requested, chosen, model, tokenizer, amateur):
     if not given and not args.json:
         print(prompts[0], end="\n\n", flush=True)
     texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
-    return list(zip(texts, ids, strict=True)), settings
+    return list(zip(texts, ids)), settings
 
 
 def answer(method, prompts, settings, model, tokenizer, args, width):
@@ -115,7 +113,7 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
 
     def print_answer(b, sources=""):
         streams[b].end()
-        title = one_line(prompts[b][0], TITLE)
+        title = one_line(prompts[b][0], 60)
         print(f"[{b + 1}] {title}\n{label}{streams[b].text}{sources}\n", flush=True)
 
     start = time.perf_counter()
@@ -130,19 +128,11 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
     seconds = time.perf_counter() - start
     heads = settings.get("amateur_heads", settings.get("heads", ()))
     lines = []
-    for b, (prompt, g, stream) in enumerate(zip(ids, out, streams, strict=True)):
+    for b, (prompt, g, stream) in enumerate(zip(ids, out, streams)):
         rest = stream.end()
-        line = dict(
-            prompt_ids=prompt,
-            ids=g.ids,
-            text=stream.text,
-            alphas=g.alphas,
-            entropies=g.entropies,
-            stop=g.stop,
-            method=method,
-            heads=[f"{layer}-{head}" for layer, head in heads],
-            model=model.name,
-        )
+        line = dict(prompt_ids=prompt, ids=g.ids, text=stream.text) | vars(g)
+        names = [f"{layer}-{head}" for layer, head in heads]
+        line |= dict(method=method, heads=names, model=model.name)
         if args.sources and heads:
             line["sources"] = find_sources(settings.get("amateur") or model, prompt, g.ids, heads)
         if "amateur" in settings:
@@ -188,13 +178,6 @@ def make_parser():
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
-    group.add_argument(
-        "--method",
-        type=cli.comma_list(cli.method_name(decoders.METHODS)),
-        default=["decore-entropy"],
-        metavar="M[,M…]",
-        help=f"{', '.join(decoders.METHODS)} (default: decore-entropy)",
-    )
     cli.add_method_arguments(group, decoders.METHODS)
     group.add_argument(
         "--compare",
@@ -225,16 +208,14 @@ def make_parser():
 
 
 def choose_methods(args):
-    """(the requested methods, all methods to decode by).
+    """The names of the methods to decode by.
 
     ValueError for an option that none of them uses, and for a page that cannot be written."""
-    page = args.html
-    if page and (page.is_dir() or not os.access(page.parent, os.W_OK)):
-        raise ValueError(
-            f"--html {page} cannot be written: give a file in a folder that you may write to"
-        )
-    requested = cli.full_names(args.method, args.amateur)
-    chosen = requested
+    if "" in args.stop:
+        raise ValueError("--stop: an empty text would end every answer before it begins")
+    if args.html:
+        check_place(args.html)
+    chosen = cli.full_names(args.method, args.amateur)
     if args.compare:
         chosen = []
         for method in (*COMPARED, *args.method):  # without the amateur, and with it
@@ -243,4 +224,4 @@ def choose_methods(args):
     cli.check_options(args, chosen)
     if not set(chosen) & set(cli.OPTIONS["num_heads"].methods):
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
-    return requested, chosen
+    return chosen

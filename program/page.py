@@ -5,6 +5,7 @@ prompt. Pointing at a token shows its numbers and marks its own sources, and poi
 the prompt marks what was copied from it. `page.html#g1h` opens the page as if you pointed at the
 title of the second answer, #g1t0 at its first token."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def write_page(path, model, tokenizer, answers, settings):
 
     answers, settings: per method, an object of --json for each prompt, and its arguments."""
     parts = []
-    for b, lines in enumerate(zip(*answers.values(), strict=True)):
+    for b, lines in enumerate(zip(*answers.values())):
         prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
         parts.append(prompt)
         for i, line in enumerate(lines):
@@ -39,7 +40,35 @@ def write_page(path, model, tokenizer, answers, settings):
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
+        write(path, text)
+
+
+def write(path, text):
+    """Write to a device; or replace a file, a link's target too, in one step."""
+    if is_device(path):
         path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    draft = path.with_name(path.name + ".draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def check_place(path):
+    """ValueError if a page cannot be written to the path."""
+    place = path if is_device(path) else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(
+            f"--html {path} cannot be written: give a file in a folder that you may write to"
+        )
+
+
+def is_device(path):
+    """Whether something like /dev/stdout has this path: it cannot be replaced."""
+    return path.exists() and not path.is_file()
 
 
 def details(line, settings):
@@ -65,7 +94,7 @@ def masked_favourites(model, line, settings):
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
     log_p, token = DeCoRe(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
-    return list(zip(token.tolist(), log_p.exp().tolist(), strict=True))
+    return list(zip(token.tolist(), log_p.exp().tolist()))
 
 
 def answer_part(tokenizer, name, line, prompt, favourites=None):
@@ -80,7 +109,7 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
         word = text.lstrip(" ")  # blanks are not shaded
         tokens.append(
             dict(
-                blank=text[: len(text) - len(word)],
+                blank=text.removesuffix(word),
                 text=word,
                 note="\n".join(notes_on(tokenizer, line, positions, favourites)),
                 entropy=max(entropies[p] for p in positions),

@@ -1,15 +1,17 @@
 """The words of the prompt that an answer was copied from, for people."""
 
 from collections import Counter
+from heapq import nlargest
 
 from program.page import pieces
 
 SHOWN = 3  # words of the prompt that are printed for a new word
+LINES = 8  # new words that are printed for an answer
 
 
 def sources_below(line, tokenizer, width):
     """Text below an answer, without sources nothing: for each of its words, the words of the prompt
-    that the heads attended to most.
+    that the heads attended to most. Of many words, those with the largest shares.
 
     line: an object of --json."""
     if "sources" not in line:
@@ -18,7 +20,7 @@ def sources_below(line, tokenizer, width):
     word_of = {}  # position in the prompt → its word
     for word, positions in words(tokenizer, line["prompt_ids"]):
         word_of |= dict.fromkeys(positions, word)
-    below = ""
+    rows = []  # (the largest share, a line)
     for word, positions in words(tokenizer, ids):
         shares = Counter()
         for p in positions:
@@ -28,8 +30,11 @@ def sources_below(line, tokenizer, width):
         best = shares.most_common(SHOWN)
         if best:
             sources = ", ".join(f"{source} {share:.0%}" for source, share in best)
-            below += f"\n{'':{width}}  {word} ← {sources}"
-    return below
+            rows.append((best[0][1], f"\n{'':{width}}  {word} ← {sources}"))
+    shown = nlargest(LINES, range(len(rows)), key=lambda i: rows[i][0])
+    below = "".join(rows[i][1] for i in sorted(shown))
+    hidden = len(rows) - len(shown)
+    return below + (f"\n{'':{width}}  … and {hidden} more words" if hidden else "")
 
 
 def words(tokenizer, ids):
@@ -37,7 +42,7 @@ def words(tokenizer, ids):
     out = []
     for text, positions in pieces(tokenizer, ids):
         if not out or text[0].isspace() or out[-1][0][-1].isspace():
-            out.append(("", []))
-        word, before = out[-1]
-        out[-1] = word + text, [*before, *positions]
+            out.append(["", []])
+        out[-1][0] += text
+        out[-1][1] += positions
     return [(word.strip(), positions) for word, positions in out if word.strip()]

@@ -25,8 +25,9 @@ def read_prompts(args):
             "leave it"
         )
     if args.prompt_ids and not texts:
-        without_text = dict.fromkeys(("system", "raw", "template_args"), "on --prompt-ids")
-        cli.refuse_unused(args, without_text)
+        cli.refuse_unused(
+            args, dict.fromkeys(("system", "raw", "template_args"), "on --prompt-ids")
+        )
     is_miniature = Path(args.model).resolve() == cli.MINIATURE
     if not texts + args.prompt_ids and not is_miniature:
         raise ValueError("nothing to answer: give --prompt, --prompt-file or --prompt-ids")

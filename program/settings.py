@@ -16,7 +16,7 @@ def method_settings(method, args, model, amateur):
         value = getattr(args, name, None)
         if method in OPTIONS[name].methods and (value is not None or name in DEFAULTS):
             settings[name] = DEFAULTS[name] if value is None else value
-    n = args.num_heads or default_num_heads(model)
+    n = args.num_heads or min(10, max(1, model.config.n_layers * model.config.n_heads // 8))
     if method in MASKING:
         heads = args.heads or bundled_heads(args.model)
         if not args.random_heads:
@@ -40,22 +40,18 @@ def check_known(model, heads, flag, name, args):
         return
     similar = ", ".join(f"{flag} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""
-    command = f"python -m heads.detect --model {shlex.quote(str(name))}"
-    out = shlex.quote(f"heads/{Path(model.name).name}.json")
-    command += f" --transformers --out {out}" if args.transformers else f" --out {out}"
+    command = ["python", "-m", "heads.detect", "--model", name]
+    command += ["--transformers"] * args.transformers
+    command += ["--out", f"heads/{Path(model.name).name}.json"]
     raise ValueError(
         f"no head scores are known for {model.name}: {hints}give {flag} FILE, "
-        f"or measure them: {command}"
+        f"or measure them: {shlex.join(command)}"
     )
 
 
 def has_heads(name):
     """Whether a model of this name has head scores here."""
     return bool(find_heads(name) or bundled_heads(name))
-
-
-def default_num_heads(model):
-    return min(10, max(1, model.config.n_layers * model.config.n_heads // 8))
 
 
 def bundled_heads(name):

@@ -34,6 +34,7 @@ def start(shell, **more):
         (lambda: torch.empty(10**15), 2, "out of memory: use fewer"),
         (raiser(torch.OutOfMemoryError("CUDA out of memory. Tried …")), 2, "out of memory: use"),
         (raiser(ConnectionError("no\nnetwork")), 2, "no network"),
+        (lambda: __import__("nosuch.part"), 2, "No module named 'nosuch'; pip install nosuch"),
         (lambda: open("nowhere/file"), 2, "nowhere/file: no such file or directory"),
         (raiser(KeyboardInterrupt()), 130, "\n"),
     ],
@@ -65,11 +66,13 @@ def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_
     [
         (f"{PRINT} | true", 0, ""),
         ("-m miniature.data --split open --n 1 > /dev/full", 2, "no space left on device\n"),
+        ("decore.py --prompt-ids 5 --method greedy <&- >&-", 0, " tokens/s\n"),
         (f"-W error {PRINT} > /dev/null", 0, ""),
+        ("-OO -m miniature.claims --help > /dev/null", 0, ""),
         ("-OO -m speed.decode --help > /dev/null", 0, ""),
     ],
 )
-def test_pipes_may_be_closed_and_disks_full_and_warnings_errors_and_docstrings_absent(
+def test_streams_may_be_closed_or_full_and_warnings_errors_and_docstrings_absent(
     shell, status, err
 ):
     done = start(shell)

@@ -1,6 +1,7 @@
 """The program behind decore.py: prompts, options, JSON, text for people."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -100,10 +101,10 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     file = tokenizer.encode("from a\nfile\n")  # without one final newline
     ids = [tokenizer.encode("word " * 20), file, file, [72, 105]]
     assert [line["prompt_ids"] for line in lines] == ids
-    titles = [f"{'word ' * 12}…", "from a file", "from a file", tokenizer.decode([72, 105])]
+    titles = f"{'word ' * 12}…", "from a file", "from a file", tokenizer.decode([72, 105])
     expected = ""
-    for i, (title, line) in enumerate(zip(titles, lines, strict=True), 1):
-        expected += f"[{i}] {title}\n{line['text']}\n\n"
+    for i, title in enumerate(titles):
+        expected += f"[{i + 1}] {title}\n{lines[i]['text']}\n\n"
     assert out == expected and "tokens/s" in err
     assert run()[1] == lines[1]["text"] + "\n"
     status, _, err = run(*several)
@@ -121,6 +122,15 @@ def test_an_answer_that_fills_the_context_says_so(call):
 def test_sources_stand_below_each_answer_word_by_word(call):
     _, out, _ = call(program.main, "--prompt-file", EXAMPLE, "--sources")
     assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"
+
+
+def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
+    monkeypatch.setattr("program.printing.LINES", 2)
+    text = "--raw", "--prompt", EXAMPLE.read_text().partition("Answer")[0]
+    _, out, _ = call(program.main, *text, "--max-new-tokens", 60, "--sources")
+    shares = re.findall(r"← \S+ (\d+)%", out)
+    assert len(shares) == 2 and min(map(int, shares)) >= 75
+    assert re.search(r"\n +… and \d+ more words\n$", out)
 
 
 def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(

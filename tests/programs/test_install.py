@@ -1,6 +1,8 @@
 """`pip install -e .` in a fresh environment, used from another folder."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +41,22 @@ def test_programs_start_in_another_folder(python, tmp_path, name):
     assert program.stdout.startswith("usage: ")
 
 
-def test_modules_are_found_and_a_module_of_ones_own_that_hides_ours_is_named(python, tmp_path):
+def test_the_readmes_script_runs_and_a_module_of_ones_own_that_hides_ours_is_named(
+    python, tmp_path
+):
+    shutil.copytree(ROOT / "miniature", tmp_path / "miniature")
+    (tmp_path / "miniature" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    block = re.search(r"```python\n(.*?)```", README, re.S)[1]
+    block = block.replace("meta-llama/Meta-Llama-3-8B-Instruct", "miniature")
     script = tmp_path / "script.py"
-    script.write_text("from decore import generate\nfrom model import Transformer\n")
+    script.write_text(block.replace("cuda", "cpu"), encoding="utf-8")
     program = run(python, tmp_path, "script.py")
     assert program.returncode == 0, program.stderr
+    assert " [" in program.stdout  # the answer, and its α and entropies
     own = tmp_path / "model.py"
     own.write_text("class Net: pass\n")
     error = run(python, tmp_path, "script.py").stderr.splitlines()[-1]
     remedy = f"rename it, or put {ROOT} first on sys.path"
     assert error.endswith(f"{own} hides {ROOT / 'model.py'}: {remedy}")
-    first = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    script.write_text(first + script.read_text())
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport decore, model\n")
     assert run(python, tmp_path, "script.py").returncode == 0

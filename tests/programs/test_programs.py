@@ -12,13 +12,11 @@ from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("cli", "heads", "integrations", "miniature", "paper", "paper/report", "program", "speed")
-PROGRAMS = ["program/__main__.py"]
-for folder in (ROOT, *map(ROOT.joinpath, ROOMS)):
-    for path in sorted(folder.glob("*.py")):
-        # decore.py starts program/; lm_eval.py passes unknown options on.
-        if path.name not in ("decore.py", "lm_eval.py") and "(main))" in path.read_text("utf-8"):
-            PROGRAMS.append(str(path.relative_to(ROOT)))
+PROGRAMS = []
+for path in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/*.py")):
+    # lm_eval.py passes unknown options on.
+    if "(main))" in path.read_text("utf-8") and path.name != "lm_eval.py":
+        PROGRAMS.append(path.relative_to(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,10 @@ MISTAKES = [
     ("{model} --prompt Hi --amateur {folder}/base", "give --amateur-heads FILE"),
     ("{model} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
     ("{base} --num-heads 99", "99 heads are too many"),
-    ("{base} --device cuda:99", "--device cuda:99 is not on this machine; choose from auto, "),
+    (
+        "{base} --num-heads 99 --device cuda:99",
+        "--device cuda:99 is not on this machine; choose from auto, ",
+    ),
     # prompts
     ("{base} --prompt ''", "the prompt is empty"),
     ("{base} --prompt-file {folder}/none.txt", "none.txt: no such file or directory"),
@@ -65,6 +66,7 @@ MISTAKES = [
     ("{base} --system S", "--system and --template-args need a chat template"),
     ("{chat} --raw --template-args '{{\"a\": 1}}'", "a chat template, and exclude --raw"),
     ("{chat} --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
+    ("{chat} --template-args " + "[" * 9999, "--template-args: the object is nested too deeply"),
     # options without effect, and their values
     ("{base} --method greedy", "--heads has no effect on greedy; it is an option of masked"),
     ("{base} --seed 0", "--seed has no effect without --random-heads"),
@@ -72,6 +74,7 @@ MISTAKES = [
     ("{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which"),
     ("{base} --num-heads 0", "--num-heads: '0' is not a whole number in [1, "),
     ("{base} --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
+    ("{base} --stop ''", "--stop: an empty text"),
     ("{base} --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
     ("{base} --alpha 2", "it is an option of decore-static, cd, cad, ad\n"),
     ("{base} --html {folder}/no/page.html", "no/page.html cannot be written"),
@@ -86,13 +89,13 @@ def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words)
     assert err.startswith("program.py: error: ") and words in err
 
 
-@pytest.mark.parametrize("path", PROGRAMS)
+@pytest.mark.parametrize("path", PROGRAMS, ids=str)
 def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_shows_its_defaults(
     call, path
 ):
     assert (ROOT / path).read_text("utf-8").endswith("sys.exit(cli.run(main))\n")
-    name = path.removesuffix(".py").removesuffix("/__main__")
-    main = importlib.import_module(name.replace("/", ".")).main
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
+    main = importlib.import_module(name).main
     status, out, err = call(main, "--help")
     assert status == 0 and out.startswith("usage: ") and err == ""
     assert "(default: None)" not in out and "(default: [])" not in out
