@@ -25,7 +25,14 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     offline_if_unreachable()
-    HarnessModel, HarnessCLI = import_harness()
+    # The harness's tasks import the library `evaluate`, so our evaluate.py must be found after it.
+    sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    from integrations.lm_eval_model import HarnessModel
+
+    setup_logging()
     if args.seed is not None:
         rest.append(f"--seed={args.seed}")  # of the harness's few-shot examples too
     sys.argv[1:] = ["run", *rest]
@@ -39,7 +46,7 @@ def main():
             raise ValueError(
                 f"--{name} has no effect: the model is --model's, and nothing is cached"
             )
-    if args.template_args and not getattr(run, "apply_chat_template", False):
+    if args.template_args and not run.apply_chat_template:
         raise ValueError("--template-args has no effect without --apply_chat_template")
     _, tokenizer, _ = cli.read_models(args)
     model, amateur = cli.load_weights(args)
@@ -98,22 +105,6 @@ def make_parser():
         help="prompts that are continued at once",
     )
     return p
-
-
-def import_harness():
-    """Import the harness.
-
-    Its tasks import the library `evaluate`, so our evaluate.py must be found after it."""
-    sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
-    try:
-        from lm_eval._cli import HarnessCLI
-        from lm_eval.utils import setup_logging
-
-        from integrations.lm_eval_model import HarnessModel
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
-    setup_logging()
-    return HarnessModel, HarnessCLI
 
 
 if __name__ == "__main__":

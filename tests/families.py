@@ -68,8 +68,11 @@ FAMILIES = {
     "gemma4": dict(text_config=GEMMA4, vision_config=VISION),
     "phi": {},
     "phi3": {},
+    "olmo2": {},
     "olmo3": WINDOWS,
+    "granite": dict(logits_scaling=3.0),
     "cohere": dict(logit_scale=0.3),
+    "cohere2": WINDOWS,
     "qwen3_moe": EXPERTS,
     "gpt_oss": WINDOWS | EXPERTS,
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
@@ -85,7 +88,7 @@ FAMILIES = {
     "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
 }
 # Their query projection cannot be masked head by head.
-NO_QUERY = "phi3 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
+NO_QUERY = "phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
 
 
 def random_model(family, **changes):
