@@ -171,8 +171,7 @@ def read_rope(c, path, max_positions):
         "rope_theta": c["rope_theta"],
         TRAINED: max_positions,
         "partial_rotary_factor": c["partial_rotary_factor"],
-    }
-    rope |= inner
+    } | inner
     rope[TRAINED] = c.get(TRAINED, rope[TRAINED])  # the outer one takes precedence
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", [1], null=1)

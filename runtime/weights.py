@@ -127,9 +127,8 @@ def load_weights(model, folder, device):
         unused.discard(HEAD)
     check_names(folder, names - files.keys(), unused)
     # Large matrices first: then the peak of the host's memory is the weights alone.
-    empty = dict(model.named_parameters())
-    for parameter in sorted(empty, key=lambda name: -empty[name].numel()):
-        weight = torch.zeros(empty[parameter].shape, dtype=model.dtype, device=device)
+    for parameter, empty in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
+        weight = torch.zeros(empty.shape, dtype=model.dtype, device=device)
         row = 0
         for name, (shape, slices) in table[parameter].items():
             values = read_slice(files[name], name, shape, slices)
