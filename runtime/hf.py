@@ -181,10 +181,11 @@ class HFModel(nn.Module):
         def silence(layer, heads, module, args, *output):
             """Of the output projection the input is masked, of the query projection the output,
             [R·B, T, H·K]."""
-            (x,) = output or args
+            x, *others = output or args
             rows = head_mask[:, layer, None, :heads, None].to(x)  # [R, 1, H, 1]
             split = x.reshape(len(rows), -1, heads, x.shape[-1] // heads)  # [R, B·T, H, K]
-            return (split * rows).view(x.shape)
+            x = (split * rows).view(x.shape)
+            return x if output else (x, *others)
 
         for layer in (head_mask == 0).any(-1).any(0).nonzero().flatten().tolist():
             a = self.attention.get(layer)

@@ -55,7 +55,7 @@ def new_tokens(model, prompts=PROMPTS[:1], **more):
     return generate(model, prompts, **more)[:, len(prompts[0]) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+@pytest.mark.parametrize("family", sorted({"llama", *FAMILIES} - {"bert"}))
 def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
     model = random_model(family)
     reference = HFModel(model)
