@@ -180,10 +180,6 @@ def offloaded_cache(model):
     return dict(past_key_values=DynamicCache(config=model.config, offloading=True))
 
 
-def without_query(family, **sizes):
-    return dict(mask="query", model=random_model(family, **sizes))
-
-
 def encoder_decoder(_):
     c = transformers.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     return dict(model=transformers.T5ForConditionalGeneration(c))
@@ -221,8 +217,8 @@ def encoder_decoder(_):
         (shared, "layer 1 does not have 4 heads"),
         (more_heads, "layer 1 does not have 8 heads"),
         (renamed, "does not work with layer 1 of llama"),
-        (lambda _: without_query("phi", qk_layernorm=True), "layer 1 of phi"),
-        (lambda _: without_query("phi3"), "layer 1 of phi3"),
+        (lambda _: dict(mask="query", model=random_model("phi", qk_layernorm=True)), "1 of phi"),
+        (lambda _: dict(mask="query", model=random_model("phi3")), "layer 1 of phi3"),
         (encoder_decoder, "a causal language model"),
     ],
 )
