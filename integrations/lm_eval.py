@@ -46,7 +46,7 @@ def main():
             raise ValueError(
                 f"--{name} has no effect: the model is --model's, and nothing is cached"
             )
-    if args.template_args and not run.apply_chat_template:
+    if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
     _, tokenizer, _ = cli.read_models(args)
     model, amateur = cli.load_weights(args)
