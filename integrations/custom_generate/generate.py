@@ -143,8 +143,7 @@ def contrasted(model, heads, mask, exponent):
     def prefill(inputs, last):
         """Read all tokens but the last, unmasked, and double the cache."""
         cache = inputs.get("past_key_values")
-        unfit = ("is_compileable", "offloading", "nbits")
-        if any(getattr(cache, name, False) for name in unfit):
+        if any(getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")):
             raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
         B, T = inputs["input_ids"].shape
         if T > 1:
