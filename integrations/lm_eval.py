@@ -25,7 +25,14 @@ def main():
     [method] = cli.full_names([args.method], args.amateur)
     cli.check_options(args, [method], seeded=True)
     offline_if_unreachable()
-    HarnessModel, HarnessCLI = import_harness()
+    # The harness's tasks import the library `evaluate`, so our evaluate.py must be found after it.
+    sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    from integrations.lm_eval_model import HarnessModel
+
+    setup_logging()
     if args.seed is not None:
         rest.append(f"--seed={args.seed}")  # of the harness's few-shot examples too
     sys.argv[1:] = ["run", *rest]
@@ -91,22 +98,6 @@ def make_parser():
         help="prompts that are continued at once",
     )
     return p
-
-
-def import_harness():
-    """Import the harness.
-
-    Its tasks import the library `evaluate`, so our evaluate.py must be found after it."""
-    sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
-    try:
-        from lm_eval._cli import HarnessCLI
-        from lm_eval.utils import setup_logging
-
-        from integrations.lm_eval_model import HarnessModel
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install 'lm-eval>=0.4.10'") from None
-    setup_logging()
-    return HarnessModel, HarnessCLI
 
 
 if __name__ == "__main__":

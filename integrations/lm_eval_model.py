@@ -77,7 +77,7 @@ class HarnessModel(TemplateLM):
                 renormalise=self.renormalise,
                 **settings,
             )
-            out |= zip(answers, zip(sums, greedy, strict=True), strict=True)
+            out |= zip(answers, zip(sums, greedy))
         return [out[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -98,7 +98,7 @@ class HarnessModel(TemplateLM):
         groups = Collator(prompts, lambda prompt: -len(prompt[0]), itemgetter(1), "gen_kwargs")
         batches = list(groups.get_batched(n=self.batch_size))
         for batch in tqdm(batches, desc="batches", disable=disable_tqdm):
-            ids, [(stop, limit), *_] = zip(*batch, strict=True)
+            ids, [(stop, limit), *_] = zip(*batch)
             streams = [self.tokenizer.stream(stop) for _ in ids]
 
             def on_token(b, token, entropy, streams=streams):

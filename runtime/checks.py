@@ -43,7 +43,7 @@ def check_scoring(model, prompts, answers, settings):
         )
     answers = [check_prompts(model, one, "answer") for one in answers]
     settings = check_settings(model, settings)
-    for prompt, candidates in zip(prompts, answers, strict=True):
+    for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
             raise ValueError(
                 f"an answer begins with {model.bos_id}, the id that begins a text: encode answers "
@@ -115,7 +115,7 @@ def unpadded(ids, attention_mask=None, input_ids=None):
 def is_batch(ids):
     """Whether ids are several sequences, not one."""
     if isinstance(ids, list | tuple):
-        return len(ids) > 0 and getattr(ids[0], "ndim", hasattr(ids[0], "__len__")) > 0
+        return bool(ids) and getattr(ids[0], "ndim", hasattr(ids[0], "__len__")) > 0
     return getattr(ids, "ndim", 1) > 1
 
 
@@ -189,9 +189,8 @@ def check_settings(model, settings):
             f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
             f"{amateur.config.vocab_size}; contrasting needs one vocabulary"
         )
-    if settings.get("heads") is None:
-        return settings
-    return settings | {"heads": check_heads(settings["heads"], model)}
+    heads = settings.get("heads")
+    return settings if heads is None else settings | {"heads": check_heads(heads, model)}
 
 
 def check_heads(heads, model):

@@ -12,7 +12,7 @@ from runtime.files import one_line, read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-SMALL = 1_000_000_000  # parameters up to which a CPU computes in float32 by default
+SMALL = 2_000_000_000  # bytes of weights up to which a CPU computes in float32 by default
 HUGE = 10**12  # the largest number in a field
 
 
@@ -151,10 +151,9 @@ def default_dtype(folder, device):
 
     On a CPU, float32 for models of fewer than a billion parameters that are not quantized."""
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    small = stored < 2 * SMALL  # two bytes a parameter, or four
     quantized = read_json(folder / "config.json").get("quantization_config")
     is_cpu = torch.device(device).type == "cpu"
-    return torch.float32 if is_cpu and small and not quantized else None
+    return torch.float32 if is_cpu and stored < SMALL and not quantized else None
 
 
 def find_dtype(dtype, where="arguments"):
@@ -172,8 +171,7 @@ def read_rope(c, path, max_positions):
         "rope_theta": c["rope_theta"],
         TRAINED: max_positions,
         "partial_rotary_factor": c["partial_rotary_factor"],
-    }
-    rope |= inner
+    } | inner
     rope[TRAINED] = c.get(TRAINED, rope[TRAINED])  # the outer one takes precedence
     need = partial(field, rope, f"{path}: {key}")
     need("partial_rotary_factor", [1], null=1)

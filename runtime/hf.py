@@ -122,7 +122,7 @@ class HFModel(nn.Module):
         texts = cache or HFCache(self, [0] * len(ids), rows)
         attentions = probabilities is not None
         out = self.run(texts.inputs(ids), head_mask, mask, output_attentions=attentions)
-        if probabilities is not None:
+        if attentions:
             probabilities += self.by_position(out.attentions, texts)
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
@@ -160,9 +160,8 @@ class HFModel(nn.Module):
         """A pass of transformers over R·B texts. Its changes of the model are undone afterwards."""
         with ExitStack() as changes:
             if output_attentions:  # fused kernels do not return probabilities
-                config = self.decoder.config
-                eager = patch.object(config, "_attn_implementation_internal", "eager")
-                changes.enter_context(eager)
+                kind = "_attn_implementation_internal"
+                changes.enter_context(patch.object(self.decoder.config, kind, "eager"))
                 more["output_attentions"] = True
             if head_mask is not None:
                 self.mask_heads(head_mask, mask, changes)
@@ -182,10 +181,11 @@ class HFModel(nn.Module):
         def silence(layer, heads, module, args, *output):
             """Of the output projection the input is masked, of the query projection the output,
             [R·B, T, H·K]."""
-            (x,) = output or args
+            x, *others = output or args
             rows = head_mask[:, layer, None, :heads, None].to(x)  # [R, 1, H, 1]
             split = x.reshape(len(rows), -1, heads, x.shape[-1] // heads)  # [R, B·T, H, K]
-            return (split * rows).view(x.shape)
+            x = (split * rows).view(x.shape)
+            return x if output else (x, *others)
 
         for layer in (head_mask == 0).any(-1).any(0).nonzero().flatten().tolist():
             a = self.attention.get(layer)
@@ -280,9 +280,10 @@ class HFCache:
         self.P = max(lengths)
         self.slots = 0
         self.kv = DynamicCache(config=model.hf.config)
-        for i, layer in enumerate(self.kv.layers):
-            if type(layer) is DynamicSlidingWindowLayer:
-                self.kv.layers[i] = DynamicLayer()
+        self.kv.layers = [
+            DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
+            for layer in self.kv.layers
+        ]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.pad = (self.P - self.lengths)[:, None]  # [B, 1]
 

@@ -96,8 +96,10 @@ class Ranks:
         self.world = world
         self.shard = Shard()
         if world.size > 1:
-            firsts = range(0, world.size, tp)
-            groups = [dist.new_group(range(first, first + tp), COLLECTIVE) for first in firsts]
+            groups = [
+                dist.new_group(range(first, first + tp), COLLECTIVE)
+                for first in range(0, world.size, tp)
+            ]
             self.shard = Shard(world.rank % tp, tp, groups[self.replica])
             patient = dist.new_group(backend="gloo", timeout=PATIENT)
             self.world = Shard(world.rank, world.size, patient)
@@ -128,10 +130,9 @@ def rank_device(device):
             f"GPU {index or 0} is not on this machine: torch finds {n}; choose another device, "
             "or with torchrun a smaller --nproc-per-node"
         )
-    if index is None:
-        return device
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)  # streams and graphs belong to the current device
+    if index is not None:
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)  # streams and graphs belong to the current device
     return device
 
 

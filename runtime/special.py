@@ -77,14 +77,13 @@ def silent_stderr():
     """Discard what is written to file descriptor 2, where a panic of the library prints its
     trace."""
     saved = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
     try:
         yield
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-        os.close(null)
 
 
 def read_optional(path):

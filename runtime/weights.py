@@ -34,11 +34,13 @@ def checkpoint_folder(name, weights=True):
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
             "single files, such as .gguf, are not read"
         )
-    patterns = ["*.json", "*.jinja", *["*.safetensors"] * weights]
-    # Llama and Mistral hold the weights again, in original/ or as consolidated*.safetensors.
-    duplicates = ["*/*", "consolidated*"]
     try:
-        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=duplicates)
+        folder = snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.jinja", *["*.safetensors"] * weights],
+            # Llama and Mistral hold the weights again, in original/ or as consolidated*.
+            ignore_patterns=["*/*", "consolidated*"],
+        )
     except Exception as error:  # the network library raises many kinds
         raise OSError(
             f"{hub_reason(error)}: cannot download {name}; check the name and the connection, "
@@ -49,7 +51,6 @@ def checkpoint_folder(name, weights=True):
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-BUFFER = "inv_freq"  # old checkpoints store these buffers
 
 # Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
 #     D model width          F feed-forward width   V vocabulary
@@ -98,8 +99,7 @@ def weight_table(model):
         layer, name = re.fullmatch(r"(layers\.\d+\.)?(.+)", parameter).groups()
         table[parameter] = {}
         for stored, letters in NAMES[name].items():
-            shape = tuple(axes[letter][0] for letter in letters)
-            slices = tuple(axes[letter][1] for letter in letters)
+            shape, slices = zip(*(axes[letter] for letter in letters))
             table[parameter][f"model.{layer}{stored}" if layer else stored] = shape, slices
     return table
 
@@ -109,7 +109,7 @@ def named_tensors(model, of=lambda parameter: parameter):
     tensors = {}
     for parameter, pieces in weight_table(model).items():
         parts = of(model.get_parameter(parameter)).split([shape[0] for shape, _ in pieces.values()])
-        tensors |= zip(pieces, parts, strict=True)
+        tensors |= zip(pieces, parts)
     return tensors
 
 
@@ -121,14 +121,14 @@ def load_weights(model, folder, device):
     if tied and EMBEDDING not in files:  # the matrix may be stored under its other name
         table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
     names = {name for pieces in table.values() for name in pieces}
-    unused = {name for name in files.keys() - names if not name.endswith(BUFFER)}
+    # Old checkpoints store buffers of rotary frequencies.
+    unused = {name for name in files.keys() - names if not name.endswith("inv_freq")}
     if tied:
         unused.discard(HEAD)
     check_names(folder, names - files.keys(), unused)
     # Large matrices first: then the peak of the host's memory is the weights alone.
-    empty = dict(model.named_parameters())
-    for parameter in sorted(empty, key=lambda name: -empty[name].numel()):
-        weight = torch.zeros(empty[parameter].shape, dtype=model.dtype, device=device)
+    for parameter, empty in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
+        weight = torch.zeros(empty.shape, dtype=model.dtype, device=device)
         row = 0
         for name, (shape, slices) in table[parameter].items():
             values = read_slice(files[name], name, shape, slices)
@@ -168,7 +168,6 @@ def read_slice(path, name, shape, slices):
 
 def weight_files(folder):
     """{name of a tensor: its safetensors file}. Of an index only the files' names are used."""
-    folder = Path(folder)
     single = "model.safetensors"
     index = "model.safetensors.index.json"
     if os.path.lexists(folder / single):  # takes precedence, as in transformers
@@ -201,11 +200,9 @@ def untie(config, files):
     """The configuration; as in transformers, without tied embeddings if the stored head differs."""
     if not config.tied_embeddings or EMBEDDING not in files or HEAD not in files:
         return config
-    with safe_open(files[EMBEDDING], "pt") as first, safe_open(files[HEAD], "pt") as second:
-        embedding = first.get_tensor(EMBEDDING)
-        head = second.get_tensor(HEAD)
+    embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in (EMBEDDING, HEAD))
     same = embedding.dtype == head.dtype and torch.equal(embedding, head)
-    return config if same else replace(config, tied_embeddings=False)
+    return replace(config, tied_embeddings=same)
 
 
 HASHED = (
@@ -227,10 +224,8 @@ def fingerprint(name):
     evenly spread blocks. Training changes it; a change of one row may not. How tensors are spread
     over files does not matter."""
     folder = checkpoint_folder(name)
-    hashes = {}
-    for file in HASHED:
-        if (folder / file).is_file():
-            hashes[file] = short_hash((folder / file).read_bytes())
+    files = [folder / file for file in HASHED]
+    hashes = {file.name: short_hash(file.read_bytes()) for file in files if file.is_file()}
     weights = hashlib.sha256()
     for tensor, path in sorted(weight_files(folder).items()):
         with open(path, "rb") as file:

@@ -68,8 +68,11 @@ FAMILIES = {
     "gemma4": dict(text_config=GEMMA4, vision_config=VISION),
     "phi": {},
     "phi3": {},
+    "olmo2": {},
     "olmo3": WINDOWS,
+    "granite": dict(logits_scaling=3.0),
     "cohere": dict(logit_scale=0.3),
+    "cohere2": WINDOWS,
     "qwen3_moe": EXPERTS,
     "gpt_oss": WINDOWS | EXPERTS,
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
@@ -82,10 +85,11 @@ FAMILIES = {
     "llama4_text": EXPERTS | dict(head_dim=8, attention_chunk_size=8),
     "falcon_h1": MAMBA,
     "qwen3_next": MIXED | EXPERTS,
+    "bert": dict(is_decoder=True),
     "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
 }
 # Their query projection cannot be masked head by head.
-NO_QUERY = "phi3 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
+NO_QUERY = "bert phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
 
 
 def random_model(family, **changes):
@@ -107,7 +111,7 @@ def without_heads(model, heads):
     for layer, head in heads:
         a = model.attention[layer]
         projection = other.get_submodule(names[a.projections["output"]])
-        weight = projection.weight.data
+        weight = next(projection.parameters()).data
         if type(projection).__name__ == "Conv1D":
             weight = weight.T
         weight.unflatten(1, (a.heads, -1))[:, head] = 0  # [D, H·K]

@@ -69,12 +69,14 @@ def generate(
     options = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
     for name, value in options.items():
         low = -1e9 if name == "alpha" else 0
-        if value is not None and not (name in METHODS[method] and low <= value < math.inf):
+        fits = isinstance(value, int | float) and low <= value < math.inf
+        if value is not None and not (name in METHODS[method] and fits):
             raise ValueError(
                 f"{name}={value!r} has no effect on {method}, or is not a finite number in its "
                 "range"
             )
-    alpha = 0.5 if alpha is None else alpha
+    if alpha is None:
+        alpha = 0.5 if method == "decore-static" else 0
     config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
@@ -96,7 +98,7 @@ def generate(
         if method == "decore-entropy":
             a = h / math.log(base.shape[-1]) if scale_alpha else h  # Eq. 8
         else:
-            a = torch.full_like(h, alpha if method == "decore-static" else 0)
+            a = torch.full_like(h, alpha)
         if alpha_cap is not None:
             a = a.clamp(max=alpha_cap)
         alphas.append(a[..., 0])
@@ -141,13 +143,12 @@ def contrasted(model, heads, mask, exponent):
     def prefill(inputs, last):
         """Read all tokens but the last, unmasked, and double the cache."""
         cache = inputs.get("past_key_values")
-        unfit = ("is_compileable", "offloading", "nbits")
-        if any(getattr(cache, name, False) for name in unfit):
+        if any(getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")):
             raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
         B, T = inputs["input_ids"].shape
         if T > 1:
-            names = [n for n in (*last, "attention_mask") if inputs.get(n) is not None]
-            before = {name: inputs[name][..., :-1] for name in names}
+            names = [*last, "attention_mask"]
+            before = {n: inputs[n][..., :-1] for n in names if inputs.get(n) is not None}
             cache = forward(**inputs | before).past_key_values
         cache.reorder_cache(torch.arange(B).repeat_interleave(2))
         return cache
@@ -158,8 +159,7 @@ def contrasted(model, heads, mask, exponent):
         if args or texts and inputs.get("past_key_values") is not cache:
             return forward(*args, **inputs)  # somebody else's call, such as a logits processor's
         B = len(inputs["input_ids"])
-        per_token = {n: x for n, x in inputs.items() if n in PER_TOKEN and x is not None}
-        last = {name: x[..., -1:] for name, x in per_token.items()}
+        last = {n: x[..., -1:] for n, x in inputs.items() if n in PER_TOKEN and x is not None}
         if not texts:
             cache = prefill(inputs, last)
             texts = B
@@ -182,11 +182,10 @@ def contrasted(model, heads, mask, exponent):
     with ExitStack() as stack:  # undoes all of this on leaving
         for layer in heads:
             module, *shape = find_projection(model, layer, mask)
-            hook = partial(silence, layer, *shape)
+            add = module.register_forward_hook
             if mask == "output":
-                stack.enter_context(module.register_forward_pre_hook(hook))
-            else:
-                stack.enter_context(module.register_forward_hook(hook))
+                add = module.register_forward_pre_hook
+            stack.enter_context(add(partial(silence, layer, *shape)))
         stack.enter_context(patch.object(model, "forward", contrasting))
         stack.callback(lambda: texts and cache.reorder_cache(torch.arange(0, 2 * texts, 2)))
         yield
@@ -197,11 +196,7 @@ def find_projection(model, layer, mask):
 
     It reads them for mask "output", and writes them for "query"."""
     c = model.config.get_text_config()
-    attention = module = None
-    for layers in (model.get_decoder() or model).modules():
-        if isinstance(layers, torch.nn.ModuleList) and len(layers) == c.num_hidden_layers:
-            attention, module = find_attention(layers[layer])
-            break
+    attention, module = find_attention(model.get_decoder() or model, layer, c.num_hidden_layers)
     width = getattr(attention, "head_dim", None) or c.hidden_size // c.num_attention_heads
     K = getattr(attention, "v_head_dim", None) or width
     if module is not None and mask == "query":
@@ -218,9 +213,11 @@ def find_projection(model, layer, mask):
     return module, c.num_attention_heads, K
 
 
-def find_attention(layer):
+def find_attention(decoder, layer, n_layers):
     """(attention, its output projection) of a layer; (None, None) if they have other names."""
-    for name, module in layer.named_modules():
+    lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList)]
+    stacks = [m for m in lists if len(m) == n_layers]
+    for name, module in stacks[0][layer].named_modules() if stacks else ():
         if name.rpartition(".")[2] in ATTENTION:
             for output in OUTPUT:
                 if hasattr(module, output):
@@ -237,7 +234,7 @@ def choose_heads(model, heads, num_heads):
         path = find_file(heads or model.config.name_or_path)
         scores = read_scores(path)
         n = min(10, max(1, L * H // 8)) if num_heads is None else num_heads
-        if scores.keys() != known or not 1 <= n <= L * H:
+        if scores.keys() != known or n not in range(1, L * H + 1):
             raise ValueError(
                 f"{path} has {len(scores)} heads, num_heads is {n}; the model has {L} layers of {H}"
             )
@@ -283,9 +280,10 @@ def read_scores(path):
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = content.get("scores", content)
-        scores = np.array([*entries.values()], float)
-        if not np.isfinite(scores).all():
+        kinds = {np.array(score).dtype.kind for score in entries.values()}
+        scores = np.array([*entries.values()])
+        if kinds - {"i", "f"} or not np.isfinite(scores).all():
             raise ValueError("a score is not a finite number")
-        return dict(zip(entries, scores.reshape(len(entries), -1).mean(1), strict=True))
+        return dict(zip(entries, scores.reshape(len(entries), -1).mean(1)))
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a head file: {error}") from None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.checkpoints import CLASSES, FAMILIES, random_ids, write_checkpoint
+from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 
 FOLDER = Path(__file__).parent
 PROMPTS = [
@@ -38,8 +38,7 @@ DOLA_PROMPTS, NEW_TOKENS = PROMPTS[:2], 8
 def load(family, **changes):
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, family, **changes)
-        cls = getattr(transformers, CLASSES[FAMILIES[family]["model_type"]])
-        return cls.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, torch_dtype=torch.float32, attn_implementation="eager"
         ).eval()
 

@@ -44,37 +44,31 @@ def llama(tmp_path_factory):
     ).eval()
 
 
-def generate(model, **more):
-    """The result of `generate` for the first prompt."""
-    return model.generate(torch.tensor(PROMPTS[:1]), **FOLDER | GREEDY | more)
+def generate(model, prompts=PROMPTS[:1], **more):
+    """The result of `generate`. Padding on the left is -1, which the attention mask leaves out."""
+    ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
+    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
+    return model.generate(**inputs, **FOLDER | GREEDY | more)
 
 
 def new_tokens(model, prompts=PROMPTS[:1], **more):
-    """The new tokens. Padding on the left is -1, which the attention mask leaves out."""
-    ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
-    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
-    return model.generate(**inputs, **FOLDER | GREEDY | more)[:, ids.shape[1] :].tolist()
+    return generate(model, prompts, **more)[:, len(prompts[0]) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", *FAMILIES])
-def test_a_padded_batch_gives_the_tokens_of_hf_model(family):
+@pytest.mark.parametrize("family", sorted({"llama", *FAMILIES} - {"bert"}))
+def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
     model = random_model(family)
     reference = HFModel(model)
     for mask in ["output"] if family in NO_QUERY else ["output", "query"]:
         for settings in CASES:
             more = dict(mask=mask, **settings)
             how = dict(heads=HEADS, eos_ids=(), max_new_tokens=8, **more)
-            expected = [g.ids for g in decore.generate(reference, PROMPTS, **how)]
-            assert new_tokens(model, PROMPTS, **more) == expected
-
-
-@pytest.mark.parametrize("settings", CASES)
-def test_alphas_and_entropies_are_those_of_our_engine(llama, settings):
-    model = HFModel(copy.deepcopy(llama))
-    own = decore.generate(model, PROMPTS[0], heads=HEADS, max_new_tokens=8, **settings)
-    out = generate(llama, return_dict_in_generate=True, **settings)
-    expected = torch.tensor([own.alphas]), torch.tensor([own.entropies])
-    torch.testing.assert_close((out.alphas, out.entropies), expected)
+            expected = decore.generate(reference, PROMPTS, **how)
+            out = generate(model, PROMPTS, return_dict_in_generate=True, **more)
+            assert out.sequences[:, len(PROMPTS[0]) :].tolist() == [g.ids for g in expected]
+            for name in "alphas", "entropies":
+                values = torch.tensor([getattr(g, name) for g in expected])
+                torch.testing.assert_close(getattr(out, name), values, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -112,7 +106,7 @@ def test_options_of_generate_keep_their_meaning(llama):
     outputs = dict(output_scores=True, output_logits=True, return_dict_in_generate=True)
     out = generate(llama, repetition_penalty=2.0, **outputs)
     assert len(out.scores) == 8
-    assert all((s <= x).all() for s, x in zip(out.scores, out.logits, strict=True))
+    assert all((s <= x).all() for s, x in zip(out.scores, out.logits))
 
 
 def test_a_relative_folder_gives_the_same_tokens(llama, monkeypatch):
@@ -186,10 +180,6 @@ def offloaded_cache(model):
     return dict(past_key_values=DynamicCache(config=model.config, offloading=True))
 
 
-def without_query(family, **sizes):
-    return dict(mask="query", model=random_model(family, **sizes))
-
-
 def encoder_decoder(_):
     c = transformers.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     return dict(model=transformers.T5ForConditionalGeneration(c))
@@ -212,6 +202,7 @@ def encoder_decoder(_):
         (dict(mask="both"), "both"),
         (dict(alpha=1.0), "alpha"),
         (dict(method="decore-static", alpha=float("nan")), "nan"),
+        (dict(method="decore-static", alpha="1"), "alpha='1'"),
         (dict(alpha_cap=-0.1), "alpha_cap"),
         (dict(method="decore-static", scale_alpha=True), "scale_alpha"),
         (dict(heads=None), "is not a head file, nor a model of heads/"),
@@ -226,8 +217,8 @@ def encoder_decoder(_):
         (shared, "layer 1 does not have 4 heads"),
         (more_heads, "layer 1 does not have 8 heads"),
         (renamed, "does not work with layer 1 of llama"),
-        (lambda _: without_query("phi", qk_layernorm=True), "layer 1 of phi"),
-        (lambda _: without_query("phi3"), "layer 1 of phi3"),
+        (lambda _: dict(mask="query", model=random_model("phi", qk_layernorm=True)), "1 of phi"),
+        (lambda _: dict(mask="query", model=random_model("phi3")), "layer 1 of phi3"),
         (encoder_decoder, "a causal language model"),
     ],
 )
@@ -265,6 +256,8 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
         ('{"scores": {"0-0": 1', 1, "is not a head file: Expecting"),
         ('{"0-0": [1, 2], "0-1": [3]}', 1, "is not a head file: .* inhomogeneous"),
         ('{"0-0": NaN}', 1, "a score is not a finite number"),
+        ('{"0-0": true, "0-1": 1}', 1, "a score is not a finite number"),
+        (json.dumps(SCORES), "1", "num_heads is 1"),
         (json.dumps(SCORES), 0, "12 heads, num_heads is 0; the model has 3 layers of 4"),
         (json.dumps(SCORES), 13, "num_heads is 13"),
         (json.dumps(SCORES | {"3-0": 1}), 1, "13 heads, num_heads is 1"),

@@ -12,7 +12,7 @@ import transformers
 from decore import decode
 from model import Transformer
 from paper.decoders import DECODERS, exit_layers, generate, score
-from tests.checkpoints import CLASSES, random_ids, write_checkpoint
+from tests.checkpoints import random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -33,9 +33,8 @@ class Pair:
     """A model, and an oracle of transformers with its weights in float64."""
 
     def __init__(self, model):
-        cls = getattr(transformers, CLASSES[model.config.model_type])
         self.model, self.outputs = model, {}
-        self.oracle = cls.from_pretrained(
+        self.oracle = transformers.AutoModelForCausalLM.from_pretrained(
             model.folder, dtype=torch.float64, attn_implementation="eager"
         )
 

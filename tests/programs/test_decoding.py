@@ -29,7 +29,7 @@ THINKING = (
 def write_model(folder, template=None, seed=0):
     """A tiny checkpoint → the arguments that name it and its head scores."""
     write_tokenizer(write_checkpoint(folder, vocab_size=259, eos_token_id=257, seed=seed), template)
-    return ["--model", str(folder), "--heads", str(write_heads(folder / "heads.json", 3, 4, 1))]
+    return ["--model", str(folder), "--heads", str(write_heads(folder / "heads.json", seed=1))]
 
 
 @pytest.fixture(scope="module")

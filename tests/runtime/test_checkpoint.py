@@ -1,8 +1,12 @@
-"""Configurations and weights are read as transformers reads them, or refused by field."""
+"""Configurations and weights are read as transformers reads them, or refused by field.
+
+DECORE_WEIGHTS=FOLDER pytest -m weights tests/runtime/test_checkpoint.py tests a trained model:
+karpathy's stories260K, a Llama. The folder holds safetensors and the tokenizer of 512 tokens."""
 
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +15,12 @@ import transformers
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from decore import generate
 from model import Transformer
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.weights import fingerprint, weight_files
-from tests.checkpoints import BANDS, CLASSES, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tokenizer import Tokenizer
 
 
 def configuration(folder, family, **changes):
@@ -81,7 +87,7 @@ def test_absent_fields_have_the_values_of_transformers(family, sliding, tmp_path
     config = Config.from_checkpoint(folder)
     theirs = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = getattr(transformers, CLASSES[theirs.model_type])(theirs).model
+        model = transformers.AutoModelForCausalLM.from_config(theirs).model
     attention = model.layers[0].self_attn
     assert config.n_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == attention.head_dim
@@ -197,3 +203,16 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
     for size, expected in hashes.items():
         kind = dict(family="llama3.2", seed=3, shards=shards, vocab_size=size)
         assert fingerprint(write_checkpoint(tmp_path / str(size), **kind)) == expected
+
+
+@pytest.mark.weights
+@pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="DECORE_WEIGHTS names no folder")
+def test_a_trained_model_tells_the_published_story():
+    folder = Path(os.environ["DECORE_WEIGHTS"])
+    ids = generate(Transformer.load(folder), [1], "greedy", 100, eos_ids=()).ids
+    # The greedy text after BOS that the test of llama2.c expects.
+    story = (
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the "
+        "park. One day, she saw a big, red ball."
+    )
+    assert Tokenizer.load(folder).decode(ids).startswith(story)

@@ -19,7 +19,7 @@ from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from paper import decoders
-from runtime import torchrun
+from runtime import pack, torchrun
 from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
@@ -54,7 +54,7 @@ def engines(request, tmp_path_factory):
 
 def assert_equal(ours, theirs):
     assert [g.ids for g in ours] == [g.ids for g in theirs]
-    for g, h in zip(ours, theirs, strict=True):
+    for g, h in zip(ours, theirs):
         assert g.alphas == pytest.approx(h.alphas, abs=1e-4)
         assert g.entropies == pytest.approx(h.entropies, abs=1e-4)
 
@@ -243,13 +243,15 @@ def test_ranks_of_torchrun_do_not_share_a_model_of_transformers(tmp_path, monkey
         HFModel.load(tmp_path)
 
 
-def test_logits_are_float32_without_a_graph_and_ids_and_context_are_those_of_the_model():
+def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
+    monkeypatch.setattr(pack, "SMALL", 0)
     hf = random_model("gemma2").bfloat16()
     ids = torch.tensor(PROMPTS[:1])
     hf.generation_config.eos_token_id = [5, 7]
     model = HFModel(hf)
     assert (model.eos_ids, model.pad_ids, model.config.max_positions) == ((5, 7), (0,), 256)
     assert model(ids).dtype == torch.float32 and not model(ids).requires_grad
+    assert model.product is None and type(hf.lm_head) is torch.nn.Linear
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was():
@@ -298,8 +300,6 @@ def test_programs_give_the_same_answers_with_both_engines(call, data, chat_model
     assert answers[0] == answers[1] and runs[0] == runs[1]
     assert [header["engine"] for header in headers] == ["own", "transformers"]
     assert headers[1]["versions"]["transformers"] == transformers.__version__
-    status, _, err = call(evaluate.main, *data["nq-swap"], *model, "--out", out)
-    assert status == 2 and 'engine: "transformers" there, "own" now' in err
 
 
 def test_a_detection_with_transformers_finds_what_ours_does(call, tmp_path):

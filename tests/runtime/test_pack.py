@@ -57,12 +57,6 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
     assert ids == expected
 
 
-def test_a_users_own_model_of_transformers_is_not_packed(tmp_path, monkeypatch):
-    hf = HFModel.load(write_checkpoint(tmp_path)).hf
-    monkeypatch.setattr(pack, "SMALL", 0)
-    assert HFModel(hf).product is None and type(hf.lm_head) is torch.nn.Linear
-
-
 @pytest.mark.parametrize(
     "plain_seconds, packed_seconds, factor, error, is_chosen",
     [

@@ -174,7 +174,7 @@ def test_ranks_gather_and_share_in_order(torchrun):
 
 def test_all_ranks_replay_graphs_or_none_does(torchrun, one_rank):
     for number, reason in enumerate([None, "no memory for a graph"]):
-        messages, ids = zip(*(rank["graphs"][number] for rank in torchrun[0]["ranks"]), strict=True)
+        messages, ids = zip(*(rank["graphs"][number] for rank in torchrun[0]["ranks"]))
         assert all(one == one_rank["llama3"]["decore-entropy"][0] for one in ids)
         assert [len(lines) for lines in messages] == 4 * [reason is not None]
         assert reason is None or reason in messages[-1][0] and "another rank" in messages[0][0]
