@@ -78,8 +78,8 @@ def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
         else:
             draw(ax, *panel)
     for ax in figure.axes:
-        for line, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles[label] = line
+        lines, labels = ax.get_legend_handles_labels()
+        handles |= zip(labels, lines)
     if handles:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         figure.set_figheight(figure.get_figheight() + 0.09 * len(handles))
@@ -125,7 +125,7 @@ def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
     kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.method in methods}
     swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
     panels = defaultdict(list)
-    looks = itertools.cycle(zip(LINES, "ovDs^P<", strict=True))
+    looks = itertools.cycle(zip(LINES, "ovDs^P<"))
     styles = {}
     for task, name, curve in tables.curves(swept, field):
         if name not in styles:
@@ -139,7 +139,7 @@ def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
         for curve, _ in curves:
             runs.extend(curve["run"])
         lines = usual[usual["headline"] & (usual["task"] == task) & usual["method"].isin(levels)]
-        for run, value in zip(lines["run"], lines["value"], strict=True):
+        for run, value in zip(lines["run"], lines["value"]):
             dash = LEVELS[run.setup.mask]
             colour = COLOUR[run.setup.method]
             ax.axhline(value, linestyle=dash, linewidth=1, color=colour, label=str(run.setup))

@@ -14,8 +14,6 @@ from paper import numbers
 from paper.report.stored import METHODS
 from paper.tasks import metrics
 
-PAPER_ALPHA = 0.5  # of DeCoRe static
-PAPER_DTYPE = "bfloat16"
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy")  # the others are in per cent
 TYPES = {"num_heads": "Int64", "seed": "Int64", "task": pd.CategoricalDtype(list(numbers.TASKS))}
 
@@ -84,7 +82,7 @@ def label_variants(runs):
     facts = pd.DataFrame([run.precision | run.inputs for run in runs])
     places = [[run.title for run in runs], [run.task for run in runs]]
     differs = facts.groupby(places).transform("nunique") > 1
-    for run, texts in zip(runs, facts.where(differs, "").to_numpy(), strict=True):
+    for run, texts in zip(runs, facts.where(differs, "").to_numpy()):
         yield replace(run, setup=replace(run.setup, variant=", ".join(filter(None, texts))))
 
 
@@ -118,7 +116,7 @@ def typical(frame):
         setup = run.setup
         return (
             not setup.options,
-            setup.alpha == PAPER_ALPHA,
+            setup.alpha == 0.5,  # the paper's
             of_n[setup.num_heads],
             str(setup.num_heads) in numbers.inferred(run),
             setup.num_heads == run.default_num_heads,

@@ -255,7 +255,7 @@ def read(path):
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = values_of(path, task, lines)
-    for values, entropy in zip(run.values, metrics.map_lines(mean_entropy, lines), strict=True):
+    for values, entropy in zip(run.values, metrics.map_lines(mean_entropy, lines)):
         values["entropy"] = entropy
     run.remarks += unlike_the_paper(run, task)
     return run

@@ -199,7 +199,10 @@ def read_demos(task, path):
     """The demonstrations in a file."""
     rows = read_with(partial(demonstration, task), path)
     used = (demo for entry, demo in rows if entry.get("used_in_paper") is not False)
-    return list(islice(used, task.shots))
+    demos = list(islice(used, task.shots))
+    if not demos:
+        raise ValueError(f"{path} holds no demonstrations")
+    return demos
 
 
 def demonstration(task, entry):

@@ -97,7 +97,7 @@ def instructions(entry):
     if len(names) != len(kwargs):
         raise ValueError(f"field 'kwargs' should hold {len(names)} objects, one per instruction")
     pairs = []
-    for name, arguments in zip(names, kwargs, strict=True):
+    for name, arguments in zip(names, kwargs):
         used = {key: value for key, value in (arguments or {}).items() if value}
         pairs.append((name, used))
     return pairs

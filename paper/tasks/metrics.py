@@ -192,7 +192,7 @@ def compute(task, lines):
         if problem := metric.problem():
             print(f"left out: {problem}", file=sys.stderr)
             continue
-        for of_line, result in zip(values, metric(lines), strict=True):
+        for of_line, result in zip(values, metric(lines)):
             of_line.update(result)
     return values
 

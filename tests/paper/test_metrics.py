@@ -233,7 +233,7 @@ def sign(letter, n, relation="at least"):
 def ifeval(prediction, *instructions):
     if problem := model_metrics.ifeval.problem():
         pytest.skip(f"the checkers of IFEval are optional: {problem}")
-    names, kwargs = map(list, zip(*instructions, strict=True))
+    names, kwargs = map(list, zip(*instructions))
     line = dict(prompt="p", instruction_id_list=names, kwargs=kwargs)
     return one("ifeval", prediction=prediction, **line)
 

@@ -273,7 +273,7 @@ def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(add, tmp_p
     frame = frame_of(tmp_path)
     lines = typical(frame[frame["model"] != "miniature"])
     # Every N has one run: 90 is the paper's N, 10 the default.
-    setups = {*zip(lines["method"], lines["num_heads"], strict=True)}
+    setups = {*zip(lines["method"], lines["num_heads"])}
     assert setups == {("decore-entropy", 90), ("masked", 10)}
 
 
@@ -386,7 +386,7 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
         ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
         ("matplotlib", ["RUNS"], 0, "### Miniature"),
         ("matplotlib", ["heads"], 0, "### Retrieval scores by rank"),
-        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels, and"),
+        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels"),
         ("pandas", ["--help"], 0, "usage: evaluate.py report [-h]"),
         ("pandas", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
     ],

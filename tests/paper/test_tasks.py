@@ -228,7 +228,7 @@ def test_prompts_are_those_of_the_published_runs(load, name):
         assert line["messages"] == chat(instruction, turns, layout)
         expected = None if bare is None else chat(instruction, [*demos_without, bare], layout)
         assert line["messages_without_context"] == expected
-    pairs = zip(demos[::2], demos[1::2], strict=True)
+    pairs = zip(demos[::2], demos[1::2])
     blocks = [f"{question.rstrip()} {answer}" for question, answer in pairs]
     gap = "" if name.startswith("musique") or not instruction else "\n\n"
     assert line["text"] == instruction + gap + "\n\n".join([*blocks, last])
@@ -387,6 +387,7 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
         ("nq-swap", "x.jsonl", swaps("abcd"), "no items besides 4 demonstrations"),
         ("nq-swap --data {file} --demos {file}", "x.jsonl", [SWAP], "missing field: 'context'"),
         ("nq-swap --data {file} --demos {folder}", "x.jsonl", [SWAP], "nq-swap needs demos.jsonl"),
+        ("nq-closed --demos {file}", "x.jsonl", [], "x.jsonl holds no demonstrations"),
         ("triviaqa --data {folder}", "validation-1.parquet", b"", "several files fit triviaqa"),
         ("xsum --data {folder}", "x.jsonl", b"", "xsum needs --data with xsum-1000.jsonl: python"),
         ("xsum --data nowhere", "x.jsonl", b"", "nowhere: no such file or folder"),
