@@ -104,24 +104,30 @@ def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
 
 def heads_figure(frame):
     """Retrieval heads, and random ones with their range."""
-    note = "band: range of the draws of random heads"
-    other = "random_heads"
-    return curve_figure(frame, "num_heads", "heads masked, N", other, METHODS, ["greedy"], note)
+    return curve_figure(
+        frame,
+        ("num_heads", "random_heads"),
+        "heads masked, N",
+        METHODS,
+        ["greedy"],
+        "band: range of the draws of random heads",
+    )
 
 
 def alpha_figure(frame):
     """DeCoRe static, a line per N."""
-    levels = ["greedy", "decore-entropy"]
-    return curve_figure(frame, "alpha", "α", "num_heads", ["decore-static"], levels)
+    fields = "alpha", "num_heads"
+    return curve_figure(frame, fields, "α", ["decore-static"], ["greedy", "decore-entropy"])
 
 
-def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
-    """Score against the field "num_heads" or "alpha": a panel per task.
+def curve_figure(frame, fields, xlabel, methods, levels, *notes):
+    """Score against the first of two fields, "num_heads" or "alpha": a panel per task.
 
-    It shows setups of the methods that differ from a typical one in this and the other field at
-    most, and `levels`: methods that have horizontal lines."""
+    It shows setups of the methods that differ from a typical one in the fields at most, and
+    `levels`: methods that have horizontal lines."""
+    field, _ = fields
     usual = typical(frame)
-    free = {field: None, other: None}
+    free = dict.fromkeys(fields)
     kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.method in methods}
     swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
     panels = defaultdict(list)

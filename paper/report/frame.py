@@ -7,6 +7,7 @@ figures."""
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import groupby
 
 import pandas as pd
 
@@ -22,18 +23,16 @@ def make_frame(runs):
     """The table of the runs, in the order of the tables.
 
     Of several runs of one setup, task and draw, the one with the most examples is taken."""
-    chosen = {}
-    for run in sorted(label_variants(runs), key=lambda run: -len(run.lines)):
-        first = chosen.setdefault(order(run), run)
-        if first is not run:
+    runs = sorted(label_variants(runs), key=lambda run: (order(run), -len(run.lines)))
+    lines = []
+    for _, (first, *others) in groupby(runs, order):
+        lines += lines_of(first)
+        for run in others:
             print(
                 f"skipped: {run.path}: the same setup as {first.path}, which has as many examples "
                 "or more",
                 file=sys.stderr,
             )
-    lines = []
-    for key in sorted(chosen):
-        lines += lines_of(chosen[key])
     return pd.DataFrame(lines).astype(TYPES)
 
 

@@ -15,7 +15,6 @@ from paper.report import significance
 from paper.report.frame import typical
 
 NO_BEST = ("rejection", "memory_match", "entropy")  # neither many nor few of these are better
-PAPER_DTYPE = "bfloat16"
 # The paper compares DeCoRe's entropy with that of these methods.
 RIVALS = ("greedy", "iti", "dola-low", "dola-high")
 CORRELATION_NOTES = [
@@ -72,7 +71,7 @@ def score_table(group, frame):
     """(rows, notes) of one of numbers.GROUPS. A column's best value is bold, the second italic."""
     frame = frame[frame["task"].isin(numbers.GROUPS[group])]
     columns = {}
-    for task, (name, _, labels) in numbers.GROUPS[group].items():
+    for task, (name, labels) in numbers.GROUPS[group].items():
         by_metric = dict(list(frame[frame["task"] == task].groupby("metric")))
         for metric, label in labels.items():
             if metric in by_metric:
@@ -138,10 +137,10 @@ def score_notes(text, runs):
             "runs mask queries. At N: measured at another N than the run; N = ?: not stated "
             "(paper/paper_n.csv). †: misprinted or unclear (paper/paper.csv)."
         )
-        dtypes = {str(run.header.get("dtype")) for run in runs}
-        if dtypes != {PAPER_DTYPE}:
+        dtypes = {run.precision["dtype"] for run in runs}
+        if dtypes != {"bfloat16"}:
             names = ", ".join(sorted(dtypes))
-            notes.append(f"The paper's runs are in {PAPER_DTYPE}, these in {names}.")
+            notes.append(f"The paper's runs are in bfloat16, these in {names}.")
     counts = Counter(remark for run in runs for remark in run.remarks)
     return notes + [f"{n} of {len(runs)} runs: {remark}." for remark, n in counts.items()]
 
