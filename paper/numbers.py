@@ -56,7 +56,6 @@ GROUPS = {
 TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
 # The metric of the paper's figures, if it is not the first of the table.
 HEADLINES = {"xsum": "factkb", "truthfulqa-mc": "mc2"}
-RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 
 @cache

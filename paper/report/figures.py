@@ -20,7 +20,6 @@ from paper.report import significance, tables
 from paper.report.frame import typical
 from paper.report.stored import METHODS
 
-WIDTH, PANEL = 7.6, 2.1  # inches across the page and per row of panels
 matplotlib.rcParams.update(
     {
         "font.size": 7,
@@ -60,17 +59,18 @@ def draw_all(frame, folder):
     return pictures
 
 
-def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
+def figure_of(panels, draw, runs, *notes, height=2.1, **options):
     """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
 
-    The foot says which runs it shows. `draw` may add to them."""
+    The foot says which runs it shows. `draw` may add to them. height: of a row of panels, in
+    inches."""
     if not panels:
         return None
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(WIDTH, rows * height + 0.9), layout="constrained")
+    figure = Figure(figsize=(7.6, rows * height + 0.9), layout="constrained")
     handles = {}
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flat
     for ax, panel in itertools.zip_longest(axes, panels):
         ax.locator_params(axis="x", nbins=4)
         if panel is None:
@@ -90,10 +90,11 @@ def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
         "dtype": [run.precision["dtype"] for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
     }
-    texts = []
-    for name, values in facts.items():
-        if values:
-            texts.append(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}")
+    texts = [
+        f"{name}: {', '.join(map(str, dict.fromkeys(values)))}"
+        for name, values in facts.items()
+        if values
+    ]
     foot = textwrap.fill(" · ".join([*texts, *notes]), 150, break_on_hyphens=False)
     figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
     return figure
@@ -200,8 +201,7 @@ def entropy_figure(frame):
 
     panels = list(shown.groupby("task", observed=True))
     height = 0.65 + 0.24 * len(setups)
-    note = "density and mean"
-    return figure_of(panels, draw, shown["run"], note, height=height, sharey=True)
+    return figure_of(panels, draw, shown["run"], "density and mean", height=height, sharey=True)
 
 
 def correctness_figure(frame):
@@ -222,10 +222,16 @@ def draw_correctness(ax, run, entropies, right):
         edges = np.linspace(0, end, 25)
         bars.hist(values, edges, density=True, color=colour, alpha=0.3, label=name)
         bars.axvline(values.mean(), color=colour, linewidth=0.8)
-    dots = {"color": BLACK, "markersize": 3, "label": "share correct, tenths of the answers"}
     order = np.argsort(entropies, kind="stable")
     for tenth in filter(len, np.array_split(order, 10)):
-        ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", **dots)
+        ax.plot(
+            entropies[tenth].mean(),
+            right[tenth].mean(),
+            "o",
+            color=BLACK,
+            markersize=3,
+            label="share correct, tenths of the answers",
+        )
     if fit := significance.logistic(entropies, right):
         intercept, slope, _ = fit
         x = np.linspace(0, end, 200)

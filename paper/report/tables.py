@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from scipy.stats import mannwhitneyu
+from scipy.stats import mannwhitneyu, pearsonr
 
 from paper import numbers
 from paper.numbers import TASKS, headline
@@ -51,8 +51,8 @@ def print_tables(tables):
 def all_tables(frame):
     for title, same in frame.groupby("title"):
         tables = [(name, *score_table(name, same)) for name in numbers.GROUPS]
-        papers_tests = numbers.tests(same["run"].iloc[0].paper_model, {*same["task"]})
-        notes = CORRECTNESS_NOTES + papers_tests
+        model = same["run"].iloc[0].paper_model
+        notes = CORRECTNESS_NOTES + numbers.tests(model, {*same["task"]})
         tables += [
             ("Score against the number of masked heads", correlation_rows(same), CORRELATION_NOTES),
             ("Base entropy, nats per token", entropy_rows(same), ENTROPY_NOTES),
@@ -172,13 +172,12 @@ def correlation_rows(frame):
             means[0] = greedy[task, setup.variant]
         if len(means) < significance.FEWEST or not np.ptp(means):
             continue
-        r = np.corrcoef(means.index.to_numpy(float), means)[0, 1]
         yield {
             "task": TASKS[task][0],
             "metric": headline(task)[1],
             "method": name,
             "N": ", ".join(map(str, draws.groups)),
-            "Pearson r": f"{r:+.2f}",
+            "Pearson r": f"{pearsonr(means.index, means).statistic:+.2f}",
         }
 
 

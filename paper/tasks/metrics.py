@@ -205,7 +205,6 @@ def means(values, counts):
 
     def mean(name, weights):
         column = np.array([v.get(name) or 0.0 for v in values])
-        weights = np.array(weights, dtype=float)
         return counts @ (column * weights) / (counts @ weights)
 
     names = {}  # a set in the order of insertion
