@@ -81,8 +81,7 @@ def method_of(setup):
 @cache
 def cells(name, task, model, method):
     key = task, model.lower(), method
-    rows = table(name)
-    return [row for row in rows if (row["task"], row["model"].lower(), row["method"]) == key]
+    return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
 
 
 def inferred(run):
@@ -139,6 +138,7 @@ def tests(model, tasks):
     for row in table("paper_tests"):
         if row["model"].lower() == model.lower() and row["task"] in tasks:
             doubt = f" ({row['note']})" if "implausible" in row["note"] else ""
-            name = TASKS[row["task"]][0]
-            texts.append(f"{name}, {row['method']}, {row['what']} {row['value']}{doubt}")
+            texts.append(
+                f"{TASKS[row['task']][0]}, {row['method']}, {row['what']} {row['value']}{doubt}"
+            )
     return [f"Paper: {'; '.join(texts)}."] if texts else []

@@ -34,7 +34,6 @@ matplotlib.rcParams.update(
 BLACK, BLUE, GREEN, RED = "#000000", "#0072B2", "#009E73", "#D55E00"
 OTHERS = "#66A182 #F0E442 #882255 #7A5C00 #CC79A7 #56B4E9 #E69F00 #7F7F7F".split()
 COLOUR = dict(zip(METHODS, [BLACK, BLUE, GREEN, RED, *OTHERS], strict=True))
-LINES = [BLUE, GREEN, *OTHERS[3:]]
 NATS = "base entropy, nats per token"
 LEVELS = {None: ":", "output": "-.", "query": "--"}  # greedy, ways of masking
 
@@ -132,7 +131,7 @@ def curve_figure(frame, fields, xlabel, methods, levels, *notes):
     kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.method in methods}
     swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
     panels = defaultdict(list)
-    looks = itertools.cycle(zip(LINES, "ovDs^P<"))
+    looks = itertools.cycle(zip([BLUE, GREEN, *OTHERS[3:]], "ovDs^P<"))
     styles = {}
     for task, name, curve in tables.curves(swept, field):
         if name not in styles:

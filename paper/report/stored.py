@@ -214,8 +214,8 @@ def best_heads(model):
     """All heads of this model, best first, as "layer-head"; [] without a head file."""
     file = find_heads(model)
     scores = load_scores(file) if file else {}
-    best_first = sorted(scores, key=scores.get, reverse=True)
-    return [f"{layer}-{head}" for layer, head in best_first]
+    ranked = sorted(scores, key=scores.get, reverse=True)
+    return [f"{layer}-{head}" for layer, head in ranked]
 
 
 def collect(folder):
