@@ -149,8 +149,8 @@ def load_items(task, data):
     if not files:
         if task.origin is None:
             raise ValueError(
-                f"{task.name} needs --data with {task.files[0]}: "
-                f"python evaluate.py fetch DIR --task {task.name}"
+                f"{data or '--data'}: no file for {task.name} ({task.files[0]}); "
+                f"fetch it: python evaluate.py fetch DIR --task {task.name}"
             )
         files = dict([from_hub(task.origin)])
     names = ", ".join(path.name for path in files)

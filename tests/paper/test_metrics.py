@@ -29,13 +29,10 @@ def many(task, *lines):
 @pytest.mark.parametrize(
     "task, prediction, reference, exact, contained, published",
     [
-        ("triviaqa", "Paris", "Paris", 1, 1, 1),
         ("triviaqa", "The  U.S.A.!", "usa", 1, 1, 1),  # punctuation is deleted, not replaced
         ("triviaqa", "the cat and an owl", "Cat and owl", 1, 1, 1),  # articles as whole words
-        ("triviaqa", "theatre", "atre", 0, 1, 1),
+        ("triviaqa", "theatre", "atre", 0, 1, 1),  # substring, not token
         ("triviaqa", "bathe", "ba", 0, 1, 1),  # not inside a word
-        ("triviaqa", "born in 1990", "1", 0, 1, 1),  # substring, not token
-        ("triviaqa", "Londn", "London", 0, 0, 0),
         ("triviaqa", "Paris\nLondon", "London", 0, 0, 0),  # only the first line counts
         ("triviaqa", "\nParis", "Paris", 0, 0, 0),  # and it is not stripped first
         ("triviaqa", "Paris\rLondon", "London", 0, 1, 1),  # only \n cuts
