@@ -26,7 +26,8 @@ def read_entries(path):
         # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
         with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
-            yield from ((reader.line_num, row) for row in reader)
+            for row in reader:
+                yield reader.line_num, row
     elif kind in ("parquet", "arrow"):
         from pyarrow import ipc, parquet  # optional
 

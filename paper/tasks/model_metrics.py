@@ -111,7 +111,7 @@ def ifeval(line):
     """Strict, on the raw response. At prompt level a line counts if all its instructions are
     followed; at instruction level `summary` weights it by their number. Published: only the first
     element of a list argument is checked."""
-    complete = instructions(line)
+    complete = list(instructions(line))
     shortened = []
     for name, arguments in complete:
         first = {k: v[:1] if isinstance(v, list) else v for k, v in arguments.items()}

@@ -443,7 +443,7 @@ def test_the_miniature_asks_in_its_last_line():
 def test_the_page_of_data_names_every_tasks_fields_and_commit():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
-    for task in set(PAPER):
+    for task in PAPER:
         [cells] = [cells for cells in table if task.name in re.split(", | ", cells[1])]
         _, row = row_of(task.name)
         for name in row:
