@@ -53,7 +53,9 @@ GROUPS = {
         "miniature-irrelevant": ("irrelevant passage", EXACT),
     },
 }
-TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
+TASKS = {}
+for tasks in GROUPS.values():
+    TASKS |= tasks
 # The metric of the paper's figures, if it is not the first of the table.
 HEADLINES = {"xsum": "factkb", "truthfulqa-mc": "mc2"}
 
