@@ -109,7 +109,6 @@ def logs(*probabilities):
         ([-800.0], [-801.0], 0, [1, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-0.5)), 1]),
         # Only -800 is halved, to -400, so the far likelier false answer loses.
         ([-800.0], [-700.0], 0, [0, math.exp(-100), 1, 0]),
-        ([-math.inf], [-1.0], 0, [0, 0, 0, 0]),
         ([-math.inf], [-math.inf], 0, [0, 0, 0, 0]),
         ([-1.0], [None], 0, [0, 0, 0, 0]),
         ([-math.inf, -900.0], [-math.inf], 1, [1, 1, 1, 0.5]),

@@ -354,16 +354,12 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
     [
         (None, "its first line has no header"),
         ({"task": "chess"}, "unknown task 'chess'"),
-        ({"model": None}, "NoneType"),
         ({"method": 5.5}, "unknown method 5.5"),
         ({"version": -1}, "made with version -1"),
-        ({"num_heads": {}}, "'num_heads' of its header is {}"),
-        ({"seed": "x"}, "'seed' of its header"),
+        ({"seed": "x"}, "'seed' of its header is \"x\""),
         ({"data": [5]}, "'int' object"),
-        ({"continued": 5}, "'int' object"),
         ({"entropies": ["x"]}, "'entropies' should be a list of numbers"),
         ({"references": 5}, "'references' should be a list of texts"),
-        ({"index": "0"}, "'index' should be a whole number"),
     ],
 )
 def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, changes, words):
