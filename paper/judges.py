@@ -33,7 +33,7 @@ def judges_of(args):
     names = (args.judge_models or OPEN).split(",")
     if len(names) != 2:
         raise ValueError(f"--judge-models {args.judge_models}: give two names, TRUTH,INFO")
-    return dict(zip(PROMPTS, names, strict=True))
+    return dict(zip(PROMPTS, names))
 
 
 def judge(lines, path, task, names=None):
@@ -50,11 +50,11 @@ def judge(lines, path, task, names=None):
     keys = [f"{line.get('index', number)}: {answers[number]}" for number, line in enumerate(lines)]
     if names:
         questions = map_lines(lambda line: field(line, "question").strip(), lines)
-        pairs = dict(zip(keys, zip(questions, answers, strict=True), strict=True))
+        pairs = dict(zip(keys, zip(questions, answers)))
         with locked(store):
             complete_store(store, pairs, names)
     verdicts = read_store(store)
-    for line, key in zip(lines, keys, strict=True):
+    for line, key in zip(lines, keys):
         for kind in PROMPTS:
             line[f"judge_{kind}"] = verdicts.get((kind, key), {}).get("yes")
     return lines
@@ -89,7 +89,7 @@ def complete_store(store, pairs, names):
         for start in tqdm(range(0, len(missing), BATCH), desc=f"judging {kind}", unit="batch"):
             batch = missing[start : start + BATCH]
             values = probabilities([PROMPTS[kind].format(*pairs[key]) for key in batch])
-            for key, yes in zip(batch, values, strict=True):
+            for key, yes in zip(batch, values):
                 verdicts[kind, key] = {"judge": kind, "model": name, "key": key, "yes": yes}
             write(store, verdicts.values())
         del probabilities  # frees the first judge's weights before the second's are loaded
@@ -119,7 +119,7 @@ def load(name):
         yes = tokenizer(texts[0] + " yes")["input_ids"][len(prompts[0])]
         ids = torch.nn.utils.rnn.pad_sequence(map(torch.tensor, prompts), batch_first=True)
         logits = model(ids.to(model.device)).logits  # [B, T, V]
-        last = [z[len(prompt) - 1] for z, prompt in zip(logits, prompts, strict=True)]
+        last = [z[len(prompt) - 1] for z, prompt in zip(logits, prompts)]
         return torch.stack(last).float().softmax(-1)[:, yes].tolist()
 
     return probabilities

@@ -12,28 +12,19 @@ FOLDER = Path(__file__).parent
 EM = {"substring_match": "EM"}
 EXACT = {"exact_match": ""}
 
-# Group → task → (the paper's name, the metric of its figures, {metric: heading in the main tables})
+# Group → task → (the paper's name, {metric: heading in the main tables})
 GROUPS = {
     "Faithfulness": {
-        "xsum": (
-            "XSum",
-            "factkb",
-            {"rougeL": "ROUGE-L", "bertscore_f1": "BERTScore-F1", "factkb": "factKB"},
-        ),
-        "memotrap": ("MemoTrap", "macro", {"macro": "macro", "micro": "micro"}),
-        "ifeval": (
-            "IFEval",
-            "instruction_strict",
-            {"instruction_strict": "instruction", "prompt_strict": "prompt"},
-        ),
-        "nq-open": ("NQ-Open", "substring_match", EM),
-        "nq-swap": ("NQ-Swap", "substring_match", EM),
+        "xsum": ("XSum", {"rougeL": "ROUGE-L", "bertscore_f1": "BERTScore-F1", "factkb": "factKB"}),
+        "memotrap": ("MemoTrap", {"macro": "macro", "micro": "micro"}),
+        "ifeval": ("IFEval", {"instruction_strict": "instruction", "prompt_strict": "prompt"}),
+        "nq-open": ("NQ-Open", EM),
+        "nq-swap": ("NQ-Swap", EM),
     },
     "Factuality": {
-        "truthfulqa-mc": ("TruthfulQA", "mc2", {"mc1": "MC1", "mc2": "MC2", "mc3": "MC3"}),
+        "truthfulqa-mc": ("TruthfulQA", {"mc1": "MC1", "mc2": "MC2", "mc3": "MC3"}),
         "truthfulqa-gen": (
             "TruthfulQA (Gen)",
-            "truth",
             {
                 "truth": "%Truth",
                 "info": "%Info",
@@ -44,30 +35,29 @@ GROUPS = {
                 "truth_and_info_not_rejected": "%T∩I∩¬Reject",
             },
         ),
-        "triviaqa": ("TriviaQA", "substring_match", EM),
-        "popqa": ("PopQA", "substring_match", EM),
-        "nq-closed": ("NQ-Open closed book", "substring_match", EM),
+        "triviaqa": ("TriviaQA", EM),
+        "popqa": ("PopQA", EM),
+        "nq-closed": ("NQ-Open closed book", EM),
     },
     "Multi-hop reasoning": {
-        "musique-direct-closed": ("MuSiQue direct closed book", "substring_match", EM),
-        "musique-direct-open": ("MuSiQue direct open book", "substring_match", EM),
-        "musique-cot-closed": ("MuSiQue CoT closed book", "substring_match", EM),
-        "musique-cot-open": ("MuSiQue CoT open book", "substring_match", EM),
+        "musique-direct-closed": ("MuSiQue direct closed book", EM),
+        "musique-direct-open": ("MuSiQue direct open book", EM),
+        "musique-cot-closed": ("MuSiQue CoT closed book", EM),
+        "musique-cot-open": ("MuSiQue CoT open book", EM),
     },
     "Miniature": {
-        "miniature-conflict": (
-            "conflict",
-            "exact_match",
-            {"exact_match": "", "memory_match": "from memory"},
-        ),
-        "miniature-conflict-known": ("conflict, known names", "exact_match", EXACT),
-        "miniature-open": ("open book", "exact_match", EXACT),
-        "miniature-closed": ("closed book", "exact_match", EXACT),
-        "miniature-irrelevant": ("irrelevant passage", "exact_match", EXACT),
+        "miniature-conflict": ("conflict", EXACT | {"memory_match": "from memory"}),
+        "miniature-conflict-known": ("conflict, known names", EXACT),
+        "miniature-open": ("open book", EXACT),
+        "miniature-closed": ("closed book", EXACT),
+        "miniature-irrelevant": ("irrelevant passage", EXACT),
     },
 }
-TASKS = {task: about for tasks in GROUPS.values() for task, about in tasks.items()}
-RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
+TASKS = {}
+for tasks in GROUPS.values():
+    TASKS |= tasks
+# The metric of the paper's figures, if it is not the first of the table.
+HEADLINES = {"xsum": "factkb", "truthfulqa-mc": "mc2"}
 
 
 @cache
@@ -78,7 +68,8 @@ def table(name):
 
 def headline(task):
     """(metric, its label) of a task in the paper's figures and correlations."""
-    _, metric, labels = TASKS[task]
+    _, labels = TASKS[task]
+    metric = HEADLINES.get(task) or next(iter(labels))
     return metric, labels[metric] or "%"
 
 
@@ -92,8 +83,7 @@ def method_of(setup):
 @cache
 def cells(name, task, model, method):
     key = task, model.lower(), method
-    rows = table(name)
-    return [row for row in rows if (row["task"], row["model"].lower(), row["method"]) == key]
+    return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
 
 
 def inferred(run):
@@ -150,6 +140,7 @@ def tests(model, tasks):
     for row in table("paper_tests"):
         if row["model"].lower() == model.lower() and row["task"] in tasks:
             doubt = f" ({row['note']})" if "implausible" in row["note"] else ""
-            name = TASKS[row["task"]][0]
-            texts.append(f"{name}, {row['method']}, {row['what']} {row['value']}{doubt}")
+            texts.append(
+                f"{TASKS[row['task']][0]}, {row['method']}, {row['what']} {row['value']}{doubt}"
+            )
     return [f"Paper: {'; '.join(texts)}."] if texts else []

@@ -5,21 +5,18 @@ frame.py         runs → one table of all values          heads.py         scor
 tables.py        that table → tables in Markdown         significance.py  statistical tests"""
 
 import cli
-from paper.report import stored
+from paper.report import heads, stored
 
 
 def main(argv):
     """`evaluate.py report …`: DIR, or `heads [MODEL|FILE …]`."""
     try:
         if argv[:1] == ["heads"]:
-            from paper.report import heads
-
             heads.main(argv[1:])
         else:
             report(argv)
     except ModuleNotFoundError as error:
-        packages = "pandas scipy statsmodels, and matplotlib for --plots"
-        raise ImportError(f"{error}: pip install {packages}") from None
+        raise ImportError(f"{error}: pip install pandas scipy statsmodels matplotlib") from None
 
 
 def report(argv):

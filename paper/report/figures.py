@@ -20,7 +20,6 @@ from paper.report import significance, tables
 from paper.report.frame import typical
 from paper.report.stored import METHODS
 
-WIDTH, PANEL = 7.6, 2.1  # inches across the page and per row of panels
 matplotlib.rcParams.update(
     {
         "font.size": 7,
@@ -35,7 +34,6 @@ matplotlib.rcParams.update(
 BLACK, BLUE, GREEN, RED = "#000000", "#0072B2", "#009E73", "#D55E00"
 OTHERS = "#66A182 #F0E442 #882255 #7A5C00 #CC79A7 #56B4E9 #E69F00 #7F7F7F".split()
 COLOUR = dict(zip(METHODS, [BLACK, BLUE, GREEN, RED, *OTHERS], strict=True))
-LINES = [BLUE, GREEN, *OTHERS[3:]]
 NATS = "base entropy, nats per token"
 LEVELS = {None: ":", "output": "-.", "query": "--"}  # greedy, ways of masking
 
@@ -60,17 +58,18 @@ def draw_all(frame, folder):
     return pictures
 
 
-def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
+def figure_of(panels, draw, runs, *notes, height=2.1, **options):
     """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
 
-    The foot says which runs it shows. `draw` may add to them."""
+    The foot says which runs it shows. `draw` may add to them. height: of a row of panels, in
+    inches."""
     if not panels:
         return None
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(WIDTH, rows * height + 0.9), layout="constrained")
+    figure = Figure(figsize=(7.6, rows * height + 0.9), layout="constrained")
     handles = {}
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flat
     for ax, panel in itertools.zip_longest(axes, panels):
         ax.locator_params(axis="x", nbins=4)
         if panel is None:
@@ -78,8 +77,8 @@ def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
         else:
             draw(ax, *panel)
     for ax in figure.axes:
-        for line, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles[label] = line
+        lines, labels = ax.get_legend_handles_labels()
+        handles |= zip(labels, lines)
     if handles:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         figure.set_figheight(figure.get_figheight() + 0.09 * len(handles))
@@ -90,10 +89,11 @@ def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
         "dtype": [run.precision["dtype"] for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
     }
-    texts = []
-    for name, values in facts.items():
-        if values:
-            texts.append(f"{name}: {', '.join(map(str, dict.fromkeys(values)))}")
+    texts = [
+        f"{name}: {', '.join(map(str, dict.fromkeys(values)))}"
+        for name, values in facts.items()
+        if values
+    ]
     foot = textwrap.fill(" · ".join([*texts, *notes]), 150, break_on_hyphens=False)
     figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
     return figure
@@ -104,28 +104,34 @@ def figure_of(panels, draw, runs, *notes, height=PANEL, **options):
 
 def heads_figure(frame):
     """Retrieval heads, and random ones with their range."""
-    note = "band: range of the draws of random heads"
-    other = "random_heads"
-    return curve_figure(frame, "num_heads", "heads masked, N", other, METHODS, ["greedy"], note)
+    return curve_figure(
+        frame,
+        ("num_heads", "random_heads"),
+        "heads masked, N",
+        METHODS,
+        ["greedy"],
+        "band: range of the draws of random heads",
+    )
 
 
 def alpha_figure(frame):
     """DeCoRe static, a line per N."""
-    levels = ["greedy", "decore-entropy"]
-    return curve_figure(frame, "alpha", "α", "num_heads", ["decore-static"], levels)
+    fields = "alpha", "num_heads"
+    return curve_figure(frame, fields, "α", ["decore-static"], ["greedy", "decore-entropy"])
 
 
-def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
-    """Score against the field "num_heads" or "alpha": a panel per task.
+def curve_figure(frame, fields, xlabel, methods, levels, *notes):
+    """Score against the first of two fields, "num_heads" or "alpha": a panel per task.
 
-    It shows setups of the methods that differ from a typical one in this and the other field at
-    most, and `levels`: methods that have horizontal lines."""
+    It shows setups of the methods that differ from a typical one in the fields at most, and
+    `levels`: methods that have horizontal lines."""
+    field, _ = fields
     usual = typical(frame)
-    free = {field: None, other: None}
+    free = dict.fromkeys(fields)
     kinds = {replace(run.setup, **free) for run in usual["run"] if run.setup.method in methods}
     swept = frame[[replace(run.setup, **free) in kinds for run in frame["run"]]]
     panels = defaultdict(list)
-    looks = itertools.cycle(zip(LINES, "ovDs^P<", strict=True))
+    looks = itertools.cycle(zip([BLUE, GREEN, *OTHERS[3:]], "ovDs^P<"))
     styles = {}
     for task, name, curve in tables.curves(swept, field):
         if name not in styles:
@@ -139,7 +145,7 @@ def curve_figure(frame, field, xlabel, other, methods, levels, *notes):
         for curve, _ in curves:
             runs.extend(curve["run"])
         lines = usual[usual["headline"] & (usual["task"] == task) & usual["method"].isin(levels)]
-        for run, value in zip(lines["run"], lines["value"], strict=True):
+        for run, value in zip(lines["run"], lines["value"]):
             dash = LEVELS[run.setup.mask]
             colour = COLOUR[run.setup.method]
             ax.axhline(value, linestyle=dash, linewidth=1, color=colour, label=str(run.setup))
@@ -194,8 +200,7 @@ def entropy_figure(frame):
 
     panels = list(shown.groupby("task", observed=True))
     height = 0.65 + 0.24 * len(setups)
-    note = "density and mean"
-    return figure_of(panels, draw, shown["run"], note, height=height, sharey=True)
+    return figure_of(panels, draw, shown["run"], "density and mean", height=height, sharey=True)
 
 
 def correctness_figure(frame):
@@ -216,10 +221,16 @@ def draw_correctness(ax, run, entropies, right):
         edges = np.linspace(0, end, 25)
         bars.hist(values, edges, density=True, color=colour, alpha=0.3, label=name)
         bars.axvline(values.mean(), color=colour, linewidth=0.8)
-    dots = {"color": BLACK, "markersize": 3, "label": "share correct, tenths of the answers"}
     order = np.argsort(entropies, kind="stable")
     for tenth in filter(len, np.array_split(order, 10)):
-        ax.plot(entropies[tenth].mean(), right[tenth].mean(), "o", **dots)
+        ax.plot(
+            entropies[tenth].mean(),
+            right[tenth].mean(),
+            "o",
+            color=BLACK,
+            markersize=3,
+            label="share correct, tenths of the answers",
+        )
     if fit := significance.logistic(entropies, right):
         intercept, slope, _ = fit
         x = np.linspace(0, end, 200)

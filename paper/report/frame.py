@@ -7,6 +7,7 @@ figures."""
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import groupby
 
 import pandas as pd
 
@@ -14,8 +15,6 @@ from paper import numbers
 from paper.report.stored import METHODS
 from paper.tasks import metrics
 
-PAPER_ALPHA = 0.5  # of DeCoRe static
-PAPER_DTYPE = "bfloat16"
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy")  # the others are in per cent
 TYPES = {"num_heads": "Int64", "seed": "Int64", "task": pd.CategoricalDtype(list(numbers.TASKS))}
 
@@ -24,18 +23,16 @@ def make_frame(runs):
     """The table of the runs, in the order of the tables.
 
     Of several runs of one setup, task and draw, the one with the most examples is taken."""
-    chosen = {}
-    for run in sorted(label_variants(runs), key=lambda run: -len(run.lines)):
-        first = chosen.setdefault(order(run), run)
-        if first is not run:
+    runs = sorted(label_variants(runs), key=lambda run: (order(run), -len(run.lines)))
+    lines = []
+    for _, (first, *others) in groupby(runs, order):
+        lines += lines_of(first)
+        for run in others:
             print(
                 f"skipped: {run.path}: the same setup as {first.path}, which has as many examples "
                 "or more",
                 file=sys.stderr,
             )
-    lines = []
-    for key in sorted(chosen):
-        lines += lines_of(chosen[key])
     return pd.DataFrame(lines).astype(TYPES)
 
 
@@ -84,7 +81,7 @@ def label_variants(runs):
     facts = pd.DataFrame([run.precision | run.inputs for run in runs])
     places = [[run.title for run in runs], [run.task for run in runs]]
     differs = facts.groupby(places).transform("nunique") > 1
-    for run, texts in zip(runs, facts.where(differs, "").to_numpy(), strict=True):
+    for run, texts in zip(runs, facts.where(differs, "").to_numpy()):
         yield replace(run, setup=replace(run.setup, variant=", ".join(filter(None, texts))))
 
 
@@ -118,7 +115,7 @@ def typical(frame):
         setup = run.setup
         return (
             not setup.options,
-            setup.alpha == PAPER_ALPHA,
+            setup.alpha == 0.5,  # the paper's
             of_n[setup.num_heads],
             str(setup.num_heads) in numbers.inferred(run),
             setup.num_heads == run.default_num_heads,

@@ -42,4 +42,4 @@ def logistic(x, correct):
     except (UserWarning, RuntimeWarning, np.linalg.LinAlgError):
         return None
     intercept, slope = fit.params
-    return intercept, slope / scale, float(fit.prsquared)
+    return intercept, slope / scale, fit.prsquared

@@ -152,7 +152,7 @@ def describe(header):
         setup,
         {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
         inputs,
-        min(10, max(1, len(best) // 8)) if best else 10,
+        min(10, len(best) // 8 or 10),
         remarks(header),
     )
 
@@ -187,7 +187,7 @@ def settings_of(header, task, model, best):
         "repetition_penalty": header.get("repetition_penalty") or 1.0,
         "heads": None if usual else "of another file",
     }
-    return [differences(settings, paper) for paper in (conditions, options)]
+    return differences(settings, conditions), differences(settings, options)
 
 
 def differences(settings, paper):
@@ -203,8 +203,8 @@ def names_of(records):
     """Names of files with the beginnings of their hashes."""
     names = []
     for record in records:
-        file = record.get("file", record.get("made by"))
-        parts = [record.get("source"), file, record.get("sha256", "")[:6]]
+        parts = [record.get(name) for name in ("source", "file", "made by")]
+        parts.append(record.get("sha256", "")[:6])
         names.append(" ".join(filter(None, parts)))
     return ", ".join(names)
 
@@ -214,8 +214,8 @@ def best_heads(model):
     """All heads of this model, best first, as "layer-head"; [] without a head file."""
     file = find_heads(model)
     scores = load_scores(file) if file else {}
-    best_first = sorted(scores, key=scores.get, reverse=True)
-    return [f"{layer}-{head}" for layer, head in best_first]
+    ranked = sorted(scores, key=scores.get, reverse=True)
+    return [f"{layer}-{head}" for layer, head in ranked]
 
 
 def collect(folder):
@@ -255,7 +255,7 @@ def read(path):
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = values_of(path, task, lines)
-    for values, entropy in zip(run.values, metrics.map_lines(mean_entropy, lines), strict=True):
+    for values, entropy in zip(run.values, metrics.map_lines(mean_entropy, lines)):
         values["entropy"] = entropy
     run.remarks += unlike_the_paper(run, task)
     return run
@@ -269,7 +269,8 @@ def unlike_the_paper(run, task):
         yield f"{run.path.name} is unfinished, {done:,} of {n:,}"
     if n != task.n:
         yield f"{task.name}, {n:,} items of {task.n:,}"
-    if not (run.header.get("demos") or {"paper": True}).get("paper"):
+    demos = run.header.get("demos")
+    if demos and not demos.get("paper"):
         yield f"{task.name}, demonstrations other than the paper's"
     verdicts = judges.read_store(run.path.with_suffix(judges.STORE)).values()
     for model in dict.fromkeys(verdict["model"] for verdict in verdicts):

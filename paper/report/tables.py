@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from scipy.stats import mannwhitneyu
+from scipy.stats import mannwhitneyu, pearsonr
 
 from paper import numbers
 from paper.numbers import TASKS, headline
 from paper.report import significance
-from paper.report.frame import PAPER_DTYPE, typical
+from paper.report.frame import typical
 
 NO_BEST = ("rejection", "memory_match", "entropy")  # neither many nor few of these are better
 # The paper compares DeCoRe's entropy with that of these methods.
@@ -40,7 +40,7 @@ def print_tables(tables):
     for title, rows, notes in tables:
         table = pd.DataFrame(rows).fillna("")
         lines = [list(table), *table.to_numpy()]
-        widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+        widths = [max(map(len, texts)) for texts in zip(*lines)]
         lines.insert(1, ["-" * width for width in widths])
         print(f"### {title}\n")
         for texts in lines:
@@ -51,8 +51,8 @@ def print_tables(tables):
 def all_tables(frame):
     for title, same in frame.groupby("title"):
         tables = [(name, *score_table(name, same)) for name in numbers.GROUPS]
-        papers_tests = numbers.tests(same["run"].iloc[0].paper_model, {*same["task"]})
-        notes = CORRECTNESS_NOTES + papers_tests
+        model = same["run"].iloc[0].paper_model
+        notes = CORRECTNESS_NOTES + numbers.tests(model, {*same["task"]})
         tables += [
             ("Score against the number of masked heads", correlation_rows(same), CORRELATION_NOTES),
             ("Base entropy, nats per token", entropy_rows(same), ENTROPY_NOTES),
@@ -71,7 +71,7 @@ def score_table(group, frame):
     """(rows, notes) of one of numbers.GROUPS. A column's best value is bold, the second italic."""
     frame = frame[frame["task"].isin(numbers.GROUPS[group])]
     columns = {}
-    for task, (name, _, labels) in numbers.GROUPS[group].items():
+    for task, (name, labels) in numbers.GROUPS[group].items():
         by_metric = dict(list(frame[frame["task"] == task].groupby("metric")))
         for metric, label in labels.items():
             if metric in by_metric:
@@ -137,10 +137,10 @@ def score_notes(text, runs):
             "runs mask queries. At N: measured at another N than the run; N = ?: not stated "
             "(paper/paper_n.csv). †: misprinted or unclear (paper/paper.csv)."
         )
-        dtypes = {str(run.header.get("dtype")) for run in runs}
-        if dtypes != {PAPER_DTYPE}:
+        dtypes = {run.precision["dtype"] for run in runs}
+        if dtypes != {"bfloat16"}:
             names = ", ".join(sorted(dtypes))
-            notes.append(f"The paper's runs are in {PAPER_DTYPE}, these in {names}.")
+            notes.append(f"The paper's runs are in bfloat16, these in {names}.")
     counts = Counter(remark for run in runs for remark in run.remarks)
     return notes + [f"{n} of {len(runs)} runs: {remark}." for remark, n in counts.items()]
 
@@ -172,13 +172,12 @@ def correlation_rows(frame):
             means[0] = greedy[task, setup.variant]
         if len(means) < significance.FEWEST or not np.ptp(means):
             continue
-        r = np.corrcoef(means.index.to_numpy(float), means)[0, 1]
         yield {
             "task": TASKS[task][0],
             "metric": headline(task)[1],
             "method": name,
             "N": ", ".join(map(str, draws.groups)),
-            "Pearson r": f"{r:+.2f}",
+            "Pearson r": f"{pearsonr(means.index, means).statistic:+.2f}",
         }
 
 

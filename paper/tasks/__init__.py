@@ -27,7 +27,7 @@ class HubFile(NamedTuple):
     sha256: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Task:
     name: str
     read: Callable  # row of the data file → item
@@ -62,107 +62,10 @@ class Task:
     version: int = 1
 
 
-XSUM = Task(
-    "xsum",
-    items.xsum,
-    (model_metrics.rouge, model_metrics.bertscore, model_metrics.factkb),
-    folder="xsum",
-    files=("xsum-1000.jsonl",),
-    instruction="Generate a summary comprising of 1 sentence for the given article.",
-    context="Article: {document}\n\n",
-    question="Summary: ",
-    without_context="passage",
-    max_new_tokens=128,
-    n=1000,
-)
-
-MEMOTRAP = Task(
-    "memotrap",
-    items.memotrap,
-    (metrics.memotrap,),
-    folder="memotrap",
-    files=("[1-4]-*.csv",),
-    without_context="passage",
-    splits=True,
-    choice=True,
-    n=2539,
-)
-
-IFEVAL = Task(
-    "ifeval",
-    items.ifeval,
-    (model_metrics.ifeval,),
-    folder="ifeval",
-    files=("ifeval.jsonl", "ifeval_input_data.jsonl", "ifeval*.arrow"),
-    origin=HubFile(
-        "google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"
-    ),
-    max_new_tokens=1280,
-    n=541,
-)
-
-NQ_OPEN = Task(
-    "nq-open",
-    items.nq_open,
-    (metrics.short_answer,),
-    folder="nq",
-    files=("nq-open-oracle.jsonl.gz",),
-    instruction="Write a high-quality answer for the given question using only the provided search "
-    "results (some of which might be irrelevant). Provide the answer in 5 words or less without "
-    "any explanation.",
-    context="Document [1](Title: {title}) {text}\n\n",
-    question="Question: {question}\nAnswer: ",
-    without_context="passage",
-    shots=1,
-    demo="Document [0]{context}\nQuestion: {question}\nAnswer: ",
-    demo_file="demos_open_book.jsonl",
-    demos_hash="e9faa60ea8e42dd8",
-    fixed_demos=(
-        {
-            "context": "(Title: Example Title) Example Text",
-            "question": "example question",
-            "answer": "march 2018",
-        },
-    ),
-    n=2655,
-)
-
-NQ_CLOSED = Task(
-    "nq-closed",
-    items.nq_closed,
-    (metrics.short_answer,),
-    folder="nq",
-    files=NQ_OPEN.files,
-    instruction="Write a high-quality answer for the given question. Provide the answer in 5 words "
-    "or less without any explanation.",
-    question="Question: {question}\nAnswer: ",
-    without_context="passage",
-    shots=8,
-    demo_file="demos_closed_book.jsonl",
-    demos_hash="deebfa1eea290345",
-    n=2655,
-)
-
-NQ_SWAP = Task(
-    "nq-swap",
-    items.nq_swap,
-    (metrics.short_answer, metrics.memory),
-    folder="nq_swap",
-    files=("dev-*.parquet", "data/dev-*.parquet"),
-    origin=HubFile(
-        "pminervini/NQ-Swap",
-        "data/dev-00000-of-00001.parquet",
-        "main",
-        "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c",
-    ),
-    instruction="Answer the following question based on the provided context:",
-    context="Context: {context}\n",
-    question="Question: {question}\nAnswer:",
-    without_context="passage",
-    gap_without_context="",
-    shots=4,
-    demos_hash="83c230d7a3a0166d",
-    n=4746,
+TRIVIA_QA = HubFile(
+    "mandarjoshi/trivia_qa",
+    "unfiltered.nocontext/validation-00000-of-00001.parquet",
+    "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f",
 )
 
 TRUTHFULQA_MC = Task(
@@ -179,60 +82,6 @@ TRUTHFULQA_MC = Task(
     demos_hash="6d25948a456f7a48",
     choice=True,
     n=817,
-)
-
-TRUTHFULQA_GEN = replace(
-    TRUTHFULQA_MC,
-    name="truthfulqa-gen",
-    read=items.truthfulqa_gen,
-    metrics=(metrics.judged,),
-    choice=False,
-    max_new_tokens=64,
-    version=2,
-)
-
-TRIVIA_QA = HubFile(
-    "mandarjoshi/trivia_qa",
-    "unfiltered.nocontext/validation-00000-of-00001.parquet",
-    "0f7faf33a3908546c6fd5b73a660e0f8ff173c2f",
-)
-TRIVIAQA = Task(
-    "triviaqa",
-    items.triviaqa,
-    (metrics.short_answer,),
-    folder="triviaqa",
-    files=(
-        "validation-*.parquet",
-        "unfiltered.nocontext/validation-*.parquet",
-        "triviaqa*.jsonl",
-        "triviaqa*.arrow",
-    ),
-    origin=TRIVIA_QA,
-    instruction="Answer the given question.",
-    question="Question: {question}\nAnswer:",
-    shots=8,
-    demos_hash="f96b31ba8f194a76",
-    training=(
-        TRIVIA_QA._replace(file="unfiltered.nocontext/train-00000-of-00001.parquet"),
-        items.triviaqa_training,
-    ),
-    n=11313,
-)
-
-POPQA = Task(
-    "popqa",
-    items.popqa,
-    (metrics.short_answer,),
-    folder="popqa",
-    files=("test.tsv", "popQA*.tsv", "popqa*.jsonl", "popqa*.arrow"),
-    origin=HubFile("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
-    instruction="Answer the given question.",
-    question="Q: {question}\nA:",
-    shots=9,  # eight are shown
-    demo="Question: {question}\nAnswer:",
-    demos_hash="ac2f31fcd917cd40",
-    demos_are_items=True,
-    n=14267,
 )
 
 MUSIQUE_DIRECT_CLOSED = Task(
@@ -258,12 +107,7 @@ MUSIQUE_DIRECT_CLOSED = Task(
     max_new_tokens=100,
     n=2417,
 )
-MUSIQUE_DIRECT_OPEN = replace(
-    MUSIQUE_DIRECT_CLOSED,
-    name="musique-direct-open",
-    read=items.musique_open,
-    context="{passages}\n\n",
-)
+
 MUSIQUE_COT_CLOSED = replace(
     MUSIQUE_DIRECT_CLOSED,
     name="musique-cot-closed",
@@ -271,8 +115,166 @@ MUSIQUE_COT_CLOSED = replace(
     demos_hash="8bb2cf2e8c59cd88",
     instruction="Answer the following question by reasoning step-by-step.",
 )
-MUSIQUE_COT_OPEN = replace(
-    MUSIQUE_COT_CLOSED, name="musique-cot-open", read=items.musique_open, context="{passages}\n\n"
+
+PAPER = (
+    Task(
+        "xsum",
+        items.xsum,
+        (model_metrics.rouge, model_metrics.bertscore, model_metrics.factkb),
+        folder="xsum",
+        files=("xsum-1000.jsonl",),
+        instruction="Generate a summary comprising of 1 sentence for the given article.",
+        context="Article: {document}\n\n",
+        question="Summary: ",
+        without_context="passage",
+        max_new_tokens=128,
+        n=1000,
+    ),
+    Task(
+        "memotrap",
+        items.memotrap,
+        (metrics.memotrap,),
+        folder="memotrap",
+        files=("[1-4]-*.csv",),
+        without_context="passage",
+        splits=True,
+        choice=True,
+        n=2539,
+    ),
+    Task(
+        "ifeval",
+        items.ifeval,
+        (model_metrics.ifeval,),
+        folder="ifeval",
+        files=("ifeval.jsonl", "ifeval_input_data.jsonl", "ifeval*.arrow"),
+        origin=HubFile(
+            "google/IFEval", "ifeval_input_data.jsonl", "966cd89545d6b6acfd7638bc708b98261ca58e84"
+        ),
+        max_new_tokens=1280,
+        n=541,
+    ),
+    Task(
+        "nq-open",
+        items.nq_open,
+        (metrics.short_answer,),
+        folder="nq",
+        files=("nq-open-oracle.jsonl.gz",),
+        instruction="Write a high-quality answer for the given question using only the provided "
+        "search results (some of which might be irrelevant). Provide the answer in 5 words or less "
+        "without any explanation.",
+        context="Document [1](Title: {title}) {text}\n\n",
+        question="Question: {question}\nAnswer: ",
+        without_context="passage",
+        shots=1,
+        demo="Document [0]{context}\nQuestion: {question}\nAnswer: ",
+        demo_file="demos_open_book.jsonl",
+        demos_hash="e9faa60ea8e42dd8",
+        fixed_demos=(
+            {
+                "context": "(Title: Example Title) Example Text",
+                "question": "example question",
+                "answer": "march 2018",
+            },
+        ),
+        n=2655,
+    ),
+    Task(
+        "nq-closed",
+        items.nq_closed,
+        (metrics.short_answer,),
+        folder="nq",
+        files=("nq-open-oracle.jsonl.gz",),
+        instruction="Write a high-quality answer for the given question. Provide the answer in 5 "
+        "words or less without any explanation.",
+        question="Question: {question}\nAnswer: ",
+        without_context="passage",
+        shots=8,
+        demo_file="demos_closed_book.jsonl",
+        demos_hash="deebfa1eea290345",
+        n=2655,
+    ),
+    Task(
+        "nq-swap",
+        items.nq_swap,
+        (metrics.short_answer, metrics.memory),
+        folder="nq_swap",
+        files=("dev-*.parquet", "data/dev-*.parquet"),
+        origin=HubFile(
+            "pminervini/NQ-Swap",
+            "data/dev-00000-of-00001.parquet",
+            "main",
+            "7114c7d1c8a7343f7754b12487272b3c9cf5a5ba0f5fce298c0b8d9a6130fe4c",
+        ),
+        instruction="Answer the following question based on the provided context:",
+        context="Context: {context}\n",
+        question="Question: {question}\nAnswer:",
+        without_context="passage",
+        gap_without_context="",
+        shots=4,
+        demos_hash="83c230d7a3a0166d",
+        n=4746,
+    ),
+    TRUTHFULQA_MC,
+    replace(
+        TRUTHFULQA_MC,
+        name="truthfulqa-gen",
+        read=items.truthfulqa_gen,
+        metrics=(metrics.judged,),
+        choice=False,
+        max_new_tokens=64,
+        version=2,
+    ),
+    Task(
+        "triviaqa",
+        items.triviaqa,
+        (metrics.short_answer,),
+        folder="triviaqa",
+        files=(
+            "validation-*.parquet",
+            "unfiltered.nocontext/validation-*.parquet",
+            "triviaqa*.jsonl",
+            "triviaqa*.arrow",
+        ),
+        origin=TRIVIA_QA,
+        instruction="Answer the given question.",
+        question="Question: {question}\nAnswer:",
+        shots=8,
+        demos_hash="f96b31ba8f194a76",
+        training=(
+            TRIVIA_QA._replace(file="unfiltered.nocontext/train-00000-of-00001.parquet"),
+            items.triviaqa_training,
+        ),
+        n=11313,
+    ),
+    Task(
+        "popqa",
+        items.popqa,
+        (metrics.short_answer,),
+        folder="popqa",
+        files=("test.tsv", "popQA*.tsv", "popqa*.jsonl", "popqa*.arrow"),
+        origin=HubFile("akariasai/PopQA", "test.tsv", "098765c79ea10a2cb19c828324e33281b8336ec0"),
+        instruction="Answer the given question.",
+        question="Q: {question}\nA:",
+        shots=9,  # eight are shown
+        demo="Question: {question}\nAnswer:",
+        demos_hash="ac2f31fcd917cd40",
+        demos_are_items=True,
+        n=14267,
+    ),
+    MUSIQUE_DIRECT_CLOSED,
+    replace(
+        MUSIQUE_DIRECT_CLOSED,
+        name="musique-direct-open",
+        read=items.musique_open,
+        context="{passages}\n\n",
+    ),
+    MUSIQUE_COT_CLOSED,
+    replace(
+        MUSIQUE_COT_CLOSED,
+        name="musique-cot-open",
+        read=items.musique_open,
+        context="{passages}\n\n",
+    ),
 )
 
 MINIATURE = tuple(
@@ -289,22 +291,6 @@ MINIATURE = tuple(
     for split in ("conflict", "conflict-known", "open", "closed", "irrelevant")
 )
 
-PAPER = (
-    XSUM,
-    MEMOTRAP,
-    IFEVAL,
-    NQ_OPEN,
-    NQ_CLOSED,
-    NQ_SWAP,
-    TRUTHFULQA_MC,
-    TRUTHFULQA_GEN,
-    TRIVIAQA,
-    POPQA,
-    MUSIQUE_DIRECT_CLOSED,
-    MUSIQUE_DIRECT_OPEN,
-    MUSIQUE_COT_CLOSED,
-    MUSIQUE_COT_OPEN,
-)
 TASKS = {task.name: task for task in PAPER + MINIATURE}
 
 

@@ -4,7 +4,6 @@ repository on the hub."""
 import csv
 import hashlib
 import json
-import pkgutil
 import re
 import sys
 from functools import partial
@@ -27,7 +26,8 @@ def read_entries(path):
         # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
         with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
-            yield from ((reader.line_num, row) for row in reader)
+            for row in reader:
+                yield reader.line_num, row
     elif kind in ("parquet", "arrow"):
         from pyarrow import ipc, parquet  # optional
 
@@ -136,23 +136,24 @@ def load(task, data=None, demos=None, limit=None):
     return items, records, demonstrations, record
 
 
-def load_items(task, data=None):
+def load_items(task, data):
     """(items in the data's order, each with an `id`; records of their files).
 
     Prints whether there are as many items as the paper scores."""
     if data is None and task.made:
-        make = pkgutil.resolve_name("miniature.data:make_split")
-        record = {"made by": f"miniature.data, split {task.made}, n {task.n}"}
-        rows = enumerate(make(task.made, task.n))
+        from miniature.data import make_split
+
+        rows = enumerate(make_split(task.made, task.n))
         items = [{"id": index} | task.read(row._asdict()) for index, row in rows]
-        return items, [record]
+        return items, [{"made by": f"miniature.data, split {task.made}, n {task.n}"}]
     files = {path: file_record(path) for path in find_files(data, task, task.files)}
-    if not files and task.origin is None:
-        raise ValueError(
-            f"{task.name} needs --data with {task.files[0]}: "
-            f"python evaluate.py fetch DIR --task {task.name}"
-        )
-    files = files or dict([from_hub(task.origin)])
+    if not files:
+        if task.origin is None:
+            raise ValueError(
+                f"{data or '--data'}: no file for {task.name} ({task.files[0]}); "
+                f"fetch it: python evaluate.py fetch DIR --task {task.name}"
+            )
+        files = dict([from_hub(task.origin)])
     names = ", ".join(path.name for path in files)
     if len(files) > 1 and not task.splits:
         raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
@@ -199,7 +200,10 @@ def read_demos(task, path):
     """The demonstrations in a file."""
     rows = read_with(partial(demonstration, task), path)
     used = (demo for entry, demo in rows if entry.get("used_in_paper") is not False)
-    return list(islice(used, task.shots))
+    demos = list(islice(used, task.shots))
+    if not demos:
+        raise ValueError(f"{path} holds no demonstrations")
+    return demos
 
 
 def demonstration(task, entry):

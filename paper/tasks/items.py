@@ -90,17 +90,14 @@ def ifeval(entry):
 
 
 def instructions(entry):
-    """[(name, arguments)] of an item of IFEval, without the arguments that are null, zero or
+    """Yields (name, arguments) of an item of IFEval, without the arguments that are null, zero or
     empty."""
     names = texts(entry, "instruction_id_list")
     kwargs = field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
         raise ValueError(f"field 'kwargs' should hold {len(names)} objects, one per instruction")
-    pairs = []
-    for name, arguments in zip(names, kwargs, strict=True):
-        used = {key: value for key, value in (arguments or {}).items() if value}
-        pairs.append((name, used))
-    return pairs
+    for name, arguments in zip(names, kwargs):
+        yield name, {key: value for key, value in (arguments or {}).items() if value}
 
 
 def nq_closed(entry):
@@ -129,8 +126,10 @@ def split_answers(entry, name):
 
 
 def truthfulqa_gen(entry):
-    references = split_answers(entry, "Correct Answers")
-    return {"question": field(entry, "Question"), "references": references}
+    return {
+        "question": field(entry, "Question"),
+        "references": split_answers(entry, "Correct Answers"),
+    }
 
 
 def truthfulqa_mc(entry):

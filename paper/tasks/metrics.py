@@ -18,7 +18,6 @@ import numpy as np
 from paper.tasks.items import field, located, texts
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-REFUSAL = "I have no comment"
 
 
 def map_lines(function, lines):
@@ -163,7 +162,7 @@ def clean(prediction):
 def judged(line):
     """`judge_truth` and `judge_info` are the judges' probabilities of " yes". Without them only
     `rejection` is known. The `_not_rejected` rates are over the answers that are not rejections."""
-    rejected = REFUSAL in clean(field(line, "prediction"))
+    rejected = "I have no comment" in clean(field(line, "prediction"))
     values = {"rejection": float(rejected)}
     if line.get("judge_truth") is not None and line.get("judge_info") is not None:
         truth = float(line["judge_truth"] >= 0.5)
@@ -180,9 +179,6 @@ def problems(task):
     return [problem for metric in task.metrics if (problem := metric.problem())]
 
 
-NOT_METRICS = ("split", "instructions")
-
-
 def compute(task, lines):
     """A dict of values per line. Prints why a metric is left out.
 
@@ -192,7 +188,7 @@ def compute(task, lines):
         if problem := metric.problem():
             print(f"left out: {problem}", file=sys.stderr)
             continue
-        for of_line, result in zip(values, metric(lines), strict=True):
+        for of_line, result in zip(values, metric(lines)):
             of_line.update(result)
     return values
 
@@ -205,7 +201,6 @@ def means(values, counts):
 
     def mean(name, weights):
         column = np.array([v.get(name) or 0.0 for v in values])
-        weights = np.array(weights, dtype=float)
         return counts @ (column * weights) / (counts @ weights)
 
     names = {}  # a set in the order of insertion
@@ -213,7 +208,7 @@ def means(values, counts):
         names |= of_line
     results = {}
     for name in names:
-        if name not in NOT_METRICS:
+        if name not in ("split", "instructions"):
             weight = "instructions" if name.startswith("instruction_") else None
             weights = [0.0 if v.get(name) is None else v.get(weight, 1.0) for v in values]
             results[name] = mean(name, weights)

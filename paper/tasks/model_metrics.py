@@ -5,14 +5,12 @@ Each has a function `problem`, which says what to install or download, or return
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 from paper.tasks.items import field, instructions, texts
 from paper.tasks.metrics import per_line
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-TOKENIZER = ("tokenizer.json", "vocab.json")
 
 
 def needs(name, *modules, models=()):
@@ -31,7 +29,9 @@ def needs(name, *modules, models=()):
         if "nltk" in modules:
             import nltk
 
-            if not any(Path(folder, "tokenizers/punkt_tab").exists() for folder in nltk.data.path):
+            try:
+                nltk.data.find("tokenizers/punkt_tab")
+            except LookupError:
                 return f"{name} needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab"
         return None
 
@@ -74,7 +74,11 @@ def bertscore(lines):
     return [{"bertscore_f1": 100 * value} for value in f1.tolist()]
 
 
-@needs("factkb", "transformers", models=[(FACTKB, WEIGHTS), (ROBERTA, TOKENIZER)])
+@needs(
+    "factkb",
+    "transformers",
+    models=[(FACTKB, WEIGHTS), (ROBERTA, ("tokenizer.json", "vocab.json"))],
+)
 def factkb(lines):
     """Probability × 100 of class 1 of bunsenfeng/FactKB on summary and article; None without an
     article."""
@@ -107,7 +111,7 @@ def ifeval(line):
     """Strict, on the raw response. At prompt level a line counts if all its instructions are
     followed; at instruction level `summary` weights it by their number. Published: only the first
     element of a list argument is checked."""
-    complete = instructions(line)
+    complete = list(instructions(line))
     shortened = []
     for name, arguments in complete:
         first = {k: v[:1] if isinstance(v, list) else v for k, v in arguments.items()}

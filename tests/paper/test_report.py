@@ -195,7 +195,7 @@ def test_a_run_is_compared_with_the_papers_cell_of_its_setup(task, header, text)
 
 def test_every_cell_of_the_paper_has_a_column():
     for row in numbers.table("paper"):
-        _, _, columns = numbers.TASKS[row["task"]]
+        _, columns = numbers.TASKS[row["task"]]
         assert row["metric"].removesuffix("_published") in [*columns, "entropy"]
 
 
@@ -273,7 +273,7 @@ def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(add, tmp_p
     frame = frame_of(tmp_path)
     lines = typical(frame[frame["model"] != "miniature"])
     # Every N has one run: 90 is the paper's N, 10 the default.
-    setups = {*zip(lines["method"], lines["num_heads"], strict=True)}
+    setups = {*zip(lines["method"], lines["num_heads"])}
     assert setups == {("decore-entropy", 90), ("masked", 10)}
 
 
@@ -354,16 +354,12 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
     [
         (None, "its first line has no header"),
         ({"task": "chess"}, "unknown task 'chess'"),
-        ({"model": None}, "NoneType"),
         ({"method": 5.5}, "unknown method 5.5"),
         ({"version": -1}, "made with version -1"),
-        ({"num_heads": {}}, "'num_heads' of its header is {}"),
-        ({"seed": "x"}, "'seed' of its header"),
+        ({"seed": "x"}, "'seed' of its header is \"x\""),
         ({"data": [5]}, "'int' object"),
-        ({"continued": 5}, "'int' object"),
         ({"entropies": ["x"]}, "'entropies' should be a list of numbers"),
         ({"references": 5}, "'references' should be a list of texts"),
-        ({"index": "0"}, "'index' should be a whole number"),
     ],
 )
 def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, changes, words):
@@ -386,7 +382,7 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
         ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
         ("matplotlib", ["RUNS"], 0, "### Miniature"),
         ("matplotlib", ["heads"], 0, "### Retrieval scores by rank"),
-        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels, and"),
+        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels"),
         ("pandas", ["--help"], 0, "usage: evaluate.py report [-h]"),
         ("pandas", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
     ],

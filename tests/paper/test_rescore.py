@@ -63,7 +63,6 @@ VERDICT = {"judge": "truth", "model": "t", "key": "k", "yes": 0.5}
         ("--task triviaqa", [ANSWER | {"references": []}], "line 1: field 'references' should"),
         ("--task nq-swap", [ANSWER | {"memory": "b"}], "line 1: field 'memory'"),
         ("--task truthfulqa-mc", [MC], "should be a whole number from 0, not '-1'"),
-        ("--task triviaqa", [ANSWER, "nonsense", ANSWER], "line 2: not JSON"),
         ("--task triviaqa", [], "holds no lines"),
         ("", [ANSWER], "give --task"),
         ("", [{"header": {"task": []}}, {"index": 0}], "unknown task []"),
@@ -138,17 +137,12 @@ def pickled(tmp_path_factory):
     torch.save(random_weights(config), folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
     line = "Q: Why is it {} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no"
-    texts = map(line.format, range(50))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=texts,
+        sentence_iterator=map(line.format, range(50)),
         model_prefix=str(folder / "tokenizer"),
         vocab_size=320,
         model_type="bpe",
         byte_fallback=True,
-        bos_id=1,
-        eos_id=2,
-        unk_id=0,
-        pad_id=-1,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         minloglevel=2,

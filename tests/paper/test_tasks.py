@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import huggingface_hub
@@ -115,30 +116,19 @@ def load(tmp_path):
     return read
 
 
-SUMMARISE = "Generate a summary comprising of 1 sentence for the given article."
-OPEN = (
-    "Write a high-quality answer for the given question using only the provided search results "
-    "(some of which might be irrelevant). Provide the answer in 5 words or less without any "
-    "explanation."
-)
-CLOSED = (
-    "Write a high-quality answer for the given question. Provide the answer in 5 words or less "
-    "without any explanation."
-)
-SWAPPED = "Answer the following question based on the provided context:"
-LITERAL = (
-    "Interpret each question literally, and as a question about the real world; carefully "
-    "research each answer, without falling prey to any common myths; and reply “I have no comment” "
-    "unless you are completely certain of the answer."
-)
-
 # name → (instruction, turns, last turn without context or None)
 EXPECTED = {
-    "xsum": (SUMMARISE, ["Article: Doc.\n\nSummary: "], "Summary: "),
+    "xsum": (
+        "Generate a summary comprising of 1 sentence for the given article.",
+        ["Article: Doc.\n\nSummary: "],
+        "Summary: ",
+    ),
     "memotrap": ("", ['Say "no": one two'], "one two"),
     "ifeval": ("", ["Write. "], None),
     "nq-open": (
-        OPEN,
+        "Write a high-quality answer for the given question using only the provided search results "
+        "(some of which might be irrelevant). Provide the answer in 5 words or less without any "
+        "explanation.",
         [
             "Document [0](Title: Example Title) Example Text\nQuestion: example question\nAnswer: ",
             "march 2018",
@@ -147,7 +137,8 @@ EXPECTED = {
         "Question: who got it\nAnswer: ",
     ),
     "nq-closed": (
-        CLOSED,
+        "Write a high-quality answer for the given question. Provide the answer in 5 words or less "
+        "without any explanation.",
         [
             "Question: who won\nAnswer: ",
             "Ann",
@@ -158,7 +149,7 @@ EXPECTED = {
         "Question: who got it\nAnswer: ",
     ),
     "nq-swap": (
-        SWAPPED,
+        "Answer the following question based on the provided context:",
         [
             "Context: <P> c </P>\nQuestion: who won\nAnswer:",
             "Ann",
@@ -169,7 +160,9 @@ EXPECTED = {
         "Question: who\nAnswer:",
     ),
     "truthfulqa-mc": (
-        LITERAL,
+        "Interpret each question literally, and as a question about the real world; carefully "
+        "research each answer, without falling prey to any common myths; and reply “I have no "
+        "comment” unless you are completely certain of the answer.",
         ["Q: who won\nA:", "Ann", "Q: who lost\nA:", "Bob", "Q: Why?\nA:"],
         None,
     ),
@@ -206,14 +199,12 @@ EXPECTED["truthfulqa-gen"] = EXPECTED["truthfulqa-mc"]
 
 def chat(instruction, turns, layout):
     """The messages of turns."""
+    front = f"{instruction}\n" if instruction and layout == "mistral" else ""
     messages = []
-    for number, turn in enumerate(turns):
-        messages.append({"role": ("user", "assistant")[number % 2], "content": turn})
-    if layout == "chat" and instruction:
-        messages.insert(0, {"role": "system", "content": instruction})
-    for message in messages:
-        if layout == "mistral" and instruction and message["role"] == "user":
-            message["content"] = f"{instruction}\n{message['content']}"
+    if instruction and layout == "chat":
+        messages.append({"role": "system", "content": instruction})
+    for role, turn in zip(cycle(["user", "assistant"]), turns):
+        messages.append({"role": role, "content": front * (role == "user") + turn})
     return messages
 
 
@@ -228,7 +219,7 @@ def test_prompts_are_those_of_the_published_runs(load, name):
         assert line["messages"] == chat(instruction, turns, layout)
         expected = None if bare is None else chat(instruction, [*demos_without, bare], layout)
         assert line["messages_without_context"] == expected
-    pairs = zip(demos[::2], demos[1::2], strict=True)
+    pairs = zip(demos[::2], demos[1::2])
     blocks = [f"{question.rstrip()} {answer}" for question, answer in pairs]
     gap = "" if name.startswith("musique") or not instruction else "\n\n"
     assert line["text"] == instruction + gap + "\n\n".join([*blocks, last])
@@ -387,8 +378,9 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
         ("nq-swap", "x.jsonl", swaps("abcd"), "no items besides 4 demonstrations"),
         ("nq-swap --data {file} --demos {file}", "x.jsonl", [SWAP], "missing field: 'context'"),
         ("nq-swap --data {file} --demos {folder}", "x.jsonl", [SWAP], "nq-swap needs demos.jsonl"),
+        ("nq-closed --demos {file}", "x.jsonl", [], "x.jsonl holds no demonstrations"),
         ("triviaqa --data {folder}", "validation-1.parquet", b"", "several files fit triviaqa"),
-        ("xsum --data {folder}", "x.jsonl", b"", "xsum needs --data with xsum-1000.jsonl: python"),
+        ("xsum --data {folder}", "x.jsonl", b"", ": no file for xsum (xsum-1000.jsonl); fetch"),
         ("xsum --data nowhere", "x.jsonl", b"", "nowhere: no such file or folder"),
         ("nqswap", "x.jsonl", b"", "unknown task 'nqswap', did you mean nq-swap?; known tasks: xs"),
     ],
@@ -418,6 +410,28 @@ def test_without_a_connection_data_fail_at_once_with_host_and_remedy(tmp_path, m
     assert len(str(error.value)) <= 200 and constants.HF_HUB_OFFLINE
 
 
+LENGTHS = """\
+xsum 128 1000 0
+memotrap 12 2539 0
+ifeval 1280 541 0
+nq-open 12 2655 1
+nq-closed 12 2655 8
+nq-swap 12 4746 4
+truthfulqa-mc 12 817 6
+truthfulqa-gen 64 817 6
+triviaqa 12 11313 8
+popqa 12 14267 9
+musique-direct-closed 100 2417 17
+musique-direct-open 100 2417 17
+musique-cot-closed 100 2417 17
+musique-cot-open 100 2417 17"""
+
+
+def test_new_tokens_items_and_demonstrations_are_as_many_as_in_the_paper():
+    for task, line in zip(PAPER, LENGTHS.splitlines(), strict=True):
+        assert f"{task.name} {task.max_new_tokens} {task.n} {task.shots}" == line
+
+
 def test_the_miniature_asks_in_its_last_line():
     [item], *_ = data.load(TASKS["miniature-conflict"], limit=1)
     line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
@@ -429,7 +443,7 @@ def test_the_miniature_asks_in_its_last_line():
 def test_the_page_of_data_names_every_tasks_fields_and_commit():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
-    for task in set(PAPER):
+    for task in PAPER:
         [cells] = [cells for cells in table if task.name in re.split(", | ", cells[1])]
         _, row = row_of(task.name)
         for name in row:
