@@ -117,7 +117,7 @@ def load_scores(name):
         raise ValueError(
             f'{path}: "scores" must be an object with one entry "layer-head": score per head'
         )
-    scores = {}
+    scores, lengths = {}, set()
     for key, value in entries.items():
         match = KEY.fullmatch(key)
         values = value if isinstance(value, list) else [value]
@@ -127,8 +127,11 @@ def load_scores(name):
                 f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
                 "finite number, or a list of one per sample"
             )
+        lengths.add(len(values))
         # The last digit of the mean decides published ties.
         scores[int(match[1]), int(match[2])] = float(np.mean(values))
+    if len(lengths) > 1:
+        raise ValueError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
     return scores
 
 

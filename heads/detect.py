@@ -40,8 +40,10 @@ EARLY = 20  # after so many runs, print how many answers are right
 NEWLINE, STOP_ID = "<0x0A>", 144  # published runs end an answer at this token or this id
 PUBLISHED_LENGTHS = [1000, 3579]
 
+# The values of options that are left out.
+DEFAULTS = dict(needles=HAYSTACK / "needles.jsonl", haystack=HAYSTACK, max_new_tokens=50)
 DETECTION = cli.MINIATURE / "detection"
-BUNDLED = dict(  # defaults for the bundled models, which read only their own language
+BUNDLED = dict(  # those for the bundled models, which read only their own language
     needles=DETECTION / "needles.jsonl",
     haystack=DETECTION / "haystack.jsonl",
     lengths=spread(60, 240, 5),
@@ -49,6 +51,10 @@ BUNDLED = dict(  # defaults for the bundled models, which read only their own la
     template="Context: {context}\n{question}",
     max_new_tokens=12,
 )
+
+
+# What a stored run has, besides the record of its prompt.
+RESULT = {"answer": str, "right": bool, "scores": dict}
 
 
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
@@ -118,7 +124,7 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path, min_success=
     Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
     if none of the first answers is right, unless min_success is 0."""
     rank, size = model.shard.rank, facts["batch_size"]
-    records = model.shard.broadcast(None if rank else stored_runs(path, facts))
+    records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
         if i - size < EARLY <= i:
             if min_success and not any(record["right"] for record in records):
@@ -131,22 +137,35 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path, min_success=
     return records
 
 
-def stored_runs(path, facts):
+def stored_runs(path, facts, prompts):
     """The records in the file of a detection: its facts as the header, then a line per run.
 
     Starts a missing file, and removes a line that was cut off. ValueError for a detection with
-    other facts."""
+    other facts, and for a line that is not the run of its prompt."""
     path.touch()
+    remedy = "delete it, or choose another --out"
     header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
-    stored = header.get("header", {})
+    stored = header.get("header")
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path}: line 1 is not the header of a detection; {remedy}")
     other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
     if other:
-        raise ValueError(
-            f"{path} is a detection with another {', '.join(other)}; "
-            "delete it, or choose another --out"
-        )
+        raise ValueError(f"{path} is a detection with another {', '.join(other)}; {remedy}")
+    for i, record in enumerate(records):
+        if i == len(prompts) or not is_run(record, prompts[i][1]):
+            raise ValueError(f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)}; {remedy}")
     files.write(path, [header, *records])
     return records
+
+
+def is_run(record, place):
+    """Whether a stored record is complete, and that of a prompt's `place`."""
+    kinds = {field: type(record.get(field)) for field in RESULT}
+    return (
+        kinds == RESULT
+        and place.items() <= record.items()
+        and all(type(score) is float for score in record["scores"].values())
+    )
 
 
 def run_batch(model, tokenizer, prompts, needles, facts, rouge):
@@ -228,8 +247,8 @@ def template(text):
 
 
 def parse_args():
-    """The options of the command line. The bundled models have defaults of their own, unless
-    other texts are given."""
+    """The options of the command line. Those that are left out have a value for the bundled models,
+    unless other texts are given."""
     p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
     add = p.add_argument
     cli.add_model_arguments(p)
@@ -274,13 +293,7 @@ def parse_args():
         metavar="N",
         help="draw N runs, needles in turn (default: every combination)",
     )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="of the needles' positions and of --runs (default 0)",
-    )
+    add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
     add("--raw", action="store_true", default=None, help="plain text, no chat template")
     add(
         "--template",
@@ -289,13 +302,7 @@ def parse_args():
         help="contains {context} and {question}; \\n is a new line "
         "(default: the text, then the question)",
     )
-    add(
-        "--max-new-tokens",
-        type=cli.positive,
-        default=50,
-        metavar="N",
-        help="of an answer (default 50)",
-    )
+    add("--max-new-tokens", type=cli.positive, metavar="N", help="of an answer (default 50)")
     add(
         "--batch-size",
         type=cli.positive,
@@ -318,9 +325,10 @@ def parse_args():
     )
     args = p.parse_args()
     bundled = Path(args.model).resolve() in (cli.MINIATURE, cli.MINIATURE / "amateur")
-    if bundled and not (args.published or args.needles or args.haystack):
-        p.set_defaults(**BUNDLED)
-        args = p.parse_args()
+    own = bundled and not (args.published or args.needles or args.haystack)
+    for name, value in (BUNDLED if own else DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return args
 
 
@@ -332,7 +340,8 @@ def make_facts(args, model, needles, texts):
     published = args.published
     chat = model.tokenizer.has_chat_template and not args.raw and not published
     if published:
-        cli.refuse_unused(args, dict.fromkeys(["template", "raw"], "with --published"))
+        unused = ["template", "raw"] + ["seed"] * (not args.runs)
+        cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
     template_args = None
     if chat:
         template_args = cli.benchmark_template_args(model.tokenizer, args.template_args) or {}
@@ -355,7 +364,7 @@ def make_facts(args, model, needles, texts):
         "lengths": prompt_lengths,
         "depths": args.depths,
         "runs": args.runs,
-        "seed": args.seed,
+        "seed": args.seed or 0,
         "needles": files.short_hash(json.dumps(needles).encode()),
         "haystack": files.short_hash(json.dumps(texts).encode()),
         "template": PUBLISHED if published else args.template or TEMPLATE,
@@ -383,8 +392,8 @@ def main():
     from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
 
     rouge = RougeScorer(["rouge1"], use_stemmer=True)
-    needles = read_needles(args.needles or HAYSTACK / "needles.jsonl")
-    texts = read_haystack(args.haystack or HAYSTACK)
+    needles = read_needles(args.needles)
+    texts = read_haystack(args.haystack)
     checkpoint = cli.read_model(args.model, args)
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
@@ -398,7 +407,13 @@ def main():
         "ranks": model.shard.size,
     }
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
-        records = run_all(model, tokenizer, prompts, needles, facts, rouge, runs, args.min_success)
+        try:
+            records = run_all(
+                model, tokenizer, prompts, needles, facts, rouge, runs, args.min_success
+            )
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command continues", file=sys.stderr)
+            raise
         if model.shard.rank:
             return
         files.write(args.out, [mean_scores(model, records, facts, args.min_success)])

@@ -8,6 +8,7 @@ import shutil
 import sys
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -223,7 +224,7 @@ def prepare(chat_model, monkeypatch):
         argv = ["detect", "--model", chat_model, "--out", "x", *arguments]
         monkeypatch.setattr(sys, "argv", [*map(str, argv)])
         args = detect.parse_args()
-        items = needles.read_needles(args.needles or detect.HAYSTACK / "needles.jsonl")
+        items = needles.read_needles(args.needles)
         checkpoint = cli.read_model(args.model, args)
         facts = detect.make_facts(args, checkpoint, items, BOOKS)
         return facts, needles.make_prompts(facts, items, BOOKS, checkpoint.tokenizer)
@@ -292,7 +293,7 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
 SHORT = ["--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
 
 
-def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path):
+def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written
     status, _, err = call(detect.main, *SHORT, "--min-success", 9, "--out", path)
@@ -314,12 +315,13 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     assert content["scores"]["2-0"] == round(sum(right) / 7, 6)
     assert content["facts"] == json.loads(header)["header"]
     assert content["facts"]["fingerprint"]["weights"]
-    _, _, err = call(detect.main, *SHORT, "--out", path, "--seed", 1, "--depths", 9)
-    assert "is a detection with another depths, seed; " in err
     runs.unlink()
     status, _, err = call(detect.main, *SHORT, "--out", path)
     assert status == 2 and f"--out {path} exists, and its runs" in err
     assert json.loads(path.read_text()) == content
+    monkeypatch.setattr(detect, "run_batch", Mock(side_effect=KeyboardInterrupt))
+    status, _, err = call(detect.main, *SHORT, "--out", tmp_path / "other.json")
+    assert status == 130 and "the same command continues" in err
 
 
 def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_counted(
@@ -358,6 +360,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
         (["--needles", "/dev/null"], "/dev/null holds no needles"),
         (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
         (["--published", "--raw"], "--raw has no effect"),
+        (["--published", "--seed", "1"], "--seed has no effect"),
         (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
     ],
 )
@@ -370,6 +373,15 @@ def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_p
 
 
 NO_COPIES = [{"right": True, "scores": {}, "answer": ""}] * 3
+HEADER = {"header": {"seed": 0}}
+PLACES = [{"needle": i, "span": [i, 9]} for i in range(2)]
+RUNS = [place | {"answer": "", "right": True, "scores": {"0-0": 1.0}} for place in PLACES]
+
+
+def stored(*lines):
+    """Continues a detection whose file has these lines."""
+    prompts = [([], place) for place in PLACES]
+    return lambda _, path: detect.stored_runs(write_lines(path, lines), {"seed": 0}, prompts)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +392,14 @@ NO_COPIES = [{"right": True, "scores": {}, "answer": ""}] * 3
         (lambda llama, _: detect.score_run(llama, [1, 2, 3], (1, 4)), "not a range of tokens"),
         (lambda llama, _: detect.mean_scores(llama, NO_COPIES, {}, 1), "0 heads copied"),
         (lambda _, path: needles.read_needles(path), "line 1: needs"),
+        (stored({"header": {}}), "is a detection with another seed"),
+        (stored({"header": [1]}), "line 1 is not the header"),
+        (stored(*RUNS), "line 1 is not the header"),
+        (stored(HEADER, RUNS[1]), "line 2 is not run 1 of 2"),
+        (stored(HEADER, RUNS[0], RUNS[0]), "line 3 is not run 2 of 2"),
+        (stored(HEADER, *RUNS, RUNS[1]), "line 4 is not run 3 of 2"),
+        (stored(HEADER, RUNS[0] | {"right": None}), "line 2 is not run 1 of 2"),
+        (stored(HEADER, RUNS[0] | {"scores": {"0-0": ""}}), "line 2 is not run 1 of 2"),
     ],
 )
 def test_what_gives_no_scores_is_refused(llama, tmp_path, wrong, message):
