@@ -139,8 +139,9 @@ def find_file(name):
     """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
-        near = get_close_matches(Path(name).stem, [path.stem for path in FOLDER.glob("*.json")], 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        known = head_files()
+        near = get_close_matches(plain_name(name), known, 1)
+        hint = f"; did you mean {known[near[0]].stem}?" if near else ""
         raise FileNotFoundError(
             f"{name} is neither a head file nor a model of heads/README.md{hint}"
         )
@@ -149,19 +150,23 @@ def find_file(name):
 
 def find_heads(model_name):
     """The file of a model, by the last part of its name or folder; None without one."""
-    files = {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
-    return files.get(plain_name(model_name))
+    return head_files().get(plain_name(model_name))
+
+
+def head_files():
+    """{plain name: path} of the head files here."""
+    return {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
 
 
 def similar_models(model):
     """Names of at most three models of the same shape with a head file here, the nearest first."""
     shape = model.config.n_layers, model.config.n_heads
-    names = {}
-    for path in FOLDER.glob("*.json"):
+    alike = {}
+    for name, path in head_files().items():
         content = read_json(path)
         if (content.get("n_layers"), content.get("n_heads")) == shape:
-            names[plain_name(path.stem)] = path.stem
-    return [names[name] for name in get_close_matches(plain_name(model.name), names)]
+            alike[name] = path.stem
+    return [alike[name] for name in get_close_matches(plain_name(model.name), alike)]
 
 
 def plain_name(model_name):

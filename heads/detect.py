@@ -22,10 +22,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cli
+from decore import Session
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from runtime import files
 from runtime.weights import fingerprint
@@ -81,11 +81,10 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     positions [S, L, H]: that of each head's largest attention weight at the step that generates
     ids[s]. An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published,
     also once it contains every token of the needle as often as the needle does."""
-    cache = model.new_cache([len(ids) - 1 for ids in prompts], max_new_tokens)
-    tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
-    model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
-    token, keys = torch.stack([ids[-1:] for ids in tokens]), []  # [B, 1]
-    targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
+    cache = Session(model, prompts, max_new_tokens).cache
+    token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
+    keys = []
+    targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles)]
     answers, ended = [[] for _ in prompts], [False] * len(prompts)
     while not all(ended):
         layers = []  # L × [1, B, 1, H, C]
@@ -118,7 +117,7 @@ def head_scores(positions, generated, prompt_ids, needle, published=False):
     return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
 
 
-def run_all(model, tokenizer, prompts, needles, facts, rouge, path, min_success=1):
+def run_all(model, tokenizer, prompts, needles, facts, path, min_success):
     """One record per run.
 
     Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
@@ -130,7 +129,7 @@ def run_all(model, tokenizer, prompts, needles, facts, rouge, path, min_success=
             if min_success and not any(record["right"] for record in records):
                 raise ValueError(f"{summary(records)}; --min-success 0 goes on")
             tqdm.write(f"so far, {summary(records)}", file=sys.stderr)
-        batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts, rouge)
+        batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts)
         if rank == 0:
             files.append(path, batch)
         records += batch
@@ -168,22 +167,26 @@ def is_run(record, place):
     )
 
 
-def run_batch(model, tokenizer, prompts, needles, facts, rouge):
+def run_batch(model, tokenizer, prompts, needles, facts):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
     above zero."""
+    from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
+
+    rouge = RougeScorer(["rouge1"], use_stemmer=True)
     published = facts["published"]
     records = []
     stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
-    ids = [ids for ids, _ in prompts]
-    spans = [place["span"] for _, place in prompts]
+    ids, places = zip(*prompts)
+    spans = [place["span"] for place in places]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
-    for (prompt, place), (answer, positions) in zip(prompts, answers, strict=True):
+    for prompt, place, (answer, positions) in zip(ids, places, answers):
         scores = head_scores(positions, answer, prompt, place["span"], published)
         text = tokenizer.decode(answer).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
-        above_zero = {}
-        for layer, head in scores.nonzero().tolist():
-            above_zero[f"{layer}-{head}"] = round(scores[layer, head].item(), 6)
+        above_zero = {
+            f"{layer}-{head}": round(scores[layer, head].item(), 6)
+            for layer, head in scores.nonzero().tolist()
+        }
         result = dict(
             answer=text, recall=round(recall, 4), right=recall > SUCCESS, scores=above_zero
         )
@@ -206,17 +209,17 @@ def mean_scores(model, records, facts, min_success):
 
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c = model.config
-    right = [record["scores"] for record in records if record["right"]]
-    if len(right) < min_success or not any(right):
+    right = [Counter(record["scores"]) for record in records if record["right"]]
+    totals = sum(right, Counter())
+    if len(right) < min_success or not totals:
         raise ValueError(
             f"{summary(records)} (--min-success {min_success}); "
-            f"{len(set().union(*right))} heads copied in right ones"
+            f"{len(totals)} heads copied in right ones"
         )
     means = {}
     for layer, head in product(range(c.n_layers), range(c.n_heads)):
         name = f"{layer}-{head}"
-        total = sum(scores.get(name, 0) for scores in right)
-        means[name] = round(total / len(right), 6)
+        means[name] = round(totals[name] / len(right), 6)
     return {
         "model": model.name,
         "n_layers": c.n_layers,
@@ -294,7 +297,7 @@ def parse_args():
         help="draw N runs, needles in turn (default: every combination)",
     )
     add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
-    add("--raw", action="store_true", default=None, help="plain text, no chat template")
+    add("--raw", action="store_true", help="plain text, no chat template")
     add(
         "--template",
         type=template,
@@ -389,9 +392,6 @@ def main():
             f"--out {args.out} exists, and its runs ({runs}) do not; "
             "delete it, or choose another --out"
         )
-    from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
-
-    rouge = RougeScorer(["rouge1"], use_stemmer=True)
     needles = read_needles(args.needles)
     texts = read_haystack(args.haystack)
     checkpoint = cli.read_model(args.model, args)
@@ -408,9 +408,7 @@ def main():
     }
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
         try:
-            records = run_all(
-                model, tokenizer, prompts, needles, facts, rouge, runs, args.min_success
-            )
+            records = run_all(model, tokenizer, prompts, needles, facts, runs, args.min_success)
         except KeyboardInterrupt:
             print("\ninterrupted: the same command continues", file=sys.stderr)
             raise
