@@ -23,15 +23,10 @@ def load_heads(model, n=None, name=None):
 
     model: a Transformer, or any object with its `name` and `config`. name: a head file, or the name
     of another model with a file here; by default that of this model. Equal scores keep the order of
-    the file. ValueError if there is no file, or if it does not fit the model. Warns if it was made
+    the file. ValueError if the file does not fit the model. Warns if it was made
     for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
-    path = find_file(name) if name else find_heads(model.name)
-    if path is None:
-        raise ValueError(
-            f"no head scores are known for {model.name}: name a head file or a related model, "
-            "or measure them: python -m heads.detect"
-        )
+    path = find_file(name or model.name)
     scores = load_scores(path)
     if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
         raise ValueError(
@@ -143,7 +138,8 @@ def find_file(name):
         near = get_close_matches(plain_name(name), known, 1)
         hint = f"; did you mean {known[near[0]].stem}?" if near else ""
         raise FileNotFoundError(
-            f"{name} is neither a head file nor a model of heads/README.md{hint}"
+            f"{name} is neither a head file nor a model of heads/README.md{hint} "
+            "(python -m heads.detect measures a model's scores)"
         )
     return path
 

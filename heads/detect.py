@@ -269,13 +269,7 @@ def parse_args():
         help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
         "the model's context; with --published 1000 and 3579)",
     )
-    add(
-        "--depths",
-        type=cli.positive,
-        default=10,
-        metavar="N",
-        help="needle depths, 0 to 100 %% (default 10)",
-    )
+    add("--depths", type=cli.positive, default=10, help="needle depths, 0 to 100 %% (default 10)")
     add(
         "--needles",
         type=Path,
@@ -296,7 +290,7 @@ def parse_args():
         metavar="N",
         help="draw N runs, needles in turn (default: every combination)",
     )
-    add("--seed", type=int, metavar="S", help="of the needles' positions and of --runs (default 0)")
+    add("--seed", type=int, help="of the needles' positions and of --runs (default 0)")
     add("--raw", action="store_true", help="plain text, no chat template")
     add(
         "--template",
@@ -305,19 +299,12 @@ def parse_args():
         help="contains {context} and {question}; \\n is a new line "
         "(default: the text, then the question)",
     )
-    add("--max-new-tokens", type=cli.positive, metavar="N", help="of an answer (default 50)")
-    add(
-        "--batch-size",
-        type=cli.positive,
-        default=4,
-        metavar="N",
-        help="runs decoded together (default 4)",
-    )
+    add("--max-new-tokens", type=cli.positive, help="of an answer (default 50)")
+    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
     add(
         "--min-success",
         type=cli.number(int, 0),
         default=10,
-        metavar="N",
         help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
     )
     add(

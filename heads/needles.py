@@ -115,7 +115,7 @@ def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     grid = list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
     samples = []
-    for turn in zip(*places, strict=True):
+    for turn in zip(*places):
         samples += [Sample(i % n_books, *place, i) for i, place in enumerate(turn)]
     if runs and runs > len(samples):
         raise ValueError(

@@ -155,7 +155,7 @@ def pointing(runs):
     model = Transformer.load(cli.MINIATURE, dtype=torch.float32)
     tokenizer = Tokenizer.load(cli.MINIATURE)
     hits = []  # [items][sets]
-    for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
+    for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0]):
         if not correct:
             continue
         text, answer = line["question"], line["references"][0]

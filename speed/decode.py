@@ -35,7 +35,7 @@ import cli
 import decore
 from model import Linear, Transformer
 from runtime.config import DTYPES
-from runtime.files import commit
+from runtime.files import commit, read_json
 from runtime.pack import pack
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, with_shared_weights
 
@@ -136,8 +136,8 @@ PEERS = {
 }
 
 
-def contestants(model, new, names, shape=None, graph=True):
-    """{name: contestant}. Packs a model on a CPU, as loading does. shape: that of a random one."""
+def contestants(model, new, names, shape, graph=True):
+    """{name: contestant}. Packs a model on a CPU, as loading does. shape: its config.json."""
     heads = spread_heads(model.config)
     if set(names) & set(PEERS):
         twin = transformers_model(model, shape)  # before packing: it needs plain weights
@@ -296,8 +296,9 @@ def parse():
 def main():
     args = parse()
     if args.model:
-        start, shape = time.perf_counter(), None
+        start = time.perf_counter()
         model = Transformer.load(args.model, args.device, args.dtype)
+        shape = read_json(model.folder / "config.json")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         row = dict(
             model=model.name,

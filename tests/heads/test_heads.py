@@ -144,7 +144,7 @@ def test_a_wrong_file_is_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     "choose, message",
     [
-        (lambda: load_heads(stand_in()), "no head scores are known for tiny"),
+        (lambda: load_heads(stand_in()), "tiny is neither a head file nor a model of"),
         (lambda: load_heads(stand_in(), name="mistral-7b-v0.4"), "did you mean Mistral-7B-v0.3?"),
         (lambda: load_heads(stand_in(4, 8, "miniature"), -1), "-1 heads are too many"),
         (lambda: load_heads(stand_in(4, 8, "miniature"), 33), "33 heads are too many"),
