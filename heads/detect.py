@@ -37,8 +37,6 @@ TEMPLATE = (
 )
 SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
-NEWLINE, STOP_ID = "<0x0A>", 144  # published runs end an answer at this token or this id
-PUBLISHED_LENGTHS = [1000, 3579]
 
 # The values of options that are left out.
 DEFAULTS = dict(needles=HAYSTACK / "needles.jsonl", haystack=HAYSTACK, max_new_tokens=50)
@@ -85,16 +83,18 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
     keys = []
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles)]
-    answers, ended = [[] for _ in prompts], [False] * len(prompts)
-    while not all(ended):
+    answers = [[] for _ in prompts]
+    running = set(range(len(prompts)))
+    while running:
         layers = []  # L × [1, B, 1, H, C]
         token = model(token, cache, probabilities=layers)[0].argmax(-1)
         keys.append(torch.stack([p[0, :, 0].argmax(-1) for p in layers]))  # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
-            if not ended[b]:
+            if b in running:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
-                ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
+                if complete or new in eos_ids or len(answers[b]) == max_new_tokens:
+                    running.remove(b)
     keys = model.shard.all_gather(torch.stack(keys))  # [S, L, B, H], heads of all ranks
     # Keys of new tokens are numbered from P on, after those of the padded prompts.
     positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
@@ -175,7 +175,7 @@ def run_batch(model, tokenizer, prompts, needles, facts):
     rouge = RougeScorer(["rouge1"], use_stemmer=True)
     published = facts["published"]
     records = []
-    stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
+    stops = [144, tokenizer.core.token_to_id("<0x0A>")] if published else tokenizer.eos_ids
     ids, places = zip(*prompts)
     spans = [place["span"] for place in places]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
@@ -187,10 +187,8 @@ def run_batch(model, tokenizer, prompts, needles, facts):
             f"{layer}-{head}": round(scores[layer, head].item(), 6)
             for layer, head in scores.nonzero().tolist()
         }
-        result = dict(
-            answer=text, recall=round(recall, 4), right=recall > SUCCESS, scores=above_zero
-        )
-        records.append(place | result)
+        result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
+        records.append(place | result | dict(scores=above_zero))
     return records
 
 
@@ -342,7 +340,7 @@ def make_facts(args, model, needles, texts):
     last = min(5000, longest)
     # In a short context the needle takes most of a prompt.
     first = max(last // 5, min(400, 3 * last // 4))
-    prompt_lengths = args.lengths or (PUBLISHED_LENGTHS if published else spread(first, last, 5))
+    prompt_lengths = args.lengths or ([1000, 3579] if published else spread(first, last, 5))
     if prompt_lengths[-1] > longest:
         raise ValueError(
             f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "

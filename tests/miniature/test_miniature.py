@@ -7,6 +7,7 @@ from itertools import islice
 from operator import eq
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,46 +131,47 @@ MASKED, DECORE, RANDOM = "masked, N = {n}", "DeCoRe entropy, N = {n}", ", random
 
 
 def fake_runs(rates):
-    """Runs of 400 items. rates: (split, setup) → the share of right answers in each draw."""
+    """Runs of 400 items. rates: (split, setup) → the share of right answers, or a list with that
+    of each draw."""
     runs = {}
     for (split, setup), shares in rates.items():
         draws = [
             SimpleNamespace(values=[{"exact_match": item < 400 * share} for item in range(400)])
-            for share in shares
+            for share in np.atleast_1d(shares)
         ]
         runs |= {(split, setup.format(n=n)): draws for n in claims.NUMBERS}
     return runs
 
 
 HOLDING = {
-    ("open", "greedy"): [0.95],
-    ("open", MASKED): [0.1],
+    ("open", "greedy"): 0.95,
+    ("open", MASKED): 0.1,
     ("open", MASKED + RANDOM): [0.9, 0.8],
-    ("open", DECORE): [0.95],
-    ("closed", "greedy"): [1],
-    ("closed", MASKED): [0.9],
-    ("closed", DECORE): [1],
-    ("irrelevant", "greedy"): [0.9],
-    ("irrelevant", DECORE): [0.9],
-    ("conflict", "greedy"): [0.4],
-    ("conflict", DECORE): [0.6],
+    ("open", DECORE): 0.95,
+    ("closed", "greedy"): 1,
+    ("closed", MASKED): 0.9,
+    ("closed", DECORE): 1,
+    ("irrelevant", "greedy"): 0.9,
+    ("irrelevant", DECORE): 0.9,
+    ("conflict", "greedy"): 0.4,
+    ("conflict", DECORE): 0.6,
     ("conflict", DECORE + RANDOM): [0.4, 0.3],
-    ("conflict", DECORE + ", query mask"): [0.6],
-    ("conflict", DECORE + ", mask prompt True"): [0.6],
+    ("conflict", DECORE + ", query mask"): 0.6,
+    ("conflict", DECORE + ", mask prompt True"): 0.6,
 }
 
 
 @pytest.mark.parametrize(
     "claim, split, setup, rates",
     [
-        (claims.reading, "open", MASKED, [0.5]),
+        (claims.reading, "open", MASKED, 0.5),
         (claims.reading, "open", MASKED + RANDOM, [0.4, 0.5]),
-        (claims.recall, "closed", MASKED, [0.2]),
-        (claims.faithful, "conflict", "greedy", [0.6]),
+        (claims.recall, "closed", MASKED, 0.2),
+        (claims.faithful, "conflict", "greedy", 0.6),
         (claims.faithful, "conflict", DECORE + RANDOM, [0.6, 0.6]),
-        (claims.cost, "irrelevant", DECORE, [0.89]),
-        (claims.masks, "conflict", DECORE + ", query mask", [0.5]),
-        (claims.masks, "conflict", DECORE + ", mask prompt True", [0.7]),
+        (claims.cost, "irrelevant", DECORE, 0.89),
+        (claims.masks, "conflict", DECORE + ", query mask", 0.5),
+        (claims.masks, "conflict", DECORE + ", mask prompt True", 0.7),
     ],
 )
 def test_claims_hold_or_fail_by_the_runs(claim, split, setup, rates):
