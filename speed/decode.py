@@ -45,10 +45,9 @@ from speed.shapes import SHAPES, random_model, spread_heads, transformers_model,
 
 
 def this_project(model, new, heads, method, graph=True):
-    settings = dict(method=method, heads=heads, max_new_tokens=new + 1, eos_ids=(), graph=graph)
-
     def run(prompts, tick):
-        return [g.ids for g in decore.generate(model, prompts, on_token=tick, **settings)]
+        out = decore.generate(model, prompts, method, new + 1, (), tick, graph, heads=heads)
+        return [g.ids for g in out]
 
     return run
 
@@ -107,8 +106,13 @@ def two_pass(base, new, heads):
         def log_p(model, tokens, cache):
             start = cache.get_seq_length()
             end = start + tokens.shape[1]
-            options = dict(attention_mask=real[:, :end], position_ids=places[:, start:end])
-            out = model(tokens, past_key_values=cache, logits_to_keep=1, **options)
+            out = model(
+                tokens,
+                attention_mask=real[:, :end],
+                position_ids=places[:, start:end],
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
             return out.logits.float().log_softmax(-1)
 
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
@@ -247,14 +251,12 @@ def parse():
     p = cli.parser(__doc__)
     model = p.add_mutually_exclusive_group()
     model.add_argument(
-        "--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)"
+        "--shape", default="0.5b", choices=SHAPES, help="random weights (default: 0.5b)"
     )
     model.add_argument(
         "--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape"
     )
-    p.add_argument(
-        "--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)"
-    )
+    p.add_argument("--dtype", choices=DTYPES, help="(default: float32; of a checkpoint, its own)")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     p.add_argument(
         "--prompt",

@@ -78,7 +78,7 @@ def summary(results, batches):
 @torch.inference_mode()
 def main():
     p = cli.parser(__doc__)
-    p.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="(default: 0.5b)")
+    p.add_argument("--shape", default="0.5b", choices=SHAPES, help="(default: 0.5b)")
     p.add_argument("--task", required=True, metavar="T", help="a task that generates")
     p.add_argument("--data", type=Path, metavar="DIR", help="data and demonstrations")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items")
