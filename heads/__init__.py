@@ -23,15 +23,10 @@ def load_heads(model, n=None, name=None):
 
     model: a Transformer, or any object with its `name` and `config`. name: a head file, or the name
     of another model with a file here; by default that of this model. Equal scores keep the order of
-    the file. ValueError if there is no file, or if it does not fit the model. Warns if it was made
+    the file. ValueError if the file does not fit the model. Warns if it was made
     for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
-    path = find_file(name) if name else find_heads(model.name)
-    if path is None:
-        raise ValueError(
-            f"no head scores are known for {model.name}: name a head file or a related model, "
-            "or measure them: python -m heads.detect"
-        )
+    path = find_file(name or model.name)
     scores = load_scores(path)
     if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
         raise ValueError(
@@ -117,7 +112,7 @@ def load_scores(name):
         raise ValueError(
             f'{path}: "scores" must be an object with one entry "layer-head": score per head'
         )
-    scores = {}
+    scores, lengths = {}, set()
     for key, value in entries.items():
         match = KEY.fullmatch(key)
         values = value if isinstance(value, list) else [value]
@@ -127,8 +122,11 @@ def load_scores(name):
                 f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
                 "finite number, or a list of one per sample"
             )
+        lengths.add(len(values))
         # The last digit of the mean decides published ties.
         scores[int(match[1]), int(match[2])] = float(np.mean(values))
+    if len(lengths) > 1:
+        raise ValueError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
     return scores
 
 
@@ -136,29 +134,35 @@ def find_file(name):
     """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
     path = Path(name) if Path(name).is_file() else find_heads(name)
     if path is None:
-        near = get_close_matches(Path(name).stem, [path.stem for path in FOLDER.glob("*.json")], 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        known = head_files()
+        near = get_close_matches(plain_name(name), known, 1)
+        hint = f"; did you mean {known[near[0]].stem}?" if near else ""
         raise FileNotFoundError(
-            f"{name} is neither a head file nor a model of heads/README.md{hint}"
+            f"{name} is neither a head file nor a model of heads/README.md{hint} "
+            "(python -m heads.detect measures a model's scores)"
         )
     return path
 
 
 def find_heads(model_name):
     """The file of a model, by the last part of its name or folder; None without one."""
-    files = {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
-    return files.get(plain_name(model_name))
+    return head_files().get(plain_name(model_name))
+
+
+def head_files():
+    """{plain name: path} of the head files here."""
+    return {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
 
 
 def similar_models(model):
     """Names of at most three models of the same shape with a head file here, the nearest first."""
     shape = model.config.n_layers, model.config.n_heads
-    names = {}
-    for path in FOLDER.glob("*.json"):
+    alike = {}
+    for name, path in head_files().items():
         content = read_json(path)
         if (content.get("n_layers"), content.get("n_heads")) == shape:
-            names[plain_name(path.stem)] = path.stem
-    return [names[name] for name in get_close_matches(plain_name(model.name), names)]
+            alike[name] = path.stem
+    return [alike[name] for name in get_close_matches(plain_name(model.name), alike)]
 
 
 def plain_name(model_name):

@@ -22,10 +22,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cli
+from decore import Session
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from runtime import files
 from runtime.weights import fingerprint
@@ -37,11 +37,11 @@ TEMPLATE = (
 )
 SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
-NEWLINE, STOP_ID = "<0x0A>", 144  # published runs end an answer at this token or this id
-PUBLISHED_LENGTHS = [1000, 3579]
 
+# The values of options that are left out.
+DEFAULTS = dict(needles=HAYSTACK / "needles.jsonl", haystack=HAYSTACK, max_new_tokens=50)
 DETECTION = cli.MINIATURE / "detection"
-BUNDLED = dict(  # defaults for the bundled models, which read only their own language
+BUNDLED = dict(  # those for the bundled models, which read only their own language
     needles=DETECTION / "needles.jsonl",
     haystack=DETECTION / "haystack.jsonl",
     lengths=spread(60, 240, 5),
@@ -49,6 +49,10 @@ BUNDLED = dict(  # defaults for the bundled models, which read only their own la
     template="Context: {context}\n{question}",
     max_new_tokens=12,
 )
+
+
+# What a stored run has, besides the record of its prompt.
+RESULT = {"answer": str, "right": bool, "scores": dict}
 
 
 def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
@@ -75,21 +79,22 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     positions [S, L, H]: that of each head's largest attention weight at the step that generates
     ids[s]. An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published,
     also once it contains every token of the needle as often as the needle does."""
-    cache = model.new_cache([len(ids) - 1 for ids in prompts], max_new_tokens)
-    tokens = [torch.tensor(ids, device=model.device) for ids in prompts]
-    model.prefill(pad_sequence([ids[:-1] for ids in tokens], batch_first=True), cache)
-    token, keys = torch.stack([ids[-1:] for ids in tokens]), []  # [B, 1]
-    targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles, strict=True)]
-    answers, ended = [[] for _ in prompts], [False] * len(prompts)
-    while not all(ended):
+    cache = Session(model, prompts, max_new_tokens).cache
+    token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
+    keys = []
+    targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles)]
+    answers = [[] for _ in prompts]
+    running = set(range(len(prompts)))
+    while running:
         layers = []  # L × [1, B, 1, H, C]
         token = model(token, cache, probabilities=layers)[0].argmax(-1)
         keys.append(torch.stack([p[0, :, 0].argmax(-1) for p in layers]))  # [L, B, H]
         for b, new in enumerate(token[:, 0].tolist()):
-            if not ended[b]:
+            if b in running:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
-                ended[b] = complete or new in eos_ids or len(answers[b]) == max_new_tokens
+                if complete or new in eos_ids or len(answers[b]) == max_new_tokens:
+                    running.remove(b)
     keys = model.shard.all_gather(torch.stack(keys))  # [S, L, B, H], heads of all ranks
     # Keys of new tokens are numbered from P on, after those of the padded prompts.
     positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
@@ -112,63 +117,78 @@ def head_scores(positions, generated, prompt_ids, needle, published=False):
     return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
 
 
-def run_all(model, tokenizer, prompts, needles, facts, rouge, path, min_success=1):
+def run_all(model, tokenizer, prompts, needles, facts, path, min_success):
     """One record per run.
 
     Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
     if none of the first answers is right, unless min_success is 0."""
     rank, size = model.shard.rank, facts["batch_size"]
-    records = model.shard.broadcast(None if rank else stored_runs(path, facts))
+    records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
     for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
         if i - size < EARLY <= i:
             if min_success and not any(record["right"] for record in records):
                 raise ValueError(f"{summary(records)}; --min-success 0 goes on")
             tqdm.write(f"so far, {summary(records)}", file=sys.stderr)
-        batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts, rouge)
+        batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts)
         if rank == 0:
             files.append(path, batch)
         records += batch
     return records
 
 
-def stored_runs(path, facts):
+def stored_runs(path, facts, prompts):
     """The records in the file of a detection: its facts as the header, then a line per run.
 
     Starts a missing file, and removes a line that was cut off. ValueError for a detection with
-    other facts."""
+    other facts, and for a line that is not the run of its prompt."""
     path.touch()
+    remedy = "delete it, or choose another --out"
     header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
-    stored = header.get("header", {})
+    stored = header.get("header")
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path}: line 1 is not the header of a detection; {remedy}")
     other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
     if other:
-        raise ValueError(
-            f"{path} is a detection with another {', '.join(other)}; "
-            "delete it, or choose another --out"
-        )
+        raise ValueError(f"{path} is a detection with another {', '.join(other)}; {remedy}")
+    for i, record in enumerate(records):
+        if i == len(prompts) or not is_run(record, prompts[i][1]):
+            raise ValueError(f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)}; {remedy}")
     files.write(path, [header, *records])
     return records
 
 
-def run_batch(model, tokenizer, prompts, needles, facts, rouge):
+def is_run(record, place):
+    """Whether a stored record is complete, and that of a prompt's `place`."""
+    kinds = {field: type(record.get(field)) for field in RESULT}
+    return (
+        kinds == RESULT
+        and place.items() <= record.items()
+        and all(type(score) is float for score in record["scores"].values())
+    )
+
+
+def run_batch(model, tokenizer, prompts, needles, facts):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
     above zero."""
+    from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
+
+    rouge = RougeScorer(["rouge1"], use_stemmer=True)
     published = facts["published"]
     records = []
-    stops = [STOP_ID, tokenizer.core.token_to_id(NEWLINE)] if published else tokenizer.eos_ids
-    ids = [ids for ids, _ in prompts]
-    spans = [place["span"] for _, place in prompts]
+    stops = [144, tokenizer.core.token_to_id("<0x0A>")] if published else tokenizer.eos_ids
+    ids, places = zip(*prompts)
+    spans = [place["span"] for place in places]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
-    for (prompt, place), (answer, positions) in zip(prompts, answers, strict=True):
+    for prompt, place, (answer, positions) in zip(ids, places, answers):
         scores = head_scores(positions, answer, prompt, place["span"], published)
         text = tokenizer.decode(answer).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
-        above_zero = {}
-        for layer, head in scores.nonzero().tolist():
-            above_zero[f"{layer}-{head}"] = round(scores[layer, head].item(), 6)
-        result = dict(
-            answer=text, recall=round(recall, 4), right=recall > SUCCESS, scores=above_zero
-        )
-        records.append(place | result)
+        above_zero = {
+            f"{layer}-{head}": round(scores[layer, head].item(), 6)
+            for layer, head in scores.nonzero().tolist()
+        }
+        result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
+        records.append(place | result | dict(scores=above_zero))
     return records
 
 
@@ -187,17 +207,17 @@ def mean_scores(model, records, facts, min_success):
 
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c = model.config
-    right = [record["scores"] for record in records if record["right"]]
-    if len(right) < min_success or not any(right):
+    right = [Counter(record["scores"]) for record in records if record["right"]]
+    totals = sum(right, Counter())
+    if len(right) < min_success or not totals:
         raise ValueError(
             f"{summary(records)} (--min-success {min_success}); "
-            f"{len(set().union(*right))} heads copied in right ones"
+            f"{len(totals)} heads copied in right ones"
         )
     means = {}
     for layer, head in product(range(c.n_layers), range(c.n_heads)):
         name = f"{layer}-{head}"
-        total = sum(scores.get(name, 0) for scores in right)
-        means[name] = round(total / len(right), 6)
+        means[name] = round(totals[name] / len(right), 6)
     return {
         "model": model.name,
         "n_layers": c.n_layers,
@@ -228,8 +248,8 @@ def template(text):
 
 
 def parse_args():
-    """The options of the command line. The bundled models have defaults of their own, unless
-    other texts are given."""
+    """The options of the command line. Those that are left out have a value for the bundled models,
+    unless other texts are given."""
     p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
     add = p.add_argument
     cli.add_model_arguments(p)
@@ -247,13 +267,7 @@ def parse_args():
         help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
         "the model's context; with --published 1000 and 3579)",
     )
-    add(
-        "--depths",
-        type=cli.positive,
-        default=10,
-        metavar="N",
-        help="needle depths, 0 to 100 %% (default 10)",
-    )
+    add("--depths", type=cli.positive, default=10, help="needle depths, 0 to 100 %% (default 10)")
     add(
         "--needles",
         type=Path,
@@ -274,14 +288,8 @@ def parse_args():
         metavar="N",
         help="draw N runs, needles in turn (default: every combination)",
     )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="of the needles' positions and of --runs (default 0)",
-    )
-    add("--raw", action="store_true", default=None, help="plain text, no chat template")
+    add("--seed", type=int, help="of the needles' positions and of --runs (default 0)")
+    add("--raw", action="store_true", help="plain text, no chat template")
     add(
         "--template",
         type=template,
@@ -289,25 +297,12 @@ def parse_args():
         help="contains {context} and {question}; \\n is a new line "
         "(default: the text, then the question)",
     )
-    add(
-        "--max-new-tokens",
-        type=cli.positive,
-        default=50,
-        metavar="N",
-        help="of an answer (default 50)",
-    )
-    add(
-        "--batch-size",
-        type=cli.positive,
-        default=4,
-        metavar="N",
-        help="runs decoded together (default 4)",
-    )
+    add("--max-new-tokens", type=cli.positive, help="of an answer (default 50)")
+    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
     add(
         "--min-success",
         type=cli.number(int, 0),
         default=10,
-        metavar="N",
         help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
     )
     add(
@@ -318,9 +313,10 @@ def parse_args():
     )
     args = p.parse_args()
     bundled = Path(args.model).resolve() in (cli.MINIATURE, cli.MINIATURE / "amateur")
-    if bundled and not (args.published or args.needles or args.haystack):
-        p.set_defaults(**BUNDLED)
-        args = p.parse_args()
+    own = bundled and not (args.published or args.needles or args.haystack)
+    for name, value in (BUNDLED if own else DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return args
 
 
@@ -332,7 +328,8 @@ def make_facts(args, model, needles, texts):
     published = args.published
     chat = model.tokenizer.has_chat_template and not args.raw and not published
     if published:
-        cli.refuse_unused(args, dict.fromkeys(["template", "raw"], "with --published"))
+        unused = ["template", "raw"] + ["seed"] * (not args.runs)
+        cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
     template_args = None
     if chat:
         template_args = cli.benchmark_template_args(model.tokenizer, args.template_args) or {}
@@ -343,7 +340,7 @@ def make_facts(args, model, needles, texts):
     last = min(5000, longest)
     # In a short context the needle takes most of a prompt.
     first = max(last // 5, min(400, 3 * last // 4))
-    prompt_lengths = args.lengths or (PUBLISHED_LENGTHS if published else spread(first, last, 5))
+    prompt_lengths = args.lengths or ([1000, 3579] if published else spread(first, last, 5))
     if prompt_lengths[-1] > longest:
         raise ValueError(
             f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
@@ -355,7 +352,7 @@ def make_facts(args, model, needles, texts):
         "lengths": prompt_lengths,
         "depths": args.depths,
         "runs": args.runs,
-        "seed": args.seed,
+        "seed": args.seed or 0,
         "needles": files.short_hash(json.dumps(needles).encode()),
         "haystack": files.short_hash(json.dumps(texts).encode()),
         "template": PUBLISHED if published else args.template or TEMPLATE,
@@ -380,11 +377,8 @@ def main():
             f"--out {args.out} exists, and its runs ({runs}) do not; "
             "delete it, or choose another --out"
         )
-    from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
-
-    rouge = RougeScorer(["rouge1"], use_stemmer=True)
-    needles = read_needles(args.needles or HAYSTACK / "needles.jsonl")
-    texts = read_haystack(args.haystack or HAYSTACK)
+    needles = read_needles(args.needles)
+    texts = read_haystack(args.haystack)
     checkpoint = cli.read_model(args.model, args)
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
@@ -398,7 +392,11 @@ def main():
         "ranks": model.shard.size,
     }
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
-        records = run_all(model, tokenizer, prompts, needles, facts, rouge, runs, args.min_success)
+        try:
+            records = run_all(model, tokenizer, prompts, needles, facts, runs, args.min_success)
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command continues", file=sys.stderr)
+            raise
         if model.shard.rank:
             return
         files.write(args.out, [mean_scores(model, records, facts, args.min_success)])

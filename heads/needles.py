@@ -11,7 +11,6 @@ import warnings
 from bisect import bisect_left, bisect_right
 from functools import lru_cache, partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 from runtime.files import json_lines, read_text
@@ -65,7 +64,6 @@ def read_haystack(path):
     or of one file.
 
     A JSON Lines file has one "text" per line."""
-    path = Path(path)
     if path.suffix == ".jsonl":
         texts = [str(row.get("text", "")).strip() for _, row in json_lines(path, complete=True)]
     else:
@@ -117,7 +115,7 @@ def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     grid = list(product(lengths, spread(0, 100, n_depths)))
     places = [rng.sample(grid, len(grid)) if runs else grid for _ in range(n_needles)]
     samples = []
-    for turn in zip(*places, strict=True):
+    for turn in zip(*places):
         samples += [Sample(i % n_books, *place, i) for i, place in enumerate(turn)]
     if runs and runs > len(samples):
         raise ValueError(
@@ -153,11 +151,10 @@ def make_prompt(sample, needle, book, tokenizer, facts):
     chat template, None without one; "seed". Returns the ids, the needle's tokens (first, last + 1),
     its depth in %."""
     text, bounds, counts = book
-    head, tail = (
-        part.replace("{question}", needle.question) for part in facts["template"].split("{context}")
-    )
-    encode_chat = partial(encode_message, tokenizer, template_args=facts["template_args"])
-    room = sample.length - len(encode_chat(f"{head}{needle.needle} {tail}")[0])
+    template, template_args = facts["template"], facts["template_args"]
+    head, tail = template.replace("{question}", needle.question).split("{context}")
+    shortest, *_ = encode_message(tokenizer, f"{head}{needle.needle} {tail}", template_args)
+    room = sample.length - len(shortest)
     # The joined text may have more tokens than its parts, so the first attempt may be too long.
     for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
         end = bounds[last]
@@ -167,7 +164,7 @@ def make_prompt(sample, needle, book, tokenizer, facts):
         rng = random.Random(f"{facts['seed']} {sample}")
         at = rng.choice(near or [min(distances, key=distances.get)])
         context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
-        ids, offsets, shift = encode_chat(head + context + tail)
+        ids, offsets, shift = encode_message(tokenizer, head + context + tail, template_args)
         if len(ids) <= sample.length:
             break
     else:

@@ -4,6 +4,8 @@ from collections import Counter
 
 import torch
 
+from decore import Session
+
 TOKENS = 8  # per pass, whose attention weights are in memory together
 
 
@@ -15,8 +17,7 @@ def find_sources(model, prompt, ids, heads):
     prompt, ids: the prompt and the generated tokens, lists of ints. heads: (layer, head) pairs,
     those that DeCoRe masks; they are not masked in this pass. Each head counts for one position of
     the prompt, even if it attends more to the new tokens."""
-    cache = model.new_cache([len(prompt) - 1], len(ids))
-    model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long, device=model.device), cache)
+    cache = Session(model, [prompt], len(ids)).cache
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
     sources = []
     for part in tokens.split(TOKENS, 1):

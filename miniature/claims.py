@@ -11,7 +11,6 @@ the draws."""
 import sys
 
 import numpy as np
-import torch
 from scipy.stats import mannwhitneyu, ttest_ind
 
 import cli
@@ -152,10 +151,10 @@ def pointing(runs):
     sets = []  # of retrieval heads, then random ones
     for one in run, *runs["conflict", f"{DECORE}, random heads"]:
         sets.append([tuple(map(int, name.split("-"))) for name in one.header["heads"]])
-    model = Transformer.load(cli.MINIATURE, dtype=torch.float32)
+    model = Transformer.load(cli.MINIATURE, dtype="float32")
     tokenizer = Tokenizer.load(cli.MINIATURE)
     hits = []  # [items][sets]
-    for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0], strict=True):
+    for line, correct in zip(run.lines, right(runs, "conflict", DECORE)[0]):
         if not correct:
             continue
         text, answer = line["question"], line["references"][0]

@@ -29,9 +29,8 @@ import cli
 N_COUNTRIES = 64
 RELATIONS = ("capital", "ruler", "longest river", "language", "founder")
 N_TRAINED_CONFLICTS = 64  # of the 320 facts; only test splits contradict the others
-POPULARITY = (
-    10  # the most frequent fact is ten times as frequent as the rarest; log-uniform between
-)
+# The most frequent fact is ten times as frequent as the rarest; log-uniform between.
+POPULARITY = 10
 
 # Shares of the kinds: first the model learns to copy, then it learns facts, and a little about
 # conflicts.

@@ -18,6 +18,7 @@ from miniature import claims
 from paper import report
 
 PAGE = cli.MINIATURE.parent / "docs" / "miniature.md"
+RUNS = "results/miniature"
 PICTURES = ("heads-miniature", "alpha-miniature", "entropy-miniature", "head-maps")
 HEADS = (
     "Meta-Llama-3-8B-Instruct",
@@ -41,25 +42,16 @@ SWEEPS = (  # options of evaluate.py
 
 
 def main():
-    parser = cli.parser(__doc__)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/miniature"),
-        metavar="DIR",
-        help="folder of the runs (default: results/miniature)",
-    )
-    out = parser.parse_args().out
-    plots = out / "plots"
+    cli.parser(__doc__).parse_args()
     for sweep in SWEEPS:
-        more = ["--batch-size", "64", "--device", "cpu", "--out", str(out)]
-        evaluate.evaluate([*sweep.split(), *more])
+        evaluate.evaluate(f"{sweep} --batch-size 64 --device cpu --out {RUNS}".split())
+    plots = Path(RUNS, "plots")
     with redirect_stdout(io.StringIO()) as tables:
-        report.main([str(out), "--plots", str(plots)])
+        report.main([RUNS, "--plots", str(plots)])
         report.main(["heads", *HEADS, "--plots", str(plots)])
     parts = tables.getvalue().split("### ")
     methods = next(part for part in parts if part.startswith("Miniature")).partition("\n")[2]
-    page = replace_block(PAGE.read_text(encoding="utf-8"), "claims", claims.table(out))
+    page = replace_block(PAGE.read_text(encoding="utf-8"), "claims", claims.table(RUNS))
     PAGE.write_text(replace_block(page, "methods", methods), encoding="utf-8")
     for name in PICTURES:
         shutil.copy(plots / f"{name}.png", PAGE.with_suffix(""))

@@ -111,7 +111,7 @@ def batches(tokenizer, documents):
                 text += prompt + answer
                 counts += [0.0] + [TEXT_WEIGHT] * (len(prompt) - 1) + [1.0] * len(answer)
             batch.append((text[: LENGTH + 1], counts[: LENGTH + 1]))
-        tokens, counts = zip(*batch, strict=True)
+        tokens, counts = zip(*batch)
         yield torch.tensor(tokens), torch.tensor(counts)
 
 

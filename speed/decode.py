@@ -35,7 +35,7 @@ import cli
 import decore
 from model import Linear, Transformer
 from runtime.config import DTYPES
-from runtime.files import commit
+from runtime.files import commit, read_json
 from runtime.pack import pack
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, with_shared_weights
 
@@ -45,10 +45,9 @@ from speed.shapes import SHAPES, random_model, spread_heads, transformers_model,
 
 
 def this_project(model, new, heads, method, graph=True):
-    settings = dict(method=method, heads=heads, max_new_tokens=new + 1, eos_ids=(), graph=graph)
-
     def run(prompts, tick):
-        return [g.ids for g in decore.generate(model, prompts, on_token=tick, **settings)]
+        out = decore.generate(model, prompts, method, new + 1, (), tick, graph, heads=heads)
+        return [g.ids for g in out]
 
     return run
 
@@ -107,8 +106,13 @@ def two_pass(base, new, heads):
         def log_p(model, tokens, cache):
             start = cache.get_seq_length()
             end = start + tokens.shape[1]
-            options = dict(attention_mask=real[:, :end], position_ids=places[:, start:end])
-            out = model(tokens, past_key_values=cache, logits_to_keep=1, **options)
+            out = model(
+                tokens,
+                attention_mask=real[:, :end],
+                position_ids=places[:, start:end],
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
             return out.logits.float().log_softmax(-1)
 
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
@@ -136,8 +140,8 @@ PEERS = {
 }
 
 
-def contestants(model, new, names, shape=None, graph=True):
-    """{name: contestant}. Packs a model on a CPU, as loading does. shape: that of a random one."""
+def contestants(model, new, names, shape, graph=True):
+    """{name: contestant}. Packs a model on a CPU, as loading does. shape: its config.json."""
     heads = spread_heads(model.config)
     if set(names) & set(PEERS):
         twin = transformers_model(model, shape)  # before packing: it needs plain weights
@@ -247,14 +251,12 @@ def parse():
     p = cli.parser(__doc__)
     model = p.add_mutually_exclusive_group()
     model.add_argument(
-        "--shape", default="0.5b", choices=list(SHAPES), help="random weights (default: 0.5b)"
+        "--shape", default="0.5b", choices=SHAPES, help="random weights (default: 0.5b)"
     )
     model.add_argument(
         "--model", metavar="M", help="a checkpoint, as a folder or hub id, in place of a shape"
     )
-    p.add_argument(
-        "--dtype", choices=list(DTYPES), help="(default: float32; of a checkpoint, its own)"
-    )
+    p.add_argument("--dtype", choices=DTYPES, help="(default: float32; of a checkpoint, its own)")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     p.add_argument(
         "--prompt",
@@ -296,8 +298,9 @@ def parse():
 def main():
     args = parse()
     if args.model:
-        start, shape = time.perf_counter(), None
+        start = time.perf_counter()
         model = Transformer.load(args.model, args.device, args.dtype)
+        shape = read_json(model.folder / "config.json")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         row = dict(
             model=model.name,

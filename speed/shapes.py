@@ -69,21 +69,17 @@ def spread_heads(config, n=10):
     )
 
 
-def transformers_model(model, shape=None):
-    """The same model in transformers: of a checkpoint loaded again, of a random model of this
-    shape with the same weights in memory."""
+def transformers_model(model, shape):
+    """The same model in transformers, with the same weights in memory. shape: its config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    if shape is None:
-        twin = AutoModelForCausalLM.from_pretrained(model.folder, dtype=model.dtype)
-    else:
-        config = AutoConfig.for_model(**shape)
-        with torch.device("meta"):
-            twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-        twin.load_state_dict(named_tensors(model), strict=False, assign=True)
-        twin.tie_weights()
-        # Its buffers are not in the state.
-        twin.model.rotary_emb = type(twin.model.rotary_emb)(config)
+    config = AutoConfig.for_model(**shape)
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    twin.load_state_dict(named_tensors(model), strict=False, assign=True)
+    twin.tie_weights()
+    # Its buffers are not in the state.
+    twin.model.rotary_emb = type(twin.model.rotary_emb)(config)
     twin.generation_config = GenerationConfig()  # no end token, no sampling
     return twin.to(model.device).eval()
 

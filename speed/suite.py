@@ -16,19 +16,17 @@ from itertools import chain
 from operator import eq
 from os.path import commonprefix
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
 import cli
-from model import Linear
-from paper import decoding, tasks
+from paper import tasks
 from paper.tasks import data, prompts
-from runtime.pack import pack
-from speed.decode import measure, origin, quartiles, two_pass
-from speed.shapes import SHAPES, random_model, spread_heads, transformers_model
+from speed import decode
+from speed.decode import measure, origin, quartiles
+from speed.shapes import SHAPES, random_model
 
 VOCABULARY = 32_000  # tokens, unless the shape has fewer
 BATCH = 16  # prompts at once, as evaluate.py by default
@@ -47,24 +45,13 @@ def contestants(model, task, shape):
     """{name: a function of a batch of prompts that returns the ids of the answers}.
 
     Packs the model, as loading does."""
-    heads = spread_heads(model.config)
-    # before packing: it needs plain weights
-    with_transformers = two_pass(transformers_model(model, shape), task.max_new_tokens - 1, heads)
-    pack(model, Linear, keep="embed")
-    bench = SimpleNamespace(task=task)
-    tokenizer = SimpleNamespace(eos_ids=(), decode=str)
-    settings = dict(method="decore-entropy", heads=heads)
-    header = dict(max_new_tokens=task.max_new_tokens)
-
-    def evaluate(batch, _):
-        encoded = [prompts.Encoded(i, ids, None, None, 0) for i, ids in enumerate(batch)]
-        lines = decoding.answer(bench, encoded, header, settings, model, tokenizer)
-        return [line["ids"] for line in lines]
+    runs = decode.contestants(model, task.max_new_tokens - 1, ["decore-entropy", "two-pass"], shape)
+    batches = runs["two-pass"]
 
     def one_by_one(batch, tick):
-        return [with_transformers([ids], tick)[0] for ids in batch]
+        return [batches([ids], tick)[0] for ids in batch]
 
-    return {"evaluate": evaluate, "one by one": one_by_one, "batches": with_transformers}
+    return {"evaluate": runs["decore-entropy"], "one by one": one_by_one, "batches": batches}
 
 
 def summary(results, batches):
@@ -91,7 +78,7 @@ def summary(results, batches):
 @torch.inference_mode()
 def main():
     p = cli.parser(__doc__)
-    p.add_argument("--shape", default="0.5b", choices=list(SHAPES), help="(default: 0.5b)")
+    p.add_argument("--shape", default="0.5b", choices=SHAPES, help="(default: 0.5b)")
     p.add_argument("--task", required=True, metavar="T", help="a task that generates")
     p.add_argument("--data", type=Path, metavar="DIR", help="data and demonstrations")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items")

@@ -2,7 +2,6 @@
 tokens."""
 
 import json
-from collections import Counter
 
 import pytest
 import torch
@@ -41,17 +40,17 @@ def test_rates_count_all_texts_and_ratios_are_medians_over_the_rounds():
 
 
 def test_every_decore_masks_the_same_heads():
-    model, counts = random_model(SHAPES["tiny"]), Counter()
+    model, ticks = random_model(SHAPES["tiny"]), []
     for p in model.parameters():
         p.data *= 5  # with weights of 0.02 a head hardly moves the logits
     names = ["greedy", "decore-entropy", *decode.PEERS]
     ids = {}
     with torch.inference_mode():
         for name, run in decode.contestants(model, 16, names, SHAPES["tiny"]).items():
-            ids[name] = run([[*range(12)]], lambda *_, name=name: counts.update([name]))
+            ids[name] = run([[*range(12)]], lambda *_: ticks.append(0))
     assert ids["greedy"] == ids["transformers"] == ids["hf-greedy"] != ids["decore-entropy"]
     assert ids["decore-entropy"] == ids["two-pass"] == ids["hf"] == ids["custom-generate"]
-    assert set(counts.values()) == {17}
+    assert len(ticks) == 17 * len(names)
     layers = [layer for layer, _ in spread_heads(stand_in(32, 32).config)]
     assert layers == [6, 8, 11, 13, 16, 19, 21, 24, 26, 29]
 
