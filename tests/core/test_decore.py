@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from decore import METHODS, decore, generate, loglikelihoods, make_head_mask, score
-from model import MASKS, Cache, Transformer
+from model import Cache, Transformer
 from paper import decoders
+from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (2, 3), (1, 2)]

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from decore import METHODS, DeCoRe, generate
-from model import MASKS, Transformer
+from model import Transformer
 from paper import decoders
 from runtime import attention
+from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (1, 3), (2, 2)]

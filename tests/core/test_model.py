@@ -140,7 +140,7 @@ def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(fami
 
 
 def test_a_mask_for_another_model_is_refused(llama):
-    with pytest.raises(ValueError, match=r"2 layers of 4 heads; llama3 has 3 of 4"):
+    with pytest.raises(ValueError, match=r"\[2, 2, 4\]; llama3 has L = 3, H = 4"):
         llama(torch.tensor([[5]]), head_mask=torch.ones(2, 2, 4))
     with pytest.raises(ValueError, match="known: output, query"):
         llama(torch.tensor([[5]]), mask="keys")
