@@ -177,7 +177,7 @@ def test_chat_templates_give_the_ids_of_transformers(template, core, tmp_path):
         ids = reference.apply_chat_template(
             messages, add_generation_prompt=prompt, return_dict=False
         )
-        assert tokenizer.encode_chat(messages, prompt) == ids
+        assert tokenizer.encode_chat(messages, generation_prompt=prompt) == ids
 
 
 def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
