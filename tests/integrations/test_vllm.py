@@ -212,7 +212,7 @@ def test_what_would_give_other_tokens_is_refused_by_name(config, monkeypatch, pa
     "options, words",
     [
         (dict(pipeline_parallel_size=2), "parallel_config.pipeline_parallel_size: see docs"),
-        (dict(runner="pooling"), "pooling: see docs"),
+        (dict(runner="pooling"), "model_config.pooler_config: see docs"),
         (dict(load_format="tensorizer"), "load_format: see docs"),
         (dict(speculative_config=DRAFTS | dict(method="ngram_gpu")), "other than ngram: see docs"),
         (dict(settings={"head": 1}), "decore head: Extra inputs"),
