@@ -51,7 +51,8 @@ class Attention(nn.Module):
         """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1, 1, H, 1], or None."""
         H = self.heads
         G = self.kv_heads
-        qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.width))  # [R, B, T, H + 2·G, K]
+        qk, v = qkv.split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
         q, k = rotate(qk, *view.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
@@ -266,7 +267,7 @@ def common_prefix(ids):
     since a pass for few tokens costs more than it saves."""
     same = (ids == ids[:1]).all(0)
     length = int(same.cumprod(0).sum())
-    return length if length >= BLOCK and len(ids) > 1 else 0
+    return length if length >= BLOCK else 0
 
 
 def rope(model, positions):

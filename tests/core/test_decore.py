@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+import decore as base
 from decore import METHODS, decore, generate, loglikelihoods, make_head_mask, score
 from model import Cache, Transformer
 from paper import decoders
@@ -101,14 +103,29 @@ def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
     how = dict(heads=HEADS, max_new_tokens=3)
     plain, batch = generate(llama, [5, 6], **how), generate(llama, [[5, 6], [7, 8]], **how)
     assert generate(llama, form([5, 6]), **how) == plain
-    assert generate(llama, (form([5, 6]),), **how) == [plain]
-    assert generate(llama, [form([5, 6]), form([7, 8])], **how) == batch
+    assert generate(llama, (form([5, 6]), form([7, 8])), **how) == batch
     if form in (np.array, torch.tensor):
         assert generate(llama, form([[5, 6], [7, 8]]), **how) == batch
     sums = score(llama, form([5, 6]), form([7, 8]), heads=HEADS)
     assert sums == score(llama, [5, 6], [7, 8], heads=HEADS)
     for heads in ["1-0", "2-3", "1-2"], [form(h) for h in HEADS], iter(HEADS):
         assert generate(llama, [5, 6], **how | dict(heads=heads)) == plain
+
+
+@pytest.mark.parametrize("module", [base, decoders])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, module, side):
+    prompts = [[5, 6, 7], [8]]
+    ids = pad_sequence([torch.tensor(p) for p in prompts], True, 2, side)
+    masks = pad_sequence([torch.ones(len(p)) for p in prompts], True, 0, side)
+    how = dict(method="decore-entropy", heads=HEADS)
+    batch = module.generate(llama, input_ids=ids, attention_mask=masks, **how)
+    for b, prompt in enumerate(prompts):
+        alone = module.generate(llama, prompt, **how)
+        assert batch[b].ids == alone.ids
+        assert module.generate(llama, ids[b], attention_mask=masks[b], **how) == alone
+        padded = module.score(llama, ids[b, None], [5, 6], attention_mask=masks[b, None], **how)
+        assert padded == module.score(llama, prompt, [5, 6], **how)
 
 
 # ----------------------------------------------------------------------------------------- stopping
@@ -128,7 +145,6 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
         out = generate(llama, PROMPTS, eos_ids=form, **how)
         assert [g.ids for g in out] == expected
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
-        assert all(len(g.alphas) == len(g.entropies) == len(g.ids) for g in out)
 
 
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):
