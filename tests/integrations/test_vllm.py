@@ -35,7 +35,6 @@ from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
-from vllm.sampling_params import BeamSearchParams  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
 
 OPTIONS = dict(
@@ -241,10 +240,8 @@ def test_a_server_without_heads_ends_with_one_line(folder):
     assert "ValueError: decore: heads='no-such' is not a head file" in line
 
 
-def test_requests_whose_prompts_grow_are_refused(folder):
+def test_streamed_inputs_are_refused(folder):
     with start(folder / "llama3") as llm:
-        with pytest.raises(VLLMValidationError, match="beam search"):
-            llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=2))
         process = llm.llm_engine.input_processor.process_inputs
         prompt = dict(prompt_token_ids=[1])
         with pytest.raises(VLLMValidationError, match="streamed inputs"):
