@@ -12,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ os.environ |= dict(
 vllm = pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.txt")
 
 import decore_vllm  # noqa: E402
-from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
@@ -190,27 +189,12 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
 # ------------------------------------------------------------------------------- what is refused
 
 
-@pytest.fixture(scope="module")
-def config(folder):
-    """vLLM's configuration, with DeCoRe."""
-    options = dict(OPTIONS, additional_config={"decore": {"heads": HEADS}})
-    return EngineArgs(str(folder / "llama3"), **options).create_engine_config()
-
-
-@pytest.mark.parametrize("path", decore_vllm.REFUSED)
-def test_what_would_give_other_tokens_is_refused_by_name(config, monkeypatch, path):
-    *place, name = path.split(".")
-    owner = type(reduce(getattr, place, config))
-    value = 2 if name.endswith("_size") else True
-    monkeypatch.setattr(owner, name, property(lambda _: value), raising=False)
-    with pytest.raises(ValueError, match=f"^decore does not work with {path}: see docs"):
-        decore_vllm.create_engine_config(None, lambda args: config)
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
         (dict(pipeline_parallel_size=2), "parallel_config.pipeline_parallel_size: see docs"),
+        (dict(enable_prompt_embeds=True), "model_config.enable_prompt_embeds: see docs"),
+        (dict(enable_lora=True), "lora_config: see docs"),
         (dict(runner="pooling"), "model_config.pooler_config: see docs"),
         (dict(load_format="tensorizer"), "load_format: see docs"),
         (dict(speculative_config=DRAFTS | dict(method="ngram_gpu")), "other than ngram: see docs"),
