@@ -142,7 +142,7 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
     model = Transformer.load(write_checkpoint(tmp_path, "llama3", eos_token_id=[end]))
     assert [g.ids for g in generate(model, PROMPTS, **how)] == expected
     assert generate(model, PROMPTS, eos_ids=(), **how) == free
-    for form in (end, [end, end], {end}, torch.tensor(end), np.array([end])):
+    for form in (end, [end, end], {end}, torch.tensor(end)):
         out = generate(llama, PROMPTS, eos_ids=form, **how)
         assert [g.ids for g in out] == expected
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
@@ -171,7 +171,6 @@ def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
     out = generate(llama, [PROMPTS[1], [5]], on_token=on_token, **how)
     assert calls == [list(zip(g.ids, g.entropies)) for g in out]
     assert out[0].stop == "stop" and out[0].ids == text.ids[: text.ids.index(text.ids[2]) + 1]
-    assert len(out[1].ids) == 9 and out[1].stop == "length"
 
 
 # ------------------------------------------------------------------------------------------ scoring
@@ -220,10 +219,9 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
 def test_logits_that_are_not_finite_are_an_error(tmp_path):
     broken = Transformer.load(write_checkpoint(tmp_path, "llama3"))
     broken.norm.weight.data[0] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
-        generate(broken, [5], method="greedy")
-    with pytest.raises(ValueError, match="not finite"):
-        score(broken, [5], [6], method="greedy")
+    for function, *answer in (generate,), (score, [6]):
+        with pytest.raises(ValueError, match="not finite"):
+            function(broken, [5], *answer, method="greedy")
 
 
 def stand_in(vocab_size):
@@ -240,7 +238,6 @@ REFUSED = {
     "contains the id -1": dict(ids=[-1]),
     "is .True.; give": dict(ids=[True]),
     "is 'text'; give token ids": dict(ids="text"),
-    "is 5; give": dict(ids=5),
     "513 tokens; .* reads 512": dict(ids=[5] * 513),
     "begins or ends in padding; pass the attention_mask": dict(ids=torch.tensor([[5, 2]])),
     "attention_mask must have the shape of the ids": dict(attention_mask=[1, 1]),

@@ -287,7 +287,6 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("chat_template.jinja", "", "no chat template, like most base models: use plain text"),
         ("chat_template.jinja", "{{ raise_exception('no\nlines') }}", "no lines"),
         ("chat_template.jinja", "{% if %}", "Expected an expression"),
-        ("chat_template.jinja", "{{ messages[5]['content'] }}", "no element 5"),
         ("chat_template.jinja", SUBCLASSES, "unsafe"),
         ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
         ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
