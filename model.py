@@ -218,7 +218,10 @@ class Transformer(nn.Module):
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
-        dtype = find_dtype(dtype) if dtype else default_dtype(folder, device) or config.dtype
+        if dtype:
+            dtype = find_dtype(dtype)
+        else:
+            dtype = default_dtype(folder, device) or config.dtype
         model = cls(config, shard, "meta", dtype)
         model.name = folder.resolve().name if Path(name).exists() else str(name)
         model.folder = folder
