@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from runtime.checks import (
     as_batch,
@@ -150,14 +151,12 @@ class DeCoRe:
         self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
         rows = {"greedy": [[]], "masked": [heads]}.get(method, [[], heads])
         if amateur:
-            base = Session(model, prompts, capacity)
-            other = Session(amateur, prompts, capacity, [amateur_heads], mask, mask_prompt)
-            self.sessions = [base, other]
-        else:  # rows of one pass; if prompts are masked, a pass for each row, as their keys differ
-            passes = [[row] for row in rows] if mask_prompt else [rows]
-            self.sessions = [
-                Session(model, prompts, capacity, rows, mask, mask_prompt) for rows in passes
-            ]
+            passes = [(model, [[]]), (amateur, [amateur_heads])]
+        elif mask_prompt:  # the keys of the prompts differ from row to row
+            passes = [(model, [row]) for row in rows]
+        else:
+            passes = [(model, rows)]
+        self.sessions = [Session(m, prompts, capacity, r, mask, mask_prompt) for m, r in passes]
 
     def step(self, tokens):
         """Append tokens [B, T] to the texts → their `Step`.
@@ -174,16 +173,6 @@ class DeCoRe:
         if self.alpha_cap is not None:
             alpha = alpha.clamp(max=self.alpha_cap)
         return Step(contrast(base, other, alpha), base, other, alpha, h)  # Eq. 7
-
-
-def decode(step, token, n):
-    """The loop: n greedy steps from the prompts' last tokens [B, 1] on.
-
-    Yields the next token [B, 1] and its Step."""
-    for _ in range(n):
-        result = step(token)
-        token = result.scores.argmax(-1)
-        yield token, result
 
 
 @dataclass
@@ -221,13 +210,15 @@ def generate(
         model, ids, max_new_tokens, eos_ids, settings
     )
     decoding = decoder(model, prompts, max(limits), method, **settings)
-    last = pad([p[-1:] for p in prompts], model.device)
+    token = pad([p[-1:] for p in prompts], model.device)
     graph = graph and all(session.model.can_record for session in decoding.sessions)
-    step = recorded(decoding, last) if graph else decoding.step
+    step = recorded(decoding, token) if graph else decoding.step
     out = [Generation() for _ in prompts]
-    for token, (scores, _, _, alpha, h) in decode(step, last, max(limits)):
-        score = scores.gather(-1, token[..., None])[..., 0]
-        numbers = torch.stack([token.float(), score, alpha, h], -1)  # [B, 1, 4], on the device
+    for _ in range(max(limits)):
+        result = step(token)
+        score, token = result.scores.max(-1)  # greedy
+        numbers = [token.float(), score, result.alpha, result.entropy]
+        numbers = torch.stack(numbers, -1)  # [B, 1, 4], on the device
         for b, (token_id, score, alpha, h) in enumerate(numbers[:, 0].tolist()):
             g = out[b]
             if g.stop:
@@ -237,7 +228,7 @@ def generate(
             g.ids.append(token_id)
             g.alphas.append(alpha)
             g.entropies.append(h)
-            ended = on_token is not None and on_token(b, token_id, h) is True
+            ended = on_token and on_token(b, token_id, h) is True
             if token_id in eos_ids:
                 g.stop = "eos"
             elif ended:
@@ -293,12 +284,12 @@ def loglikelihoods(
     sums = []
     greedy = []
     for b, prompt in enumerate(prompts):
-        for session, cache in zip(decoding.sessions, caches, strict=True):
+        for session, cache in zip(decoding.sessions, caches):
             texts = torch.arange(b, len(cache.lengths), len(prompts))  # one in each group
             session.cache = cache.select(texts.repeat_interleave(len(answers[b])))
         values, chosen = score_tokens(decoding, prompt[-1:], answers[b], renormalise, allowed)
-        sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b], strict=True)])
-        greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b], strict=True)])
+        sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
+        greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
         check_finite(sum(sums[b]), model)
     return sums, greedy
 
@@ -313,7 +304,7 @@ def score_tokens(decoding, last, answers, renormalise, allowed):
     values = []
     chosen = []
     size = max(1, SCORED_AT_ONCE // len(answers))
-    for part, tokens in zip(ids.split(size, 1), before.split(size, 1), strict=True):
+    for part, tokens in zip(ids.split(size, 1), before.split(size, 1)):
         result = decoding.step(tokens)
         scores = result.scores  # [A, T, V]
         candidates = scores if allowed is None else scores.where(allowed(result), -math.inf)
@@ -327,18 +318,16 @@ def score_tokens(decoding, last, answers, renormalise, allowed):
 def make_head_mask(rows, model):
     """The heads to mask in each row, (layer, head) pairs or "layer-head" → [R, L, H] of 0 and 1."""
     head_mask = torch.ones(len(rows), model.config.n_layers, model.config.n_heads)
-    for row, heads in enumerate(rows):
+    for row, heads in zip(head_mask, rows):
         for layer, head in check_heads(heads, model):
-            head_mask[row, layer, head] = 0
+            row[layer, head] = 0
     return head_mask.to(model.device)
 
 
 def pad(sequences, device="cpu"):
     """Lists of ints → [B, T], padded on the right with 0."""
-    longest = max(map(len, sequences))
-    return torch.tensor(
-        [s + [0] * (longest - len(s)) for s in sequences], dtype=torch.long, device=device
-    )
+    tensors = [torch.tensor(s, dtype=torch.long) for s in sequences]
+    return pad_sequence(tensors, batch_first=True).to(device)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ prompt, which are stored once.
     (H and G: those of this rank)
 
 In constructors, c is the model's Config, and kw the device and dtype. In passes, `head_mask` says
-which heads are masked, `mask` what masking is (one of MASKS), and `view` what the tokens of the
-pass attend to: `Prefill` or `Decode`.
+which heads are masked, `mask` what masking is ("output" or "query"), and `view` what the tokens of
+the pass attend to: `Prefill` or `Decode`.
 """
 
 import copy
-import math
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.attention import attention, causal_attention
-from runtime.checks import MASKS
+from runtime.checks import check_head_mask, check_mask
 from runtime.config import Config, default_dtype, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
@@ -52,7 +51,8 @@ class Attention(nn.Module):
         """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1, 1, H, 1], or None."""
         H = self.heads
         G = self.kv_heads
-        qk, v = self.qkv(x).unflatten(-1, (-1, self.width)).split((H + G, G), -2)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.width))  # [R, B, T, H + 2·G, K]
+        qk, v = qkv.split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
         q, k = rotate(qk, *view.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
@@ -93,6 +93,12 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's."""
 
+    folder = None
+    bos_id = None
+    eos_ids = ()
+    pad_ids = ()
+    product = None  # of a CPU's linear layers, chosen by `load`: see runtime/pack.py
+
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):
         super().__init__()
         shard = shard or Shard()
@@ -101,11 +107,6 @@ class Transformer(nn.Module):
         self.config = config
         self.shard = shard
         self.name = config.model_type
-        self.folder = None
-        self.bos_id = None
-        self.eos_ids = ()
-        self.pad_ids = ()
-        self.product = None  # of a CPU's linear layers, chosen by `load`: see runtime/pack.py
         vocab = -(-config.vocab_size // shard.size)  # of one rank, rounded up
         self.embed = Linear(config.d_model, vocab, **kw)  # may be the head too
         self.layers = nn.ModuleList(Layer(config, shard, **kw) for _ in range(config.n_layers))
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
             last = x
         if cache:
             cache.slots += T
-        logits = self.logits(self.norm(last))
+        logits = self.logits(last)
         return logits[0] if cache is None and head_mask is None else logits
 
     @torch.no_grad()
@@ -147,8 +148,7 @@ class Transformer(nn.Module):
 
         groups: the prompts are this many groups of equal size, one after the other; the common
         prefix of a group is read once. on_layer(layer, x) is called for each hidden state x
-        [R, B, T, D] of each part of the prompts, in order; layers are numbered as in
-        `read_layers`."""
+        [R, B, T, D] of each part of the prompts, in order; layer 0 is the embeddings."""
         size = len(ids) // groups
         for first in range(0, len(ids), size):
             texts = slice(first, first + size)
@@ -157,17 +157,14 @@ class Transformer(nn.Module):
                 view = Prefill(self, start, chunk.shape[1], group.select(slice(readers)))
                 for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
                     if on_layer:
-                        x = self.norm(x) if layer == self.config.n_layers else x
                         x = x.expand(-1, readers, -1, -1)
                         on_layer(layer, F.pad(x, (0, 0, 0, 0, 0, size - readers)))
 
     def read_layers(self, ids, cache, layers):
-        """Append ids [B, T] to a cache of one row → the final norm's output [1, B, T, D], and a
-        list of the hidden states of `layers`, of the same shape. Layer 0: the embeddings; the last
-        layer's are after the final norm."""
+        """Append ids [B, T] to a cache of one row → the last hidden state [1, B, T, D], and a list
+        of those of `layers`, of the same shape. Layer 0 is the embeddings."""
         states = list(self.hidden_states(ids, Decode(self, cache, ids.shape[1])))
         cache.slots += ids.shape[1]
-        states[-1] = self.norm(states[-1])
         return states[-1], [states[layer] for layer in layers]
 
     def new_cache(self, lengths, capacity, rows=1):
@@ -177,26 +174,21 @@ class Transformer(nn.Module):
 
     def hidden_states(self, ids, view, head_mask=None, mask="output"):
         """Yield hidden states [R, B, T, D]: the embeddings of ids [B, T], then the output of each
-        layer."""
+        layer, that of the last one after the final norm."""
         c = self.config
         rows = view.rows
         layer_masks = [None] * c.n_layers
-        if mask not in MASKS:
-            raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
+        check_mask(mask)
         if head_mask is not None:
-            if head_mask.shape[1:] != (c.n_layers, c.n_heads):
-                raise ValueError(
-                    f"the head mask is for {head_mask.shape[1]} layers of {head_mask.shape[2]} "
-                    f"heads; {self.name} has {c.n_layers} of {c.n_heads}"
-                )
+            check_head_mask(head_mask, self)
             rows = len(head_mask)
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
             layer_masks = head_mask[:, :, None, None, :, None].unbind(1)  # L of [R, 1, 1, H, 1]
         x = self.embedding(ids).expand(rows, -1, -1, -1)
-        yield x
         for i, layer in enumerate(self.layers):
-            x = layer(x, i, view, layer_masks[i], mask)
             yield x
+            x = layer(x, i, view, layer_masks[i], mask)
+        yield self.norm(x)
 
     def embedding(self, ids):
         """[..., T] → [..., T, D].
@@ -211,7 +203,7 @@ class Transformer(nn.Module):
         )
 
     def logits(self, x):
-        """The language-model head: x [R, B, T, D], after the final norm → [R, B, T, V] float32."""
+        """The language-model head: last hidden states [R, B, T, D] → [R, B, T, V] float32."""
         return self.shard.all_gather(self.lm_head(x)).float()[..., : self.config.vocab_size]
 
     @classmethod
@@ -226,7 +218,10 @@ class Transformer(nn.Module):
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)
         config = untie(Config.from_checkpoint(folder), weight_files(folder))
-        dtype = find_dtype(dtype) if dtype else default_dtype(folder, device) or config.dtype
+        if dtype:
+            dtype = find_dtype(dtype)
+        else:
+            dtype = default_dtype(folder, device) or config.dtype
         model = cls(config, shard, "meta", dtype)
         model.name = folder.resolve().name if Path(name).exists() else str(name)
         model.folder = folder
@@ -275,7 +270,7 @@ def common_prefix(ids):
     since a pass for few tokens costs more than it saves."""
     same = (ids == ids[:1]).all(0)
     length = int(same.cumprod(0).sum())
-    return length if length >= BLOCK and len(ids) > 1 else 0
+    return length if length >= BLOCK else 0
 
 
 def rope(model, positions):
@@ -372,7 +367,6 @@ class Decode:
         self.cache = cache
         self.windows = model.config.windows
         self.probabilities = probabilities
-        self.biases = {}  # window → [B, 1, R·T·H/G, C]
         slots = cache.slots + torch.arange(T, device=device)  # [T]
         self.positions = cache.lengths[:, None] + slots  # [B, T]
         self.rope = rope(model, self.positions)
@@ -381,8 +375,9 @@ class Decode:
         if model.can_record:
             used = cache.S  # all recorded steps have the same shapes
         else:
-            used = min(cache.S, round_up(int(cache.slots) + T))
+            used = round_up(int(cache.slots) + T)
         self.C = cache.P + used * R
+        self.biases = {window: self.bias(model, window) for window in set(self.windows)}
 
     def attend(self, layer, q, k, v):
         """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K].
@@ -398,29 +393,20 @@ class Decode:
         q = q.unflatten(3, (G, -1))  # [R, B, T, G, H/G, K]
         q = q.permute(1, 3, 0, 2, 4, 5)  # [B, G, R, T, H/G, K]
         sizes = q.shape[2:5]
-        bias = self.bias(self.windows[layer], sizes[2], q.dtype)
-        returns_probabilities = self.probabilities is not None
-        y, probabilities = attention(q.flatten(2, 4), k, v, bias, returns_probabilities)
-        if returns_probabilities:
+        bias = self.biases[self.windows[layer]]
+        y, probabilities = attention(q.flatten(2, 4), k, v, bias, self.probabilities is not None)
+        if probabilities is not None:
             self.probabilities.append(by_row(probabilities, sizes))
         return by_row(y, sizes)
 
-    def bias(self, window, queries, dtype):
-        """0 for the keys that a query sees, else −∞: [B, 1, R·T·H/G, C]. queries: H/G."""
-        if window not in self.biases:
-            visible = self.visible(window).flatten(1, 2)  # [B, R·T, C]
-            hidden = ~visible.repeat_interleave(queries, 1)[:, None]
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self.biases[window] = zeros.masked_fill(hidden, -math.inf)
-        return self.biases[window]
+    def bias(self, model, window):
+        """0 for the keys that a query sees, else −∞: [B, 1, R·T·H/G, C].
 
-    def visible(self, window):
-        """Whether a query sees a key, [B, R, T, C]: no padding, no later token, no other row, none
-        past the window."""
+        No query sees padding, a later token, another row, or a key past the window."""
         P = self.cache.P
         R = self.cache.rows
         lengths = self.cache.lengths[:, None]  # [B, 1]
-        key = torch.arange(self.C, device=lengths.device)
+        key = torch.arange(self.C, device=model.device)
         in_prompt = key < P
         slot = (key - P) // R
         row = (key - P) % R
@@ -428,8 +414,11 @@ class Decode:
         padding = in_prompt & (key >= lengths)  # [B, C]
         age = self.positions[..., None] - position[:, None]  # [B, T, C]
         seen = (age >= 0) & (age < (window or 2**30)) & ~padding[:, None]
-        own_row = in_prompt | (row == torch.arange(R, device=key.device)[:, None])  # [R, C]
-        return seen[:, None] & own_row[:, None]
+        own_row = in_prompt | (row == torch.arange(R, device=model.device)[:, None])  # [R, C]
+        visible = (seen[:, None] & own_row[:, None]).flatten(1, 2)  # [B, R·T, C]
+        attn = model.layers[0].attn
+        visible = visible.repeat_interleave(attn.heads // attn.kv_heads, 1)
+        return visible[:, None].to(model.dtype).log()  # log 1 = 0, log 0 = −∞
 
 
 def by_row(x, sizes):

@@ -43,12 +43,11 @@ class Tokenizer:
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and ids[:2] == [self.bos_id] * 2 else ids
 
-    def encode_chat(self, messages, generation_prompt=True, template_args=None, today=None):
+    def encode_chat(self, messages, **options):
         """[{"role": …, "content": …}, …] → ids. The template writes all special tokens, BOS too.
 
-        The arguments are those of `render`."""
-        text = self.render(messages, generation_prompt, template_args, today)
-        return self.encode(text, bos=False)
+        options: the other arguments of `render`."""
+        return self.encode(self.render(messages, **options), bos=False)
 
     def render(self, messages, generation_prompt=True, template_args=None, today=None):
         """Messages → the text of a chat. ValueError if the template rejects the messages.
@@ -86,7 +85,7 @@ class Tokenizer:
 
     def template_reads(self, key):
         """Whether the chat template mentions a variable, for example `enable_thinking`."""
-        return re.search(rf"\b{re.escape(key)}\b", self.chat_template) is not None
+        return key in re.findall(r"\w+", self.chat_template)
 
     def decode(self, ids):
         """Ids → text, without special tokens and unknown ids. All spaces stay."""

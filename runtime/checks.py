@@ -161,6 +161,21 @@ def check_method(method, known):
         raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}")
 
 
+def check_mask(mask):
+    if mask not in MASKS:
+        raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
+
+
+def check_head_mask(head_mask, model):
+    """ValueError if the head mask is not [R, L, H] of this model."""
+    L, H = model.config.n_layers, model.config.n_heads
+    if head_mask.shape[1:] != (L, H):
+        raise ValueError(
+            f"the head mask is [R, L, H] = {list(head_mask.shape)}; "
+            f"{model.name} has L = {L}, H = {H}"
+        )
+
+
 def check_masking(method, heads, amateur, amateur_heads):
     """ValueError for a method of DeCoRe without the heads that it masks."""
     if amateur is not None and not (
@@ -181,8 +196,7 @@ def check_settings(model, settings):
     check_number(settings.get("alpha", 0), "alpha", -HUGE)
     if settings.get("alpha_cap") is not None:
         check_number(settings["alpha_cap"], "alpha_cap", 0)
-    if settings.get("mask", MASKS[0]) not in MASKS:
-        raise ValueError(f"mask {settings['mask']!r} is unknown; known: {', '.join(MASKS)}")
+    check_mask(settings.get("mask", MASKS[0]))
     amateur = settings.get("amateur")
     if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
         raise ValueError(

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from runtime.checks import check_head_mask
 from runtime.config import default_dtype, find_dtype
 from runtime.errors import out_of_memory
 from runtime.files import one_line
@@ -171,12 +172,7 @@ class HFModel(nn.Module):
         """Add hooks that mask heads in the next pass.
 
         head_mask: [R, L, H] of 0 and 1. changes: the stack of contexts that the hooks live in."""
-        L, H = self.config.n_layers, self.config.n_heads
-        if head_mask.shape[1:] != (L, H):
-            raise ValueError(
-                f"the head mask is [R, L, H] = {list(head_mask.shape)}; "
-                f"{self.name} has L = {L}, H = {H}"
-            )
+        check_head_mask(head_mask, self)
 
         def silence(layer, heads, module, args, *output):
             """Of the output projection the input is masked, of the query projection the output,

@@ -59,6 +59,7 @@ REFUSED = (  # settings and properties that would give other tokens, or none
     "model_config.has_inner_state",
     "model_config.is_diffusion",
     "model_config.is_encoder_decoder",
+    "model_config.pooler_config",
     "model_config.supports_multimodal_inputs",
     "model_config.use_mla",
 )
@@ -104,11 +105,11 @@ def contrasting(cls):
 
             starts: the position of each request's first masked token. positions [T or more].
             offsets: a request's tokens are those from offsets[i] to offsets[i + 1]."""
-            ends = offsets[1 : len(starts) + 1]
-            tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
-            request = torch.searchsorted(ends, tokens, right=True)
-            starts = torch.tensor([*starts, NEVER], device=ends.device)  # NEVER: padding
-            self.masked[: len(positions)] = positions >= starts[request]
+            lengths = offsets[: len(starts) + 1].diff()
+            starts = torch.tensor(starts, device=offsets.device).repeat_interleave(lengths)  # [T]
+            T = len(starts)
+            self.masked[:T] = positions[:T] >= starts
+            self.masked[T:] = False  # padding
             self.marked = True
 
         def compute_logits(self, hidden):
@@ -296,7 +297,7 @@ def choose_heads(settings, model_config):
         heads = sorted(scores, key=scores.get, reverse=True)[:n]  # equal ones as in the file
     elif n:
         raise ValueError("decore: num_heads has no effect without a head file: leave it out")
-    if not heads or not known >= set(heads) or len(set(heads)) < len(heads):
+    if not heads or sorted(known & set(heads)) != sorted(heads):
         raise ValueError(
             f"decore: heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to "
             f"{L - 1}-{H - 1}, each once"
@@ -371,8 +372,6 @@ def create_engine_config(args, original, *more, **kw):
     if __version__ not in TESTED:
         raise ValueError(f"decore-vllm works with vLLM {TESTED}, not {__version__}")
     wrong = [path for path in REFUSED if is_used(attrgetter(path)(config))]
-    if config.model_config.runner_type != "generate":
-        wrong.append("pooling")
     if config.speculative_config and config.speculative_config.method != "ngram":
         wrong.append("speculative_config other than ngram")
     if config.load_config.load_format in ("tensorizer", "ipc_cache", "modelexpress"):

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from decore import METHODS, DeCoRe, generate
-from model import MASKS, Transformer
+from model import Transformer
 from paper import decoders
 from runtime import attention
+from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -88,7 +89,7 @@ class RecordedOnCPU(TorchDispatchMode):
     def replay(self):
         for function, args, kwargs, result in self.operations:
             again = function(*args, **kwargs)
-            for x, y in zip(tree_leaves(result), tree_leaves(again), strict=True):
+            for x, y in zip(tree_leaves(result), tree_leaves(again)):
                 if isinstance(x, torch.ScriptObject):  # of a collective
                     dist.Work.unbox(y).wait()
                 elif isinstance(x, torch.Tensor) and x.data_ptr() != y.data_ptr():
@@ -190,5 +191,4 @@ def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch)
     monkeypatch.setattr(Transformer, "can_record", True)  # else the slots in use are read
     with NothingFromTheHost(), torch.inference_mode():
         for _ in range(2):
-            out = decoder.step(token)
-    assert out.scores.shape == (len(PROMPTS), 1, model.config.vocab_size)
+            decoder.step(token)

@@ -37,10 +37,8 @@ def assert_close(tensor, expected, atol=ATOL):
 
 @pytest.mark.parametrize("i", range(len(PROMPTS)))
 def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
-    golden = np.load(FOLDER / "logits.npz")[f"{family}/{i}"]
-    np.testing.assert_allclose(
-        model(torch.tensor([PROMPTS[i]]))[0].numpy(), golden, atol=ATOL, rtol=0
-    )
+    golden = torch.tensor(np.load(FOLDER / "logits.npz")[f"{family}/{i}"])
+    assert_close(model(torch.tensor([PROMPTS[i]]))[0], golden)
 
 
 GRID = {name: {} for name in FAMILIES} | {
@@ -140,7 +138,7 @@ def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(fami
 
 
 def test_a_mask_for_another_model_is_refused(llama):
-    with pytest.raises(ValueError, match=r"2 layers of 4 heads; llama3 has 3 of 4"):
+    with pytest.raises(ValueError, match=r"\[2, 2, 4\]; llama3 has L = 3, H = 4"):
         llama(torch.tensor([[5]]), head_mask=torch.ones(2, 2, 4))
     with pytest.raises(ValueError, match="known: output, query"):
         llama(torch.tensor([[5]]), mask="keys")
@@ -173,12 +171,14 @@ def test_rotary_frequencies_stay_float32_whatever_the_weights_are(tmp_path):
     assert logits.dtype == torch.float32 and torch.equal(model.frequencies, before)
 
 
-def test_shards_hold_the_same_model_and_old_rotary_buffers_are_ignored(tmp_path):
-    weights = random_weights(FAMILIES["qwen3"])
-    one = Transformer.load(write_checkpoint(tmp_path / "one", "qwen3", weights=weights))
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    many = Transformer.load(write_checkpoint(tmp_path / "many", "qwen3", weights=weights, shards=3))
+def test_shards_hold_the_same_model_and_a_missing_one_is_named(tmp_path):
+    one = Transformer.load(write_checkpoint(tmp_path / "one", "qwen3"))
+    folder = write_checkpoint(tmp_path / "many", "qwen3", shards=3)
+    many = Transformer.load(folder)
     assert all(map(torch.equal, one.parameters(), many.parameters()))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match="00002-of-00003.safetensors is missing or damaged"):
+        Transformer.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,3 @@ def test_weights_are_strict_both_ways(name, value, words, tmp_path):
         weights[f"model.{name}"] = torch.tensor(value)
     with pytest.raises(ValueError, match=words):
         Transformer.load(write_checkpoint(tmp_path, "llama3", weights=weights))
-
-
-def test_a_pickle_is_refused_with_the_reason_and_a_missing_shard_is_named(tmp_path):
-    weights = write_checkpoint(tmp_path / "pickle", "llama3") / "model.safetensors"
-    weights.rename(weights.with_name("pytorch_model.bin"))
-    with pytest.raises(FileNotFoundError, match="Pickles .* can run code"):
-        Transformer.load(tmp_path / "pickle")
-    folder = write_checkpoint(tmp_path / "shards", "llama3", shards=2)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="00002-of-00002.safetensors is missing or damaged"):
-        Transformer.load(folder)

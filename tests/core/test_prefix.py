@@ -62,12 +62,7 @@ def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):
 
 @pytest.mark.parametrize(
     "ids, length",
-    [
-        ([[1] * 200], 0),  # one prompt has nothing to share
-        ([[1] * 200] * 2, 200),
-        ([[1] * 63 + [2], [1] * 64], 0),
-        ([[1] * 70 + [2], [1] * 71], 70),
-    ],
+    [([[1] * 200] * 2, 200), ([[1] * 63 + [2], [1] * 64], 0), ([[1] * 70 + [2], [1] * 71], 70)],
 )
 def test_a_common_prefix_has_at_least_a_block_of_tokens(ids, length):
     assert common_prefix(torch.tensor(ids)) == length

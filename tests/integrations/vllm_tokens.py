@@ -48,7 +48,7 @@ def main(folder):
     result = {"prompts": prompts}
     for name, settings in METHODS.items():
         result[name] = decode(llama, prompts, **settings)
-    result["longer"] = [p + t for p, t in zip(prompts, result["entropy"], strict=True)]
+    result["longer"] = [p + t for p, t in zip(prompts, result["entropy"])]
     result["continued"] = decode(llama, result["longer"])
     result["guided"] = decode_letters(llama, prompts[-1])
     pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]

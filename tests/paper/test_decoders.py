@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from decore import decode
 from model import Transformer
 from paper.decoders import DECODERS, exit_layers, generate, score
 from tests.checkpoints import random_ids, write_checkpoint
@@ -113,9 +112,13 @@ def next_scores(
 def generate_with_scores(model, prompts, method, new, **how):
     """→ Generations, and the scores of each step, [B, T, V]."""
     decoder = DECODERS[method](model, prompts, new, method, **how)
-    steps = decode(decoder.step, torch.tensor([prompt[-1:] for prompt in prompts]), new)
-    scores = torch.cat([step.scores for _, step in steps], 1).numpy()
-    return generate(model, prompts, method, max_new_tokens=new, **how), scores
+    token = torch.tensor([prompt[-1:] for prompt in prompts])
+    scores = []
+    for _ in range(new):
+        scores.append(decoder.step(token).scores)
+        token = scores[-1].argmax(-1)
+    out = generate(model, prompts, method, max_new_tokens=new, **how)
+    return out, torch.cat(scores, 1).numpy()
 
 
 # --------------------------------------------------------------------------- generation and scoring
