@@ -28,23 +28,20 @@ CHANGES = {
 }
 
 
-class Pair:
-    """A model, and an oracle of transformers with its weights in float64."""
+def with_oracle(model):
+    """A model, and how transformers reads with its weights in float64."""
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        model.folder, dtype=torch.float64, attn_implementation="eager"
+    )
 
-    def __init__(self, model):
-        self.model, self.outputs = model, {}
-        self.oracle = transformers.AutoModelForCausalLM.from_pretrained(
-            model.folder, dtype=torch.float64, attn_implementation="eager"
-        )
-
-    def read(self, ids):
+    @cache
+    @torch.inference_mode()
+    def read(*ids):
         """The oracle's logits of a text, [T, V], and those of each early exit."""
-        if tuple(ids) not in self.outputs:
-            with torch.inference_mode():
-                out = self.oracle(torch.tensor([ids]), output_hidden_states=True)
-                exits = [self.oracle.lm_head(x)[0].numpy() for x in out.hidden_states]
-                self.outputs[tuple(ids)] = out.logits[0].numpy(), exits
-        return self.outputs[tuple(ids)]
+        out = oracle(torch.tensor([ids]), output_hidden_states=True)
+        return out.logits[0].numpy(), [oracle.lm_head(x)[0].numpy() for x in out.hidden_states]
+
+    return SimpleNamespace(model=model, read=read)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +56,12 @@ def deep(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["llama3", "mistral-window", "qwen2", "qwen3"])
 def expert(request, deep):
-    return Pair(deep(request.param, 6))
+    return with_oracle(deep(request.param, 6))
 
 
 @pytest.fixture(scope="module")
 def small(amateur):
-    return Pair(amateur)
+    return with_oracle(amateur)
 
 
 def settings(method, small, **without_context):
@@ -93,12 +90,12 @@ def next_scores(
 ):
     """Scores of what follows text[at], unfiltered. positions: how many AD's entropy is over.
     scoring: the exits of DoLa are those of scoring, not of generation."""
-    logits, exits = expert.read(text)
+    logits, exits = expert.read(*text)
     z = logits[at]
     if method == "cd":
-        return log_softmax(z) - alpha * log_softmax(small.read(text)[0][at])
+        return log_softmax(z) - alpha * log_softmax(small.read(*text)[0][at])
     if method == "cad":
-        return (1 + alpha) * z - alpha * expert.read(without)[0][at + len(without) - len(text)]
+        return (1 + alpha) * z - alpha * expert.read(*without)[0][at + len(without) - len(text)]
     if method == "ad":
         log_p = log_softmax(exits[info_layer][:positions])  # over positions, [P, V]
         return log_softmax(z) + alpha * (np.exp(log_p) * log_p).sum(0)
@@ -144,7 +141,7 @@ def test_tokens_and_scores_equal_the_numpy_version(expert, small, method, change
             text, pair = prompt + g.ids[:i], (expert, small, without + g.ids[:i])
             expected = next_scores(method, len(text) - 1, text, *pair, len(prompt), **changes)
             expected = penalise(torch.tensor([text]), torch.tensor(expected[None]))[0].numpy()
-            log_p = log_softmax(expert.read(text)[0][-1])
+            log_p = log_softmax(expert.read(*text)[0][-1])
             plausible = np.exp(log_p) >= top * np.exp(log_p).max()
             expected = np.where(plausible, expected, -np.inf)
             np.testing.assert_allclose(scores[b, i], expected, atol=ATOL, rtol=0)
@@ -170,8 +167,6 @@ def test_scores_of_answers_equal_the_numpy_version(expert, small, method, renorm
         how |= dict(repetition_penalty=1.5)
     sums = score(expert.model, prompt, ANSWERS, method, **how)
     assert sums == pytest.approx(expected, abs=2e-4)  # sums of 7
-    one = score(expert.model, prompt, ANSWERS[0], method, **how)
-    assert one == pytest.approx(expected[0], abs=2e-4)
 
 
 # --------------------------------------------------------------------------------------------- DoLa
@@ -195,7 +190,6 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep):
     [
         (80, False, "high", "halves", range(40, 80, 2)),
         (80, True, "low", "halves", range(0, 40, 2)),
-        (3, True, "low", "halves", (0,)),
         (80, True, "low", "capped", range(2, 20, 2)),
         (5, False, "high", "capped", (2, 4)),
         (1, True, "low", "capped", (0,)),

@@ -114,8 +114,8 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
 )
 def test_the_layout_is_the_models(start, data, tmp_path, template, family, layout):
     write_model(tmp_path, template, family)
-    options = *data["nq-closed"], *GREEDY, "--limit", 1, "--out", tmp_path / "out"
-    _, [out], _ = start("--model", tmp_path, *options)
+    options = *data["nq-closed"], *GREEDY, "--limit", 1
+    _, [out], _ = start("--model", tmp_path, *options, "--out", tmp_path / "out")
     assert content(out["run"])[0]["layout"] == layout
 
 
@@ -242,7 +242,6 @@ def places(chat_model, data, tmp_path_factory):
             "--template-args has no effect",
         ),
         ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
-        ("{nq_closed} --task nq-closed,x", "unknown task 'x'"),
         ("--tp 2", "the following arguments are required: --task"),
         ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "missing field: 'document'"),
         ("{chat} {nq_closed} --method greedy,ad", "info_layer 24 is outside"),
@@ -256,9 +255,7 @@ def places(chat_model, data, tmp_path_factory):
         ),
         # Heads are looked up before weights are read.
         ("--model {m}/damaged {nq_closed}", "no head scores are known"),
-        ("--model {m}/damaged {nq_closed} --heads none", "none is neither"),
         ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
-        ("fetch {m} --task x", "unknown task 'x'"),
         (
             "fetch {m} --task xsum --mirror http://127.0.0.1:9",
             "missing: xsum/xsum-1000.jsonl; the same command fetches only these",
@@ -292,16 +289,10 @@ def test_the_last_token_of_an_answer_needs_no_position(start, data, tmp_path):
 # Multiple choice and CAD
 
 
-@pytest.mark.parametrize(
-    "method, more",
-    [("greedy", []), ("decore-entropy", []), ("decore-entropy", ["--no-renormalise"])],
-)
-def test_choices_are_scored_as_the_assistants_turn_with_its_end(
-    start, model, data, tmp_path, method, more
-):
-    named = model[:2] if method == "greedy" else [*model, "--num-heads", 2]
-    options = *data["truthfulqa-mc"], "--method", method, *more, "--out", tmp_path
-    _, [out], _ = start(*named, *options)
+@pytest.mark.parametrize("more", [[], ["--no-renormalise"]])
+def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, data, tmp_path, more):
+    options = "--method", "decore-entropy", "--num-heads", 2, *more, "--out", tmp_path
+    _, [out], _ = start(*model, *data["truthfulqa-mc"], *options)
     settings, row = content(out["run"])[:2]
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
@@ -315,8 +306,9 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(
         tokenizer.encode(text, bos=False) + [257]
         for text in ("Because.", "So.", "No.", "Never.", "Not.")
     ]
-    how = dict(renormalise=not more, heads=settings["heads"])
-    scores = decoders.score(loaded, prompt, answers, method, **how)
+    scores = decoders.score(
+        loaded, prompt, answers, "decore-entropy", renormalise=not more, heads=settings["heads"]
+    )
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
     assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
@@ -331,6 +323,12 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
     for context in ("Context: 0 is New. \n", ""):
         last = f"<|turn|>user:{context}Question: who is 0\nAnswer:<|end|><|turn|>assistant:"
         ids.append(tokenizer.core.encode(front + demo * 2 + last).ids)
-    how = dict(method="cad", ids_without_context=ids[1], eos_ids=tokenizer.eos_ids)
-    expected = decoders.generate(loaded, ids[0], max_new_tokens=3, **how)
+    expected = decoders.generate(
+        loaded,
+        ids[0],
+        "cad",
+        max_new_tokens=3,
+        ids_without_context=ids[1],
+        eos_ids=tokenizer.eos_ids,
+    )
     assert content(out["run"])[1]["ids"] == expected.ids

@@ -65,7 +65,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def run(call, server, tmp_path, monkeypatch):
-    """run(*options) → (status, the last line of stderr, all of it), with two files of two tasks."""
+    """run(*options) → (status, stderr), with two files of two tasks."""
     text = b'{"document": "d", "summary": "s"}\n'
     git_id = hashlib.sha1(b"blob %d\0" % len(SOURCE.encode()) + SOURCE.encode()).hexdigest()
     files = (
@@ -82,9 +82,9 @@ def run(call, server, tmp_path, monkeypatch):
     mirror = f"http://127.0.0.1:{server.server_port}/"
 
     def run(*options):
-        options = tmp_path / "data", "--mirror", mirror, *options
-        status, _, err = call(evaluate.main, "fetch", *options)
-        return status, err.rstrip("\n").rpartition("\n")[2], err
+        given = "fetch", tmp_path / "data", "--mirror", mirror
+        status, _, err = call(evaluate.main, *given, *options)
+        return status, err
 
     run.root = root
     return run
@@ -95,7 +95,7 @@ def tree(folder):
 
 
 def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, monkeypatch):
-    status, _, err = run()
+    status, err = run()
     assert status == 0, err
     assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl", "xsum/xsum-1000.jsonl"]
     demos = (tmp_path / "data/nq_swap/demos.jsonl").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, 
         {"context": "a text", "question": "q1", "answer": "a1"},
         {"context": "b", "question": "q2", "answer": "a2"},
     ]
-    folder = str(tmp_path / "data")
+    folder = tmp_path / "data"
     options = "--task", "xsum", "--data", folder, "--demos", folder, "--dry-run", "--model", "no"
     status, out, err = call(evaluate.main, *options)
     assert status == 0 and json.loads(out)["references"] == ["s"], err
@@ -117,13 +117,10 @@ def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, 
 
 def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
     (run.root / "data" / "a b.jsonl").write_text("another file")
-    status, last, err = run()
+    status, err = run()
     assert status == 2 and "data/a b.jsonl is not the file that the paper used" in err
-    assert last.endswith("missing: xsum/xsum-1000.jsonl; the same command fetches only these")
+    assert "missing: xsum/xsum-1000.jsonl; the same" in err
     assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl"]
-    (run.root / "data" / "a b.jsonl").unlink()
-    status, last, err = run()
-    assert status == 2 and "a%20b.jsonl: File not found" in err
 
 
 def break_off(handler):
@@ -149,7 +146,7 @@ def test_a_download_that_fails_is_one_line_and_no_file(
     run, tmp_path, monkeypatch, place, name, function, words
 ):
     monkeypatch.setattr(place, name, function)
-    status, _, err = run("--task", "xsum")
+    status, err = run("--task", "xsum")
     assert status == 2 and words in err
     assert list((tmp_path / "data").rglob("*")) in ([], [tmp_path / "data" / "xsum"])
 

@@ -33,22 +33,19 @@ def many(task, *lines):
         ("triviaqa", "the cat and an owl", "Cat and owl", 1, 1, 1),  # articles as whole words
         ("triviaqa", "theatre", "atre", 0, 1, 1),  # substring, not token
         ("triviaqa", "bathe", "ba", 0, 1, 1),  # not inside a word
-        ("triviaqa", "Paris\nLondon", "London", 0, 0, 0),  # only the first line counts
-        ("triviaqa", "\nParis", "Paris", 0, 0, 0),  # and it is not stripped first
+        # Only the first line counts, and it is not stripped first.
+        ("triviaqa", "\nParis", "Paris", 0, 0, 0),
         ("triviaqa", "Paris\rLondon", "London", 0, 1, 1),  # only \n cuts
-        ("triviaqa", "", "*", 0, 0, 1),  # an empty answer is not an exact match
+        ("triviaqa", "", "*", 0, 0, 1),  # nothing is left of the reference
         ("triviaqa", "“Paris”", "paris", 0, 1, 1),  # only ASCII punctuation is deleted
-        ("triviaqa", "anything", "*", 0, 0, 1),  # nothing is left of the reference
         ("triviaqa", " *", "*", 1, 1, 1),  # it is the whole answer
         ("musique-cot-open", "So the answer is: The Beatles.", "the beatles", 1, 1, 1),
         ("musique-cot-open", "So the answer is: Beatles.", "the beatles", 0, 0, 0),  # articles stay
         ("musique-cot-open", "So the answer is: U.S.", "us", 0, 0, 0),  # punctuation stays
         ("musique-cot-open", "one\ntwo", "two", 0, 1, 1),  # no cut at the newline
-        ("musique-cot-open", "x", "", 0, 0, 1),  # an empty reference
         # Only what was cut out counts.
         ("musique-cot-open", "It is 1990, so the answer is: 1991.", "1990", 0, 0, 0),
         ("miniature-open", " Temund. The ruler is Ada.", "Temund", 1, 1, 1),  # ends at a full stop
-        ("miniature-open", " Temund. The ruler is Ada.", "Ada", 0, 0, 0),
     ],
 )
 def test_short_answers_as_worked_out_by_hand(
@@ -67,15 +64,17 @@ def test_short_answers_as_worked_out_by_hand(
 def test_popqas_demonstrations_count_only_as_published_and_lines_without_memory_not_at_all():
     shown = {"prediction": "politician", "references": ["politician"], "demonstration": True}
     other = {"prediction": "cook", "references": ["actor"]}
-    expected = {"exact_match": 0, "substring_match": 0, "substring_match_published": 0.5}
-    assert many("popqa", shown, other) == expected
+    assert many("popqa", shown, other) == {
+        "exact_match": 0,
+        "substring_match": 0,
+        "substring_match_published": 0.5,
+    }
     assert many("nq-swap", other | {"memory": ["Cook"]}, other)["memory_match"] == 1
 
 
 @pytest.mark.parametrize(
     "prediction, extracted",
     [
-        ("A is B. So the answer is: C.", "C"),
         ("So the answer is C", "C"),
         ("So the answer is: U.S.A..", "U.S.A."),  # one final full stop goes
         ("the answer is: A. The answer is: B.", "B"),  # the last one of the line
@@ -84,7 +83,6 @@ def test_popqas_demonstrations_count_only_as_published_and_lines_without_memory_
         ("Answer is: C", "Answer is: C"),  # lower case, with a blank in front
         (" answer is: C.", "C"),
         ("So the answer is:C.", "So the answer is:C."),  # a blank behind
-        ("C.", "C."),  # no match: the text as it is
     ],
 )
 def test_musique_answers_are_cut_out_as_published(prediction, extracted):
@@ -103,8 +101,8 @@ def logs(*probabilities):
     [
         (logs(0.5, 0.1), logs(0.3, 0.1), 0, [1, 0.6, 0.6, 0.5]),
         (logs(0.5, 0.1), logs(0.3), 1, [0, 2 / 3, 2 / 3, 0.5]),
-        ([-1.0], [-1.0], 0, [0, 0.5, 0.5, 0]),  # a tie is not won
-        ([0.0, 0.0], [0.0], 0, [0, 2 / 3, 2 / 3, 0]),  # repeated candidates count twice
+        # A tie is not won. Repeated candidates count twice.
+        ([0.0, 0.0], [0.0], 0, [0, 2 / 3, 2 / 3, 0]),
         # Underflow: halved once each, exp(-400) against exp(-400.5).
         ([-800.0], [-801.0], 0, [1, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-0.5)), 1]),
         # Only -800 is halved, to -400, so the far likelier false answer loses.
@@ -160,12 +158,20 @@ def test_factkb_is_the_probability_of_class_1_on_summary_and_article(monkeypatch
     model.return_value.logits = torch.tensor([[0.0, 2.0]])
     line = {"prediction": "A summary.", "references": ["not read"]}
     lines = [line | {"document": document} for document in ("An article.", None)]
-    percent = pytest.approx(100 / (1 + math.exp(-2)))
-    assert model_metrics.factkb(lines) == [{"factkb": percent}, {"factkb": None}]
+    assert model_metrics.factkb(lines) == [
+        {"factkb": pytest.approx(100 / (1 + math.exp(-2)))},
+        {"factkb": None},
+    ]
     library.AutoTokenizer.from_pretrained.assert_called_once_with(ROBERTA)
     load.assert_called_with(FACTKB, num_labels=2)
-    options = dict(padding="max_length", truncation=True, max_length=512, return_tensors="pt")
-    tokenizer.assert_called_once_with("A summary.", "An article.", **options)
+    tokenizer.assert_called_once_with(
+        "A summary.",
+        "An article.",
+        padding="max_length",
+        truncation=True,
+        max_length=512,
+        return_tensors="pt",
+    )
     model.assert_called_once_with(ids=7)
 
 
@@ -178,8 +184,9 @@ def test_bertscore_compares_summary_and_first_reference_by_layer_40_up_to_512_to
     tokenizer.cls_token_id, tokenizer.sep_token_id = 1, 2
     line = {"prediction": "A summary.", "references": ["The reference.", "not read"]}
     assert model_metrics.bertscore([line]) == [{"bertscore_f1": 50}]
-    options = dict(num_layers=40, idf=False, rescale_with_baseline=False)
-    library.BERTScorer.assert_called_once_with(DEBERTA, **options)
+    library.BERTScorer.assert_called_once_with(
+        DEBERTA, num_layers=40, idf=False, rescale_with_baseline=False
+    )
     scorer.score.assert_called_once_with(["A summary."], ["The reference."])
     scorer._model.float.assert_called_once_with()
     assert tokenizer.model_max_length == 512
@@ -283,11 +290,9 @@ def test_language_detection_gives_the_same_every_time():
         ("Yes. It is. Or", "Yes. It is."),
         ("I have no comment", "."),
         ("\nYes.", "."),
-        ("Yes.\nNo.", "Yes."),
         (" Yes.", "Yes."),
         ("It costs 1.5", "It costs 1."),
         ("It is . ", "It is."),
-        (" . ", "."),
     ],
 )
 def test_generated_answers_are_cleaned_as_published(prediction, cleaned):

@@ -11,7 +11,6 @@ import pytest
 
 import evaluate
 from paper import numbers, plan
-from paper.report import stored
 from paper.tasks.prompts import Encoded
 from tests.paper.test_evaluate import content
 from tests.paper.test_tasks import QA, SWAP, write
@@ -28,8 +27,6 @@ def test_the_main_tables_come_with_greedy_and_decore_entropy_first():
     assert [run.task for run in runs[:14]] == [run.task for run in runs[14:28]]
     xsum = runs[14]
     assert (xsum.task, xsum.num_heads, xsum.mask) == ("xsum", 90, "query")
-    assert xsum.paper["factkb"] == 66.1 and xsum.paper["entropy"] == 0.38
-    assert xsum.table == "result_faithfulness, result_entropy_sum"
 
 
 @pytest.mark.parametrize("model", [BASE, LARGE, "Mistral-7B-Instruct-v0.3", "Qwen2-7B-Instruct"])
@@ -85,8 +82,8 @@ def test_the_common_prefix_of_a_batch_is_counted_once():
 
 
 def test_parameters_are_those_of_the_matrices(llama):
-    matrices = [p for p in llama.parameters() if p.dim() == 2]
-    assert plan.parameters(llama.config, "x") == sum(p.numel() for p in matrices)
+    expected = sum(p.numel() for p in llama.parameters() if p.dim() == 2)
+    assert plan.parameters(llama.config, "x") == expected
     assert plan.parameters(None, "Qwen/Qwen2.5-0.5B-Instruct") == 0.5e9
 
 
@@ -122,8 +119,7 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
     ]
     popqa = next(line for line in lines if line["task"] == "popqa")
     assert popqa["items"] == 14267
-    command = f"python evaluate.py fetch {folder} --task popqa"
-    assert popqa["missing"][0].endswith(f": {command}")
+    assert popqa["missing"][0].endswith(f": python evaluate.py fetch {folder} --task popqa")
     status, out, _ = paper(*options, "--prefill-speed", 1000, "--decode-speed", 10)
     assert status == 0 and "at 1,000 prompt and 10 new tokens per second" in out
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("nq-swap")] == [
@@ -140,7 +136,7 @@ def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):
     assert penalties == {(True, None), (False, 1.05)}
 
 
-def test_a_killed_sweep_ends_like_an_uninterrupted_one_and_is_reported(paper, folder, tmp_path):
+def test_a_killed_sweep_ends_like_an_uninterrupted_one(paper, folder, tmp_path):
     rows = "--like", BASE, "--task", "nq-swap", "--method", "greedy,decore-entropy,cad"
     rows += "--table", "main,n", "--limit", "36", "--dtype", "float32"
     status, out, err = paper(*rows, "--out", tmp_path / "whole")
@@ -172,9 +168,6 @@ def test_a_killed_sweep_ends_like_an_uninterrupted_one_and_is_reported(paper, fo
         "num_heads": "inferred",
         "values": VALUES,
     }
-    run = stored.read(killed / f"{names[1]}.jsonl")
-    assert run.paper_model == BASE
-    assert numbers.cell(run, "substring_match_published")["value"] == "66.08"
 
 
 def lines_in(folder):

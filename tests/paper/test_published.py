@@ -68,6 +68,6 @@ def test_scores_of_answers_are_the_published_ones(item, name):
     how = settings(name, SCORED) | dict(renormalise="post_softmax=False" not in name)
     if how["method"] == "cad":
         how["prompt_ids_without_context"] = item["prefix_nocontext_ids"]
-    model, prompt, answer = MODELS["mistral_full"], item["prefix_ids"], item["continue_ids"]
-    value = decoders.score(model, prompt, answer, **how)
+    model = MODELS["mistral_full"]
+    value = decoders.score(model, item["prefix_ids"], item["continue_ids"], **how)
     assert value == pytest.approx(item["scores"][name], rel=1e-5, abs=1e-4)

@@ -84,6 +84,11 @@ def test_what_cannot_be_scored_is_refused_in_one_line(rescore, tmp_path, options
 # Judges
 
 
+def questions(*answers):
+    """What the judges read."""
+    return [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful") for answer in answers]
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """The prompts that the judges read. True answers contain "Yes"; p(informative) is 0.3."""
@@ -104,11 +109,8 @@ def test_verdicts_are_stored_and_no_answer_is_judged_twice(rescore, asked, tmp_p
     _, [out], err = rescore(T_I, path)
     assert out["metrics"]["truth"] == pytest.approx(1 / 3) and out["metrics"]["info"] == 0
     assert "adds" not in err
-    prompts = []
-    for word in ("True", "Helpful"):
-        prompts += [f"Q: Q?\nA: {answer}\n{word}:" for answer in ("Yes.", "Perhaps.", ".")]
-    assert asked == prompts
-    assert rescore("", path)[1] == [out] == rescore(T_I, path)[1] and asked == prompts
+    assert rescore("", path)[1] == [out] == rescore(T_I, path)[1]
+    assert asked == questions("Yes.", "Perhaps.", ".")
 
 
 def test_an_interrupted_judging_continues_and_two_processes_do_not_judge_one_run(
@@ -159,8 +161,7 @@ def test_a_judge_stored_as_pickles_gives_its_probability_of_yes(pickled, rescore
     lines = path.with_suffix(".judged.jsonl").read_text().splitlines()
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(pickled / "tokenizer.model"))
     model = Transformer.load(write_checkpoint(tmp_path / "m", "llama2", vocab_size=400))
-    prompts = [f"Q: Q?\nA: {answer}\n{word}:" for word in ("True", "Helpful") for answer in answers]
-    for prompt, line in zip(prompts, lines, strict=True):
+    for prompt, line in zip(questions(*answers), lines, strict=True):
         logits = model(torch.tensor([[1, *tokenizer.encode(prompt)]]))[0, -1]
         yes = logits.softmax(-1)[tokenizer.encode("yes")[0]].item()
         assert json.loads(line)["yes"] == pytest.approx(yes, rel=1e-4)  # float32 summation order

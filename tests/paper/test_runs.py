@@ -35,10 +35,6 @@ def path(tmp_path):
     return tmp_path / "run.jsonl"
 
 
-def write(path, *rows, **changes):
-    return write_lines(path, [{"header": HEADER | changes}, *rows])
-
-
 def test_a_run_continues_with_the_rows_of_its_file_and_ends_in_the_datas_order(path):
     assert open_run(path, HEADER, ITEMS) == {}
     append(path, [row(2)])
@@ -51,7 +47,7 @@ def test_a_run_continues_with_the_rows_of_its_file_and_ends_in_the_datas_order(p
 
 
 def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
-    write(path, row(0), n=1, limit=1)
+    write_lines(path, [{"header": HEADER | {"n": 1, "limit": 1}}, row(0)])
     changes = {"device": "cuda (H100)", "batch_size": 8}
     assert open_run(path, HEADER | changes, ITEMS) == {0: row(0)}
     settings = read_run(path)[0]
