@@ -256,6 +256,7 @@ def places(chat_model, data, tmp_path_factory):
         # Heads are looked up before weights are read.
         ("--model {m}/damaged {nq_closed}", "no head scores are known"),
         ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
+        ("fetch {m} --task x", "unknown task 'x'"),
         (
             "fetch {m} --task xsum --mirror http://127.0.0.1:9",
             "missing: xsum/xsum-1000.jsonl; the same command fetches only these",
