@@ -14,6 +14,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -222,6 +223,18 @@ def test_a_server_without_heads_ends_with_one_line(folder):
     assert result.returncode == 1
     [line] = [line for line in result.stderr.splitlines() if "no-such" in line]
     assert "ValueError: decore: heads='no-such' is not a head file" in line
+
+
+def test_each_setting_that_would_give_other_tokens_is_refused_by_name():
+    everything_on = Mock(additional_config={"decore": {}})
+    names = """pipeline_parallel_size data_parallel_size decode_context_parallel_size lora_config
+        use_ubatching prefill_context_parallel_size enable_batch_sharded_sampling use_mla
+        kv_sharing_fast_prefill kv_transfer_config enable_prompt_embeds has_inner_state
+        is_diffusion is_encoder_decoder pooler_config supports_multimodal_inputs
+        speculative_config"""
+    with pytest.raises(ValueError) as error:
+        decore_vllm.create_engine_config(None, lambda args: everything_on)
+    assert [name for name in names.split() if name not in str(error.value)] == []
 
 
 def test_streamed_inputs_are_refused(folder):
