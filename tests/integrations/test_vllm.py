@@ -35,6 +35,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
+from vllm.sampling_params import BeamSearchParams  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
 
 OPTIONS = dict(
@@ -237,12 +238,14 @@ def test_each_setting_that_would_give_other_tokens_is_refused_by_name():
     assert [name for name in names.split() if name not in str(error.value)] == []
 
 
-def test_streamed_inputs_are_refused(folder):
+def test_requests_whose_prompts_grow_are_refused(folder):
+    prompt = dict(prompt_token_ids=[1])
     with start(folder / "llama3") as llm:
         process = llm.llm_engine.input_processor.process_inputs
-        prompt = dict(prompt_token_ids=[1])
         with pytest.raises(VLLMValidationError, match="streamed inputs"):
             process("name", prompt, SamplingParams(), llm.supported_tasks, resumable=True)
+        with pytest.raises(VLLMValidationError, match="beam search"):
+            llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=2))
 
 
 def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, ours, monkeypatch):
