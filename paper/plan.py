@@ -268,10 +268,11 @@ def print_plan(args, runs, by_task, tokens, n_parameters):
         f"\nTokens are those of one method. Read: the common prefix of a batch of "
         f"{args.batch_size} is read once."
     )
-    if prefill and decode:
+    if total:
+        least = "at least " * (len(tokens) < len(by_task))
         print(
-            f"Hours: {total:.1f}, at {prefill:,.0f} prompt and {decode:,.0f} new tokens per second "
-            "(--prefill-speed, --decode-speed; by default computed for one H100)."
+            f"Hours: {least}{total:.1f}, at {prefill:,.0f} prompt and {decode:,.0f} new tokens per "
+            "second (--prefill-speed, --decode-speed; by default computed for one H100)."
         )
     if n_parameters:
         judges = sum(size for task, size in JUDGES.items() if task in by_task)

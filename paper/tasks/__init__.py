@@ -27,7 +27,7 @@ class HubFile(NamedTuple):
     sha256: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     name: str
     read: Callable  # row of the data file → item

@@ -151,7 +151,7 @@ def load_items(task, data):
         if task.origin is None:
             raise ValueError(
                 f"{data or '--data'}: no file for {task.name} ({task.files[0]}); "
-                f"fetch it: python evaluate.py fetch DIR --task {task.name}"
+                "evaluate.py fetch downloads it"
             )
         files = dict([from_hub(task.origin)])
     names = ", ".join(path.name for path in files)

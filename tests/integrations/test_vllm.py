@@ -14,6 +14,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,6 +35,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
+from vllm.sampling_params import BeamSearchParams  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
 
 OPTIONS = dict(
@@ -224,12 +226,26 @@ def test_a_server_without_heads_ends_with_one_line(folder):
     assert "ValueError: decore: heads='no-such' is not a head file" in line
 
 
-def test_streamed_inputs_are_refused(folder):
+def test_each_setting_that_would_give_other_tokens_is_refused_by_name():
+    everything_on = Mock(additional_config={"decore": {}})
+    names = """pipeline_parallel_size data_parallel_size decode_context_parallel_size lora_config
+        use_ubatching prefill_context_parallel_size enable_batch_sharded_sampling use_mla
+        kv_sharing_fast_prefill kv_transfer_config enable_prompt_embeds has_inner_state
+        is_diffusion is_encoder_decoder pooler_config supports_multimodal_inputs
+        speculative_config"""
+    with pytest.raises(ValueError) as error:
+        decore_vllm.create_engine_config(None, lambda args: everything_on)
+    assert [name for name in names.split() if name not in str(error.value)] == []
+
+
+def test_requests_whose_prompts_grow_are_refused(folder):
+    prompt = dict(prompt_token_ids=[1])
     with start(folder / "llama3") as llm:
         process = llm.llm_engine.input_processor.process_inputs
-        prompt = dict(prompt_token_ids=[1])
         with pytest.raises(VLLMValidationError, match="streamed inputs"):
             process("name", prompt, SamplingParams(), llm.supported_tasks, resumable=True)
+        with pytest.raises(VLLMValidationError, match="beam search"):
+            llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=2))
 
 
 def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, ours, monkeypatch):

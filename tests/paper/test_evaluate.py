@@ -266,7 +266,7 @@ def places(chat_model, data, tmp_path_factory):
         (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
         (OF_PAPER + " --task nq-swop", "did you mean nq-swap?"),
         (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
-        (OF_PAPER, "xsum needs --data with xsum-1000.jsonl: python evaluate.py fetch"),
+        (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl); evaluate.py fetch"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):

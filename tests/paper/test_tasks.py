@@ -378,7 +378,12 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
         ("nq-swap --data {file} --demos {folder}", "x.jsonl", [SWAP], "nq-swap needs demos.jsonl"),
         ("nq-closed --demos {file}", "x.jsonl", [], "x.jsonl holds no demonstrations"),
         ("triviaqa --data {folder}", "validation-1.parquet", b"", "several files fit triviaqa"),
-        ("xsum --data {folder}", "x.jsonl", b"", ": no file for xsum (xsum-1000.jsonl); fetch"),
+        (
+            "xsum --data {folder}",
+            "x.jsonl",
+            b"",
+            ": no file for xsum (xsum-1000.jsonl); evaluate.py fetch",
+        ),
         ("xsum --data nowhere", "x.jsonl", b"", "nowhere: no such file or folder"),
         ("nqswap", "x.jsonl", b"", "unknown task 'nqswap', did you mean nq-swap?; known tasks: xs"),
     ],
