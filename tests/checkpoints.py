@@ -154,9 +154,7 @@ def write_tokenizer(folder, chat_template=None):
 def write_heads(path, seed=0):
     """Head scores for 3 layers of 4 heads; the best heads differ from seed to seed."""
     scores = np.random.RandomState(seed).permutation(12) / 12
-    table = {f"{i // 4}-{i % 4}": float(score) for i, score in enumerate(scores)}
-    Path(path).write_text(json.dumps(dict(n_layers=3, n_heads=4, scores=table)))
-    return path
+    return write_lines(path, [{f"{i // 4}-{i % 4}": x for i, x in enumerate(scores)}])
 
 
 def stand_in(n_layers=3, n_heads=4, name="tiny"):
@@ -225,7 +223,7 @@ def places_in(value):
             yield from places_in(child)
 
 
-def change(dice, value, times=1, odd=ODD):
+def change(dice, value, times, odd=ODD):
     """Removes or replaces an entry of a JSON value, so many times."""
     for _ in range(times):
         places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []

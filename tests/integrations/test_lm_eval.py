@@ -189,7 +189,6 @@ def command(*arguments):
     "refuse, words",
     [
         (lambda lm: generate_text(lm, do_sample=True), "do_sample True, but decoding is greedy"),
-        (lambda lm: generate_text(lm, temperature=0.7), "temperature 0.7"),
         (lambda lm: generate_text(lm, repetition_penalty=1.2), "repetition_penalty 1.2"),
         (lambda lm: generate_text(lm, max_gen_toks=512), "a task needs 512 new tokens"),
         (lambda lm: run(lm, "loglikelihood_rolling", [("A text.",)]), "choose tasks with answers"),
