@@ -110,9 +110,7 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
         with torch.no_grad():
             layers = load_reference(tmp_path)(complete, output_attentions=True).attentions
         for t, places in enumerate(find_sources(model, prompt, ids, heads), len(prompt) - 1):
-            expected = []
-            for layer, head in heads:
-                expected.append(int(layers[layer][0, head, t, : len(prompt)].argmax()))
+            expected = [int(layers[i][0, head, t, : len(prompt)].argmax()) for i, head in heads]
             assert dict(places) == {place: expected.count(place) / len(heads) for place in expected}
             shares = [share for _, share in places]
             assert shares == sorted(shares, reverse=True)
