@@ -7,7 +7,6 @@ import copy
 import json
 import math
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,7 +113,6 @@ def write_checkpoint(
     folder, family="llama3", seed=0, dtype=torch.float32, shards=1, weights=None, **changes
 ):
     """Write config.json and safetensors, with an index if there are several shards → the folder."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(FAMILIES[family], **changes)
     (folder / "config.json").write_text(json.dumps(config))
@@ -143,20 +141,18 @@ def write_tokenizer(folder, chat_template=None):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|begin|>", "<|end|>", "<|turn|>"])
-    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     if chat_template:
         config["chat_template"] = chat_template
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def write_heads(path, seed=0):
     """Head scores for 3 layers of 4 heads; the best heads differ from seed to seed."""
     scores = np.random.RandomState(seed).permutation(12) / 12
-    table = {f"{i // 4}-{i % 4}": float(score) for i, score in enumerate(scores)}
-    Path(path).write_text(json.dumps(dict(n_layers=3, n_heads=4, scores=table)))
-    return path
+    return write_lines(path, [{f"{i // 4}-{i % 4}": x for i, x in enumerate(scores)}])
 
 
 def stand_in(n_layers=3, n_heads=4, name="tiny"):
@@ -206,13 +202,12 @@ def draw_configuration(dice):
     else:
         c["rope_parameters"] = scaling | dict(rope_theta=c.pop("rope_theta"))
     if dice.random() < 0.6 or c["model_type"] == "qwen3":
-        c |= dict(head_dim=2 * dice.randint(1, 12))
+        c["head_dim"] = 2 * dice.randint(1, 12)
     if c["model_type"] != "mistral":
         c |= dict(attention_bias=dice.random() < 0.4, use_sliding_window=dice.random() < 0.7)
         windows = c["sliding_window"] and c["use_sliding_window"]
         if c["model_type"].startswith("qwen") and windows and dice.random() < 0.5:
-            kinds = ["full_attention", "sliding_attention"]
-            c["layer_types"] = dice.choices(kinds, k=layers)
+            c["layer_types"] = dice.choices(["full_attention", "sliding_attention"], k=layers)
     return c
 
 
@@ -225,7 +220,7 @@ def places_in(value):
             yield from places_in(child)
 
 
-def change(dice, value, times=1, odd=ODD):
+def change(dice, value, times, odd=ODD):
     """Removes or replaces an entry of a JSON value, so many times."""
     for _ in range(times):
         places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []

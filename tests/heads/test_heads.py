@@ -120,13 +120,7 @@ SCORES = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}
         ({}, '"scores" must be an object'),
         *(
             (SCORES | entry, "must be a head")
-            for entry in (
-                {"1-1": None},
-                {"1-1": float("nan")},
-                {"1-1": [0.5, None]},
-                {"1-1": []},
-                {"1_1": 1},
-            )
+            for entry in ({"1-1": float("nan")}, {"1-1": [0.5, None]}, {"1-1": []}, {"1_1": 1})
         ),
         (SCORES | {"1-1": [0.5, 1]}, "heads have [1, 2] samples"),
         (SCORES | {"0-2": 0}, "5 heads instead of 2 layers of 2"),

@@ -11,7 +11,6 @@ import torch
 import decore
 from heads import load_heads
 from model import Transformer
-from tests.checkpoints import write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
@@ -38,10 +37,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(
-        write_checkpoint(tmp_path_factory.mktemp("llama"))
-    ).eval()
+def llama(llama):
+    return AutoModelForCausalLM.from_pretrained(llama.folder)
 
 
 def generate(model, prompts=PROMPTS[:1], **more):
@@ -98,9 +95,7 @@ def test_options_of_generate_keep_their_meaning(llama):
     streamer.end.assert_called_once()
     assert plain[0] not in new_tokens(llama, suppress_tokens=plain[:1])[0]
     assert new_tokens(llama, eos_token_id=plain[2])[0] == plain[: plain.index(plain[2]) + 1]
-    enough = transformers.StoppingCriteriaList(
-        [lambda ids, scores: torch.tensor([ids.shape[1] == 15])]
-    )
+    enough = [lambda ids, scores: torch.tensor([ids.shape[1] == 15])]
     assert new_tokens(llama, stopping_criteria=enough)[0] == plain[:3]
     assert new_tokens(llama, do_sample=True, top_k=1, num_return_sequences=3) == [plain] * 3
     outputs = dict(output_scores=True, output_logits=True, return_dict_in_generate=True)
@@ -109,20 +104,12 @@ def test_options_of_generate_keep_their_meaning(llama):
     assert all((s <= x).all() for s, x in zip(out.scores, out.logits))
 
 
-def test_a_relative_folder_gives_the_same_tokens(llama, monkeypatch):
-    monkeypatch.chdir(FOLDER["custom_generate"])
-    assert new_tokens(llama, custom_generate=".") == new_tokens(llama)
-
-
 def test_a_logits_processor_may_call_the_model(llama):
     """It gets the model's own logits, and the heads of its pass are not masked."""
 
-    def replace(ids, scores):
-        return llama(input_ids=ids).logits[:, -1]
-
     greedy = llama.generate(torch.tensor(PROMPTS[:1]), **GREEDY)[0, 12:].tolist()
-    processors = transformers.LogitsProcessorList([replace])
-    assert new_tokens(llama, logits_processor=processors) == [greedy]
+    replace = [lambda ids, scores: llama(input_ids=ids).logits[:, -1]]
+    assert new_tokens(llama, logits_processor=replace) == [greedy]
 
 
 def test_a_cache_of_an_earlier_turn_gives_the_tokens_of_the_whole_text(llama):
@@ -142,13 +129,10 @@ def test_the_model_is_as_before_after_an_error(llama):
         raise KeyboardInterrupt
 
     before = dict(vars(llama))
-    ids = torch.tensor(PROMPTS[:1])
-    greedy = llama.generate(ids, **GREEDY)
     with pytest.raises(KeyboardInterrupt):
-        new_tokens(llama, stopping_criteria=transformers.StoppingCriteriaList([stop]))
+        new_tokens(llama, stopping_criteria=[stop])
     assert vars(llama) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.modules())
-    assert torch.equal(llama.generate(ids, **GREEDY), greedy)
 
 
 def bypassed(model):
@@ -180,16 +164,14 @@ def offloaded_cache(model):
     return dict(past_key_values=DynamicCache(config=model.config, offloading=True))
 
 
-def encoder_decoder(_):
-    c = transformers.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    return dict(model=transformers.T5ForConditionalGeneration(c))
+def encoder_decoder(model):
+    model.config.is_encoder_decoder = True
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (dict(num_beams=2), "assistant"),
-        (dict(prompt_lookup_num_tokens=2), "assistant"),
         (dict(use_cache=False), "use_cache"),
         (dict(cache_implementation="static"), "cache_implementation"),
         (dict(prefill_chunk_size=4), "prefill_chunk_size"),
@@ -204,10 +186,8 @@ def encoder_decoder(_):
         (dict(method="decore-static", alpha=float("nan")), "nan"),
         (dict(method="decore-static", alpha="1"), "alpha='1'"),
         (dict(alpha_cap=-0.1), "alpha_cap"),
-        (dict(method="decore-static", scale_alpha=True), "scale_alpha"),
         (dict(heads=None), "is not a head file, nor a model of heads/"),
         (dict(heads=[]), "heads"),
-        (dict(heads=(1, 0)), "heads"),
         (dict(heads=["1-4"]), "1-4"),
         (dict(heads=[(1, 0), "1-0"]), "1-0"),
         (dict(num_heads=2), "num_heads"),
@@ -245,8 +225,8 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
     path = tmp_path / "heads.json"
     path.write_text(json.dumps(scores))
     assert new_tokens(llama, heads=path, num_heads=3) == new_tokens(llama)
-    first = new_tokens(llama, heads=HEADS[:2])  # equal scores: in the order of the file
-    assert new_tokens(llama, heads=str(path), num_heads=2) == first
+    # Equal scores: in the order of the file.
+    assert new_tokens(llama, heads=str(path), num_heads=2) == new_tokens(llama, heads=HEADS[:2])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +237,6 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
         ('{"0-0": [1, 2], "0-1": [3]}', 1, "is not a head file: .* inhomogeneous"),
         ('{"0-0": NaN}', 1, "a score is not a finite number"),
         ('{"0-0": true, "0-1": 1}', 1, "a score is not a finite number"),
-        (json.dumps(SCORES), "1", "num_heads is 1"),
         (json.dumps(SCORES), 0, "12 heads, num_heads is 0; the model has 3 layers of 4"),
         (json.dumps(SCORES), 13, "num_heads is 13"),
         (json.dumps(SCORES | {"3-0": 1}), 1, "13 heads, num_heads is 1"),

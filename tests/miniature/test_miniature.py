@@ -4,7 +4,6 @@ tolerances that a new training would pass."""
 import json
 import re
 from itertools import islice
-from operator import eq
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,8 +103,7 @@ def accuracy(folder, split, n=96, heads=None):
     items = data.make_split(split, n)
     prompts = [tokenizer.encode(item.prompt) for item in items]
     out = generate(model, prompts, max_new_tokens=12, eos_ids=tokenizer.eos_ids, **method)
-    answers = [tokenizer.decode(g.ids) for g in out]
-    return sum(map(eq, answers, [f" {item.answer}." for item in items])) / n
+    return np.mean([tokenizer.decode(g.ids) == f" {item.answer}." for g, item in zip(out, items)])
 
 
 @pytest.mark.parametrize(

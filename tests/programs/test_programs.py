@@ -47,7 +47,6 @@ MISTAKES = [
     ("{amateur} {folder}/other", "different vocabular"),
     ("{model} --prompt Hi --amateur {folder}/base", "give --amateur-heads FILE"),
     ("{model} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
-    ("{base} --num-heads 99", "99 heads are too many"),
     (
         "{base} --num-heads 99 --device cuda:99",
         "--device cuda:99 is not on this machine; choose from auto, ",

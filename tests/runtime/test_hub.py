@@ -121,8 +121,13 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     server.paths = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     clean = {k: v for k, v in os.environ.items() if not re.match("HF_|.*PROXY", k.upper())}
-    clean |= dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path))
-    clean |= dict(HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1", PYTHONPATH=".")
+    clean |= dict(
+        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+        HF_HOME=str(tmp_path),
+        HF_HUB_DISABLE_XET="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        PYTHONPATH=".",
+    )
     done = subprocess.run(
         [sys.executable, "-c", CLIENT, json.dumps(CASES)],
         env=clean,

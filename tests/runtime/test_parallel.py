@@ -205,16 +205,15 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
         call(all_reduce, torch.ones(1))
 
 
-def set_ranks(monkeypatch, size, **more):
+def set_ranks(monkeypatch, **names):
     """The environment that torchrun sets."""
-    names = dict.fromkeys(torchrun_names.NAMES, 0) | dict(WORLD_SIZE=size) | more
-    for name, value in names.items():
+    for name, value in (dict.fromkeys(torchrun_names.NAMES, 0) | names).items():
         monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.parametrize("missing", torchrun_names.NAMES)
 def test_processes_are_ranks_only_with_all_that_torchrun_sets(monkeypatch, missing):
-    set_ranks(monkeypatch, 2, RANK=1)
+    set_ranks(monkeypatch, WORLD_SIZE=2, RANK=1)
     assert torchrun_names.rank_and_size() == (1, 2)
     monkeypatch.delenv(missing)
     assert torchrun_names.rank_and_size() == (0, 1)
@@ -224,20 +223,18 @@ def test_processes_are_ranks_only_with_all_that_torchrun_sets(monkeypatch, missi
 @pytest.mark.parametrize(
     "device, local, gpus, expected",
     [
-        ("cuda:1", None, 2, "cuda:1"),
+        ("cuda:1", 0, 2, "cuda:1"),
         ("cuda", 1, 2, "cuda:1"),
         ("cpu", 1, 2, "cpu"),
         ("cuda", 2, 1, "cuda:0"),  # as with one visible GPU for each process
         ("cuda", 2, 2, None),
-        ("cuda:2", None, 2, None),
     ],
 )
 def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus, expected):
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    if local is not None:
-        set_ranks(monkeypatch, 4, LOCAL_RANK=local)
+    set_ranks(monkeypatch, WORLD_SIZE=4, LOCAL_RANK=local)
     if expected is None:
         with pytest.raises(ValueError, match="GPU 2 is not on this machine: torch finds 2"):
             rank_device(device)
