@@ -37,7 +37,7 @@ DOLA_PROMPTS, NEW_TOKENS = PROMPTS[:2], 8
 
 def load(family, **changes):
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(folder, family, **changes)
+        write_checkpoint(Path(folder), family, **changes)
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, torch_dtype=torch.float32, attn_implementation="eager"
         ).eval()
