@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from pkgutil import resolve_name
 
 from paper.tasks.items import field, located
 from runtime.errors import hub_reason, offline_if_unreachable
@@ -141,8 +142,7 @@ def load_items(task, data):
 
     Prints whether there are as many items as the paper scores."""
     if data is None and task.made:
-        from miniature.data import make_split
-
+        make_split = resolve_name("miniature.data:make_split")
         rows = enumerate(make_split(task.made, task.n))
         items = [{"id": index} | task.read(row._asdict()) for index, row in rows]
         return items, [{"made by": f"miniature.data, split {task.made}, n {task.n}"}]
