@@ -12,32 +12,26 @@ Lists with commas, `--task all` and `--task miniature` make a sweep. An interrup
 when the command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks
 share one model.
 
-In this file: sweeps from the command line to their runs (`evaluate`, `paper`); the header of a run;
-`rescore`. paper/plan.py finds the paper's rows, paper/decoding.py decodes one run, paper/runs.py
+In this file: sweeps from the command line to their runs (`evaluate`, `paper`). paper/plan.py finds
+the paper's rows, paper/decoding.py decodes one run, paper/header.py describes it, paper/runs.py
 writes its file."""
 
 import argparse
-import datetime
 import itertools
 import json
-import platform
-import shlex
 import sys
 from copy import copy
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 import cli
-from paper import decoders, fetch, judges, numbers, plan, report, runs
+from paper import decoders, fetch, judges, numbers, plan, report, rescore
 from paper.decoding import items_to_ids, load, run
+from paper.header import make_header, run_name
 from paper.report import stored
 from paper.tasks import MINIATURE, PAPER, Task, find, metrics, prompts
 from program.settings import has_heads, method_settings
-from runtime.files import commit
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
@@ -65,7 +59,7 @@ class Job(NamedTuple):
 
 
 def main():
-    commands = {"fetch": fetch.main, "paper": paper, "rescore": rescore, "report": report.main}
+    commands = {"fetch": fetch.main, "paper": paper, "rescore": rescore.main, "report": report.main}
     argv = sys.argv[1:]
     command = commands.get("".join(argv[:1]))
     return command(argv[1:]) if command else evaluate(argv)
@@ -165,7 +159,7 @@ def sweep(args, jobs, lenient=False):
             raise
         if lines:
             lines = judges.judge(lines, path, job.task)
-            print_means(stored.values_of(path, job.task, lines), {"run": str(path)})
+            rescore.print_means(stored.values_of(path, job.task, lines), {"run": str(path)})
 
 
 def run_parser(required, description, epilog=None):
@@ -342,117 +336,6 @@ def prompt_problem(method, bench, longest, other_ends, readers):
             f"without context {other_ends} of its prompts end in another token "
             f"(--layout {bench.layout})"
         )
-
-
-# ------------------------------------------------------------------------------ the header of a run
-
-
-def make_header(job, bench, settings, model, fingerprints):
-    """The first line of a run's file: what determines its lines, the software, the machine."""
-    task, _, args, more = job
-    settings = dict(settings)
-    heads = settings.pop("amateur_heads", settings.get("heads"))
-    amateur = settings.get("amateur")
-    is_cuda = model.device.type == "cuda"
-    device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
-    libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
-    fields = settings | {
-        "num_heads": heads and len(heads),
-        "alpha": settings.get("alpha"),
-        "seed": cli.SEED if args.seed is None else args.seed,
-        "method": job.method,
-        "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-        "random_heads": args.random_heads if "heads" in settings else None,
-        "amateur": amateur and amateur.name,
-        "model": model.name,
-        "fingerprint": fingerprints[0],
-        "tp": args.tp,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": f"{model.device.type} ({device})",
-        "engine": "transformers" if args.transformers else "own",
-        "versions": {name: version(name) for name in libraries}
-        | {"python": platform.python_version()},
-        "commit": commit(),
-        "date": str(datetime.date.today()),
-        "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
-        "task": task.name,
-        "version": task.version,
-        "layout": bench.layout,
-        "template_args": bench.template_args,
-        "n": len(bench.items),
-        "limit": args.limit,
-        "data": bench.data,
-        "demos": bench.demo_record,
-        "amateur_fingerprint": amateur and fingerprints[1],
-        "batch_size": args.batch_size,
-        "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
-        # Scoring masks every position.
-        "mask_prompt": None if task.choice else settings.get("mask_prompt"),
-        "renormalise": not args.no_renormalise if task.choice else None,
-        "product": model.product,
-    }
-    return fields | more
-
-
-def run_name(header):
-    """The name of a run's file: task, model, method and some of its options."""
-    options = {
-        "num_heads": "n{num_heads}",
-        "random_heads": "random-{random_heads}-seed{seed}",
-        "alpha": "a{alpha:g}",
-        "alpha_cap": "cap{alpha_cap:g}",
-        "scale_alpha": "scaled",
-        "mask": "query",
-        "mask_prompt": "mask-prompt",
-        "amateur": "{amateur}",
-    }
-    names = {name: Path(header[name] or "").name for name in ("model", "amateur")}
-    parts = [
-        text.format(**header | names)
-        for name, text in options.items()
-        if header.get(name) not in (None, "output") and header[name] is not False
-    ]
-    return ".".join([header["task"], names["model"], header["method"], *parts])
-
-
-# -------------------------------------------------------------------------- metrics of stored runs
-
-
-def rescore(argv):
-    p = cli.parser("Compute the metrics of runs again, from their lines, without their model.")
-    p.prog += " rescore"
-    p.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE.jsonl|DIR", help="runs, or folders of runs"
-    )
-    p.add_argument("--task", metavar="T", help="(default: the one in the run's header)")
-    p.add_argument(
-        "--rows", action="store_true", help="first print one JSON line per item with its values"
-    )
-    judges.add_arguments(p)
-    args = p.parse_args(argv)
-    paths = []
-    for file in args.files:
-        paths += stored.run_files(file) if file.is_dir() else [file]
-    if not paths:
-        raise ValueError(f"{args.files[0]} holds no runs")
-    for path in paths:
-        header, lines = runs.read_run(path)
-        if not lines or not (args.task or header):
-            raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
-        task = find(args.task or header.get("task"))
-        lines = judges.judge(lines, path, task, judges.judges_of(args))
-        values = metrics.compute(task, lines)
-        for line, of_line in zip(lines, values) if args.rows else ():
-            print(json.dumps({"id": line.get("id")} | of_line, ensure_ascii=False))
-        print_means(values, {} if paths == args.files[:1] else {"run": str(path)})
-
-
-def print_means(values, about):
-    """Print the means as one JSON line."""
-    means = metrics.summary(values)
-    if "rejection" in means and "truth" not in means:
-        print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
-    print(json.dumps(about | {"metrics": means, "n": len(values)}, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

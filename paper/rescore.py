@@ -1,0 +1,47 @@
+"""Computes the metrics of stored runs again."""
+
+import json
+import sys
+from pathlib import Path
+
+import cli
+from paper import judges, runs
+from paper.report import stored
+from paper.tasks import find, metrics
+
+
+def main(argv):
+    p = cli.parser("Compute the metrics of runs again, from their lines, without their model.")
+    p.prog += " rescore"
+    p.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE.jsonl|DIR", help="runs, or folders of runs"
+    )
+    p.add_argument("--task", metavar="T", help="(default: the one in the run's header)")
+    p.add_argument(
+        "--rows", action="store_true", help="first print one JSON line per item with its values"
+    )
+    judges.add_arguments(p)
+    args = p.parse_args(argv)
+    paths = []
+    for file in args.files:
+        paths += stored.run_files(file) if file.is_dir() else [file]
+    if not paths:
+        raise ValueError(f"{args.files[0]} holds no runs")
+    for path in paths:
+        header, lines = runs.read_run(path)
+        if not lines or not (args.task or header):
+            raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
+        task = find(args.task or header.get("task"))
+        lines = judges.judge(lines, path, task, judges.judges_of(args))
+        values = metrics.compute(task, lines)
+        for line, of_line in zip(lines, values) if args.rows else ():
+            print(json.dumps({"id": line.get("id")} | of_line, ensure_ascii=False))
+        print_means(values, {} if paths == args.files[:1] else {"run": str(path)})
+
+
+def print_means(values, about):
+    """Print the means as one JSON line."""
+    means = metrics.summary(values)
+    if "rejection" in means and "truth" not in means:
+        print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
+    print(json.dumps(about | {"metrics": means, "n": len(values)}, ensure_ascii=False), flush=True)
