@@ -21,18 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from runtime.checks import (
-    as_batch,
-    as_given,
-    check_finite,
-    check_generation,
-    check_heads,
-    check_masking,
-    check_method,
-    check_scoring,
-    is_batch,
-    unpadded,
-)
+from runtime import checks
 from runtime.graph import recorded
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
@@ -143,8 +132,8 @@ class DeCoRe:
         amateur=None,
         amateur_heads=None,
     ):
-        check_method(method, METHODS)
-        check_masking(method, heads, amateur, amateur_heads)
+        checks.check_method(method, METHODS)
+        checks.check_masking(method, heads, amateur, amateur_heads)
         self.method = method
         self.alpha = alpha
         self.alpha_cap = alpha_cap
@@ -205,8 +194,8 @@ def generate(
     graph, if the models can. decoder: `DeCoRe` or one of paper/decoders.py. attention_mask: 0
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
-    ids = unpadded(ids, attention_mask, input_ids)
-    prompts, settings, eos_ids, limits = check_generation(
+    ids = checks.unpadded(ids, attention_mask, input_ids)
+    prompts, settings, eos_ids, limits = checks.check_generation(
         model, ids, max_new_tokens, eos_ids, settings
     )
     decoding = decoder(model, prompts, max(limits), method, **settings)
@@ -223,7 +212,7 @@ def generate(
             g = out[b]
             if g.stop:
                 continue
-            check_finite(score + h, model)
+            checks.check_finite(score + h, model)
             token_id = int(token_id)
             g.ids.append(token_id)
             g.alphas.append(alpha)
@@ -237,7 +226,7 @@ def generate(
                 g.stop = "length"
         if all(g.stop for g in out):
             break
-    return out if is_batch(ids) else out[0]
+    return out if checks.is_batch(ids) else out[0]
 
 
 def score(
@@ -256,9 +245,9 @@ def score(
     Heads are masked at every position, as in the published multiple-choice runs, unless mask_prompt
     is False. renormalise: apply log-softmax to the contrasted scores, so that they are
     log-probabilities. attention_mask: of the prompts. settings: as in `generate`."""
-    prompts, answers = as_batch(unpadded(prompt_ids, attention_mask), answer_ids)
+    prompts, answers = checks.as_batch(checks.unpadded(prompt_ids, attention_mask), answer_ids)
     sums, _ = loglikelihoods(model, prompts, answers, method, renormalise, decoder, **settings)
-    return as_given(sums, answer_ids)
+    return checks.as_given(sums, answer_ids)
 
 
 @torch.inference_mode()
@@ -277,7 +266,7 @@ def loglikelihoods(
     The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids.
     allowed: Step → bool [A, T, V], the tokens that greedy decoding may choose. The other arguments
     are those of `score`."""
-    prompts, answers, settings = check_scoring(model, prompts, answers, settings)
+    prompts, answers, settings = checks.check_scoring(model, prompts, answers, settings)
     capacity = max(map(len, sum(answers, [])))
     decoding = decoder(model, prompts, capacity, method, **(decoder.scoring | settings))
     caches = [session.cache for session in decoding.sessions]
@@ -290,7 +279,7 @@ def loglikelihoods(
         values, chosen = score_tokens(decoding, prompt[-1:], answers[b], renormalise, allowed)
         sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
         greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
-        check_finite(sum(sums[b]), model)
+        checks.check_finite(sum(sums[b]), model)
     return sums, greedy
 
 
@@ -319,7 +308,7 @@ def make_head_mask(rows, model):
     """The heads to mask in each row, (layer, head) pairs or "layer-head" → [R, L, H] of 0 and 1."""
     head_mask = torch.ones(len(rows), model.config.n_layers, model.config.n_heads)
     for row, heads in zip(head_mask, rows):
-        for layer, head in check_heads(heads, model):
+        for layer, head in checks.check_heads(heads, model):
             row[layer, head] = 0
     return head_mask.to(model.device)
 
