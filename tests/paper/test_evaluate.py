@@ -65,6 +65,8 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
     assert settings["version"] == TASKS["nq-closed"].version
+    header = json.loads(open(out["run"]).readline())["header"]
+    assert header["command"].endswith(f"--batch-size 16 --out {tmp_path / '16'}")
     assert settings["fingerprint"] == fingerprint(model[1])
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
@@ -157,8 +159,9 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, data, tmp_path, more
         ),
         (
             "--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt "
-            "--amateur {model} --amateur-heads {heads}",
-            "masked.n2.query.mask-prompt decore-entropy-lite.n2.query.mask-prompt.{name}",
+            "--alpha-cap 2 --scale-alpha --amateur {model} --amateur-heads {heads}",
+            "masked.n2.query.mask-prompt "
+            "decore-entropy-lite.n2.cap2.scaled.query.mask-prompt.{name}",
             1,
         ),
     ],

@@ -126,6 +126,7 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("nq-swap")] == [
         ["nq-swap", "7", "40"]
     ]
+    assert "Hours" not in paper(*options, "--task", "memotrap")[1]  # nothing is counted
 
 
 def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):

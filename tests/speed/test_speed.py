@@ -90,6 +90,14 @@ def test_the_suite_compares_the_same_answers_in_turns(call, tmp_path):
     assert len(result["faster_than"]["one by one"]) == 3
 
 
+def test_the_suite_says_how_many_times_as_long_the_others_take():
+    results = {"evaluate": [([[1]], [0, 1, 2])], "batches": [([[2]], [0, 3, 6])]}
+    result = suite.summary(results, [[[5, 6]]])
+    assert result["faster_than"] == {"batches": [3, 3, 3]}
+    assert result["examples_per_second"] == {"evaluate": 0.5, "batches": 0.167}
+    assert result["same_answers"] == {"batches": 0}
+
+
 @pytest.mark.parametrize(
     "main, options, words",
     [
