@@ -191,7 +191,7 @@ def generate(
 
     eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy)
     is called for each token and ends text b by returning True. graph: record a step as a CUDA
-    graph, if the models can. decoder: `DeCoRe` or one of paper/decoders.py. attention_mask: 0
+    graph, if the models can. decoder: `DeCoRe` or one of paper/baselines.py. attention_mask: 0
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
     ids = checks.unpadded(ids, attention_mask, input_ids)

@@ -13,8 +13,8 @@ when the command is started again. Under torchrun the ranks share the examples; 
 share one model.
 
 In this file: sweeps from the command line to their runs (`evaluate`, `paper`). paper/plan.py finds
-the paper's rows, paper/decoding.py decodes one run, paper/header.py describes it, paper/runs.py
-writes its file."""
+the paper's rows, paper/benchmark.py decodes one run, paper/runfile.py describes it and writes its
+file."""
 
 import argparse
 import itertools
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import cli
-from paper import decoders, fetch, judges, numbers, plan, report, rescore
-from paper.decoding import items_to_ids, load, run
-from paper.header import make_header, run_name
+from paper import baselines, fetch, judges, plan, printed, report, rescore
+from paper.benchmark import items_to_ids, load_benchmark, run_benchmark
 from paper.report import stored
-from paper.tasks import MINIATURE, PAPER, Task, find, metrics, prompts
+from paper.runfile import make_header, run_name
+from paper.tasks import MINIATURE, PAPER, Task, find_task, metrics, prompts
 from program.settings import has_heads, method_settings
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
@@ -78,7 +78,7 @@ def evaluate(argv):
     cli.refuse_unused(args, reasons)
     cli.check_options(args, methods)
     if args.dry_run:
-        for bench in [load(task, args) for task in tasks]:
+        for bench in [load_benchmark(task, args) for task in tasks]:
             for item in bench.items:
                 line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
                 print(json.dumps(line, ensure_ascii=False))
@@ -122,7 +122,7 @@ def paper(argv):
 
 def paper_job(planned, args):
     """The run of a row of the paper, with the settings of the published runs."""
-    task = find(planned.task)
+    task = find_task(planned.task)
     args = copy(args)
     for name in (*SWEPT, "mask", "random_heads"):
         setattr(args, name, getattr(planned, name))
@@ -145,7 +145,7 @@ def sweep(args, jobs, lenient=False):
     for _, _, settings in fitting:
         if "amateur" in settings:
             settings["amateur"] = amateur
-        decoders.check(model, settings["method"], settings)
+        baselines.check(model, settings["method"], settings)
     fingerprints = ranks.share(
         lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
     )
@@ -153,7 +153,7 @@ def sweep(args, jobs, lenient=False):
         header = make_header(job, bench, settings, model, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
         try:
-            lines = run(bench, header, settings, path, model, tokenizer, ranks)
+            lines = run_benchmark(bench, header, settings, path, model, tokenizer, ranks)
         except KeyboardInterrupt:
             print("\nstopped; the same command continues", file=sys.stderr)
             raise
@@ -220,7 +220,7 @@ def make_parser():
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
     )
-    cli.add_method_arguments(p, decoders.METHODS, sweep=True)
+    cli.add_method_arguments(p, baselines.METHODS, sweep=True)
     p.add_argument(
         "--no-renormalise",
         action="store_true",
@@ -243,7 +243,7 @@ def paper_parser():
         "data", "Run what the paper's tables hold of a model; with --plan, say what it costs."
     )
     p.prog += " paper"
-    tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in numbers.table("paper"))]
+    tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
     p.add_argument(
         "--table",
         type=cli.comma_list(cli.method_name(tables, "table")),
@@ -275,13 +275,13 @@ def chosen_tasks(text):
     groups = {"all": PAPER, "miniature": MINIATURE}
     tasks = {}
     for name in text.split(","):
-        tasks |= {task.name: task for task in groups.get(name) or [find(name)]}
+        tasks |= {task.name: task for task in groups.get(name) or [find_task(name)]}
     return tasks
 
 
 def fitting_runs(args, jobs, model, amateur, lenient):
-    """[(job, benchmark, settings of decoders.generate)] of the jobs that fit the model, its amateur
-    and the prompts.
+    """[(job, benchmark, settings of baselines.generate)] of the jobs that fit the model, its
+    amateur and the prompts.
 
     model, amateur: what is known before the weights. Prints a line for each task and method that
     does not fit. ValueError if none fits."""
@@ -292,7 +292,7 @@ def fitting_runs(args, jobs, model, amateur, lenient):
         in another token)."""
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
-        bench = load(task, args, model)
+        bench = load_benchmark(task, args, model)
         encoded = items_to_ids(bench, model.tokenizer)
         # The last token of an answer is not read.
         longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
@@ -304,7 +304,7 @@ def fitting_runs(args, jobs, model, amateur, lenient):
         bench, *facts = measure(job.task)
         try:
             settings = method_settings(job.method, job.args, model, amateur)
-            decoders.check(model, settings["method"], settings)
+            baselines.check(model, settings["method"], settings)
             readers = [model, settings.get("amateur") or model]
             problem = prompt_problem(job.method, bench, *facts, readers)
         except ValueError as error:
@@ -339,4 +339,4 @@ def prompt_problem(method, bench, longest, other_ends, readers):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run_program(main))

@@ -1,11 +1,11 @@
 """What the programs share: the way into each of them, their options, and loading models."""
 # ruff: noqa: F401, I001
 
-from cli.entry import explain, run
+from cli.entry import explain, run_program
 from cli.models import (
     benchmark_template_args,
     limit_threads,
-    load,
+    load_model,
     load_weights,
     read_model,
     read_models,

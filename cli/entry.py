@@ -13,7 +13,7 @@ from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
 
-def run(main):
+def run_program(main):
     """Call main and return the exit status: 0, 2 after a user's mistake (one line on stderr),
     130 after Ctrl-C.
 

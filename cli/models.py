@@ -51,13 +51,13 @@ def read_model(name, args):
 
 def load_weights(args, shard=None):
     """(model, amateur or None), after `read_models`."""
-    model = load(args.model, args, shard)
+    model = load_model(args.model, args, shard)
     limit_threads(model)
-    amateur = load(args.amateur, args, shard) if args.amateur else None
+    amateur = load_model(args.amateur, args, shard) if args.amateur else None
     return model, amateur
 
 
-def load(name, args, shard=None):
+def load_model(name, args, shard=None):
     """A model, by --device, --dtype and --transformers. shard: None joins the ranks of torchrun."""
     device = choose_device(args)
     dtype = None if args.dtype == "auto" else args.dtype

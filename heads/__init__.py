@@ -53,7 +53,7 @@ def choose_heads(model, name, n, draw=None, seed=1234):
         return published_random_heads(n, c.n_layers, c.n_heads, seed)
     if draw is None:
         return load_heads(model, n, name)
-    if name or find_heads(model.name):
+    if name or head_file(model.name):
         return random_heads(load_heads(model, None, name), n, seed)
     warnings.warn(
         f"no head scores are known for {model.name}: random heads are drawn from all heads, "
@@ -132,7 +132,7 @@ def load_scores(name):
 
 def find_file(name):
     """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
-    path = Path(name) if Path(name).is_file() else find_heads(name)
+    path = Path(name) if Path(name).is_file() else head_file(name)
     if path is None:
         known = head_files()
         near = get_close_matches(plain_name(name), known, 1)
@@ -144,7 +144,7 @@ def find_file(name):
     return path
 
 
-def find_heads(model_name):
+def head_file(model_name):
     """The file of a model, by the last part of its name or folder; None without one."""
     return head_files().get(plain_name(model_name))
 

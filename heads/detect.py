@@ -383,7 +383,7 @@ def main():
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
     prompts = make_prompts(facts, needles, texts, tokenizer)
-    model = cli.load(args.model, args)
+    model = cli.load_model(args.model, args)
     cli.limit_threads(model)
     facts |= {
         "fingerprint": fingerprint(args.model),
@@ -404,4 +404,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run_program(main))

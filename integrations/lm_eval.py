@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
-from paper import decoders
+from paper import baselines
 from program.settings import method_settings
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line
@@ -17,7 +17,7 @@ from runtime.files import one_line
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation
 # Decoding scores an answer by all its positions at once, which is not a log-probability.
-METHODS = tuple(method for method in decoders.METHODS if method not in ("cad", "ad"))
+METHODS = tuple(method for method in baselines.METHODS if method not in ("cad", "ad"))
 
 
 def main():
@@ -101,4 +101,4 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run_program(main))

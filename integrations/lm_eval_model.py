@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from tqdm import tqdm
 
-from paper import decoders
+from paper import baselines
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
 SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
@@ -19,7 +19,7 @@ SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
 class HarnessModel(TemplateLM):
     """batch_size: prompts that are continued at once.
 
-    settings: the arguments of `decoders.generate` and `decoders.score`."""
+    settings: the arguments of `baselines.generate` and `baselines.score`."""
 
     max_gen_toks = 256  # if a task does not say; the same as in the harness's `hf`
     tokenizer_name = ""  # names caches of requests, which the command refuses
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
         settings = self.settings.copy()
         settings.pop("mask_prompt", None)  # scoring masks every position
         for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
-            [sums], [greedy] = decoders.loglikelihoods(
+            [sums], [greedy] = baselines.loglikelihoods(
                 self.model,
                 [context],
                 [list(answers.values())],
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
                 streams[b].push(token)
                 return streams[b].ended
 
-            decoders.generate(
+            baselines.generate(
                 self.model,
                 ids,
                 max_new_tokens=limit,

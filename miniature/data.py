@@ -248,4 +248,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run_program(main))

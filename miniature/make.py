@@ -65,4 +65,4 @@ def replace_block(text, name, block):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run_program(main))

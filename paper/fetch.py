@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import cli
 from paper import judges
-from paper.numbers import table
-from paper.tasks import PAPER, data, find, model_metrics
+from paper.printed import table
+from paper.tasks import PAPER, data, find_task, model_metrics
 from runtime.files import one_line
 
 AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
@@ -60,7 +60,7 @@ def main(argv):
         "--metrics", action="store_true", help="also what metrics need: models, judges, nltk's data"
     )
     args = p.parse_args(argv)
-    tasks = [find(name) for name in args.task.split(",")] if args.task else PAPER
+    tasks = [find_task(name) for name in args.task.split(",")] if args.task else PAPER
     mirror = args.mirror and args.mirror.rstrip("/")
     works = {}  # name → function that downloads it, unless it is there
     for file in FILES:

@@ -85,7 +85,7 @@ def complete_store(store, pairs, names):
         missing = [key for key in pairs if (kind, key) not in verdicts]
         if not missing:
             continue
-        probabilities = load(name)
+        probabilities = load_judge(name)
         for start in tqdm(range(0, len(missing), BATCH), desc=f"judging {kind}", unit="batch"):
             batch = missing[start : start + BATCH]
             values = probabilities([PROMPTS[kind].format(*pairs[key]) for key in batch])
@@ -95,7 +95,7 @@ def complete_store(store, pairs, names):
         del probabilities  # frees the first judge's weights before the second's are loaded
 
 
-def load(name):
+def load_judge(name):
     """Loads a judge → a function: prompts → probabilities of " yes"."""
     import torch
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import cli
 from model import BLOCK, Transformer
-from paper.decoding import in_batches, items_to_ids, load
-from paper.numbers import TASKS, cells, headline, table
+from paper.benchmark import in_batches, items_to_ids, load_benchmark
+from paper.printed import TASKS, cells, headline, table
 from paper.report.stored import ITI
-from paper.tasks import find, metrics
+from paper.tasks import find_task, metrics
 
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
@@ -190,11 +190,11 @@ def show(args, runs, has_heads):
         by_task[run.task].append(run)
     tokens = {}
     for name, of_task in by_task.items():
-        task = find(name)
+        task = find_task(name)
         items = min(task.n, args.limit or task.n)
         missing = metrics.problems(task)
         try:
-            bench = load(task, args, model)
+            bench = load_benchmark(task, args, model)
         except (OSError, ValueError, ImportError) as error:
             missing.insert(0, f"{error}: python evaluate.py fetch {args.data} --task {name}")
         else:
@@ -250,7 +250,7 @@ def print_plan(args, runs, by_task, tokens, n_parameters):
     )
     total = 0
     for name, of_task in by_task.items():
-        task, items = find(name), of_task[0].items
+        task, items = find_task(name), of_task[0].items
         new = 0 if task.choice else items * task.max_new_tokens
         prompt = read = hours = "–"
         if name in tokens:

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import cli
-from paper import judges, runs
+from paper import judges, runfile
 from paper.report import stored
-from paper.tasks import find, metrics
+from paper.tasks import find_task, metrics
 
 
 def main(argv):
@@ -28,10 +28,10 @@ def main(argv):
     if not paths:
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
-        header, lines = runs.read_run(path)
+        header, lines = runfile.read_run(path)
         if not lines or not (args.task or header):
             raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
-        task = find(args.task or header.get("task"))
+        task = find_task(args.task or header.get("task"))
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)
         for line, of_line in zip(lines, values) if args.rows else ():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cli
 from heads.sources import find_sources
-from paper import decoders
+from paper import baselines
 from program.page import check_place, write_page
 from program.printing import sources_below
 from program.prompts import EXAMPLE, prompts_to_ids, read_prompt, read_prompts, token_ids
@@ -77,7 +77,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
     for method in chosen:
         with may_be_left_out(method, args):
             arguments = method_settings(method, args, model, amateur)
-            decoders.check(model, arguments["method"], arguments)
+            baselines.check(model, arguments["method"], arguments)
             if method == "cad" and args.without_context:
                 without = prompts_to_ids(args.without_context, model, tokenizer, args)
                 arguments["ids_without_context"] = without
@@ -117,7 +117,7 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
         print(f"[{b + 1}] {title}\n{label}{streams[b].text}{sources}\n", flush=True)
 
     start = time.perf_counter()
-    out = decoders.generate(
+    out = baselines.generate(
         model,
         ids,
         max_new_tokens=args.max_new_tokens,
@@ -178,7 +178,7 @@ def make_parser():
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
-    cli.add_method_arguments(group, decoders.METHODS)
+    cli.add_method_arguments(group, baselines.METHODS)
     group.add_argument(
         "--compare",
         action="store_true",

@@ -5,4 +5,4 @@ import sys
 import cli
 from program import main
 
-sys.exit(cli.run(main))
+sys.exit(cli.run_program(main))

@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 
 from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
-from heads import choose_heads, find_heads, similar_models
+from heads import choose_heads, head_file, similar_models
 
 
 def method_settings(method, args, model, amateur):
-    """The arguments of `decoders.generate` and `score` for a method, from the command line.
+    """The arguments of `baselines.generate` and `score` for a method, from the command line.
 
     model, amateur: models, or what `cli.read_models` knows of them before their weights."""
     settings = dict(method=method.removesuffix("-lite"))
@@ -51,7 +51,7 @@ def check_known(model, heads, flag, name, args):
 
 def has_heads(name):
     """Whether a model of this name has head scores here."""
-    return bool(find_heads(name) or bundled_heads(name))
+    return bool(head_file(name) or bundled_heads(name))
 
 
 def bundled_heads(name):

@@ -88,7 +88,7 @@ def main():
         raise ValueError(f"--task {task.name} scores answers; choose a task that generates")
     shape = SHAPES[args.shape]
     model = random_model(shape)
-    items, _, demos, _ = data.load(task, args.data, limit=args.limit)
+    items, _, demos, _ = data.load_data(task, args.data, limit=args.limit)
     ids = encode(task, items, demos, model.config.vocab_size)
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
     runs = contestants(model, task, shape)
@@ -99,4 +99,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(cli.run_program(main))

@@ -35,7 +35,7 @@ def call(monkeypatch, capsys):
         program = main.__module__.replace(".", "/") + ".py"
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
         try:
-            status = cli.run(main)
+            status = cli.run_program(main)
         except SystemExit as end:  # after --help
             status = end.code or 0
         return status, *capsys.readouterr()

@@ -2,9 +2,9 @@
 
     HF_HUB_OFFLINE=1 python -m tests.fuzz SEED CASES
 
-A case ends in a correct result, or in an error that `cli.run` prints as one line. If transformers
-accepts the same file, the correct result is its result. Anything else stops the run, and names the
-case."""
+A case ends in a correct result, or in an error that `cli.run_program` prints as one line. If
+transformers accepts the same file, the correct result is its result. Anything else stops the run,
+and names the case."""
 
 import contextlib
 import io
@@ -71,7 +71,7 @@ def answer(engine, folder, ids):
 
 
 def attempt(function):
-    """The function's result; None if it raises an error that `cli.run` prints as one line."""
+    """The function's result; None if it raises an error that `cli.run_program` prints in a line."""
     try:
         return function()
     except Exception as error:
@@ -94,7 +94,7 @@ def call(main, *arguments):
         contextlib.redirect_stderr(err),
         contextlib.suppress(SystemExit),  # --help exits
     ):
-        status = cli.run(main)
+        status = cli.run_program(main)
     assert status == 0 or ": error: " in err.getvalue(), f"{argv}\n{err.getvalue()}"
     return None if status else out.getvalue()
 

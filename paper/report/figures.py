@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from paper import numbers
-from paper.numbers import TASKS
+from paper import printed
+from paper.printed import TASKS
 from paper.report import significance, tables
 from paper.report.frame import typical
 from paper.report.stored import METHODS
@@ -44,7 +44,7 @@ def draw_all(frame, folder):
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for title, same in frame.groupby("title"):
-        for group, tasks in numbers.GROUPS.items():
+        for group, tasks in printed.GROUPS.items():
             shown = same[same["task"].isin(tasks)]
             if shown.empty:
                 continue
@@ -150,7 +150,7 @@ def curve_figure(frame, fields, xlabel, methods, levels, *notes):
             colour = COLOUR[run.setup.method]
             ax.axhline(value, linestyle=dash, linewidth=1, color=colour, label=str(run.setup))
             runs.append(run)
-        ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=numbers.headline(task)[1])
+        ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=printed.headline(task)[1])
 
     return figure_of(panels.items(), draw, runs, *notes)
 
@@ -160,7 +160,7 @@ def draw_curves(ax, field, curves):
     papers = {}
     for curve, style in curves:
         run = curve["run"].iloc[0]
-        papers.setdefault(numbers.method_of(run.setup), (run, style))
+        papers.setdefault(printed.method_of(run.setup), (run, style))
         draws = curve.groupby(field)["value"]
         if run.setup.random_heads:
             x = list(draws.groups)
@@ -168,7 +168,7 @@ def draw_curves(ax, field, curves):
             style = style | {"linestyle": "--", "markerfacecolor": "white"}
         ax.plot(draws.mean(), markersize=4, linewidth=1.3, **style)
     for method, (run, style) in papers.items():
-        if points := numbers.points(field, run.paper_model, run.task, method):
+        if points := printed.points(field, run.paper_model, run.task, method):
             style = style | {"label": f"the paper: {METHODS.get(method, method)}"}
             ax.plot(*np.transpose(points), ":", markersize=3, linewidth=0.8, alpha=0.6, **style)
 

@@ -11,12 +11,12 @@ from itertools import groupby
 
 import pandas as pd
 
-from paper import numbers
+from paper import printed
 from paper.report.stored import METHODS
 from paper.tasks import metrics
 
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy")  # the others are in per cent
-TYPES = {"num_heads": "Int64", "seed": "Int64", "task": pd.CategoricalDtype(list(numbers.TASKS))}
+TYPES = {"num_heads": "Int64", "seed": "Int64", "task": pd.CategoricalDtype(list(printed.TASKS))}
 
 
 def make_frame(runs):
@@ -49,7 +49,7 @@ def lines_of(run):
             continue
         scale = 1 if metric in NOT_RATES else 100
         low, high = intervals[metric]
-        cell = numbers.cell(run, metric)
+        cell = printed.cell(run, metric)
         # A metric of whole runs, such as `macro`, has no values of single examples.
         scored = sum(values.get(metric) is not None for values in run.values) or len(run.lines)
         yield {
@@ -61,12 +61,12 @@ def lines_of(run):
             "model": run.model,
             "conditions": run.conditions,
             **asdict(run.setup),
-            "method": numbers.method_of(run.setup),
+            "method": printed.method_of(run.setup),
             "seed": run.header.get("seed"),
             "n": len(run.lines),
             "scored": scored,
             "metric": metric,
-            "headline": metric == numbers.headline(run.task)[0],
+            "headline": metric == printed.headline(run.task)[0],
             "value": scale * mean,
             "low": scale * low,
             "high": scale * high,
@@ -117,7 +117,7 @@ def typical(frame):
             not setup.options,
             setup.alpha == 0.5,  # the paper's
             of_n[setup.num_heads],
-            str(setup.num_heads) in numbers.inferred(run),
+            str(setup.num_heads) in printed.inferred(run),
             setup.num_heads == run.default_num_heads,
             -(setup.num_heads or 0),
         )

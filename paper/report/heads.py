@@ -6,14 +6,14 @@ from pathlib import Path
 
 import cli
 from heads import find_file, load_scores
-from paper import numbers
+from paper import printed
 from runtime.files import read_json
 
 RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 
 def main(argv):
-    paper = {row["model"]: row for row in numbers.table("paper_heads")}
+    paper = {row["model"]: row for row in printed.table("paper_heads")}
     p = cli.parser("Retrieval scores by rank, with the paper's.")
     p.prog += " report heads"
     p.add_argument(
@@ -30,7 +30,7 @@ def main(argv):
     from paper.report import tables
 
     files = {path: load_scores(path) for path in map(find_file, args.files)}
-    _, *ranks = numbers.table("paper_heads")[0]
+    _, *ranks = printed.table("paper_heads")[0]
     rows = []
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from heads import find_heads, load_scores
+from heads import head_file, load_scores
 from paper import judges
-from paper.runs import brief, read_run, remarks
-from paper.tasks import find, metrics
+from paper.runfile import brief, read_run, remarks
+from paper.tasks import find_task, metrics
 from paper.tasks.items import field, located
 from runtime.files import json_lines, short_hash, write
 
@@ -127,7 +127,7 @@ def describe(header):
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}")
     best = best_heads(header.get("amateur") or header["model"])
-    conditions, options = settings_of(header, find(header["task"]), paper_model, best)
+    conditions, options = settings_of(header, find_task(header["task"]), paper_model, best)
     setup = Setup(
         method,
         header.get("num_heads"),
@@ -212,7 +212,7 @@ def names_of(records):
 @cache
 def best_heads(model):
     """All heads of this model, best first, as "layer-head"; [] without a head file."""
-    file = find_heads(model)
+    file = head_file(model)
     scores = load_scores(file) if file else {}
     ranked = sorted(scores, key=scores.get, reverse=True)
     return [f"{layer}-{head}" for layer, head in ranked]
@@ -245,7 +245,7 @@ def read(path):
     if header is None:
         raise ValueError("its first line has no header, so it is not a run of evaluate.py")
     run = describe(header)
-    task = find(run.task)
+    task = find_task(run.task)
     if header["version"] != task.version:
         raise ValueError(
             f"made with version {header['version']} of {task.name}, which is now {task.version}"

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import mannwhitneyu, pearsonr
 
-from paper import numbers
-from paper.numbers import TASKS, headline
+from paper import printed
+from paper.printed import TASKS, headline
 from paper.report import significance
 from paper.report.frame import typical
 
@@ -50,9 +50,9 @@ def print_tables(tables):
 
 def all_tables(frame):
     for title, same in frame.groupby("title"):
-        tables = [(name, *score_table(name, same)) for name in numbers.GROUPS]
+        tables = [(name, *score_table(name, same)) for name in printed.GROUPS]
         model = same["run"].iloc[0].paper_model
-        notes = CORRECTNESS_NOTES + numbers.tests(model, {*same["task"]})
+        notes = CORRECTNESS_NOTES + printed.tests(model, {*same["task"]})
         tables += [
             ("Score against the number of masked heads", correlation_rows(same), CORRELATION_NOTES),
             ("Base entropy, nats per token", entropy_rows(same), ENTROPY_NOTES),
@@ -68,10 +68,10 @@ def all_tables(frame):
 
 
 def score_table(group, frame):
-    """(rows, notes) of one of numbers.GROUPS. A column's best value is bold, the second italic."""
-    frame = frame[frame["task"].isin(numbers.GROUPS[group])]
+    """(rows, notes) of one of printed.GROUPS. A column's best value is bold, the second italic."""
+    frame = frame[frame["task"].isin(printed.GROUPS[group])]
     columns = {}
-    for task, (name, labels) in numbers.GROUPS[group].items():
+    for task, (name, labels) in printed.GROUPS[group].items():
         by_metric = dict(list(frame[frame["task"] == task].groupby("metric")))
         for metric, label in labels.items():
             if metric in by_metric:
@@ -105,7 +105,7 @@ def cell_texts(ours, compared, has_best):
         same = compared[compared["setup"] == setup]
         if paper := same["cell"].iloc[0]:
             difference = same["value"].mean() - float(paper["value"])
-            text += f"; paper {numbers.text(paper)} ({difference:+.1f})"
+            text += f"; paper {printed.text(paper)} ({difference:+.1f})"
         texts[setup] = text
     return texts
 
@@ -195,7 +195,7 @@ def entropy_rows(frame):
             "method": str(run.setup),
             "n": f"{len(values):,}",
             "mean ± std": f"{values.mean():.3f} ± {values.std():.3f}",
-            "paper": numbers.text(numbers.cell(run, "entropy")),
+            "paper": printed.text(printed.cell(run, "entropy")),
         }
         for name in rivals:
             others, differs = entropies_of(name, run, shown["run"])

@@ -294,7 +294,7 @@ MINIATURE = tuple(
 TASKS = {task.name: task for task in PAPER + MINIATURE}
 
 
-def find(name):
+def find_task(name):
     """The task of this name; ValueError lists the known ones."""
     if str(name) not in TASKS:
         near = cli.did_you_mean(str(name), TASKS)

@@ -102,7 +102,7 @@ def read_with(read, path):
             yield entry, read(entry)
 
 
-def load(task, data=None, demos=None, limit=None):
+def load_data(task, data=None, demos=None, limit=None):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
 
     Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder

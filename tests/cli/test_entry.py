@@ -11,7 +11,7 @@ import torch
 import cli
 
 ROOT = Path(__file__).parents[2]
-PRINT = "-c 'import cli, sys; sys.exit(cli.run(lambda: print(\"1 α ←\")))'"
+PRINT = "-c 'import cli, sys; sys.exit(cli.run_program(lambda: print(\"1 α ←\")))'"
 
 
 def raiser(error):

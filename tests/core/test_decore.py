@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decore import METHODS, decore, generate, loglikelihoods, make_head_mask, score
 from model import Cache, Transformer
-from paper import decoders
+from paper import baselines
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
@@ -112,7 +112,7 @@ def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
 
 
 @pytest.mark.parametrize(
-    "generate, score", [(generate, score), (decoders.generate, decoders.score)]
+    "generate, score", [(generate, score), (baselines.generate, baselines.score)]
 )
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, side, generate, score):
@@ -287,9 +287,9 @@ def test_each_mistake_has_its_message(llama, monkeypatch, words):
     how = dict(model=llama, ids=[5]) | REFUSED[words]
     if "method" not in how:
         how = dict(method="decore-entropy", heads=HEADS) | how
-    function = decoders.generate
+    function = baselines.generate
     if "answer_ids" in how:
-        function = decoders.score
+        function = baselines.score
         how["prompt_ids"] = how.pop("ids")
     with pytest.raises(ValueError, match=words) as error:
         function(**how)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from decore import METHODS, DeCoRe, generate
 from model import Transformer
-from paper import decoders
+from paper import baselines
 from runtime import attention
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
@@ -130,7 +130,7 @@ CASES = {
 
 
 def settings(case, amateur=None):
-    """The arguments of `decoders.generate` in a case."""
+    """The arguments of `baselines.generate` in a case."""
     how = dict(method=case.split(",")[0]) | CASES[case]
     return how | dict(amateur=amateur) if "amateur" in case else how
 
@@ -143,9 +143,9 @@ def model(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
     how = settings(case, amateur) | dict(max_new_tokens=9)
-    expected = decoders.generate(model, PROMPTS, **how)
+    expected = baselines.generate(model, PROMPTS, **how)
     with graphs_on_cpu():
-        assert decoders.generate(model, PROMPTS, graph=True, **how) == expected
+        assert baselines.generate(model, PROMPTS, graph=True, **how) == expected
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -5,7 +5,7 @@ import torch
 
 import decore
 from model import common_prefix
-from paper import decoders
+from paper import baselines
 from tests.checkpoints import random_ids
 from tests.core.test_gpu_on_cpu import CASES, HEADS, settings
 
@@ -29,8 +29,8 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, ca
         if case == "cad":
             more = dict(ids_without_context=without)
             more_scored = dict(prompt_ids_without_context=without)
-        out = decoders.generate(model, prompts, max_new_tokens=8, **how, **more)
-        return out, decoders.score(model, prompts, answers, **how, **more_scored)
+        out = baselines.generate(model, prompts, max_new_tokens=8, **how, **more)
+        return out, baselines.score(model, prompts, answers, **how, **more_scored)
 
     batch = results(PROMPTS, ANSWERS, WITHOUT)
     for *one, g, sums in zip(PROMPTS, ANSWERS, WITHOUT, *batch, strict=True):
@@ -46,7 +46,7 @@ def test_the_common_prefix_is_read_once_and_the_rest_of_each_prompt_after_it(lla
     decore.generate(llama, PROMPTS, heads=HEADS, max_new_tokens=4)
     assert passes == [(1, 70), (3, rest)] + [(3, 1)] * 4
     passes.clear()
-    decoders.generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
+    baselines.generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
     assert passes == [(1, 70), (3, rest)] * 2 + [(6, 1)]
 
 
@@ -56,8 +56,8 @@ def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):
     decore.generate(llama, prompts, "greedy", max_new_tokens=1)
     assert passes == [(4, 16), (4, 16), (4, 16), (2, 30), (2, 12), (4, 1)]
     how = dict(method="ad", info_layer=2, max_new_tokens=5)
-    texts = decoders.generate(llama, prompts, **how)
-    assert [g.ids for g in texts] == [decoders.generate(llama, p, **how).ids for p in prompts]
+    texts = baselines.generate(llama, prompts, **how)
+    assert [g.ids for g in texts] == [baselines.generate(llama, p, **how).ids for p in prompts]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from heads import (
     FOLDER,
     choose_heads,
-    find_heads,
+    head_file,
     load_heads,
     load_scores,
     published_random_heads,
@@ -65,8 +65,8 @@ def test_every_hub_name_of_a_model_finds_its_file():
         "alpindale/Mistral-7B-v0.2-hf": "Mistral-7B-v0.2",
     }
     for name, stem in files.items():
-        assert find_heads(name).stem == stem
-    assert find_heads("someone/another-model") is find_heads(".") is None
+        assert head_file(name).stem == stem
+    assert head_file("someone/another-model") is head_file(".") is None
 
 
 @pytest.mark.parametrize(

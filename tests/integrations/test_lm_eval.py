@@ -23,7 +23,7 @@ from integrations import lm_eval as harness
 from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
 from model import Transformer
-from paper import decoders
+from paper import baselines
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -146,14 +146,14 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
-    expected = decoders.score(model, tokenizer.encode(context), ids, **how)
+    expected = baselines.score(model, tokenizer.encode(context), ids, **how)
     assert [log_p for log_p, _ in scores] == expected
     prompts = ("abc", "A longer prompt", "x")
     limits = dict(until=["w"], max_gen_toks=20)
     texts = run(lm, "generate_until", [(prompt, limits) for prompt in prompts])
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     more = dict(max_new_tokens=20, eos_ids=tokenizer.eos_ids)
-    expected = decoders.generate(model, ids, **more, **lm.settings)
+    expected = baselines.generate(model, ids, **more, **lm.settings)
     assert texts == [tokenizer.decode(g.ids).split("w")[0] for g in expected]
 
 
@@ -164,7 +164,7 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
         ids = tokenizer.encode(prompt)
         how = dict(method="dola-high", max_new_tokens=12, eos_ids=())
         cut, uncut = (
-            decoders.generate(model, ids, **how, **more).ids for more in ({}, dict(relative_top=0))
+            baselines.generate(model, ids, **how, **more).ids for more in ({}, dict(relative_top=0))
         )
         scores = lm._loglikelihood_tokens([(None, ids, cut), (None, ids, uncut)], disable_tqdm=True)
         assert [flag for _, flag in scores] == [True, cut == uncut]

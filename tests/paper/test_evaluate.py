@@ -15,7 +15,7 @@ import pytest
 import cli
 import evaluate
 from model import Transformer
-from paper import decoders
+from paper import baselines
 from paper.tasks import PAPER, TASKS, metrics
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
@@ -85,7 +85,7 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-    monkeypatch.setattr("paper.decoding.answer", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("paper.benchmark.answer", Mock(side_effect=KeyboardInterrupt))
     assert start(*arguments)[0] == 0 and content(path) == complete  # no stored row is decoded again
     path.write_bytes(raw[:first])
     status, _, err = start(*arguments)
@@ -310,7 +310,7 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, da
         tokenizer.encode(text, bos=False) + [257]
         for text in ("Because.", "So.", "No.", "Never.", "Not.")
     ]
-    scores = decoders.score(
+    scores = baselines.score(
         loaded, prompt, answers, "decore-entropy", renormalise=not more, heads=settings["heads"]
     )
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
@@ -327,7 +327,7 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
     for context in ("Context: 0 is New. \n", ""):
         last = f"<|turn|>user:{context}Question: who is 0\nAnswer:<|end|><|turn|>assistant:"
         ids.append(tokenizer.core.encode(front + demo * 2 + last).ids)
-    expected = decoders.generate(
+    expected = baselines.generate(
         loaded,
         ids[0],
         "cad",

@@ -13,7 +13,7 @@ import pytest
 
 import evaluate
 from paper import fetch
-from paper.tasks import PAPER, data, find
+from paper.tasks import PAPER, data, find_task
 
 SOURCE = """
 import nowhere
@@ -108,7 +108,7 @@ def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, 
     status, out, err = call(evaluate.main, *options)
     assert status == 0 and json.loads(out)["references"] == ["s"], err
     server.requests.clear()
-    monkeypatch.setattr(data, "demos_hash", lambda demos: find("nq-swap").demos_hash)
+    monkeypatch.setattr(data, "demos_hash", lambda demos: find_task("nq-swap").demos_hash)
     assert run()[0] == 0 and server.requests == []
     (tmp_path / "data/xsum/xsum-1000.jsonl").write_text("changed")
     assert run("--task", "xsum")[0] == 0 and len(server.requests) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import evaluate
-from paper import numbers, plan
+from paper import plan, printed
 from paper.tasks.prompts import Encoded
 from tests.paper.test_evaluate import content
 from tests.paper.test_tasks import QA, SWAP, write
@@ -32,7 +32,7 @@ def test_the_main_tables_come_with_greedy_and_decore_entropy_first():
 @pytest.mark.parametrize("model", [BASE, LARGE, "Mistral-7B-Instruct-v0.3", "Qwen2-7B-Instruct"])
 def test_every_number_of_the_paper_belongs_to_one_run(model):
     runs = plan.planned_runs(model, plan.ORDER)
-    for row in numbers.table("paper"):
+    for row in printed.table("paper"):
         if row["model"] == model:
             of_row = [
                 r for r in runs if r.task == row["task"] and row["table"] in r.table.split(", ")

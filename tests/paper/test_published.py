@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from model import Transformer
-from paper import decoders
+from paper import baselines
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
 DECODED = {
@@ -54,7 +54,7 @@ def test_tokens_alphas_and_entropies_are_the_published_ones(name, case):
         how["mask_prompt"] = True
     if how["method"] == "cad":
         how["ids_without_context"] = prompt["ids_nocontext"]
-    out = decoders.generate(model, prompt["ids"], **how)
+    out = baselines.generate(model, prompt["ids"], **how)
     assert out.ids == case["tokens"]
     # The published entropy is scaled too.
     unit = math.log(model.config.vocab_size) if how.get("scale_alpha") else 1
@@ -69,5 +69,5 @@ def test_scores_of_answers_are_the_published_ones(item, name):
     if how["method"] == "cad":
         how["prompt_ids_without_context"] = item["prefix_nocontext_ids"]
     model = MODELS["mistral_full"]
-    value = decoders.score(model, item["prefix_ids"], item["continue_ids"], **how)
+    value = baselines.score(model, item["prefix_ids"], item["continue_ids"], **how)
     assert value == pytest.approx(item["scores"][name], rel=1e-5, abs=1e-4)

@@ -18,7 +18,7 @@ from scipy.stats import ttest_ind
 
 import evaluate
 from heads import load_scores
-from paper import numbers
+from paper import printed
 from paper.report import figures, significance, stored, tables
 from paper.report.frame import make_frame, typical
 from paper.tasks import TASKS
@@ -118,7 +118,7 @@ def test_a_logistic_fit_does_not_depend_on_the_unit():
 def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
     sizes = {"mc1": 817, "instruction_strict_published": 834, "prompt_strict_published": 541}
     fits = []
-    for row in numbers.table("paper"):
+    for row in printed.table("paper"):
         if row["method"].endswith("-random") and row["metric"] in sizes:
             value, n = float(row["value"]), 3 * sizes[row["metric"]]
             fits.append(abs(100 * round(value / 100 * n) / n - value) <= 0.005)
@@ -189,17 +189,17 @@ def test_draws_share_a_line_and_the_best_values_are_marked(frame):
 )
 def test_a_run_is_compared_with_the_papers_cell_of_its_setup(task, header, text):
     metric = {"ifeval": "prompt_strict_published"}.get(task, "substring_match_published")
-    assert numbers.text(numbers.cell(described(task=task, **header), metric)) == text
+    assert printed.text(printed.cell(described(task=task, **header), metric)) == text
 
 
 def test_every_cell_of_the_paper_has_a_column():
-    for row in numbers.table("paper"):
-        _, columns = numbers.TASKS[row["task"]]
+    for row in printed.table("paper"):
+        _, columns = printed.TASKS[row["task"]]
         assert row["metric"].removesuffix("_published") in [*columns, "entropy"]
 
 
 def test_the_papers_own_tests_are_noted_with_doubts():
-    [note] = numbers.tests("meta-llama-3-8b-instruct", ["musique-cot-open"])
+    [note] = printed.tests("meta-llama-3-8b-instruct", ["musique-cot-open"])
     assert "MuSiQue CoT open book, greedy, t-test statistic 11.75;" in note
     assert "R² of correctness on length-normalised entropy 0.98 (implausible" in note
 
@@ -390,7 +390,8 @@ def test_the_program_needs_a_library_only_where_it_uses_it(
 ):
     code = (
         f"import sys; sys.modules['{without}'] = None; import cli, evaluate\n"
-        "sys.argv = ['evaluate.py', 'report', *sys.argv[1:]]; sys.exit(cli.run(evaluate.main))"
+        "sys.argv = ['evaluate.py', 'report', *sys.argv[1:]]; "
+        "sys.exit(cli.run_program(evaluate.main))"
     )
     arguments = [sweep if text == "RUNS" else text for text in arguments]
     program = subprocess.run(

@@ -98,7 +98,7 @@ def asked(monkeypatch):
         asked.extend(prompts)
         return [0.3 if "Helpful" in text else 0.9 * ("Yes" in text) for text in prompts]
 
-    monkeypatch.setattr(judges, "load", lambda name: probabilities)
+    monkeypatch.setattr(judges, "load_judge", lambda name: probabilities)
     return asked
 
 

@@ -110,7 +110,7 @@ def load(tmp_path):
         folder.mkdir(exist_ok=True)
         write_data(name, folder)
         demos = None if name == "nq-open" else write(tmp_path / "d.jsonl", *DEMOS)
-        [item], _, demos, _ = data.load(TASKS[name], tmp_path, demos)
+        [item], _, demos, _ = data.load_data(TASKS[name], tmp_path, demos)
         return item, demos
 
     return read
@@ -300,7 +300,7 @@ def test_triviaqas_demonstrations_are_the_first_rows_of_the_training_split_in_lo
     rows = [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)]
     path = write(tmp_path / "train.jsonl", *rows)
     monkeypatch.setattr(data, "from_hub", lambda home: (path, {"revision": "c0ffee"}))
-    demos, record = data.load(TASKS["triviaqa"], write_data("triviaqa", tmp_path))[2:]
+    demos, record = data.load_data(TASKS["triviaqa"], write_data("triviaqa", tmp_path))[2:]
     assert [demo["answer"] for demo in demos] == [f"a{i}" for i in range(8)]
     assert record == {"source": "train", "revision": "c0ffee", "paper": False}
 
@@ -319,7 +319,7 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     tmp_path, capsys
 ):
     path = write(tmp_path / "dev.parquet", *swaps("abcdef"))
-    items, records, demos, record = data.load(TASKS["nq-swap"], path)
+    items, records, demos, record = data.load_data(TASKS["nq-swap"], path)
     assert [demo["answer"] for demo in demos] == ["a 0", "b 0", "c 0", "d 0"]
     assert demos[1]["user"] == "Context: b 0\nQuestion: b\nAnswer:"
     assert "".join(item["question"] for item in items) == "eeefff"
@@ -330,12 +330,12 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
         "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with "
         "--demos)",
     ]
-    assert data.load(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
+    assert data.load_data(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
 
 
 def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp_path):
     rows = [{"question": f"Job of {i}?", "possible_answers": f'["job {i}"]'} for i in range(12)]
-    items, _, demos, record = data.load(TASKS["popqa"], write(tmp_path / "p.tsv", *rows))
+    items, _, demos, record = data.load_data(TASKS["popqa"], write(tmp_path / "p.tsv", *rows))
     assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)]
     assert record["source"] == "first items"
     assert [item.get("demonstration") for item in items] == [True] * 9 + [None] * 3
@@ -351,10 +351,10 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     task = replace(TASKS["nq-swap"], shots=1, demos_hash=data.demos_hash([demo]))
     for context, expected in (("c", True), ("d", False)):
         path = write(tmp_path / "d.jsonl", *[QA | {"context": context, "note": 1}] * 2)
-        record = data.load(task, write_data("nq-swap", tmp_path), path)[3]
+        record = data.load_data(task, write_data("nq-swap", tmp_path), path)[3]
         assert (record["source"], record["file"], record["paper"]) == ("file", "d.jsonl", expected)
     # The only demonstration of the paper that is part of this project is the dummy of NQ open book.
-    record = data.load(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
+    record = data.load_data(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
     assert record == {"source": "fixed", "paper": True}
 
 
@@ -409,7 +409,7 @@ def test_without_a_connection_data_fail_at_once_with_host_and_remedy(tmp_path, m
     with pytest.raises(
         OSError, match="^no connection to 127.0.0.1:9.*NQ-Swap; give yours with --data FILE"
     ) as error:
-        data.load(TASKS["nq-swap"])
+        data.load_data(TASKS["nq-swap"])
     # Without retries, which the library would make only if it were online.
     assert len(str(error.value)) <= 200 and constants.HF_HUB_OFFLINE
 
@@ -437,7 +437,7 @@ def test_new_tokens_items_and_demonstrations_are_as_many_as_in_the_paper():
 
 
 def test_the_miniature_asks_in_its_last_line():
-    [item], *_ = data.load(TASKS["miniature-conflict"], limit=1)
+    [item], *_ = data.load_data(TASKS["miniature-conflict"], limit=1)
     line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
     question = line["text_without_context"]
     assert line["text"].startswith("Context: ") and question.startswith("Answer: The ")

@@ -12,7 +12,7 @@ import program
 from heads import load_heads, published_random_heads, random_heads
 from heads.sources import find_sources
 from model import Transformer
-from paper import decoders
+from paper import baselines
 from program.prompts import EXAMPLE
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
@@ -230,7 +230,7 @@ def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arg
     settings = dict(amateur=model) if "amateur" in settings else settings
     [line] = objects(*base[:2], *SHORT, "--prompt", "Hi", *arguments.format(base=base[1]).split())
     more = dict(max_new_tokens=6, eos_ids=[257], **settings)
-    g = decoders.generate(model, line["prompt_ids"], line["method"], **more)
+    g = baselines.generate(model, line["prompt_ids"], line["method"], **more)
     assert line["ids"] == g.ids and line["alphas"] == g.alphas
     assert line["heads"] == [] and ("amateur" in line) == ("amateur" in settings)
 

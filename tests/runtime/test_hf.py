@@ -18,7 +18,7 @@ from heads import detect
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
-from paper import decoders
+from paper import baselines
 from runtime import pack, torchrun
 from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
@@ -61,9 +61,9 @@ def assert_equal(ours, theirs):
 
 def test_both_engines_decode_the_same_tokens_by_every_method(engines):
     for settings in CASES + BASELINES:
-        assert_equal(*(decoders.generate(model, PROMPTS, **settings, **N) for model in engines))
+        assert_equal(*(baselines.generate(model, PROMPTS, **settings, **N) for model in engines))
         if settings["method"] != "cad":  # a prompt of one token
-            assert_equal(*(decoders.generate(model, [[7]], **settings, **N) for model in engines))
+            assert_equal(*(baselines.generate(model, [[7]], **settings, **N) for model in engines))
 
 
 def test_both_engines_score_alike(engines):
@@ -72,14 +72,14 @@ def test_both_engines_score_alike(engines):
     for settings in [*CASES, *BASELINES[1:], cad]:
         of_generate = ("mask_prompt", "repetition_penalty")
         settings = {k: v for k, v in settings.items() if k not in of_generate}
-        ours, theirs = (decoders.score(m, PROMPTS[0], answers, **settings) for m in engines)
+        ours, theirs = (baselines.score(m, PROMPTS[0], answers, **settings) for m in engines)
         assert ours == pytest.approx(theirs, abs=2e-4)
 
 
 def test_either_engine_is_the_amateur_of_either(engines):
     for method, more in ("cd", {}), ("decore-entropy", dict(amateur_heads=HEADS)):
         expected, *others = (
-            decoders.generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
+            baselines.generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
             for model in engines
             for amateur in engines
         )
@@ -203,7 +203,7 @@ def load_pickle(folder):
             "phi (phi) has no query projection whose heads stay apart",
         ),
         (
-            lambda _: decoders.generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, "dola-high"),
+            lambda _: baselines.generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, "dola-high"),
             "gemma3n_text (gemma3n_text): the layers cannot be read",
         ),
         (

@@ -20,7 +20,7 @@ import cli
 import program
 from decore import make_head_mask, score
 from model import Transformer
-from paper.decoders import generate
+from paper.baselines import generate
 from runtime import torchrun as torchrun_names
 from runtime.config import Config
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device
@@ -280,4 +280,4 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
-        sys.exit(cli.run(lambda: worker(Path(sys.argv[1]))))
+        sys.exit(cli.run_program(lambda: worker(Path(sys.argv[1]))))

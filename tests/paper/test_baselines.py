@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from model import Transformer
-from paper.decoders import DECODERS, exit_layers, generate, score
+from paper.baselines import DECODERS, exit_layers, generate, score
 from tests.checkpoints import random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 import cli
-from paper import decoders, runs
+from paper import baselines, runfile
 from paper.tasks import Task, data, prompts
 from runtime import files
 
@@ -27,11 +27,11 @@ class Benchmark(NamedTuple):
     template_args: dict | None = None  # arguments of the chat template
 
 
-def load(task, args, model=None):
+def load_benchmark(task, args, model=None):
     """The benchmark of a task, by the command line.
 
     model: a `cli.Checkpoint`; None: without the layout of the prompts."""
-    bench = Benchmark(task, *data.load(task, args.data, args.demos, args.limit))
+    bench = Benchmark(task, *data.load_data(task, args.data, args.demos, args.limit))
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"
@@ -43,11 +43,11 @@ def load(task, args, model=None):
     return bench._replace(layout=layout, template_args=template_args)
 
 
-def run(bench, header, settings, path, model, tokenizer, ranks):
+def run_benchmark(bench, header, settings, path, model, tokenizer, ranks):
     """Answer the items that the file lacks. Returns all lines in the data's order; None on other
     ranks than 0.
 
-    header: the first line of the file. settings: the arguments of decoders.generate and score."""
+    header: the first line of the file. settings: the arguments of baselines.generate and score."""
     encoded = items_to_ids(bench, tokenizer)
     questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
 
@@ -60,7 +60,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
         return [questions[e.index] | line | seconds for e, line in zip(batch, answers)]
 
     with files.locked(path) if ranks.rank == 0 else nullcontext():
-        done = ranks.share(lambda: runs.open_run(path, header, questions))
+        done = ranks.share(lambda: runfile.open_run(path, header, questions))
         batches = [
             batch
             for batch in in_batches(encoded, header["batch_size"])
@@ -75,7 +75,7 @@ def run(bench, header, settings, path, model, tokenizer, ranks):
                     files.append(path, lines)
                 bar.update(len(lines))
         if ranks.rank == 0:
-            return runs.finish(path)
+            return runfile.finish(path)
 
 
 def items_to_ids(bench, tokenizer):
@@ -106,7 +106,7 @@ def answer(bench, batch, header, settings, model, tokenizer):
     if settings["method"] == "cad":
         settings["ids_without_context"] = [e.without_context for e in batch]
     if not bench.task.choice:
-        out = decoders.generate(
+        out = baselines.generate(
             model,
             ids,
             max_new_tokens=header["max_new_tokens"],
@@ -125,7 +125,7 @@ def answer(bench, batch, header, settings, model, tokenizer):
         ]
     settings.pop("mask_prompt", None)  # scoring masks every position
     answers = [e.answers for e in batch]
-    sums, _ = decoders.loglikelihoods(
+    sums, _ = baselines.loglikelihoods(
         model, ids, answers, renormalise=header["renormalise"], **settings
     )
     lines = []

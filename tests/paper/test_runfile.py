@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paper.runs import finish, open_run, read_run, remarks
+from paper.runfile import finish, open_run, read_run, remarks
 from runtime.files import append, locked
 from tests.checkpoints import write_lines
 
