@@ -83,7 +83,7 @@ def main():
     p.add_argument("--data", type=Path, metavar="DIR", help="data and demonstrations")
     p.add_argument("--limit", type=cli.positive, metavar="K", help="the first K items")
     args = p.parse_args()
-    task = tasks.find(args.task)
+    task = tasks.find_task(args.task)
     if task.choice:
         raise ValueError(f"--task {task.name} scores answers; choose a task that generates")
     shape = SHAPES[args.shape]
