@@ -101,7 +101,9 @@ class Option:
 # The value of an option that is not on the command line is None or False.
 OPTIONS = {
     "heads": Option(
-        *MASKING, help="a file of head scores, or a model's name (default: by the model's name)"
+        *MASKING,
+        help="a file of head scores, a model's name, or the heads to mask, such as 18-6,23-2 "
+        "(default: by the model's name)",
     ),
     "num_heads": Option(
         *MASKED_ROW,
@@ -144,7 +146,7 @@ OPTIONS = {
         "cd",
         help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite",
     ),
-    "amateur_heads": Option(*LITE, help="a file of its head scores (default: by its name)"),
+    "amateur_heads": Option(*LITE, help="those of the amateur, in the forms of --heads"),
     "relative_top": Option(
         "cd",
         "cad",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.checks import check_heads
 from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
@@ -43,12 +44,20 @@ def load_heads(model, n=None, name=None):
     return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
 
 
-def choose_heads(model, name, n, draw=None, seed=1234):
+def choose_heads(model, name=None, n=None, draw=None, seed=1234):
     """n heads to mask, as (layer, head): the best as in `load_heads`, or random ones.
 
-    draw: "uniform" draws heads that are not retrieval heads, or from all heads, with a warning, if
+    name: also a list, as in `listed_heads`. n: by default 10, at most an eighth of all. draw:
+    "uniform" draws heads that are not retrieval heads, or from all heads, with a warning, if
     there are no scores; "published" draws as the paper's runs did."""
     c = model.config
+    listed = listed_heads(name)
+    if listed:
+        if n is not None or draw:
+            raise ValueError(f"{name} lists the heads to mask: leave out their number and random ones")
+        return check_heads(listed, model)
+    if n is None:
+        n = min(10, max(1, c.n_layers * c.n_heads // 8))
     if draw == "published":
         return published_random_heads(n, c.n_layers, c.n_heads, seed)
     if draw is None:
@@ -64,6 +73,17 @@ def choose_heads(model, name, n, draw=None, seed=1234):
     if n > len(heads):
         raise ValueError(f"{n} random heads are too many: {model.name} has {len(heads)}")
     return random.Random(seed).sample(heads, n)
+
+
+def listed_heads(name):
+    """The heads of a text "18-6,23-2", or of a JSON file [[18, 6], [23, 2]] or ["18-6", "23-2"]; []
+    if the name is neither."""
+    if re.fullmatch(rf"{KEY.pattern}(,{KEY.pattern})*", str(name)):
+        return name.split(",")
+    if name and Path(name).is_file():
+        content = read_json(name, (dict, list))
+        return content if isinstance(content, list) else []
+    return []
 
 
 def random_heads(ranked, n, seed=1234):

@@ -16,19 +16,18 @@ def method_settings(method, args, model, amateur):
         value = getattr(args, name, None)
         if method in OPTIONS[name].methods and (value is not None or name in DEFAULTS):
             settings[name] = DEFAULTS[name] if value is None else value
-    n = args.num_heads or min(10, max(1, model.config.n_layers * model.config.n_heads // 8))
     if method in MASKING:
         heads = args.heads or bundled_heads(args.model)
         if not args.random_heads:
             check_known(model, heads, "--heads", args.model, args)
         seed = SEED if args.seed is None else args.seed
-        settings["heads"] = choose_heads(model, heads, n, args.random_heads, seed)
+        settings["heads"] = choose_heads(model, heads, args.num_heads, args.random_heads, seed)
     if method in OPTIONS["amateur"].methods:
         settings["amateur"] = amateur
     if method in LITE:
         heads = args.amateur_heads or bundled_heads(args.amateur)
         check_known(amateur, heads, "--amateur-heads", args.amateur, args)
-        settings["amateur_heads"] = choose_heads(amateur, heads, n)
+        settings["amateur_heads"] = choose_heads(amateur, heads, args.num_heads)
     return settings
 
 

@@ -19,14 +19,14 @@ def read_text(path):
         raise ValueError(f"{path} is not UTF-8: {error}") from None
 
 
-def read_json(path):
-    """The object in a JSON file; ValueError or OSError with its path."""
+def read_json(path, kinds=dict):
+    """The object in a JSON file, or a value of other kinds; ValueError or OSError with its path."""
     text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
-    if not isinstance(value, dict):
+    if not isinstance(value, kinds):
         raise ValueError(f"{path} must contain a JSON object")
     return value
 

@@ -153,6 +153,20 @@ def test_heads_that_do_not_exist_are_refused(choose, message):
     assert message in str(error.value)
 
 
+def test_heads_can_be_listed_in_a_text_or_a_file(tmp_path):
+    pairs = [(2, 3), (0, 1)]
+    files = [tmp_path / "pairs.json", tmp_path / "texts.json"]
+    files[0].write_text("[[2, 3], [0, 1]]")
+    files[1].write_text('["2-3", "0-1"]')
+    for name in ("2-3,0-1", *map(str, files)):
+        assert choose_heads(stand_in(), name) == pairs
+        for options in (dict(n=2), dict(draw="uniform")):
+            with pytest.raises(ValueError, match="lists the heads to mask"):
+                choose_heads(stand_in(), name, **options)
+    with pytest.raises(ValueError, match="head 3-0 is outside"):
+        choose_heads(stand_in(), "3-0")
+
+
 def test_random_heads_are_nested_and_hold_no_retrieval_head():
     for seed in range(20):
         heads = random_heads(RANKED, 100, seed)
