@@ -76,6 +76,10 @@ def evaluate(argv):
     if set(methods) <= {"greedy", "masked", "ad"}:
         reasons.setdefault("no_renormalise", f"on {', '.join(methods)}")
     cli.refuse_unused(args, reasons)
+    if args.sample and args.seed and not args.random_heads:
+        if len(args.seed) > 1:
+            raise ValueError("--seed takes several numbers with --random-heads only")
+        [args.sample_seed], args.seed = args.seed, None
     cli.check_options(args, methods)
     if args.dry_run:
         for bench in [load_benchmark(task, args) for task in tasks]:
@@ -189,9 +193,18 @@ def run_parser(required, description, epilog=None):
         help="demonstrations: JSON lines, or a folder (default: from "
         "the data's folder, else the task's own, else the first items of the data)",
     )
-    p.add_argument(
+    items = p.add_mutually_exclusive_group()
+    items.add_argument(
         "--limit", type=cli.positive, metavar="K", help="the first K items (default: all)"
     )
+    items.add_argument(
+        "--sample",
+        type=cli.positive,
+        metavar="K",
+        help="K random items, each split in its share; a larger K continues the runs. Without "
+        "--random-heads, --seed is the sample's (default, and with --random-heads: 1234)",
+    )
+    p.set_defaults(sample_seed=cli.SEED)
     p.add_argument(
         "--batch-size",
         type=cli.positive,

@@ -31,7 +31,10 @@ def load_benchmark(task, args, model=None):
     """The benchmark of a task, by the command line.
 
     model: a `cli.Checkpoint`; None: without the layout of the prompts."""
-    bench = Benchmark(task, *data.load_data(task, args.data, args.demos, args.limit))
+    limit, seed = args.limit, None
+    if args.sample:
+        limit, seed = args.sample, args.sample_seed
+    bench = Benchmark(task, *data.load_data(task, args.data, args.demos, limit, seed))
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"

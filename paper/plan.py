@@ -191,7 +191,7 @@ def show(args, runs, has_heads):
     tokens = {}
     for name, of_task in by_task.items():
         task = find_task(name)
-        items = min(task.n, args.limit or task.n)
+        items = min(task.n, args.limit or args.sample or task.n)
         missing = metrics.problems(task)
         try:
             bench = load_benchmark(task, args, model)

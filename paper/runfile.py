@@ -2,9 +2,9 @@
 
 The header says what determines the lines, and names the file. Lines are appended batch by batch,
 and sorted into the order of the data after the last batch. A run that was killed continues where
-it stopped, and a complete one may grow (--limit). Another header is refused, by the names of its
-fields. Another device, batch size or version of torch changes a last digit at most: it is accepted,
-and header["continued"] names it."""
+it stopped, and a complete one may grow (--limit, --sample). Another header is refused, by the names
+of its fields. Another device, batch size or version of torch changes a last digit at most: it is
+accepted, and header["continued"] names it."""
 
 import datetime
 import json
@@ -17,11 +17,14 @@ from pathlib import Path
 import torch
 
 import cli
+from paper.tasks import data
 from paper.tasks.items import field, located
+from program.settings import used_head_file
 from runtime.files import commit, json_lines, write
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")
-FACTS = ("commit", "command", "date", "n", "limit", "paper", "product", "continued")
+GROWING = ("n", "limit", "sample", "command")
+FACTS = (*GROWING, "commit", "date", "paper", "product", "head_file", "measure", "continued")
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 NOT_COMPARED = (*SURROUNDINGS, *FACTS)
 
@@ -32,6 +35,7 @@ def make_header(job, bench, settings, model, fingerprints):
     settings = dict(settings)
     heads = settings.pop("amateur_heads", settings.get("heads"))
     amateur = settings.get("amateur")
+    head_file = used_head_file(job.method, args, amateur or model)
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
@@ -42,6 +46,8 @@ def make_header(job, bench, settings, model, fingerprints):
         "method": job.method,
         "heads": heads and [f"{layer}-{head}" for layer, head in heads],
         "random_heads": args.random_heads if "heads" in settings else None,
+        "head_file": head_file and data.file_record(head_file),
+        "measure": "copy" if head_file else None,
         "amateur": amateur and amateur.name,
         "model": model.name,
         "fingerprint": fingerprints[0],
@@ -60,6 +66,8 @@ def make_header(job, bench, settings, model, fingerprints):
         "template_args": bench.template_args,
         "n": len(bench.items),
         "limit": args.limit,
+        "sample": args.sample,
+        "sample_seed": args.sample_seed if args.sample else None,
         "data": bench.data,
         "demos": bench.demo_record,
         "amateur_fingerprint": amateur and fingerprints[1],
@@ -148,7 +156,8 @@ def open_run(path, header, items):
                     "choose another --out or remove the file"
                 )
         changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
-        header = stored | {"n": header["n"], "limit": header["limit"]}
+        grown = GROWING if header["n"] > stored["n"] else ()
+        header = stored | {name: header[name] for name in grown}
         if changes and len(lines) < len(items):
             header["continued"] = [*stored.get("continued", []), changes]
     save(path, header, lines)

@@ -1,10 +1,11 @@
 """The arguments of a method, from the command line."""
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
-from cli.options import DEFAULTS, LITE, MASKING, MINIATURE, OPTIONS, SEED
-from heads import choose_heads, head_file, similar_models
+from cli.options import DEFAULTS, LITE, MASKED_ROW, MASKING, MINIATURE, OPTIONS, SEED
+from heads import choose_heads, find_file, head_file, similar_models
 
 
 def method_settings(method, args, model, amateur):
@@ -17,7 +18,7 @@ def method_settings(method, args, model, amateur):
         if method in OPTIONS[name].methods and (value is not None or name in DEFAULTS):
             settings[name] = DEFAULTS[name] if value is None else value
     if method in MASKING:
-        heads = args.heads or bundled_heads(args.model)
+        heads = head_name(method, args)
         if not args.random_heads:
             check_known(model, heads, "--heads", args.model, args)
         seed = SEED if args.seed is None else args.seed
@@ -25,10 +26,28 @@ def method_settings(method, args, model, amateur):
     if method in OPTIONS["amateur"].methods:
         settings["amateur"] = amateur
     if method in LITE:
-        heads = args.amateur_heads or bundled_heads(args.amateur)
+        heads = head_name(method, args)
         check_known(amateur, heads, "--amateur-heads", args.amateur, args)
         settings["amateur_heads"] = choose_heads(amateur, heads, args.num_heads)
     return settings
+
+
+def head_name(method, args):
+    """The head file of the command line, or the name of the model that has it; None: that of the
+    model's name."""
+    if method in LITE:
+        return args.amateur_heads or bundled_heads(args.amateur)
+    return args.heads or bundled_heads(args.model)
+
+
+def used_head_file(method, args, model):
+    """The head file of `method_settings`; None without one.
+
+    model: the one whose heads are masked."""
+    if method not in MASKED_ROW or args.random_heads == "published":
+        return None
+    with suppress(FileNotFoundError):  # of random heads
+        return find_file(head_name(method, args) or model.name)
 
 
 def check_known(model, heads, flag, name, args):

@@ -4,8 +4,10 @@ repository on the hub."""
 import csv
 import hashlib
 import json
+import random
 import re
 import sys
+from collections import defaultdict
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -102,8 +104,10 @@ def read_with(read, path):
             yield entry, read(entry)
 
 
-def load_data(task, data=None, demos=None, limit=None):
+def load_data(task, data=None, demos=None, limit=None, sample_seed=None):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
+
+    limit: the number of items. sample_seed: draw them by `shuffle`; None: take the first.
 
     Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder
     `data`; the prompt; the training split; the first items of the data with different questions.
@@ -133,8 +137,21 @@ def load_data(task, data=None, demos=None, limit=None):
             f"{task.name}: the data hold no items besides {len(demonstrations)} demonstrations: "
             "give more, or --demos FILE"
         )
+    if sample_seed is not None:
+        items = shuffle(items, sample_seed)
     items = [item | {"index": index} for index, item in enumerate(items[:limit])]
     return items, records, demonstrations, record
+
+
+def shuffle(items, seed):
+    """The items in random order. Every prefix holds each split in its share of all items."""
+    splits = defaultdict(list)
+    for item in random.Random(seed).sample(items, len(items)):
+        splits[item.get("split")].append(item)
+    places = []
+    for split in splits.values():
+        places += [((i + 0.5) / len(split), item) for i, item in enumerate(split)]
+    return [item for _, item in sorted(places, key=lambda place: place[0])]
 
 
 def load_items(task, data):

@@ -1,6 +1,7 @@
 """evaluate.py: run files that do not depend on batch sizes, interruptions and ranks; sweeps."""
 
 import datetime
+import hashlib
 import json
 import shlex
 import shutil
@@ -121,6 +122,28 @@ def test_the_layout_is_the_models(start, data, tmp_path, template, family, layou
     assert content(out["run"])[0]["layout"] == layout
 
 
+def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp_path):
+    arguments = [*model[:2], *data["nq-closed"], "--max-new-tokens", 2, "--out", tmp_path]
+    decore = [*model[2:], "--num-heads", 2, "--method", "decore-entropy"]
+    random_heads = [*decore[:-1], "masked", "--random-heads", "--seed", 5]
+    samples = []
+    for options in (GREEDY[:2], decore, random_heads):
+        for size in (2, 4):
+            status, [out], _ = start(*arguments, *options, "--sample", size)
+            header, *lines = content(out["run"])
+            assert (header["n"], header["sample"], header["sample_seed"]) == (size, size, 1234)
+            samples.append([line["id"] for line in lines])
+        path = Path(model[3])
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        expected = None if "greedy" in options else {"file": path.name, "sha256": digest}
+        assert (header["head_file"], header["measure"]) == (expected, expected and "copy")
+    assert samples[::2] == [samples[1][:2]] * 3 and samples[1::2] == [samples[1]] * 3
+    command = json.loads(open(out["run"]).readline())["header"]["command"]
+    assert command.endswith("--sample 4")  # not that of the first start
+    status, _, err = start(*arguments, *decore, "--sample", 4, "--seed", 3)
+    assert status == 2 and "sample_seed: 1234 there, 3 now" in err
+
+
 # Several ranks
 
 
@@ -231,6 +254,11 @@ def places(chat_model, data, tmp_path_factory):
     "command, words",
     [
         ("{nq_closed} --seed 3", "--seed has no effect without --random-heads"),
+        (
+            "{nq_closed} --sample 2 --limit 3",
+            "argument --limit: not allowed with argument --sample",
+        ),
+        ("{nq_closed} --sample 2 --seed 3,4", "several numbers with --random-heads only"),
         ("{truthfulqa_mc} --mask-prompt", "--mask-prompt has no effect on truthfulqa-mc"),
         ("{memotrap} --demos {m}/2-b.csv", "--demos has no effect on memotrap"),
         ("--task miniature --layout chat", "--layout has no effect on miniature-conflict"),

@@ -12,6 +12,8 @@ HEADER = {
     "task": "nq-swap",
     "n": 3,
     "limit": None,
+    "sample": None,
+    "command": "evaluate.py",
     "alpha": 0.5,
     "batch_size": "auto",
     "max_new_tokens": 5,
@@ -47,7 +49,7 @@ def test_a_run_continues_with_the_rows_of_its_file_and_ends_in_the_datas_order(p
 
 
 def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
-    write_lines(path, [{"header": HEADER | {"n": 1, "limit": 1}}, row(0)])
+    write_lines(path, [{"header": HEADER | {"n": 1, "limit": 1, "command": "old"}}, row(0)])
     changes = {"device": "cuda (H100)", "batch_size": 8}
     assert open_run(path, HEADER | changes, ITEMS) == {0: row(0)}
     settings = read_run(path)[0]

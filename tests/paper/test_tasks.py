@@ -331,6 +331,21 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
         "--demos)",
     ]
     assert data.load_data(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
+    sample = data.load_data(TASKS["nq-swap"], path, limit=4, sample_seed=1)
+    assert sample[1:] == ([*records], demos, record)
+    assert [item["index"] for item in sample[0]] == [0, 1, 2, 3]
+    assert {item["id"] for item in sample[0]} < {*range(12, 18)}
+
+
+def test_every_prefix_of_a_shuffle_holds_each_split_in_its_share():
+    items = [{"id": i, "split": "ab"[i >= 10]} for i in range(40)]
+    shuffled = data.shuffle(items, 1)
+    assert sorted(item["id"] for item in shuffled) == [*range(40)]
+    for k in range(41):
+        assert abs(sum(item["split"] == "a" for item in shuffled[:k]) - k / 4) <= 0.5
+    assert shuffled == data.shuffle(items, 1) != data.shuffle(items, 2)
+    in_a = [item["id"] for item in shuffled if item["split"] == "a"]
+    assert in_a != sorted(in_a)
 
 
 def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp_path):
