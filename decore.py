@@ -15,8 +15,12 @@ pass: see model.py.
 
 import math
 import runpy
+import signal
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from torch.nn.utils.rnn import pad_sequence

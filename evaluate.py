@@ -19,11 +19,15 @@ file."""
 import argparse
 import itertools
 import json
+import signal
 import sys
 from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import cli
 from paper import baselines, fetch, judges, plan, printed, report, rescore

@@ -1,8 +1,10 @@
 """Runs a program: its streams and ranks, its exit status, and one line for a user's mistake."""
 
 import os
+import signal
 import sys
 import time
+import traceback
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -12,24 +14,29 @@ from runtime.errors import out_of_memory
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
+ROOT = Path(__file__).parents[1]
+
 
 def run_program(main):
     """Call main and return the exit status: 0, 2 after a user's mistake (one line on stderr),
     130 after Ctrl-C.
 
-    Under torchrun rank 0 alone prints. Another rank prints its error after ten seconds: if rank 0
-    has failed too, torchrun has ended that rank by then."""
+    DECORE_TRACEBACK=1 prints the traceback of a mistake too. Under torchrun rank 0 alone prints.
+    Another rank prints its error after ten seconds: if rank 0 has failed too, torchrun has ended
+    that rank by then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # imports are over
     program = Path(sys.argv[0]).name
-    rank, _ = rank_and_size()
+    rank = 0
     with open(os.devnull, "r+") as nowhere:
         # A stream that the shell has closed is None.
         sys.stdin = sys.stdin or nowhere
         stdout, stderr = printable(sys.stdout or nowhere), printable(sys.stderr or nowhere)
-        out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
         warnings.showwarning = lambda message, *_: print(
             f"{program}: warning: {message}", file=sys.stderr
         )
         try:
+            rank, _ = rank_and_size()
+            out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
             with redirect_stdout(out), redirect_stderr(err):
                 main()
                 parallel.leave()
@@ -45,6 +52,8 @@ def run_program(main):
             message = explain(error)
             if message is None:
                 raise
+            if os.environ.get("DECORE_TRACEBACK"):
+                traceback.print_exc(file=stderr)
             if isinstance(error, OSError) and error.strerror and not error.filename:
                 sys.stdout = None  # a full disk: Python's exit would fail in the same way
         if rank != 0:
@@ -72,4 +81,15 @@ def explain(error):
         return f"No module named {error.name!r}; pip install {error.name}"
     if isinstance(error, OSError) and error.strerror:
         return one_line(f"{error.filename or 'writing'}: {error.strerror.lower()}", 1000)
-    return one_line(error, 1000) if isinstance(error, (ValueError, OSError, ImportError)) else None
+    if not isinstance(error, (ValueError, OSError, ImportError)):
+        return None
+    hint = "" if is_ours(error) else " (DECORE_TRACEBACK=1 prints a traceback)"
+    return one_line(error, 1000) + hint
+
+
+def is_ours(error):
+    """Whether a `raise` of this project has raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    path = Path(frames[-1].filename)
+    ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    return ours and frames[-1].line.startswith("raise")

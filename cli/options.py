@@ -15,6 +15,8 @@ MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         for text in sys.argv[1:] if args is None else args:
+            if re.search("[\ud800-\udfff]", text):
+                self.error(f"{text!r} has bytes that are not UTF-8")
             if re.fullmatch("--[a-z-]+=--", text):  # Python 3.11 makes it an empty list
                 self.error(f"{text}: '--' is not a value")
         return super().parse_known_args(args, namespace)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.checks import check_heads
 from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
@@ -53,8 +52,10 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234):
     c = model.config
     listed = listed_heads(name)
     if listed:
+        from runtime.checks import check_heads  # imports torch
+
         if n is not None or draw:
-            raise ValueError(f"{name} lists the heads to mask: leave out their number and random ones")
+            raise ValueError(f"{name} lists the heads to mask: a number or a draw has no effect")
         return check_heads(listed, model)
     if n is None:
         n = min(10, max(1, c.n_layers * c.n_heads // 8))

@@ -14,12 +14,16 @@ needles.py makes the prompts."""
 
 import argparse
 import json
+import signal
 import sys
 from collections import Counter
 from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from tqdm import tqdm

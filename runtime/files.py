@@ -63,8 +63,9 @@ def json_lines(path, complete=False):
 def append(path, rows, mode="a"):
     """Append the rows to a file of JSON lines in one call, and sync it to the disk."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    with open(path, mode, encoding="utf-8") as file:
-        file.write("".join(lines))
+    content = "".join(lines).encode()  # before the file is opened, since it may fail
+    with open(path, mode + "b") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

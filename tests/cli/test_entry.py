@@ -1,6 +1,8 @@
 """Every program: its exit status, its streams, its one line for a mistake."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,28 @@ def test_limits_of_the_machine_are_one_line_and_a_bug_keeps_its_traceback(
         call(raiser(RuntimeError("shapes do not fit")))
 
 
+def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, monkeypatch):
+    hint = " (DECORE_TRACEBACK=1 prints a traceback)\n"
+    for foreign in (lambda: torch.tensor([[1], [2, 3]]), lambda: int("x"), lambda: json.loads("{")):
+        assert call(foreign)[2].endswith(hint)
+    own = "test_entry.py: error: bad\n"
+    assert call(raiser(ValueError("bad"))) == (2, "", own)
+    monkeypatch.setenv("DECORE_TRACEBACK", "1")
+    status, _, err = call(raiser(ValueError("bad")))
+    assert status == 2 and err.startswith("Traceback (most") and err.endswith("bad\n" + own)
+
+
+@pytest.mark.parametrize(
+    "program", ["decore.py", "evaluate.py", "-m heads.detect", "-m integrations.lm_eval"]
+)
+def test_ctrl_c_during_the_imports_leaves_no_traceback(program, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, *program.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_nothing(
     call, monkeypatch
 ):
@@ -59,6 +83,10 @@ def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_
         monkeypatch.setenv(name, "4")
     assert call(lambda: print("text")) == (0, "", "")
     assert call(raiser(ValueError("bad"))) == (2, "", "test_entry.py: rank 3: error: bad\n")
+    for name, text in (("RANK", "-1"), ("RANK", "4"), ("WORLD_SIZE", "x"), ("LOCAL_RANK", "x")):
+        monkeypatch.setenv(name, text)
+        status, _, err = call(lambda: print("text"))
+        assert (status, err.count("\n")) == (2, 1) and "are not those of torchrun" in err
 
 
 @pytest.mark.parametrize(
@@ -67,6 +95,11 @@ def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_
         (f"{PRINT} | true", 0, ""),
         ("-m miniature.data --split open --n 1 > /dev/full", 2, "no space left on device\n"),
         ("decore.py --prompt-ids 5 --method greedy <&- >&-", 0, " tokens/s\n"),
+        (
+            "decore.py --html $'a\\xff'",
+            2,
+            "error: 'a\\udcff' has bytes that are not UTF-8; see --help\n",
+        ),
         (f"-W error {PRINT} > /dev/null", 0, ""),
         ("-OO -m miniature.claims --help > /dev/null", 0, ""),
         ("-OO -m speed.decode --help > /dev/null", 0, ""),
