@@ -241,6 +241,10 @@ class HFModel(nn.Module):
         cache = self.new_cache([PROBE - 2, PROBE - 4], 2, rows=2)
         prompts = nn.utils.rnn.pad_sequence([ids[0, :-2], ids[0, 2:-2]], batch_first=True)
         self.prefill(prompts, cache)
+        if cache.kv.get_seq_length() != cache.P:
+            raise ValueError(
+                f"the cache does not reach its attention in transformers {transformers.__version__}"
+            )
         head_mask = torch.ones(2, self.config.n_layers, self.config.n_heads, device=self.device)
         for layer, a in self.attention.items():
             head_mask[1, layer, : a.heads] = 0
@@ -303,7 +307,8 @@ class HFCache:
             input_ids=ids,
             position_ids=positions,
             attention_mask=seen.long(),
-            past_key_values=self.kv,
+            cache=self.kv,
+            past_key_values=self.kv,  # its name before transformers 5.24
             use_cache=True,
         )
         return {name: value for name, value in more.items() if name in self.model.arguments}

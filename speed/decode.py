@@ -106,13 +106,7 @@ def two_pass(base, new, heads):
         def log_p(model, tokens, cache):
             start = cache.get_seq_length()
             end = start + tokens.shape[1]
-            out = model(
-                tokens,
-                attention_mask=real[:, :end],
-                position_ids=places[:, start:end],
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
+            out = model(tokens, real[:, :end], places[:, start:end], cache, logits_to_keep=1)
             return out.logits.float().log_softmax(-1)
 
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import transformers
 
 METHODS = {
     "decore-entropy": ("alpha_cap", "scale_alpha"),
@@ -140,30 +141,37 @@ def contrasted(model, heads, mask, exponent):
             x.view(texts, 2, H, K)[:, 1, heads[layer]] = 0
         return x
 
+    def check_cache():
+        if cache is None or not cache.get_seq_length():
+            raise ValueError(
+                f"the cache does not reach the attention of {type(model).__name__} in "
+                f"transformers {transformers.__version__}"
+            )
+
     def prefill(inputs, last):
         """Read all tokens but the last, unmasked, and double the cache."""
-        cache = inputs.get("past_key_values")
         if any(getattr(cache, name, False) for name in ("is_compileable", "offloading", "nbits")):
             raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {type(cache).__name__}")
         B, T = inputs["input_ids"].shape
         if T > 1:
             names = [*last, "attention_mask"]
             before = {n: inputs[n][..., :-1] for n in names if inputs.get(n) is not None}
-            cache = forward(**inputs | before).past_key_values
+            forward(**inputs | before)
+            check_cache()
         cache.reorder_cache(torch.arange(B).repeat_interleave(2))
-        return cache
 
     @wraps(forward)  # generate looks at the signature
     def contrasting(*args, **inputs):
         nonlocal cache, texts, masking
-        if args or texts and inputs.get("past_key_values") is not cache:
+        if args or texts and not any(x is cache for x in inputs.values()):
             return forward(*args, **inputs)  # somebody else's call, such as a logits processor's
         B = len(inputs["input_ids"])
         last = {n: x[..., -1:] for n, x in inputs.items() if n in PER_TOKEN and x is not None}
         if not texts:
-            cache = prefill(inputs, last)
+            cache = inputs.get("cache", inputs.get("past_key_values"))  # before transformers 5.24
+            prefill(inputs, last)
             texts = B
-        step = inputs | last | dict(past_key_values=cache)
+        step = inputs | last
         for name, x in step.items():
             if isinstance(x, torch.Tensor) and x.shape[-2:-1] == (B,):
                 step[name] = x.repeat_interleave(2, -2)
@@ -171,7 +179,7 @@ def contrasted(model, heads, mask, exponent):
         masking = True
         out = forward(**step)
         masking = False
-        cache = out.past_key_values
+        check_cache()
         if called != heads.keys():
             layer = min(heads.keys() - called)
             raise ValueError(f"layer {layer} does not call its projection: cannot mask")

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from runtime.hf import HFModel  # noqa: E402
-from tests.families import FAMILIES, NO_QUERY, random_model  # noqa: E402
+from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
@@ -77,7 +77,7 @@ def test_the_logits_are_the_exponent_of_both_models_in_float32(llama):
         masked.model.layers[layer].self_attn.o_proj.weight.data.unflatten(1, (4, -1))[:, head] = 0
     cache = model(ids[:, :-1]).past_key_values
     base, other = (
-        m(ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits[:, 0].float().log_softmax(-1)
+        m(ids[:, -1:], None, None, copy.deepcopy(cache)).logits[:, 0].float().log_softmax(-1)
         for m in (model, masked)
     )
     out = generate(model, output_logits=True, return_dict_in_generate=True)
@@ -199,6 +199,11 @@ def encoder_decoder(model):
         (renamed, "does not work with layer 1 of llama"),
         (lambda _: dict(mask="query", model=random_model("phi", qk_layernorm=True)), "1 of phi"),
         (lambda _: dict(mask="query", model=random_model("phi3")), "layer 1 of phi3"),
+        (
+            lambda _: dict(model=random_model("openai-gpt")),
+            "OpenAIGPTLMHeadModel in transformers 5",
+        ),
+        (lambda _: dict(model=random_model("minimax", **EXPERTS)), "the cache does not reach"),
         (encoder_decoder, "a causal language model"),
     ],
 )

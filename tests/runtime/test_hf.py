@@ -180,6 +180,13 @@ def load(folder, **changes):
     return HFModel.load(write_checkpoint(folder, weights=weights, **changes))
 
 
+def wrap_renamed():
+    hf = random_model("gemma2")
+    forward = hf.forward
+    hf.forward = lambda input_ids, kv=None, **others: forward(input_ids, **others)
+    return HFModel(hf)
+
+
 def load_pickle(folder):
     (write_checkpoint(folder) / "model.safetensors").rename(folder / "pytorch_model.bin")
     HFModel.load(folder)
@@ -189,6 +196,10 @@ def load_pickle(folder):
     "refuse, words",
     [
         (lambda _: wrap("mamba"), "mamba (mamba): no layer has an attention"),
+        (
+            lambda _: wrap_renamed(),
+            "the cache does not reach its attention in transformers " + transformers.__version__,
+        ),
         (lambda _: wrap("bloom"), "whose output projection reads heads side by side"),
         (
             lambda _: wrap("jamba", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1),
