@@ -11,6 +11,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from tqdm import tqdm
 
 from paper import baselines
+from runtime.files import one_line
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
 SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
@@ -47,11 +48,23 @@ class HarnessModel(TemplateLM):
 
     eot_token_id = prefix_token_id  # the base class requires it, and uses it for the prefix only
 
+    def __repr__(self):  # in the table of results
+        return self.model.name
+
     def tok_encode(self, string, add_special_tokens=None, **_):
         if add_special_tokens is None:  # BOS is not added to a text that spells it
             bos = self.tokenizer.special.get("bos_token")
             add_special_tokens = bos is None or not string.startswith(bos)
         return self.tokenizer.encode(string, bos=add_special_tokens)
+
+    def _encode_pair(self, context, continuation):
+        """The ids of both. A continuation that merges with its context is tokenised alone, as in
+        evaluate.py."""
+        ids, answer = super()._encode_pair(context, continuation)
+        if ids + answer != self.tok_encode(context + continuation):
+            spaces = context[len(context.rstrip()) :]
+            answer = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return ids or [self.prefix_token_id], answer
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """[(texts, context ids, answer ids)] → [(log p, whether greedy decoding gives the answer)].
@@ -59,14 +72,16 @@ class HarnessModel(TemplateLM):
         A context is read once for all its answers; one that is too long loses its beginning."""
         groups = {}  # context → {number of the request: answer}
         out = {}
-        for i, (_, context, answer) in enumerate(requests):
-            room = self.max_length + 1 - len(answer)  # the last token of an answer is not read
-            if len(context) > room:
-                warnings.warn(
-                    f"contexts longer than {self.max_length} tokens lose their beginning",
-                    stacklevel=2,
+        for i, (texts, context, answer) in enumerate(requests):
+            if not 0 < len(answer) <= self.max_length:
+                question, text = (one_line(repr(part), 60) for part in texts)
+                raise ValueError(
+                    f"the answer {text} to {question} has {len(answer)} tokens; "
+                    f"{self.model.name} scores 1 to {self.max_length}"
                 )
-            groups.setdefault(tuple(context[-room:]), {})[i] = answer
+            # The last token of an answer is not read.
+            context = self.shorten(context, self.max_length + 1 - len(answer))
+            groups.setdefault(tuple(context), {})[i] = answer
         settings = self.settings.copy()
         settings.pop("mask_prompt", None)  # scoring masks every position
         for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
@@ -94,7 +109,7 @@ class HarnessModel(TemplateLM):
             text, options = request.args
             stop, limit = self.read_generation(options)
             ids = self.tok_encode(text) or [self.prefix_token_id]
-            prompts.append((ids[limit - self.max_length :], (stop, limit)))
+            prompts.append((self.shorten(ids, self.max_length - limit), (stop, limit)))
         groups = Collator(prompts, lambda prompt: -len(prompt[0]), itemgetter(1), "gen_kwargs")
         batches = list(groups.get_batched(n=self.batch_size))
         for batch in tqdm(batches, desc="batches", disable=disable_tqdm):
@@ -117,6 +132,16 @@ class HarnessModel(TemplateLM):
                 stream.end()
                 out.append(stream.text)
         return groups.get_original(out)
+
+    def shorten(self, ids, room):
+        """The last `room` ids of a context. Warns if there are more."""
+        if len(ids) > room:
+            warnings.warn(
+                f"contexts that exceed {self.max_length} tokens with their answer lose their "
+                "beginning, special tokens included",
+                stacklevel=2,
+            )
+        return ids[-room:]
 
     def read_generation(self, options):
         """A task's `generation_kwargs` → (stop strings, maximum number of new tokens)."""

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,40 @@ def test_the_flag_says_whether_dola_gives_the_answer_from_its_likely_tokens(smal
     assert not all(flags)
 
 
+def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
+    folder = write(tmp_path / "m", "qwen2")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["er"] = vocabulary.pop(
+        max(vocabulary, key=vocabulary.get)
+    )  # a byte that no text has
+    content["model"]["merges"] = [["e", "r"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
+    lm = HarnessModel(model, tokenizer, method="greedy")
+    pairs = [("Answe", "r"), ("Answe", "rs"), ("Answe ", "r"), (" ", "r"), ("Answer", "s")]
+    expected = []
+    for context, answer in [
+        ("Answe", "r"),
+        ("Answe", "rs"),
+        ("Answe", " r"),
+        (END, " r"),
+        ("Answer", "s"),
+    ]:
+        ids = tokenizer.encode(context), tokenizer.encode(answer, bos=False)
+        expected.append(baselines.score(model, *ids, method="greedy"))
+    assert [log_p for log_p, _ in run(lm, "loglikelihood", pairs)] == pytest.approx(expected)
+
+
+def test_contexts_that_lose_their_beginning_are_a_warning(small):
+    lm = HarnessModel(*small[:2], method="greedy")
+    for kind, rest in (("loglikelihood", "x"), ("generate_until", dict(max_gen_toks=2))):
+        for n, count in ((lm.max_length - 3, 0), (lm.max_length, 1)):  # BOS is one more token
+            with warnings.catch_warnings(record=True) as caught:
+                run(lm, kind, [("w" * n, rest)])
+            assert ["lose their beginning" in str(w.message) for w in caught] == [True] * count
+
+
 def generate_text(lm, **options):
     return run(lm, "generate_until", [("abc", options)])
 
@@ -192,6 +227,7 @@ def command(arguments):
         (lambda lm: generate_text(lm, max_gen_toks=512), "a task needs 512 new tokens"),
         (lambda lm: run(lm, "loglikelihood_rolling", [("A text.",)]), "choose tasks with answers"),
         (lambda lm: lm.apply_chat_template([], False), "leave out --apply_chat_template"),
+        (lambda lm: run(lm, "loglikelihood", [("a", "b"), ("c", "")]), "answer '' to 'c' has 0"),
         (command("--method cad --tasks x"), "method 'cad' is unknown"),
         (command("--method greedy --heads f"), "--heads has no effect on greedy"),
         (command("--tasks x --model_args a=y"), "--model_args has no effect"),
@@ -235,6 +271,7 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
         arguments = [*program, "--output_path", out]
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        assert "miniature ({'method': " in done.stdout
         results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
     own, hf = results
     assert own["results"] == hf["results"]
