@@ -1,1 +1,1 @@
-"""DeCoRe inside the software of others. Each file or folder stands alone."""
+"""DeCoRe inside the software of others. `custom_generate/` and `vllm/` stand alone."""

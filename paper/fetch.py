@@ -3,12 +3,14 @@
 
 The first origin is the repository of the paper's authors, at its last commit. It holds the files
 that the paper scored, and the demonstrations as lists in its source, which is read and never run.
-The second origin of a data file is its data set on the Hugging Face hub."""
+The second origin of a data file is its data set on the Hugging Face hub, at a fixed commit; its
+rows are checked."""
 
 import ast
 import hashlib
 import json
 import re
+import shutil
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ from functools import partial
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 from urllib.request import urlopen
@@ -60,7 +61,7 @@ def main(argv):
         "--metrics", action="store_true", help="also what metrics need: models, judges, nltk's data"
     )
     args = p.parse_args(argv)
-    tasks = [find_task(name) for name in args.task.split(",")] if args.task else PAPER
+    tasks = PAPER if args.task is None else [find_task(name) for name in args.task.split(",")]
     mirror = args.mirror and args.mirror.rstrip("/")
     works = {}  # name → function that downloads it, unless it is there
     for file in FILES:
@@ -93,24 +94,38 @@ def fetch(folder, file, mirror):
             demos = read_demos(content, file)
             content = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in demos).encode()
     except (OSError, ValueError):
-        origin = next(task.origin for task in PAPER if task.folder == file.folder)
-        if file.function or not origin:
+        tasks = [task for task in PAPER if task.folder == file.folder]
+        if file.function or not tasks[0].origin:
             raise
-        source, _ = data.from_hub(origin, endpoint=mirror and f"{mirror}/huggingface.co")
+        source = from_hub(tasks, mirror)
         path = path.with_name(source.name)
         content = source.read_bytes()
     with draft(path) as place:
         place.write_bytes(content)
 
 
+def from_hub(tasks, mirror):
+    """The path of the hub's file of some tasks. ValueError unless it has the fields of each and as
+    many rows as the paper scores."""
+    path, _ = data.from_hub(tasks[0].origin, endpoint=mirror and f"{mirror}/huggingface.co")
+    for task in tasks:
+        rows = sum(1 for _ in data.read_with(task.read, path))
+        if rows != task.n:
+            raise ValueError(f"{path} has {rows} rows, not {task.n}; delete it")
+    return path
+
+
 @contextmanager
 def draft(path):
     """Yields a place to write to, which then replaces `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=path.parent) as folder:
-        place = Path(folder) / path.name
-        yield place
-        place.replace(path)
+    folder = path.with_name(".draft")
+    shutil.rmtree(folder, ignore_errors=True)  # a killed process leaves it
+    folder.mkdir(parents=True)
+    try:
+        yield folder / path.name
+        (folder / path.name).replace(path)
+    finally:
+        shutil.rmtree(folder)
 
 
 def is_there(path, file):

@@ -179,7 +179,7 @@ def differences(stored, new, prefix=""):
     for name in stored | new:
         there, now = stored.get(name), new.get(name)
         if isinstance(there, dict) and isinstance(now, dict):
-            yield from differences(there, now, f"{name}.")
+            yield from differences(there, now, f"{prefix}{name}.")
         elif there != now:
             yield f"{prefix}{name}: {brief(there)} there, {brief(now)} now"
 

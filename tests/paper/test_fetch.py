@@ -120,6 +120,8 @@ def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
     status, err = run()
     assert status == 2 and "data/a b.jsonl is not the file that the paper used" in err
     assert "missing: xsum/xsum-1000.jsonl; the same" in err
+    status, err = run("--task=")
+    assert status == 2 and "unknown task ''" in err
     assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl"]
 
 
@@ -163,15 +165,28 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
         assert (repo, repo_type) == ("akariasai/PopQA", "dataset")
         assert endpoint.endswith("/huggingface.co")
         path = tmp_path / "snapshots" / revision / file
-        path.parent.mkdir(parents=True)
-        path.write_text("question\tpossible_answers\nq\t[]\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(texts.pop(0))
         return path
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
     file = fetch.File("popqa", "popqa-test.arrow", "data/none", "0" * 40)
     monkeypatch.setattr(fetch, "FILES", (file,))
+    row = 'q\t["a"]\n'
+    head = "question\tpossible_answers\n"
+    texts = ["x" * 100, head + row, "question\tanswers\n" + row, head + row * 14267]
+    for words in (
+        "test.tsv has 0 rows, not 14267",
+        "test.tsv has 1 rows, not 14267; delete it",
+        "test.tsv, line 2: missing field: 'possible_answers'",
+    ):
+        status, err = run("--task", "popqa")
+        assert status == 2 and words in err and tree(tmp_path / "data") == []
+    left = tmp_path / "data" / "popqa" / ".draft"
+    left.mkdir(parents=True)
+    (left / "test.tsv").write_text("of a killed process")
     assert run("--task", "popqa")[0] == 0
-    assert tree(tmp_path / "data") == ["popqa/test.tsv"]
+    assert tree(tmp_path / "data") == ["popqa/test.tsv"] and not left.exists()
 
 
 def test_the_two_kinds_of_answers_are_told_apart_by_their_branches():

@@ -21,6 +21,7 @@ HEADER = {
     "tp": 1,
     "versions": {"torch": "2"},
     "fingerprint": {"weights": "aa", "config.json": "bb"},
+    "template_args": {"a": {"b": 1}},
     "commit": "c0ffee",
     "date": "2026-01-01",
 }
@@ -81,6 +82,7 @@ HEADERS = [
     ({"n": 2}, "other settings (n: 3 there, 2 now)"),
     ({"dtype": "float16"}, 'other settings (dtype: null there, "float16" now)'),
     ({"fingerprint": {"weights": "ab"}}, 'fingerprint.weights: "aa" there, "ab" now'),
+    ({"template_args": {"a": {"b": 2}}}, "(template_args.a.b: 1 there, 2 now)"),
 ]
 
 
