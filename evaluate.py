@@ -8,7 +8,7 @@
     python evaluate.py rescore --task nq-swap FILE.jsonl                    recompute the metrics
     python evaluate.py report DIR                                           runs beside the paper's
 
-Lists with commas, `--task all` and `--task miniature` make a sweep. An interrupted run continues
+Lists with commas and `--task all` make a sweep. An interrupted run continues
 when the command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks
 share one model.
 
@@ -34,8 +34,8 @@ from paper import baselines, fetch, judges, plan, printed, report, rescore
 from paper.benchmark import items_to_ids, load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import make_header, run_name
-from paper.tasks import MINIATURE, PAPER, Task, find_task, metrics, prompts
-from program.settings import has_heads, method_settings
+from paper.tasks import PAPER, TASKS, Task, find_task, metrics, prompts
+from program.settings import method_settings
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
@@ -109,7 +109,7 @@ def paper(argv):
     planned = plan.planned_runs(args.like or args.model, args.table, tasks, args.method)
     args = argparse.Namespace(**vars(make_parser().parse_args(["--task", "all"])) | vars(args))
     if args.plan:
-        return plan.show(args, planned, has_heads)
+        return plan.show(args, planned)
     cli.refuse_unused(
         args, dict.fromkeys(("json", "prefill_speed", "decode_speed"), "without --plan")
     )
@@ -179,8 +179,7 @@ def run_parser(required, description, epilog=None):
         "--task",
         required=required == "task",
         metavar="T[,T…]",
-        help=f"{', '.join(task.name for task in PAPER)}; all: these; "
-        "miniature: the miniature's splits",
+        help=f"{', '.join(TASKS)}; all: those of the paper",
     )
     p.add_argument(
         "--data",
@@ -289,10 +288,10 @@ def paper_parser():
 
 def chosen_tasks(text):
     """Name → task."""
-    groups = {"all": PAPER, "miniature": MINIATURE}
     tasks = {}
     for name in text.split(","):
-        tasks |= {task.name: task for task in groups.get(name) or [find_task(name)]}
+        chosen = PAPER if name == "all" else [find_task(name)]
+        tasks |= {task.name: task for task in chosen}
     return tasks
 
 

@@ -42,19 +42,6 @@ TEMPLATE = (
 SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
 
-# The values of options that are left out.
-DEFAULTS = dict(needles=HAYSTACK / "needles.jsonl", haystack=HAYSTACK, max_new_tokens=50)
-DETECTION = cli.MINIATURE / "detection"
-BUNDLED = dict(  # those for the bundled models, which read only their own language
-    needles=DETECTION / "needles.jsonl",
-    haystack=DETECTION / "haystack.jsonl",
-    lengths=spread(60, 240, 5),
-    runs=300,
-    template="Context: {context}\n{question}",
-    max_new_tokens=12,
-)
-
-
 # What a stored run has, besides the record of its prompt.
 RESULT = {"answer": str, "right": bool, "scores": dict}
 
@@ -252,8 +239,6 @@ def template(text):
 
 
 def parse_args():
-    """The options of the command line. Those that are left out have a value for the bundled models,
-    unless other texts are given."""
     p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
     add = p.add_argument
     cli.add_model_arguments(p)
@@ -275,13 +260,15 @@ def parse_args():
     add(
         "--needles",
         type=Path,
+        default=HAYSTACK / "needles.jsonl",
         metavar="FILE",
         help="JSON Lines: needle, question, real_needle, the part that answers "
-        "(default: heads/haystack/needles.jsonl, or the miniature's)",
+        "(default: heads/haystack/needles.jsonl)",
     )
     add(
         "--haystack",
         type=Path,
+        default=HAYSTACK,
         metavar="DIR|FILE",
         help=".txt files, or JSON Lines of text; needle i is hidden in the i-th, in turn "
         "(default: heads/haystack)",
@@ -301,7 +288,7 @@ def parse_args():
         help="contains {context} and {question}; \\n is a new line "
         "(default: the text, then the question)",
     )
-    add("--max-new-tokens", type=cli.positive, help="of an answer (default 50)")
+    add("--max-new-tokens", type=cli.positive, default=50, help="of an answer (default 50)")
     add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
     add(
         "--min-success",
@@ -315,13 +302,7 @@ def parse_args():
         help="as the published runs: needle inserted and located by token ids, "
         "their prompt, repeated tokens counted, answers end only at a new line's token or id 144",
     )
-    args = p.parse_args()
-    bundled = Path(args.model).resolve() in (cli.MINIATURE, cli.MINIATURE / "amateur")
-    own = bundled and not (args.published or args.needles or args.haystack)
-    for name, value in (BUNDLED if own else DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
+    return p.parse_args()
 
 
 def make_facts(args, model, needles, texts):

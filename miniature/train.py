@@ -2,7 +2,7 @@
 remembers 320 facts.
 
     python -m miniature.train --out miniature/checkpoint
-    python -m miniature.train --amateur --out miniature/amateur
+    python -m miniature.train --amateur --out miniature/miniature-amateur
 
 On one CPU thread the model takes about 25 minutes and the amateur 3. The output is a Llama
 checkpoint in float16."""

@@ -12,6 +12,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 import cli
+from heads import head_file
 from model import BLOCK, Transformer
 from paper.benchmark import in_batches, items_to_ids, load_benchmark
 from paper.printed import TASKS, cells, headline, table
@@ -175,11 +176,9 @@ def parameters(config, name):
     return size and float(size[1]) * 1e9
 
 
-def show(args, runs, has_heads):
+def show(args, runs):
     """Print the runs, what they cost, and what they lack, with the commands that get it. No model
-    is loaded.
-
-    has_heads: whether a model of this name has head scores."""
+    is loaded."""
     model = None
     try:
         model = cli.read_model(args.model, args)
@@ -206,7 +205,7 @@ def show(args, runs, has_heads):
             run.items = items
             run.missing = list(missing)
             masked = args.amateur if run.amateur else args.model
-            if run.num_heads and not run.random_heads and not has_heads(masked):
+            if run.num_heads and not run.random_heads and not head_file(masked):
                 short = Path(masked).name
                 run.missing.append(
                     f"no head scores of {short}: "

@@ -4,7 +4,7 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from cli.options import DEFAULTS, LITE, MASKED_ROW, MASKING, MINIATURE, OPTIONS, SEED
+from cli.options import DEFAULTS, LITE, MASKED_ROW, MASKING, OPTIONS, SEED
 from heads import choose_heads, find_file, head_file, similar_models
 
 
@@ -18,26 +18,18 @@ def method_settings(method, args, model, amateur):
         if method in OPTIONS[name].methods and (value is not None or name in DEFAULTS):
             settings[name] = DEFAULTS[name] if value is None else value
     if method in MASKING:
-        heads = head_name(method, args)
         if not args.random_heads:
-            check_known(model, heads, "--heads", args.model, args)
+            check_known(model, args.heads, "--heads", args.model, args)
         seed = SEED if args.seed is None else args.seed
-        settings["heads"] = choose_heads(model, heads, args.num_heads, args.random_heads, seed)
+        settings["heads"] = choose_heads(
+            model, args.heads, args.num_heads, args.random_heads, seed
+        )
     if method in OPTIONS["amateur"].methods:
         settings["amateur"] = amateur
     if method in LITE:
-        heads = head_name(method, args)
-        check_known(amateur, heads, "--amateur-heads", args.amateur, args)
-        settings["amateur_heads"] = choose_heads(amateur, heads, args.num_heads)
+        check_known(amateur, args.amateur_heads, "--amateur-heads", args.amateur, args)
+        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads, args.num_heads)
     return settings
-
-
-def head_name(method, args):
-    """The head file of the command line, or the name of the model that has it; None: that of the
-    model's name."""
-    if method in LITE:
-        return args.amateur_heads or bundled_heads(args.amateur)
-    return args.heads or bundled_heads(args.model)
 
 
 def used_head_file(method, args, model):
@@ -46,15 +38,16 @@ def used_head_file(method, args, model):
     model: the one whose heads are masked."""
     if method not in MASKED_ROW or args.random_heads == "published":
         return None
+    name = args.amateur_heads if method in LITE else args.heads
     with suppress(FileNotFoundError):  # of random heads
-        return find_file(head_name(method, args) or model.name)
+        return find_file(name or model.name)
 
 
 def check_known(model, heads, flag, name, args):
     """ValueError without a head file: with related models, and the command that measures scores.
 
     name: that of the model on the command line."""
-    if heads or has_heads(model.name):
+    if heads or head_file(model.name):
         return
     similar = ", ".join(f"{flag} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""
@@ -65,15 +58,3 @@ def check_known(model, heads, flag, name, args):
         f"no head scores are known for {model.name}: {hints}give {flag} FILE, "
         f"or measure them: {shlex.join(command)}"
     )
-
-
-def has_heads(name):
-    """Whether a model of this name has head scores here."""
-    return bool(head_file(name) or bundled_heads(name))
-
-
-def bundled_heads(name):
-    """The head scores of the bundled amateur, recognised by its path.
-
-    None: those by the model's name."""
-    return "miniature-amateur" if Path(name).resolve() == MINIATURE / "amateur" else None

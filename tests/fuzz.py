@@ -28,6 +28,7 @@ import decore
 import evaluate
 import program
 from heads import load_heads
+from miniature.data import make_split
 from model import Transformer
 from runtime.config import Config
 from runtime.hf import HFModel
@@ -38,6 +39,7 @@ from tests.checkpoints import (
     draw_configuration,
     write_checkpoint,
     write_heads,
+    write_lines,
     write_tokenizer,
 )
 
@@ -59,7 +61,9 @@ class World:
         self.ids = [5, 9, 7, 7, 30]
         self.tokens = answer(Transformer, self.folder, self.ids)
         self.model = ["--model", self.folder, "--heads", heads, "--device", "cpu"]
-        self.task = ["--task", "miniature-open", "--limit", 2, "--max-new-tokens", 2]
+        items = [item._asdict() for item in make_split("open", 2)]
+        self.task = ["--task", "miniature", "--data", write_lines(folder / "open.jsonl", items)]
+        self.task += ["--max-new-tokens", 2]
         call(evaluate.main, *self.task, *self.model, "--out", folder / "runs")
         [self.run] = (folder / "runs").glob("*.jsonl")
 

@@ -39,7 +39,6 @@ RANDOM = {"uniform": "random heads", "published": "random heads as published"}
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
-    "miniature-iti": "miniature",
 }
 TYPES = {  # of fields of a header by which runs are sorted
     "num_heads": int | None,
@@ -203,7 +202,7 @@ def names_of(records):
     """Names of files with the beginnings of their hashes."""
     names = []
     for record in records:
-        parts = [record.get(name) for name in ("source", "file", "made by")]
+        parts = [record.get(name) for name in ("source", "file")]
         parts.append(record.get("sha256", "")[:6])
         names.append(" ".join(filter(None, parts)))
     return ", ".join(names)
@@ -267,7 +266,7 @@ def unlike_the_paper(run, task):
     done = len(run.lines)
     if done < n:
         yield f"{run.path.name} is unfinished, {done:,} of {n:,}"
-    if n != task.n:
+    if task.n and n != task.n:
         yield f"{task.name}, {n:,} items of {task.n:,}"
     demos = run.header.get("demos")
     if demos and not demos.get("paper"):

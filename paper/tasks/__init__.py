@@ -35,7 +35,6 @@ class Task:
     files: tuple  # names of the data inside a folder, as glob patterns, best first
     origin: HubFile | None = None  # of the data; None: docs/data.md says where to fetch them
     folder: str = ""  # subfolder in which data and demonstrations are looked for first
-    made: str = ""  # split of the miniature's data, which are made if there is no file
     question: str = "{question}"  # the last user turn, after the context
     context: str = ""  # precedes the question; CAD leaves it out
     instruction: str = ""  # the system turn
@@ -57,7 +56,7 @@ class Task:
     splits: bool = False  # several files; each is a split, averaged separately
     choice: bool = False  # multiple choice: candidates are scored, nothing is generated
     max_new_tokens: int = 12  # the paper's
-    n: int = 0  # items in the paper's table
+    n: int = 0  # items in the paper's table; 0: the paper has no such task
     layout: str | None = None  # None: the model's
     version: int = 1
 
@@ -277,21 +276,18 @@ PAPER = (
     ),
 )
 
-MINIATURE = tuple(
+OTHERS = (
     Task(
-        f"miniature-{split}",
+        "miniature",
         items.miniature,
         (metrics.first_sentence, metrics.memory),
-        files=(f"miniature-{split}.jsonl",),
-        made=split,
+        files=("*.jsonl",),
         without_context="passage",
         layout="plain",
-        n=320 if split == "closed" else 1024,
-    )
-    for split in ("conflict", "conflict-known", "open", "closed", "irrelevant")
+    ),
 )
 
-TASKS = {task.name: task for task in PAPER + MINIATURE}
+TASKS = {task.name: task for task in PAPER + OTHERS}
 
 
 def find_task(name):

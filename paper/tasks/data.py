@@ -11,7 +11,6 @@ from collections import defaultdict
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from pkgutil import resolve_name
 
 from paper.tasks.items import field, located
 from runtime.errors import hub_reason, offline_if_unreachable
@@ -158,17 +157,12 @@ def load_items(task, data):
     """(items in the data's order, each with an `id`; records of their files).
 
     Prints whether there are as many items as the paper scores."""
-    if data is None and task.made:
-        make_split = resolve_name("miniature.data:make_split")
-        rows = enumerate(make_split(task.made, task.n))
-        items = [{"id": index} | task.read(row._asdict()) for index, row in rows]
-        return items, [{"made by": f"miniature.data, split {task.made}, n {task.n}"}]
     files = {path: file_record(path) for path in find_files(data, task, task.files)}
     if not files:
         if task.origin is None:
             raise ValueError(
                 f"{data or '--data'}: no file for {task.name} ({task.files[0]}); "
-                "evaluate.py fetch downloads it"
+                + ("evaluate.py fetch downloads it" if task.n else "name one with --data")
             )
         files = dict([from_hub(task.origin)])
     names = ", ".join(path.name for path in files)
@@ -182,8 +176,10 @@ def load_items(task, data):
             if task.splits:
                 item |= {"id": f"{split}-{count}", "split": split}
             items.append({"id": number} | item)
-    verdict = "as in the paper" if len(items) == task.n else f"the paper scores {task.n:,}"
-    print(f"{task.name}: {len(items):,} items of {names}, {verdict}", file=sys.stderr)
+    verdict = f", the paper scores {task.n:,}" * bool(task.n)
+    if len(items) == task.n:
+        verdict = ", as in the paper"
+    print(f"{task.name}: {len(items):,} items of {names}{verdict}", file=sys.stderr)
     return items, list(files.values())
 
 

@@ -101,7 +101,6 @@ def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_
             "error: 'a\\udcff' has bytes that are not UTF-8; see --help\n",
         ),
         (f"-W error {PRINT} > /dev/null", 0, ""),
-        ("-OO -m miniature.claims --help > /dev/null", 0, ""),
         ("-OO -m speed.decode --help > /dev/null", 0, ""),
     ],
 )

@@ -240,7 +240,7 @@ def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, re
     prepare("--lengths", 1500, "--depths", 2)
     assert not recwarn
     with pytest.warns(UserWarning, match="7 runs instead of 15"):
-        facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE, "--haystack", "own texts")
+        facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE)
     assert facts["lengths"] == [154, 167, 180, 193, 206]
     assert facts["template"] == detect.TEMPLATE
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 7
@@ -276,7 +276,12 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         assert [record["right"] for record in records] == [True, False, False]
 
 
-SHORT = ["--lengths", "60:120:2", "--runs", "8", "--batch-size", "3", "--max-new-tokens", "9"]
+OWN_TEXTS = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 12]
+for name in ("needles", "haystack"):
+    OWN_TEXTS += [f"--{name}", cli.MINIATURE / "detection" / f"{name}.jsonl"]
+LONG = [*OWN_TEXTS, "--lengths", "60:240:5"]  # as for heads/miniature.json
+SHORT = [*OWN_TEXTS, "--lengths", "60:120:2", "--runs", 8, "--batch-size", 3]
+SHORT += ["--max-new-tokens", 9]
 
 
 def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
@@ -310,10 +315,10 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     assert status == 130 and "the same command continues" in err
 
 
-def test_a_bundled_model_reads_its_own_texts_and_the_first_twenty_answers_are_counted(
+def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answers_are_counted(
     call, tmp_path
 ):
-    status, _, err = call(detect.main, "--runs", 24, "--out", tmp_path / "h.json")
+    status, _, err = call(detect.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
     counted = re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err)
     assert (status, counted) == (0, ["20"]), err
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
@@ -326,12 +331,12 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
     monkeypatch.setattr(detect, "SUCCESS", 1)
     path = tmp_path / "h.json"
     for _ in range(2):  # also if it is continued
-        status, _, err = call(detect.main, "--runs", 28, "--out", path)
+        status, _, err = call(detect.main, *LONG, "--runs", 28, "--out", path)
         last = err.splitlines()[-1]
         assert status == 2 and "error: 0 of 20 answers are right; the first one is '" in last
         assert last.endswith("; --min-success 0 goes on")
         assert len(Path(f"{path}.runs.jsonl").read_text().splitlines()) == 21
-    status, _, err = call(detect.main, "--runs", 28, "--out", path, "--min-success", 0)
+    status, _, err = call(detect.main, *LONG, "--runs", 28, "--out", path, "--min-success", 0)
     assert status == 2 and "0 of 28 answers are right" in err
 
 

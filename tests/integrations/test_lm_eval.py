@@ -279,7 +279,7 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
     assert [c["engine"] for c in configs] == ["own", "transformers"]
     assert configs[0]["method"] == "decore-entropy"
     assert configs[1]["versions"]["transformers"] == transformers.__version__
-    _, [out], _ = start("--task", "miniature-conflict", *method, "--limit", 24, "--out", tmp_path)
+    _, [out], _ = start("--task", "miniature", "--data", items, *method, "--out", tmp_path / "runs")
     number = out["metrics"]["exact_match"]
     assert own["results"]["conflict"]["exact_match,none"] == number
     assert f"match is {number:.2f} with DeCoRe entropy" in page

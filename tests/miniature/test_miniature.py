@@ -113,9 +113,9 @@ def accuracy(folder, split, n=96, heads=None):
         (FOLDER, "closed", "miniature", 0.5, 1),
         (FOLDER, "open", None, 0.9, 1),
         (FOLDER, "open", "miniature", 0, 0.2),
-        (FOLDER / "amateur", "closed", None, 0.1, 0.8),
-        (FOLDER / "amateur", "open", None, 0.6, 1),
-        (FOLDER / "amateur", "open", "miniature-amateur", 0, 0.2),
+        (FOLDER / "miniature-amateur", "closed", None, 0.1, 0.8),
+        (FOLDER / "miniature-amateur", "open", None, 0.6, 1),
+        (FOLDER / "miniature-amateur", "open", "miniature-amateur", 0, 0.2),
     ],
 )
 def test_the_models_know_facts_and_read_passages_with_their_retrieval_heads(

@@ -45,7 +45,7 @@ def many(task, *lines):
         ("musique-cot-open", "one\ntwo", "two", 0, 1, 1),  # no cut at the newline
         # Only what was cut out counts.
         ("musique-cot-open", "It is 1990, so the answer is: 1991.", "1990", 0, 0, 0),
-        ("miniature-open", " Temund. The ruler is Ada.", "Temund", 1, 1, 1),  # ends at a full stop
+        ("miniature", " Temund. The ruler is Ada.", "Temund", 1, 1, 1),  # ends at a full stop
     ],
 )
 def test_short_answers_as_worked_out_by_hand(

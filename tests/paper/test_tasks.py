@@ -12,8 +12,9 @@ import huggingface_hub
 import pandas
 import pytest
 
+from miniature.data import make_split
 from paper.tasks import PAPER, TASKS, data, prompts
-from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
@@ -451,9 +452,10 @@ def test_new_tokens_items_and_demonstrations_are_as_many_as_in_the_paper():
         assert f"{task.name} {task.max_new_tokens} {task.n} {task.shots}" == line
 
 
-def test_the_miniature_asks_in_its_last_line():
-    [item], *_ = data.load_data(TASKS["miniature-conflict"], limit=1)
-    line = prompts.dry_run(TASKS["miniature-conflict"], item, [], "plain")
+def test_the_miniature_asks_in_its_last_line(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", [make_split("conflict", 1)[0]._asdict()])
+    [item], *_ = data.load_data(TASKS["miniature"], path)
+    line = prompts.dry_run(TASKS["miniature"], item, [], "plain")
     question = line["text_without_context"]
     assert line["text"].startswith("Context: ") and question.startswith("Answer: The ")
     assert line["text"].endswith(question) and line["memory"] != line["references"]

@@ -208,7 +208,7 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
     assert status == 0 and out.splitlines()[3:] == answers
     _, out, _ = call(program.main, "--method", "cad")  # the example without its context is known
     assert out.endswith("cad   Dasholm.\n")
-    amateur = "miniature/amateur"
+    amateur = "miniature/miniature-amateur"
     [line] = objects("--amateur", amateur, "--prompt", "Hello", *SHORT, "--sources")
     assert line["method"] == "decore-entropy-lite" and len(line["heads"]) == 2
     heads = [tuple(map(int, head.split("-"))) for head in line["heads"]]

@@ -10,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from miniature.data import make_split
+from tests.checkpoints import write_lines
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES += [ROOT / "heads" / "README.md", ROOT / "miniature" / "README.md"]
-DETECT = "-m heads.detect --runs 20 --out TMP/heads.json"
+DETECT = (
+    "-m heads.detect --needles miniature/detection/needles.jsonl --lengths 60:240:5 --runs 20 "
+    "--haystack miniature/detection/haystack.jsonl --out TMP/heads.json "
+    "--template 'Context: {context}\\n{question}'"
+)
 RUN = (
-    "evaluate.py --task miniature-conflict --method greedy,decore-entropy --mask query "
-    "--limit 4 --out TMP/8b"
+    "evaluate.py --task miniature --data TMP/open.jsonl --method greedy,decore-entropy "
+    "--mask query --limit 4 --out TMP/8b"
 )
 
 # How a command of a page begins → what is run in its place, in this order. TMP is an empty folder.
@@ -33,7 +40,7 @@ RUN_HERE = {
     "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
     "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
     "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore "
-    "TMP/8b/miniature-conflict.miniature.greedy.jsonl",
+    "TMP/8b/miniature.miniature.greedy.jsonl",
     "python -m heads.detect --model Qwen": DETECT,
     "python -m heads.detect --model miniature": DETECT,
     "python -m heads.detect --transformers": DETECT.replace("heads.json", "theirs.json")
@@ -53,8 +60,6 @@ ELSEWHERE = (
     "python evaluate.py paper",  # test_plan
     "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
     "torchrun --nnodes",  # several machines
-    "python -m miniature.claims",  # test_miniature
-    "python -m miniature.make",
     "python -m heads.detect --model meta-llama",  # test_detect
     "python -m miniature.train",  # 25 minutes
     "python -m nltk.downloader",  # the network
@@ -78,7 +83,9 @@ def test_every_command_of_the_pages_is_run_here_or_elsewhere():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("docs")
+    folder = tmp_path_factory.mktemp("docs")
+    write_lines(folder / "open.jsonl", [item._asdict() for item in make_split("open", 4)])
+    return folder
 
 
 @pytest.mark.parametrize("command", RUN_HERE.values(), ids=RUN_HERE)
