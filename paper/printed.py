@@ -44,9 +44,7 @@ GROUPS = {
         "musique-cot-closed": ("MuSiQue CoT closed book", EM),
         "musique-cot-open": ("MuSiQue CoT open book", EM),
     },
-    "Other tasks": {
-        "miniature": ("miniature", {"exact_match": "", "memory_match": "from memory"}),
-    },
+    "Other tasks": {"miniature": ("miniature", {"exact_match": "", "memory_match": "from memory"})},
 }
 TASKS = {}
 for tasks in GROUPS.values():

@@ -21,9 +21,7 @@ def method_settings(method, args, model, amateur):
         if not args.random_heads:
             check_known(model, args.heads, "--heads", args.model, args)
         seed = SEED if args.seed is None else args.seed
-        settings["heads"] = choose_heads(
-            model, args.heads, args.num_heads, args.random_heads, seed
-        )
+        settings["heads"] = choose_heads(model, args.heads, args.num_heads, args.random_heads, seed)
     if method in OPTIONS["amateur"].methods:
         settings["amateur"] = amateur
     if method in LITE:

@@ -1,20 +1,18 @@
-"""The miniature's world and test splits; parts of its training; the claims; the checkpoint, with
-tolerances that a new training would pass."""
+"""The world and test splits; parts of the training; the checkpoint, with tolerances that
+a new training would pass."""
 
 import json
 import re
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import evaluate
 from cli import MINIATURE as FOLDER
 from decore import generate
 from heads import load_heads
-from miniature import claims, data, make, train
+from miniature import data, train
 from model import Transformer
 from runtime.files import short_hash
 from tests.checkpoints import random_ids
@@ -123,100 +121,3 @@ def test_the_models_know_facts_and_read_passages_with_their_retrieval_heads(
 ):
     assert low <= accuracy(folder, split, heads=heads) <= high
     assert Tokenizer.load(folder).core.get_vocab() == Tokenizer.load(FOLDER).core.get_vocab()
-
-
-MASKED, DECORE, RANDOM = "masked, N = {n}", "DeCoRe entropy, N = {n}", ", random heads"
-
-
-def fake_runs(rates):
-    """Runs of 400 items. rates: (split, setup) → the share of right answers, or a list with that
-    of each draw."""
-    runs = {}
-    for (split, setup), shares in rates.items():
-        draws = [
-            SimpleNamespace(values=[{"exact_match": item < 400 * share} for item in range(400)])
-            for share in np.atleast_1d(shares)
-        ]
-        runs |= {(split, setup.format(n=n)): draws for n in claims.NUMBERS}
-    return runs
-
-
-HOLDING = {
-    ("open", "greedy"): 0.95,
-    ("open", MASKED): 0.1,
-    ("open", MASKED + RANDOM): [0.9, 0.8],
-    ("open", DECORE): 0.95,
-    ("closed", "greedy"): 1,
-    ("closed", MASKED): 0.9,
-    ("closed", DECORE): 1,
-    ("irrelevant", "greedy"): 0.9,
-    ("irrelevant", DECORE): 0.9,
-    ("conflict", "greedy"): 0.4,
-    ("conflict", DECORE): 0.6,
-    ("conflict", DECORE + RANDOM): [0.4, 0.3],
-    ("conflict", DECORE + ", query mask"): 0.6,
-    ("conflict", DECORE + ", mask prompt True"): 0.6,
-}
-
-
-@pytest.mark.parametrize(
-    "claim, split, setup, rates",
-    [
-        (claims.reading, "open", MASKED, 0.5),
-        (claims.reading, "open", MASKED + RANDOM, [0.4, 0.5]),
-        (claims.recall, "closed", MASKED, 0.2),
-        (claims.faithful, "conflict", "greedy", 0.6),
-        (claims.faithful, "conflict", DECORE + RANDOM, [0.6, 0.6]),
-        (claims.cost, "irrelevant", DECORE, 0.89),
-        (claims.masks, "conflict", DECORE + ", query mask", 0.5),
-        (claims.masks, "conflict", DECORE + ", mask prompt True", 0.7),
-    ],
-)
-def test_claims_hold_or_fail_by_the_runs(claim, split, setup, rates):
-    assert claim(fake_runs(HOLDING))[0]
-    assert not claim(fake_runs(HOLDING | {(split, setup): rates}))[0]
-
-
-def test_claims_are_tested_on_the_runs_with_their_settings(tmp_path, monkeypatch):
-    decore = "conflict --method decore-entropy --num-heads 4"
-    for options in (
-        "conflict,miniature-open --method greedy",
-        decore,
-        f"{decore} --mask query",
-        f"{decore} --mask-prompt",
-        f"{decore} --random-heads uniform --seed 0,1,2",
-    ):
-        evaluate.evaluate(
-            ["--task", *f"miniature-{options} --limit 32 --device cpu --out".split(), str(tmp_path)]
-        )
-    runs = claims.read_runs(tmp_path)
-    greedy, top = claims.right(runs, "conflict"), claims.right(runs, "conflict", claims.DECORE)
-    others = claims.right(runs, "conflict", f"{claims.DECORE}, random heads")
-    assert greedy.mean() == accuracy(FOLDER, "conflict", n=32) < top.mean() - 0.03
-    assert others.shape == (3, 32) and others.mean() < top.mean()
-    assert "nats" in claims.entropies(runs)[1]
-    same = runs | {("conflict", f"{claims.DECORE}, random heads"): runs["conflict", claims.DECORE]}
-    assert not claims.pointing(same)[0]
-    chosen = {name: claims.CLAIMS[name] for name in ("1", "6", "7")}
-    monkeypatch.setattr(claims, "CLAIMS", chosen)
-    _, _, sparse, masks, pointing, _, about = claims.table(tmp_path).split("\n")
-    assert "| 1 | Retrieval heads are few" in sparse
-    assert "| yes | 9.4% of 32 heads; the best five: " in sparse
-    assert "query" in masks
-    assert re.search(r"\| yes \| .* of \d+, random heads .* \(3 draws, ", pointing)
-    assert about.startswith("Items: conflict 32, open 32. float32, cpu")
-    with pytest.raises(ValueError, match="no run of greedy on miniature-closed"):
-        claims.right(runs, "closed")
-
-
-def test_the_page_s_tables_are_replaced_and_its_text_is_not():
-    page = "a\n<!-- b -->\n\n{}\n\n<!-- end -->\nc\n<!-- d -->\n<!-- end -->\n"
-    assert make.replace_block(page.format("old"), "b", " new\n") == page.format("new")
-
-
-def test_the_readme_quotes_the_page_s_numbers():
-    root = FOLDER.parent
-    rows = re.findall(r"^\| (?:greedy|DeCoRe).*", (root / "README.md").read_text(), re.M)
-    quotes = re.findall(r"(\d+\.\d) \((\d+\.\d)–(\d+\.\d)\)", "\n".join(rows))
-    page = (root / "docs" / "miniature.md").read_text()
-    assert quotes and all(f"{mean} [{low}, {high}]" in page for mean, low, high in quotes)

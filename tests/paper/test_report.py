@@ -24,7 +24,7 @@ from paper.report.frame import make_frame, typical
 from paper.tasks import TASKS
 from tests.checkpoints import write_lines
 
-TASK, LLAMA = "miniature-conflict", "meta-llama/Meta-Llama-3-8B-Instruct"
+TASK, LLAMA = "miniature", "meta-llama/Meta-Llama-3-8B-Instruct"
 ITI, OTHER = "miniature-iti", [{"file": "other.jsonl"}]
 
 
@@ -53,6 +53,13 @@ def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, 
 
 def described(**header):
     return stored.describe({"model": LLAMA, "method": "decore-entropy"} | header)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def iti():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(stored.ITI, ITI, "miniature")
+        yield
 
 
 def frame_of(folder):
@@ -158,16 +165,15 @@ def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(add, 
 
 
 def test_draws_share_a_line_and_the_best_values_are_marked(frame):
-    texts, notes = table(frame, "Miniature")
+    texts, notes = table(frame, "Other tasks")
     for setup, text in (
         ("masked, N = 4, random heads", "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"),
         ("DeCoRe entropy, N = 4", "**80.0** [67.5, 90.0]"),
         ("DeCoRe static, N = 4, α = 2", "_70.0_ [55.0, 82.5]"),
     ):
-        assert texts[setup, "conflict"] == text
+        assert texts[setup, "miniature"] == text
     # More answers from memory are not better: no best value.
     assert sum("**" in text for text in texts.values()) == 1
-    assert "1 of 36 runs: miniature-conflict, 12 items of 1,024." in notes
     texts, _ = table(frame, "Score against")
     assert texts["masked", "N"] == "1, 2, 4"
     # Greedy is the point N = 0 of masked models only.
@@ -215,6 +221,7 @@ def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value
             assert "; paper 60.62 (-10.6)" in texts[f"greedy, {dtype}, {demos}", "NQ-Swap EM"]
     assert "; paper" in texts["greedy", "NQ-Open EM"]  # one variant of its task: no label
     assert "in bfloat16, these in bfloat16, float32" in notes
+    assert "4 of 5 runs: nq-swap, 40 items of 4,746." in notes
     assert "2 of 5 runs: nq-swap, demonstrations other than the paper's." in notes
 
 
@@ -230,8 +237,8 @@ def test_entropies_of_runs_of_another_dtype_or_engine_are_tested_and_it_is_said(
     assert texts[setup, "Welch t, p (below ITI)"] == "-1.79, p = .039 (float16, own engine)"
     assert texts[setup, "Welch t, p (below greedy)"] == "-1.94, p = .028"
     assert texts[setup, "Welch t, p (below DoLa low)"] == "–"  # of other data
-    scores, notes = table(frame, "Miniature")
-    assert scores["greedy, bfloat16, transformers engine", "conflict"][:4] == "47.5"
+    scores, notes = table(frame, "Other tasks")
+    assert scores["greedy, bfloat16, transformers engine", "miniature"][:4] == "47.5"
     assert "EM:" not in notes
 
 
@@ -261,7 +268,7 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
 
 
 def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(add, tmp_path):
-    for task in ("miniature-conflict", "miniature-open", "miniature-closed"):
+    for task in (TASK, "nq-open", "nq-closed"):
         add("decore-static", 1, 0.5, task, scale_alpha=True)
         add("decore-static", 2, 2.0, task)
     add("decore-static", 4, 0.5)
@@ -317,11 +324,11 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, 
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
     setups = ["ITI", "masked, N = 2", "masked, N = 2, query mask"]
     setups += [f"DeCoRe entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
-    for title in ("Miniature", "Base entropy, nats per token"):
+    for title in ("Other tasks", "Base entropy, nats per token"):
         for setup in setups:
             assert f"| {setup} " in parts[f"{title}: miniature"], (title, setup)
     assert parts["Score against the number of masked heads: miniature"].count("| masked") == 2
-    longer = parts["Miniature: miniature, max new tokens 50"]
+    longer = parts["Other tasks: miniature, max new tokens 50"]
     assert status == 0 and "| masked, N = 2 | **75.0** [60.0, 87.5]" in longer
 
 
@@ -378,7 +385,7 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
     "without, arguments, status, words",
     [
         ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
-        ("matplotlib", ["RUNS"], 0, "### Miniature"),
+        ("matplotlib", ["RUNS"], 0, "### Other tasks"),
         ("matplotlib", ["heads"], 0, "### Retrieval scores by rank"),
         ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels"),
         ("pandas", ["--help"], 0, "usage: evaluate.py report [-h]"),
@@ -409,11 +416,11 @@ def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch, fr
     status, out, _ = call(evaluate.main, "report", sweep, "--plots", tmp_path)
     assert status == 0 and len([*tmp_path.iterdir()]) == len(figures.FIGURES)
     for kind in figures.FIGURES:
-        colours = imread(tmp_path / f"{kind}-miniature.png")[..., :3]
+        colours = imread(tmp_path / f"{kind}-miniature-other-tasks.png")[..., :3]
         assert (colours.min(-1) < 0.98).mean() > 0.02  # not blank
-        assert f"/{kind}-miniature.png)" in out
+        assert f"/{kind}-miniature-other-tasks.png)" in out
         foot = " ".join(draw(kind, frame).get_supxlabel().split())
-        assert "n: miniature-conflict 40" in foot and "commit: 01234567" in foot
+        assert "n: miniature 40" in foot and "commit: 01234567" in foot
         assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
 
 

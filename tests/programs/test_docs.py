@@ -19,7 +19,7 @@ PAGES += [ROOT / "heads" / "README.md", ROOT / "miniature" / "README.md"]
 DETECT = (
     "-m heads.detect --needles miniature/detection/needles.jsonl --lengths 60:240:5 --runs 20 "
     "--haystack miniature/detection/haystack.jsonl --out TMP/heads.json "
-    "--template 'Context: {context}\\n{question}'"
+    "--template 'Context: {context}\\n{question}' --max-new-tokens 12"
 )
 RUN = (
     "evaluate.py --task miniature --data TMP/open.jsonl --method greedy,decore-entropy "
