@@ -134,7 +134,8 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
         names = [f"{layer}-{head}" for layer, head in heads]
         line |= dict(method=method, heads=names, model=model.name)
         if args.sources and heads:
-            line["sources"] = find_sources(settings.get("amateur") or model, prompt, g.ids, heads)
+            masked = settings.get("amateur") or model
+            line["sources"] = find_sources(masked, prompt, g.ids, heads, tokenizer.hidden)
         if "amateur" in settings:
             line["amateur"] = settings["amateur"].name
         if args.json:

@@ -67,11 +67,12 @@ def test_each_of_several_answers_is_printed_when_it_ends(call, base, monkeypatch
 
 
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
-    [line] = objects(*base, *FLAGS, "--prompt", "Hi", "--sources")
+    text = "<|turn|>" * 3 + "Hi"  # special tokens are no sources
+    [line] = objects(*base, *FLAGS, "--prompt", text, "--sources")
     model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])
-    heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode("Hi")
+    heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
     g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
-    sources = find_sources(model, prompt, g.ids, heads)
+    sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
     assert line == vars(g) | dict(
         prompt_ids=prompt,
         text=tokenizer.decode(g.ids),
