@@ -2,6 +2,7 @@
 
 import select
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import cli
@@ -17,7 +18,7 @@ def read_prompts(args):
     piped = not sys.stdin.isatty()
     if piped and not texts + args.prompt_ids:
         texts = [text for text in [read_prompt("-")] if text.strip()]
-    elif piped and select.select([sys.stdin], [], [], 0)[0] and sys.stdin.buffer.peek(1):
+    elif piped and has_text(sys.stdin):
         raise ValueError(
             "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
             "leave it"
@@ -38,6 +39,13 @@ def read_prompts(args):
     return texts + args.prompt_ids
 
 
+def has_text(stdin):
+    """Whether standard input has a text by now. Windows does not tell: False."""
+    with suppress(OSError):
+        return bool(select.select([stdin], [], [], 0)[0] and stdin.buffer.peek(1))
+    return False
+
+
 def token_ids(text):
     """argparse type: token ids separated by commas."""
     return [cli.number(int, 0)(part) for part in text.split(",")]
@@ -45,7 +53,7 @@ def token_ids(text):
 
 def read_prompt(path):
     """The text of a file, or of the standard input, without one final newline."""
-    return (sys.stdin.read() if path == "-" else read_text(path)).removesuffix("\n")
+    return read_text(sys.stdin.fileno() if path == "-" else path).removesuffix("\n")
 
 
 def prompts_to_ids(prompts, model, tokenizer, args):

@@ -12,11 +12,16 @@ from pathlib import Path
 
 
 def read_text(path):
-    """The text of a UTF-8 file; ValueError or OSError with its path."""
+    """The text of a UTF-8 file without its byte order mark; ValueError or OSError with its path.
+
+    path: may be the file descriptor of standard input."""
+    is_stdin = isinstance(path, int)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8-sig", closefd=not is_stdin) as file:
+            return file.read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
+        name = "standard input" if is_stdin else path
+        raise ValueError(f"{name} is not UTF-8: {error}") from None
 
 
 def read_json(path, kinds=dict):

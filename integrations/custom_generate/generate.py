@@ -286,7 +286,7 @@ def plain_name(model):
 def read_scores(path):
     """{"layer-head": score, the mean if there are several} of a head file, in its order."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         entries = content.get("scores", content)
         kinds = {np.array(score).dtype.kind for score in entries.values()}
         scores = np.array([*entries.values()])

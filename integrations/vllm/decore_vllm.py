@@ -327,7 +327,7 @@ def plain_name(model):
 
 def read_scores(path):
     """{(layer, head): score, the mean if there are several} of a head file, in its order."""
-    content = validate(Json[dict], path.read_text(encoding="utf-8"), path)
+    content = validate(Json[dict], path.read_text(encoding="utf-8-sig"), path)
     schema = dict[Head, FiniteFloat | list[FiniteFloat]]
     scores = validate(schema, content.get("scores", content), path)
     if len({np.size(score) for score in scores.values()}) > 1:
