@@ -44,7 +44,7 @@ SWEPT = ("num_heads", "alpha", "seed")  # options with a list of values
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
 USED_BY_TASK = {
     **dict.fromkeys(
-        ("max_new_tokens", "mask_prompt", "relative_top", "repetition_penalty"),
+        ("max_new_tokens", "eos", "mask_prompt", "relative_top", "repetition_penalty"),
         lambda task: not task.choice,
     ),
     "no_renormalise": lambda task: task.choice,

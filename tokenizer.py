@@ -19,19 +19,21 @@ class Tokenizer:
     """A checkpoint's tokenizer. Ids that only the model's embedding has decode to nothing."""
 
     @classmethod
-    def load(cls, name):
-        """Of a folder or a hub id. ValueError or OSError if a file is missing or damaged."""
-        return cls(checkpoint_folder(name, weights=False), name)
+    def load(cls, name, eos_ids=None):
+        """Of a folder or a hub id. ValueError or OSError if a file is missing or damaged.
 
-    def __init__(self, folder, name):
+        eos_ids: ids that end a text; None: the checkpoint's own."""
+        return cls(checkpoint_folder(name, weights=False), name, eos_ids)
+
+    def __init__(self, folder, name, eos_ids=None):
         self.name = name
-        self.core = read_tokenizer(folder / "tokenizer.json")
+        self.core = read_tokenizer(folder)
         added = self.core.get_added_tokens_decoder().items()
         self.hidden = {i for i, token in added if token.special}
         self.special = read_special_tokens(folder)
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
         eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
-        self.eos_ids = read_eos_ids(folder, eos_id)
+        self.eos_ids = read_eos_ids(folder, eos_id) if eos_ids is None else tuple(eos_ids)
         self.chat_template = read_chat_template(folder)
         self.has_chat_template = bool(self.chat_template)
 
@@ -99,12 +101,20 @@ class Tokenizer:
 class Stream:
     """Decodes ids one at a time. The joined results of `push` and `end` equal `decode` of all ids.
 
-    stop: strings. `text` ends before the first of them, and `ended` says whether there was one."""
+    stop: strings, or special tokens, which have no text. `text` ends before the first of them, and
+    `ended` says whether there was one."""
 
     def __init__(self, tokenizer, stop=()):
         self.tokenizer = tokenizer
-        self.stop = stop
-        self.held_back = max(map(len, stop), default=1) - 1  # the longest start of a stop string
+        special = {tokenizer.core.id_to_token(i): i for i in tokenizer.hidden}
+        self.stop_ids = {special[string] for string in stop if string in special}
+        self.stop = [string for string in stop if string not in special]
+        for string in self.stop:
+            for token in special:
+                if token in string:
+                    raise ValueError(f"stop text {string!r} can only be the special token {token}")
+        # The longest start of a stop string.
+        self.held_back = max(map(len, self.stop), default=1) - 1
         self.ids = []
         self.text = ""
         self.ended = False
@@ -112,6 +122,7 @@ class Stream:
     def push(self, token):
         """Returns the new text that can no longer change, perhaps none."""
         self.ids.append(token)
+        self.ended = token in self.stop_ids
         spelling = self.tokenizer.core.id_to_token(token)
         # One bad byte changes the text of a complete run of byte tokens: decode after the run.
         if spelling is None or token in self.tokenizer.hidden or BYTE.fullmatch(spelling):
@@ -126,7 +137,7 @@ class Stream:
         """held_back: characters at the end that may become a stop string."""
         before = len(self.text)
         places = [text.index(string) for string in self.stop if string in text]
-        self.ended = bool(places)
+        self.ended |= bool(places)
         self.text = text[: min(places, default=max(before, len(text) - held_back))]
         return self.text[before:]
 

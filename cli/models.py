@@ -45,8 +45,11 @@ def read_model(name, args):
         config = describe(read_config(folder))
     else:
         config = Config.from_checkpoint(folder)
+    wrong = [i for i in args.eos or () if i >= config.vocab_size]
+    if wrong:
+        raise ValueError(f"--eos {wrong[0]}: {name} has only {config.vocab_size} tokens")
     short = folder.resolve().name if Path(name).exists() else str(name)
-    return Checkpoint(short, config, Tokenizer.load(name))
+    return Checkpoint(short, config, Tokenizer.load(name, args.eos))
 
 
 def load_weights(args, shard=None):

@@ -206,6 +206,12 @@ def add_model_arguments(p):
         help="with --transformers: spread the layers over devices (needs accelerate)",
     )
     add(
+        "--eos",
+        type=comma_list(number(int, 0)),
+        metavar="ID[,ID…]",
+        help="ids that end an answer (default: the checkpoint's)",
+    )
+    add(
         "--template-args",
         type=json_object,
         help="arguments of the chat template, such as '{\"enable_thinking\": false}'",

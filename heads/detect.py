@@ -313,7 +313,7 @@ def make_facts(args, model, needles, texts):
     published = args.published
     chat = model.tokenizer.has_chat_template and not args.raw and not published
     if published:
-        unused = ["template", "raw"] + ["seed"] * (not args.runs)
+        unused = ["template", "raw", "eos"] + ["seed"] * (not args.runs)
         cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
     template_args = None
     if chat:
@@ -343,6 +343,7 @@ def make_facts(args, model, needles, texts):
         "template": PUBLISHED if published else args.template or TEMPLATE,
         "chat": chat,
         "template_args": template_args,
+        "eos": args.eos,
         "published": published,
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,

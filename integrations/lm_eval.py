@@ -70,6 +70,7 @@ def main():
         "dtype": str(model.dtype),
         "renormalise": args.renormalise,
         "template_args": template_args,
+        "eos": args.eos,
     }
     try:
         run.func(run)

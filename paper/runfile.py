@@ -63,6 +63,7 @@ def make_header(job, bench, settings, model, fingerprints):
         "task": task.name,
         "version": task.version,
         "layout": bench.layout,
+        "eos": args.eos,
         "template_args": bench.template_args,
         "n": len(bench.items),
         "limit": args.limit,

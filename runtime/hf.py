@@ -55,7 +55,9 @@ class HFModel(nn.Module):
         self.folder = folder
         self.name = str(name or hf.name_or_path or c.model_type)
         self.bos_id = None
-        self.eos_ids = end_ids(hf.generation_config.eos_token_id, "eos_token_id")
+        eos_ids = [getattr(x, "eos_token_id", None) for x in (hf.generation_config, c)]
+        joined = sum([end_ids(ids, "eos_token_id") for ids in eos_ids], ())
+        self.eos_ids = tuple(dict.fromkeys(joined))
         padding = getattr(c, "pad_token_id", None)
         self.pad_ids = self.eos_ids if padding is None else (padding,)
         self.arguments = inspect.signature(hf.forward).parameters

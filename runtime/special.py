@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import tokenizers
 
 from runtime.checks import as_ints
-from runtime.files import one_line, read_json
+from runtime.files import one_line, read_json, read_text
+
+NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 def special_ids(folder):
@@ -14,7 +16,7 @@ def special_ids(folder):
     folder."""
     if not (folder / "tokenizer.json").exists():
         return None, read_eos_ids(folder), ()
-    core = read_tokenizer(folder / "tokenizer.json")
+    core = read_tokenizer(folder)
     tokens = read_special_tokens(folder)
     bos_id, eos_id, pad_id = (
         core.token_to_id(tokens.get(f"{name}_token", "")) for name in ("bos", "eos", "pad")
@@ -23,28 +25,43 @@ def special_ids(folder):
     return bos_id, eos_ids, eos_ids if pad_id is None else (pad_id,)
 
 
+def read_settings(folder):
+    """tokenizer_config.json; in older folders special_tokens_map.json takes precedence, as in
+    transformers."""
+    settings = read_optional(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | read_optional(folder / "special_tokens_map.json")
+
+
 def read_special_tokens(folder):
-    """{"bos_token": "<s>", …} of tokenizer_config.json. Templates may use any of these tokens."""
+    """{"bos_token": "<s>", …} of `read_settings`. Templates may use any of these tokens."""
     tokens = {}
-    for key, value in read_optional(folder / "tokenizer_config.json").items():
+    for key, value in read_settings(folder).items():
         if key.endswith("_token"):
             # Older files have {"content": "<s>", …} in place of "<s>".
             token = value.get("content") if isinstance(value, dict) else value
             if token and isinstance(token, str):
                 tokens[key] = token
+            elif key in NAMED and value not in (None, ""):
+                raise ValueError(
+                    f"{folder}/tokenizer_config.json: {key} is {one_line(value, 80)}; "
+                    "it must be a text"
+                )
     return tokens
 
 
 def read_eos_ids(folder, eos_id=None):
-    """Ids that end a text: generation_config.json's, else the tokenizer's `eos_id` and
-    config.json's."""
+    """Ids that end a text: those of generation_config.json, the tokenizer's `eos_id`, and those of
+    config.json."""
 
     def read(name):
         path = folder / name
         return end_ids(read_optional(path).get("eos_token_id"), f"{path}: eos_token_id")
 
-    defaults = () if eos_id is None else (eos_id,)
-    return read("generation_config.json") or tuple(dict.fromkeys(defaults + read("config.json")))
+    tokenizers_own = () if eos_id is None else (eos_id,)
+    joined = read("generation_config.json") + tokenizers_own + read("config.json")
+    return tuple(dict.fromkeys(joined))
 
 
 def end_ids(value, name):
@@ -52,15 +69,18 @@ def end_ids(value, name):
     return tuple(i for i in as_ints([] if value is None else value, name, single=True) if i >= 0)
 
 
-def read_tokenizer(path):
+def read_tokenizer(folder):
+    """The tokenizer of tokenizer.json, with the tokens that only other files list."""
+    path = folder / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing; to make it from tokenizer.model or vocab.json, load the folder "
             "with transformers' AutoTokenizer and call save_pretrained"
         )
+    text = read_text(path)
     try:
         with silent_stderr():
-            core = tokenizers.Tokenizer.from_file(str(path))
+            core = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:  # a panic of the library is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -69,7 +89,56 @@ def read_tokenizer(path):
         ) from None
     core.no_truncation()  # some files still contain the settings of a training run
     core.no_padding()
+    add_tokens(core, folder)
     return core
+
+
+def add_tokens(core, folder):
+    """Add the tokens that tokenizer.json does not mark as added, as transformers does: those of
+    "added_tokens_decoder" in tokenizer_config.json, in older folders of added_tokens.json, and
+    the special tokens of `read_settings`.
+
+    ValueError for a token without an id, or with another one than it is listed with."""
+    settings = read_settings(folder)
+    path = folder / "tokenizer_config.json"
+    named = read_special_tokens(folder).values()
+
+    def added():
+        return {token.content for token in core.get_added_tokens_decoder().values()}
+
+    try:
+        special = {*named, *extra_tokens(settings)}
+        listed = settings.get("added_tokens_decoder")
+        if listed is None:
+            path = folder / "added_tokens.json"
+            listed = {
+                i: dict(content=text, special=text in special, normalized=text not in special)
+                for text, i in read_optional(path).items()
+                if text not in added()
+            }
+        for i, token in sorted(listed.items(), key=lambda pair: int(pair[0])):
+            token = tokenizers.AddedToken(**token)
+            core.add_tokens([token])
+            present = core.token_to_id(token.content)
+            if present != int(i):
+                raise ValueError(f"{token.content!r} is listed as {i}, but is {present}")
+        for text in special - added():
+            if core.token_to_id(text) is not None:
+                core.add_special_tokens([text])
+            elif text not in named:  # a template that writes a named one is refused
+                raise ValueError(f"{text!r} is special, but has no id")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: cannot read the added tokens: {one_line(error)}") from None
+
+
+def extra_tokens(settings):
+    """The special tokens that have no name, or one of the model's own."""
+    texts = []
+    for key in "extra_special_tokens", "additional_special_tokens":
+        extra = settings.get(key) or []
+        for token in extra.values() if isinstance(extra, dict) else extra + []:
+            texts.append(token["content"] if isinstance(token, dict) else token)
+    return texts
 
 
 @contextmanager

@@ -210,6 +210,8 @@ HASHED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
 )
 LARGE = 2**20  # bytes up to which a tensor is hashed as a whole

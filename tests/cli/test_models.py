@@ -20,7 +20,7 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
 
     monkeypatch.setattr(weights, "snapshot_download", snapshot_download)
     names = dict(model="owner/tiny", amateur="owner/tiny")
-    options = dict(device="cpu", dtype="auto", device_map=None, transformers=transformers)
+    options = dict(device="cpu", dtype="auto", device_map=None, eos=None, transformers=transformers)
     args = Namespace(**names, **options)
     checkpoint, tokenizer, amateur = cli.read_models(args)
     assert downloads and "*.safetensors" not in sum(downloads, [])

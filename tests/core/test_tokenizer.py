@@ -225,24 +225,32 @@ def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_
     unfinished = tokenizer.stream(stop=("END",))
     text = "".join(map(unfinished.push, tokenizer.encode("an E", bos=False)))
     assert "E" not in text and text + unfinished.end() == "an E" and not unfinished.ended
+    special = tokenizer.stream(stop=("END", "<|end|>"))
+    *before, end = tokenizer.encode("an E<|end|>", bos=False)
+    text = "".join(map(special.push, before))
+    assert not special.ended and special.push(end) == "" and special.ended
+    assert text + special.end() == special.text == "an E" and special.ended
+    with pytest.raises(ValueError, match="can only be the special token <|end|>"):
+        tokenizer.stream(stop=("<|end|>\n",))
 
 
 @pytest.mark.parametrize(
     "generation, token, config, eos",
     [
-        ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": 5}, (7, 9)),
+        ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": [9, 5]}, (7, 9, 1, 5)),
         ({"eos_token_id": -1}, "</s>", {"eos_token_id": 5}, (1, 5)),  # none, as in transformers
         ({}, {"content": "</s>", "lstrip": False}, {"eos_token_id": 5}, (1, 5)),
         (None, "</s>", {"eos_token_id": [7, 1, 9]}, (1, 7, 9)),
         (None, "<no-such-token>", {"eos_token_id": 0}, (0,)),
     ],
 )
-def test_eos_ids_of_the_generation_config_take_precedence_over_the_tokenizers_and_the_configs(
+def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_config(
     generation, token, config, eos, tmp_path
 ):
     files = {"generation_config": generation, "config": config}
     tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
     assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos, eos)
+    assert Tokenizer.load(tmp_path, eos_ids=[4]).eos_ids == (4,)
 
 
 def test_special_ids_are_those_of_the_tokenizer_or_without_one_of_the_configuration(tmp_path):
@@ -250,6 +258,43 @@ def test_special_ids_are_those_of_the_tokenizer_or_without_one_of_the_configurat
     assert special_ids(tmp_path) == (None, (3, 4), ())
     save(tmp_path, byte_level(), pad_token="[INST]")
     assert special_ids(tmp_path) == (0, (1, 3, 4), (4,))
+
+
+LISTED = ("<|tool|>", "<|pad|>", "<|turn|>", "<|plain|>")
+
+
+@pytest.mark.parametrize("file", ["added_tokens_decoder", "added_tokens", "vocabulary"])
+def test_tokens_that_only_other_files_list_are_read_as_by_transformers(file, tmp_path):
+    core = byte_level()
+    first = core.get_vocab_size()
+    content = json.loads(core.to_str())
+    content["added_tokens"] = []
+    more = dict(eos_token="<|turn|>", pad_token="<|pad|>")
+    files = {}
+    if file == "added_tokens_decoder":
+        flags = dict(lstrip=True, rstrip=False, normalized=False, single_word=False)
+        tokens = enumerate([token.content for token in core.get_added_tokens_decoder().values()])
+        tokens = [*tokens, *enumerate(LISTED, first)]
+        more[file] = {
+            str(i): dict(content=text, special="plain" not in text, **flags)
+            for i, text in reversed(tokens)
+        }
+    elif file == "added_tokens":
+        files[file] = {text: i for i, text in enumerate(LISTED, first)}
+        more["additional_special_tokens"] = ["<|tool|>"]
+        files["special_tokens_map"] = dict(eos_token="<|turn|>")
+        more["eos_token"] = "</s>"  # the other file takes precedence
+    else:
+        content["model"]["vocab"] |= {text: i for i, text in enumerate(LISTED, first)}
+        more["extra_special_tokens"] = {"tool_token": "<|tool|>"}
+    tokenizer = save(tmp_path, Core.from_str(json.dumps(content)), files, bos=False, **more)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = f"<s>the {' river '.join(LISTED)} end"
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text).input_ids and {first + 1, first + 2} < {*ids}
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    ends = (first + 2,)
+    assert tokenizer.eos_ids == ends and special_ids(tmp_path)[1:] == (ends, (first + 1,))
 
 
 def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(
@@ -270,6 +315,7 @@ def panicking_tokenizer():
 
 
 NO_DEFAULT = '{"chat_template": [{"name": "rag", "template": "x"}]}'
+OTHER_ID = '{"added_tokens_decoder": {"7": {"content": "<a>"}}}'
 SUBCLASSES = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
 
@@ -281,6 +327,11 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("tokenizer.json", "[]", "cannot read"),
         ("tokenizer.json", panicking_tokenizer(), "cannot read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", '{"bos_token": 1.0}', "bos_token is 1.0; it must be a text"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"7": "x"}}', "cannot read the added"),
+        ("tokenizer_config.json", OTHER_ID, "'<a>' is listed as 7, but is 340"),
+        ("tokenizer_config.json", '{"extra_special_tokens": ["<a>"]}', "'<a>' is special, but has"),
+        ("added_tokens.json", '{"<a>": null}', "cannot read the added tokens"),
         ("tokenizer_config.json", NO_DEFAULT, "chat_template must be a text"),
         ("generation_config.json", "[]", "generation_config.json must contain a JSON object"),
         ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),

@@ -87,7 +87,7 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     call, base, tmp_path, monkeypatch
 ):
     path = tmp_path / "prompt.txt"
-    path.write_text("from a\nfile\n\n", encoding="utf-8")
+    path.write_text("from a\nfile\n\n", encoding="utf-8-sig")  # editors begin files so
 
     def run(*options):
         with path.open(encoding="utf-8") as stdin:
@@ -244,6 +244,9 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
     assert lines[0]["text"] == first["text"].partition(stop)[0] and lines[0]["stop"] == "stop"
     assert lines[1]["text"] == second["text"].partition(stop)[0]
     assert len(lines[0]["ids"]) < len(first["ids"])
+    eos = first["ids"][8]
+    line = objects(*command, "--eos", f"5,{eos}")[0]
+    assert line["ids"] == first["ids"][: first["ids"].index(eos) + 1] and line["stop"] == "eos"
 
 
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):
