@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from paper.runfile import beside
 from paper.tasks.items import field, located
 from paper.tasks.metrics import clean, judged, map_lines
 from runtime.errors import offline_if_unreachable
@@ -45,7 +46,7 @@ def judge(lines, path, task, names=None):
         if names:
             raise ValueError(f"--judge has no effect on {task.name}")
         return lines
-    store = path.with_suffix(STORE)
+    store = beside(path, STORE)
     answers = map_lines(lambda line: clean(field(line, "prediction")), lines)
     keys = [f"{line.get('index', number)}: {answers[number]}" for number, line in enumerate(lines)]
     if names:

@@ -1,8 +1,8 @@
-"""The paper's tables: their columns, values and N, and its statistical tests.
+"""The paper's tables: their columns, values and N.
 
 paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and
 `note` the reason. paper_n.csv: how each N of a main table was inferred. paper_heads.csv: retrieval
-scores by rank. paper_tests.csv: statistical tests."""
+scores by rank. paper_tests.csv: statistical tests (docs/differences.md)."""
 
 import csv
 from functools import cache
@@ -125,15 +125,3 @@ def points(column, model, task, method):
         for row in cells("paper", task, model, method)
         if row[column] and row["metric"].removesuffix("_published") == headline(task)[0]
     )
-
-
-def tests(model, tasks):
-    """[a note with the paper's own tests for the model and tasks, and doubts]; [] if none."""
-    texts = []
-    for row in table("paper_tests"):
-        if row["model"].lower() == model.lower() and row["task"] in tasks:
-            doubt = f" ({row['note']})" if "implausible" in row["note"] else ""
-            texts.append(
-                f"{TASKS[row['task']][0]}, {row['method']}, {row['what']} {row['value']}{doubt}"
-            )
-    return [f"Paper: {'; '.join(texts)}."] if texts else []

@@ -200,6 +200,12 @@ def finish(path):
     return lines
 
 
+def beside(path, suffix):
+    """The path of a file that belongs to a run, compressed or not."""
+    stem = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return path.with_name(stem + suffix)
+
+
 def remarks(header):
     """Sentences about a run that a reader of its numbers should know."""
     return [

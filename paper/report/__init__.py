@@ -1,8 +1,8 @@
 """Compares stored runs with the paper, and draws its tables and figures.
 
-stored.py        files → runs with their setups          figures.py       runs → the paper's figures
-frame.py         runs → one table of all values          heads.py         scores of head files
-tables.py        that table → tables in Markdown         significance.py  statistical tests"""
+stored.py   files → runs with their setups       figures.py   runs → figures
+frame.py    runs → one table of all values       heads.py     scores of head files
+tables.py   that table → tables in Markdown      paired.py    differences on the same items"""
 
 import cli
 from paper.report import heads, stored
@@ -16,7 +16,7 @@ def main(argv):
         else:
             report(argv)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: pip install pandas scipy statsmodels matplotlib") from None
+        raise ImportError(f"{error}: pip install pandas matplotlib") from None
 
 
 def report(argv):
@@ -27,6 +27,7 @@ def report(argv):
     p.prog += " report"
     p.add_argument("folder", metavar="DIR", help="folder of runs, searched with its subfolders")
     p.add_argument("--csv", action="store_true", help="one line per run and metric, every metric")
+    p.add_argument("--commands", action="store_true", help="add the command of each run")
     p.add_argument("--plots", metavar="OUT", help="draw the paper's figures into this folder")
     args = p.parse_args(argv)
     from paper.report import frame, tables
@@ -44,3 +45,5 @@ def report(argv):
     tables.print_tables(tables.all_tables(values))
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n")
+    if args.commands:
+        tables.print_commands(runs)

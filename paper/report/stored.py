@@ -8,15 +8,13 @@ the model that ITI edited."""
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from heads import head_file, load_scores
 from paper import judges
-from paper.runfile import brief, read_run, remarks
+from paper.runfile import beside, brief, read_run, remarks
 from paper.tasks import find_task, metrics
 from paper.tasks.items import field, located
 from runtime.files import json_lines, short_hash, write
@@ -58,7 +56,8 @@ class Setup:
     amateur: str  # "" without one
     random_heads: str | None  # their sampler: "uniform" or "published"; None for retrieval heads
     options: str  # the other options that are not the paper's
-    variant: str = ""  # precision and inputs, if other runs of the model and task differ in them
+    heads: str = ""  # their measure and file, if other runs of the model have others
+    variant: str = ""  # precision and inputs, if other runs of the model and task have others
 
     def __str__(self):
         parts = [
@@ -69,6 +68,7 @@ class Setup:
             self.amateur and f"amateur {self.amateur}",
             self.options,
             RANDOM.get(self.random_heads),
+            self.heads,
             self.variant,
         ]
         return ", ".join(filter(None, parts))
@@ -81,13 +81,13 @@ class Run:
     paper_model: str  # the model whose values in the paper are compared with the run's
     conditions: str  # "" if they are the paper's
     setup: Setup
+    heads: dict  # {"measure": text, "file": text}, None for random heads and without heads
     precision: dict  # {"dtype": text, "engine": text}
-    inputs: dict  # {"data": text, "demos": text}
-    default_num_heads: int  # as in evaluate.py
+    inputs: dict  # {"data": text, "demos": text, "items": text}
     remarks: list  # sentences
     path: Path = None
     lines: list = ()  # one dict per example, as stored
-    values: list = ()  # one dict of metric values per example; `entropy`, see entropies
+    values: list = ()  # one dict of metric values per example, with those of `text_values`
 
     @property
     def task(self):
@@ -98,17 +98,15 @@ class Run:
         return ", ".join(filter(None, [self.model, self.conditions]))
 
     @property
-    def entropies(self):
-        """The base model's entropies along each text, means over its tokens, in nats [n].
-
-        For `masked`: the masked model's."""
-        means = [values["entropy"] for values in self.values]
-        return np.array([mean for mean in means if mean is not None])
+    def items(self):
+        """(id, hash of the prompt) → (question, metric values)."""
+        keys = [(line.get("id", line["index"]), line.get("prompt_sha256")) for line in self.lines]
+        return dict(zip(keys, zip(self.questions, self.values)))
 
     @property
-    def plain(self):
-        """The setup as a text, without what distinguishes its variants."""
-        return str(replace(self.setup, variant=""))
+    def questions(self):
+        """A text for each line: those of one question are not independent."""
+        return [str(line.get("question", line["index"])) for line in self.lines]
 
 
 def describe(header):
@@ -125,8 +123,7 @@ def describe(header):
         paper_model = ITI[paper_model]
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}")
-    best = best_heads(header.get("amateur") or header["model"])
-    conditions, options = settings_of(header, find_task(header["task"]), paper_model, best)
+    conditions, options = settings_of(header, find_task(header["task"]), paper_model)
     setup = Setup(
         method,
         header.get("num_heads"),
@@ -142,24 +139,31 @@ def describe(header):
         "demos": "the paper's demonstrations"
         if demos.get("paper")
         else f"demonstrations: {names_of([demos])}",
+        "items": "all or the first items",
     }
+    if header.get("sample_seed") is not None:
+        inputs["items"] = f"sample of seed {header['sample_seed']}"
+    heads = {"measure": None, "file": None}
+    file = header.get("head_file")
+    if file and not header.get("random_heads"):
+        heads = {"measure": f"{header['measure']} heads", "file": f"heads of {names_of([file])}"}
+    elif header.get("num_heads") and "head_file" in header and not header.get("random_heads"):
+        heads["file"] = "heads as listed"
     return Run(
         header,
         f"{own} like {paper_model}" if like else paper_model,
         paper_model,
         conditions,
         setup,
+        heads,
         {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
         inputs,
-        min(10, len(best) // 8 or 10),
         remarks(header),
     )
 
 
-def settings_of(header, task, model, best):
-    """(conditions, options) of a run that are not those of the paper's runs of the model.
-
-    best: the result of best_heads."""
+def settings_of(header, task, model):
+    """(conditions, options) of a run that are not those of the paper's runs of the model."""
     name = model.lower()
     conditions = {
         "layout": task.layout or ("mistral" if "mistral" in name else "chat"),
@@ -178,14 +182,8 @@ def settings_of(header, task, model, best):
         "renormalise": True,
         "dola_layers": "halves" if task.choice else "capped",
         "repetition_penalty": 1.05 if qwen_dola else 1.0,
-        "heads": None,
     }
-    heads = header.get("heads") or []
-    usual = header.get("random_heads") or not best or {*heads} == {*best[: len(heads)]}
-    settings = header | {
-        "repetition_penalty": header.get("repetition_penalty") or 1.0,
-        "heads": None if usual else "of another file",
-    }
+    settings = header | {"repetition_penalty": header.get("repetition_penalty") or 1.0}
     return differences(settings, conditions), differences(settings, options)
 
 
@@ -206,15 +204,6 @@ def names_of(records):
         parts.append(record.get("sha256", "")[:6])
         names.append(" ".join(filter(None, parts)))
     return ", ".join(names)
-
-
-@cache
-def best_heads(model):
-    """All heads of this model, best first, as "layer-head"; [] without a head file."""
-    file = head_file(model)
-    scores = load_scores(file) if file else {}
-    ranked = sorted(scores, key=scores.get, reverse=True)
-    return [f"{layer}-{head}" for layer, head in ranked]
 
 
 def collect(folder):
@@ -254,8 +243,8 @@ def read(path):
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = values_of(path, task, lines)
-    for values, entropy in zip(run.values, metrics.map_lines(mean_entropy, lines)):
-        values["entropy"] = entropy
+    for values, of_text in zip(run.values, metrics.map_lines(text_values, lines)):
+        values |= of_text
     run.remarks += unlike_the_paper(run, task)
     return run
 
@@ -268,23 +257,32 @@ def unlike_the_paper(run, task):
         yield f"{run.path.name} is unfinished, {done:,} of {n:,}"
     if task.n and n != task.n:
         yield f"{task.name}, {n:,} items of {task.n:,}"
+    if task.splits and (missing := metrics.SPLITS - {line.get("split") for line in run.lines}):
+        yield f"{task.name}, without the splits {', '.join(sorted(missing))}"
     demos = run.header.get("demos")
     if demos and not demos.get("paper"):
         yield f"{task.name}, demonstrations other than the paper's"
-    verdicts = judges.read_store(run.path.with_suffix(judges.STORE)).values()
+    verdicts = judges.read_store(beside(run.path, judges.STORE)).values()
     for model in dict.fromkeys(verdict["model"] for verdict in verdicts):
         yield f"judged by {model}; values of other judges, such as the paper's, differ"
 
 
-def mean_entropy(line):
+def text_values(line):
+    """Values that describe a generated text: the base model's mean entropy over its tokens (of
+    `masked`, the masked model's), its length, and whether it ends by itself."""
     if not line.get("entropies"):
-        return None
-    return float(np.mean(field(line, "entropies", "a list of numbers")))
+        return {}
+    entropies = field(line, "entropies", "a list of numbers")
+    return {
+        "entropy": float(np.mean(entropies)),
+        "tokens": len(entropies),
+        "ended": float(line.get("stop") != "length"),
+    }
 
 
 def values_of(path, task, lines):
     """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`."""
-    store = path.with_suffix(".scores.json")
+    store = beside(path, ".scores.json")
     content = []
     for line in lines:
         content.append({name: value for name, value in line.items() if name != "place"})

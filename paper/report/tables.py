@@ -1,38 +1,29 @@
-"""Tables of stored runs in Markdown: scores in the paper's layout, correlations with N, entropies.
+"""Tables of stored runs in Markdown: scores in the paper's layout beside greedy decoding, settings
+chosen on one half of the items, commands.
 
 A table is (title, rows, notes); rows are dicts {column: text} or a table of pandas."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
-from scipy.stats import mannwhitneyu, pearsonr
 
 from paper import printed
 from paper.printed import TASKS, headline
-from paper.report import significance
-from paper.report.frame import typical
+from paper.report.paired import FEWEST, compare
 
-NO_BEST = ("rejection", "memory_match", "entropy")  # neither many nor few of these are better
-# The paper compares DeCoRe's entropy with that of these methods.
-RIVALS = ("greedy", "iti", "dola-low", "dola-high")
-CORRELATION_NOTES = [
-    "r over the N listed; for masked models N = 0 (greedy) counts too, as in the paper's figures."
+# Of generated texts: metric → heading.
+TEXTS = {"entropy": "entropy", "tokens": "tokens", "ended": "% ended"}
+TEXT_NOTES = [
+    "entropy: the base model's, in nats, a mean over the tokens of the text that the method wrote "
+    "(of masked, the masked model's); not that of the distribution decoded from. tokens: the mean "
+    "length. % ended: texts that end by themselves before the limit of new tokens. High entropies "
+    "and texts without an end are the marks of a model that writes words without sense."
 ]
-ENTROPY_NOTES = [
-    "The base model's entropy along the text that the method wrote, mean over its tokens (of "
-    "masked, the masked model's). It is not the entropy of the distribution decoded from. "
-    "One-sided tests: Welch's as in the paper, and with equal variances as in its published "
-    "analysis; in brackets: dtype or engine of the other run, if it differs. †: misprinted or "
-    "unclear (paper/paper.csv).",
-    "Each method has one setup: α = 0.5 and the N with the most runs; of several, the paper's or "
-    "the default one.",
-]
-CORRECTNESS_NOTES = [
-    "t: incorrect against correct; U: of the correct answers, as the paper prints it; all "
-    "two-sided. Pseudo-R²: McFadden's, of a logistic regression without penalty on the entropy.",
-    "Setups with fewer than three correct or incorrect answers are left out.",
+CHOICE_NOTES = [
+    "The setup of each method is the best of its setups (N, α and options) on one half of the "
+    "questions, and reported on the other half, which did not choose it; then with the halves "
+    "exchanged. Halves are drawn by a hash of the question."
 ]
 
 
@@ -48,18 +39,26 @@ def print_tables(tables):
         print("\n" + "".join(f"{note}  \n" for note in notes))
 
 
+def print_commands(runs):
+    """Print each command with the files of its runs."""
+    files = defaultdict(list)
+    for run in runs:
+        files[run.header.get("command") or "unknown"].append(run.path.name)
+    print("### Commands\n")
+    for command, names in files.items():
+        print(f"* `python {command}`: {', '.join(names)}")
+
+
 def all_tables(frame):
+    """Yields the tables that have rows."""
     for title, same in frame.groupby("title"):
-        tables = [(name, *score_table(name, same)) for name in printed.GROUPS]
-        model = same["run"].iloc[0].paper_model
-        notes = CORRECTNESS_NOTES + printed.tests(model, {*same["task"]})
+        texts = {task: (name, TEXTS) for task, (name, _) in TASKS.items()}
+        tables = [(name, *score_table(columns, same)) for name, columns in printed.GROUPS.items()]
         tables += [
-            ("Score against the number of masked heads", correlation_rows(same), CORRELATION_NOTES),
-            ("Base entropy, nats per token", entropy_rows(same), ENTROPY_NOTES),
-            ("Base entropy of correct and incorrect answers", correctness_rows(same), notes),
+            ("Texts", score_table(texts, same)[0], TEXT_NOTES),
+            ("Chosen on one half, reported on the other", choice_rows(same), CHOICE_NOTES),
         ]
         for name, rows, notes in tables:
-            rows = pd.DataFrame(rows)
             if len(rows):
                 yield f"{name}: {title}", rows, notes
 
@@ -67,11 +66,12 @@ def all_tables(frame):
 # Scores, as in the paper's tables
 
 
-def score_table(group, frame):
-    """(rows, notes) of one of printed.GROUPS. A column's best value is bold, the second italic."""
-    frame = frame[frame["task"].isin(printed.GROUPS[group])]
-    columns = {}
-    for task, (name, labels) in printed.GROUPS[group].items():
+def score_table(columns, frame):
+    """(rows, notes) for the columns of one of printed.GROUPS: task → (name, metric → heading)."""
+    cells = {}
+    n_compared = 0
+    frame = frame[frame["task"].isin(list(columns))]
+    for task, (name, labels) in columns.items():
         by_metric = dict(list(frame[frame["task"] == task].groupby("metric")))
         for metric, label in labels.items():
             if metric in by_metric:
@@ -79,43 +79,73 @@ def score_table(group, frame):
                 n = dict.fromkeys(f"{n:,}" for n in ours["scored"].agg(["min", "max"]))
                 heading = f"{name} {label}".strip() + f" (n = {' to '.join(n)})"
                 compared = by_metric.get(f"{metric}_published", ours)
-                columns[heading] = cell_texts(ours, compared, metric not in NO_BEST)
-    rows = pd.DataFrame(columns).reindex(frame["setup"].unique()).dropna(how="all").fillna("–")
-    notes = score_notes(rows.to_csv(), frame["run"].unique())
+                cells[heading] = cell_texts(ours, compared)
+                n_compared += ours[ours["versus"].notna()]["setup"].nunique()
+    rows = pd.DataFrame(cells).reindex(frame["setup"].unique()).dropna(how="all").fillna("–")
+    notes = score_notes(rows.to_csv(), frame["run"].unique(), n_compared)
     return rows.rename_axis("method").reset_index(), notes
 
 
-def cell_texts(ours, compared, has_best):
-    """Setup → text: the mean, its interval or the range of the draws, and the paper's value.
+def cell_texts(ours, published):
+    """Setup → text: the mean, the difference to greedy decoding, and the paper's value.
 
-    compared: the lines of the metric that the paper's value is compared with."""
-    means = ours.groupby("setup")["value"].mean()
-    ranks = means.rank(method="dense", ascending=False)
-    marks = {1: "**", 2: "_"} if has_best and len(means) > 1 else {}
+    published: the lines of the metric that the paper's value is compared with."""
     texts = {}
     for setup, draws in ours.groupby("setup"):
-        mark = marks.get(ranks[setup], "")
-        text = f"{mark}{means[setup]:.1f}{mark}"
+        text = digits(draws["metric"].iloc[0])
+        values = draws["value"]
+        cell = f"{values.mean():{text}}"
+        spread = ""
         if len(draws) > 1:
-            values = draws["value"]
-            text += f" ± {values.std():.1f} ({values.min():.1f} to {values.max():.1f}, "
-            text += f"{len(draws)} draws)"
-        else:
-            text += f" [{draws['low'].item():.1f}, {draws['high'].item():.1f}]"
-        same = compared[compared["setup"] == setup]
+            spread = f" ({values.min():{text}} to {values.max():{text}}, {len(draws)} draws)"
+        versus = versus_of(draws)
+        if versus is None:
+            spread = spread or f" [{draws['low'].item():{text}}, {draws['high'].item():{text}}]"
+        elif versus.separable:
+            cell = f"**{cell}**"
+        cell += spread
+        if versus:
+            cell += f"; {versus_text(versus, text)}"
+        same = published[published["setup"] == setup]
         if paper := same["cell"].iloc[0]:
             difference = same["value"].mean() - float(paper["value"])
-            text += f"; paper {printed.text(paper)} ({difference:+.1f})"
-        texts[setup] = text
+            cell += f"; paper {printed.text(paper)} ({difference:+.1f})"
+        texts[setup] = cell
     return texts
 
 
-def score_notes(text, runs):
-    """Notes for a table of scores. text: its headings and cells."""
+def versus_of(draws):
+    """The Difference of the runs of a metric to greedy decoding; None without it."""
+    if len(draws) == 1:
+        return draws["versus"].item()
+    greedy = draws["greedy"].iloc[0]
+    return greedy and compare(draws["run"], greedy).get(draws["metric"].iloc[0])
+
+
+def versus_text(versus, text):
+    """text: the format of the numbers."""
+    won, lost = (f"{number:.1f}".removesuffix(".0") for number in (versus.won, versus.lost))
+    low, high = (f"{end:+{text}}" for end in (versus.low, versus.high))
+    return f"{versus.difference:+{text}} [{low}, {high}], {won} : {lost}"
+
+
+def digits(metric):
+    return ".2f" if metric == "entropy" else ".1f"
+
+
+def score_notes(text, runs, n_compared):
+    """Notes for a table of scores. text: its headings and cells. n_compared: differences in it."""
     notes = [
-        "Rates in per cent, ROUGE and the like × 100; 95 % bootstrap interval over the examples. "
-        "The best value of a column is bold, the second italic."
+        "Rates in per cent, ROUGE and the like × 100. Square brackets: 95 % bootstrap intervals "
+        "over the questions."
     ]
+    if n_compared:
+        notes.append(
+            "After the semicolon: the difference to greedy decoding on the same items with its "
+            "paired interval, items won : lost (of draws: means). Bold: the interval leaves out 0, "
+            f"and at least {FEWEST} items differ; of {n_compared} comparisons without any real "
+            f"difference, about {0.05 * n_compared:.1f} would be bold."
+        )
     if " EM (n" in text:
         notes.append(
             "EM: the answer contains a reference. The paper calls this exact match, and its code "
@@ -128,8 +158,8 @@ def score_notes(text, runs):
         )
     if " draws)" in text:
         notes.append(
-            "Random heads: mean, sample standard deviation and range over the draws. The paper's ± "
-            "is over three draws (inferred: 58 of 60 values are multiples of 1/(3n))."
+            "Random heads: mean and range over the draws. The paper's ± is a standard deviation "
+            "over three draws (inferred: 58 of 60 values are multiples of 1/(3n))."
         )
     if "; paper" in text:
         notes.append(
@@ -145,112 +175,35 @@ def score_notes(text, runs):
     return notes + [f"{n} of {len(runs)} runs: {remark}." for remark, n in counts.items()]
 
 
-# Numbers of masked heads
+# Settings chosen on one half of the items
 
 
-def curves(frame, field="num_heads"):
-    """Yields (task, setup without the field "num_heads" or "alpha", lines with its values).
-
-    Curves of a single point are left out."""
-    lines = frame[frame["headline"]].dropna(subset=field).sort_values("task", kind="stable")
-    names = [str(replace(run.setup, **{field: None})) for run in lines["run"]]
-    for (task, name), curve in lines.groupby(["task", names], sort=False, observed=True):
-        if curve[field].nunique() > 1:
-            yield task, name, curve
-
-
-def correlation_rows(frame):
-    """Rows of Pearson's r of the score with N, over the means of the draws."""
-    greedy = frame[frame["headline"] & (frame["method"] == "greedy")]
-    greedy = greedy.groupby(["task", "variant"], observed=True)["value"].first()
-    for task, name, curve in curves(frame):
-        setup = curve["run"].iloc[0].setup
-        draws = curve.groupby("num_heads")["value"]
-        means = draws.mean()
-        # As in the paper's figures, greedy is the point N = 0 of masked models only.
-        if setup.method == "masked" and (task, setup.variant) in greedy:
-            means[0] = greedy[task, setup.variant]
-        if len(means) < significance.FEWEST or not np.ptp(means):
+def choice_rows(frame):
+    """Rows of the setups that are the best on one half of the questions, with their scores on the
+    other: one for each task and method with several setups."""
+    groups = defaultdict(dict)
+    lines = frame[frame["headline"] & frame["greedy"].notna()].sort_values("task", kind="stable")
+    for (task, setup), draws in lines.groupby(["task", "setup"], sort=False, observed=True):
+        run, greedy = draws[["run", "greedy"]].iloc[0]
+        method = str(replace(run.setup, num_heads=None, alpha=None, options=""))
+        halves = [compare(draws["run"], greedy, half) for half in (0, 1)]
+        groups[task, method][setup] = [half.get(headline(task)[0]) for half in halves]
+    rows = []
+    for (task, method), setups in groups.items():
+        if len(setups) < 2 or not all(map(all, setups.values())):
             continue
-        yield {
-            "task": TASKS[task][0],
-            "metric": headline(task)[1],
-            "method": name,
-            "N": ", ".join(map(str, draws.groups)),
-            "Pearson r": f"{pearsonr(means.index, means).statistic:+.2f}",
-        }
-
-
-# Entropies
-
-
-def entropy_rows(frame):
-    """Rows of base entropies, tested against those of RIVALS: one-sided, Welch, Student."""
-    shown = typical(frame[frame["metric"] == "entropy"])
-    rivals = dict.fromkeys(run.plain for run in shown["run"] if run.setup.method in RIVALS)
-    for run in shown.sort_values("task", kind="stable")["run"]:
-        values = run.entropies
+        n = [half.n for half in next(iter(setups.values()))]
         row = {
-            "task": TASKS[run.task][0],
-            "method": str(run.setup),
-            "n": f"{len(values):,}",
-            "mean ± std": f"{values.mean():.3f} ± {values.std():.3f}",
-            "paper": printed.text(printed.cell(run, "entropy")),
+            "task": f"{TASKS[task][0]} {headline(task)[1]} (n = {n[0]:,} + {n[1]:,})",
+            "method": method,
+            "setups": str(len(setups)),
         }
-        for name in rivals:
-            others, differs = entropies_of(name, run, shown["run"])
-            for test, text in significance.t_tests(values, others, "less").items():
-                row[f"{test} (below {name})"] = text + differs
-        yield row
-
-
-def entropies_of(name, run, runs):
-    """(entropies of the setup `name` on the inputs of `run`; " (float16)" if its dtype differs).
-
-    A run of the same dtype and engine comes first; ((), "") if there is none."""
-    wanted = name, run.task, run.inputs
-    rivals = [one for one in runs if (one.plain, one.task, one.inputs) == wanted]
-    if not rivals or name == run.plain:
-        return (), ""
-    rival = min(rivals, key=lambda rival: rival.precision != run.precision)
-    differs = [text for key, text in rival.precision.items() if text != run.precision[key]]
-    return rival.entropies, f" ({', '.join(differs)})" if differs else ""
-
-
-def judged_answers(frame):
-    """Yields (run, base entropies per token [n], whether the answers are right [n]) of each method.
-
-    Without runs of which fewer than three answers are right or wrong."""
-    shown = typical(frame[frame["metric"] == "entropy"])
-    for run in shown.sort_values("task", kind="stable")["run"]:
-        metric, _ = headline(run.task)
-        if metric not in ("substring_match", "exact_match"):
-            continue
-        answers = pd.DataFrame(run.values)[["entropy", metric]]
-        if run.task.startswith("musique"):  # as published: a reference anywhere in the generation
-            verdicts = []
-            for line in run.lines:
-                text = line["prediction"].lower()
-                verdicts.append(any(reference.lower() in text for reference in line["references"]))
-            answers[metric] = verdicts
-        entropies, verdicts = answers.dropna().to_numpy(float).T
-        right = verdicts == 1
-        if min(sum(right), sum(~right)) >= significance.FEWEST:
-            yield run, entropies, right
-
-
-def correctness_rows(frame):
-    """Rows of base entropies of correct and incorrect answers, with tests of their difference."""
-    for run, entropies, right in judged_answers(frame):
-        good, bad = entropies[right], entropies[~right]
-        ranks = mannwhitneyu(good, bad)
-        fit = significance.logistic(entropies, right)
-        yield {
-            "task": TASKS[run.task][0],
-            "method": str(run.setup),
-            "correct / incorrect": f"{len(good):,} / {len(bad):,}",
-            "nats, mean": f"{good.mean():.3f} / {bad.mean():.3f}",
-            **significance.t_tests(bad, good),
-            "Mann-Whitney U, p": f"{ranks.statistic:,.0f}, {significance.p_text(ranks.pvalue)}",
-            "pseudo-R²": f"{fit[2]:.3f}" if fit else "–",
-        }
+        for half, names in enumerate((("first", "second"), ("second", "first"))):
+            best = max(setups, key=lambda setup: setups[setup][half].difference)
+            versus = setups[best][1 - half]
+            value = f"**{versus.value:.1f}**" if versus.separable else f"{versus.value:.1f}"
+            chosen = [part for part in best.split(", ") if part not in method.split(", ")]
+            row[f"chosen on the {names[0]} half"] = ", ".join(chosen)
+            row[f"on the {names[1]}"] = f"{value}; {versus_text(versus, '.1f')}"
+        rows.append(row)
+    return rows

@@ -17,6 +17,12 @@ import numpy as np
 
 from paper.tasks.items import field, located, texts
 
+SPLITS = {  # MemoTrap's
+    "proverb-ending",
+    "proverb-translation",
+    "hate-speech-ending",
+    "history-of-science-qa",
+}
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -146,7 +152,7 @@ def multiple_choice(line):
 def memotrap(line):
     """1 if the right ending is strictly better than the wrong one.
 
-    `summary` computes the macro averages."""
+    `means` computes the macro averages, if there are lines of every split."""
     right, wrong = scores(line)
     return {"micro": float(right[0] > wrong[0]), "split": str(line.get("split", ""))}
 
@@ -212,7 +218,7 @@ def means(values, counts):
             weight = "instructions" if name.startswith("instruction_") else None
             weights = [0.0 if v.get(name) is None else v.get(weight, 1.0) for v in values]
             results[name] = mean(name, weights)
-    if "micro" in results:
+    if SPLITS <= {v.get("split") for v in values}:
         splits = []
         for split in dict.fromkeys(v["split"] for v in values):
             splits.append(mean("micro", [v["split"] == split for v in values]))
@@ -230,14 +236,19 @@ def summary(values):
     }
 
 
-def interval(values, samples=1000):
-    """Metric → (low, high): 95 % bootstrap interval of the mean over the lines, by percentiles."""
-    n = len(values)
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(n, np.full(n, 1 / n), size=samples).astype(float)
-    intervals = {}
-    for name, mean in means(values, counts).items():
-        intervals[name] = None, None
-        if not np.isnan(mean).all():  # samples without any value are left out
-            intervals[name] = tuple(np.nanpercentile(mean, [2.5, 97.5]).tolist())
-    return intervals
+def bootstrap(groups, samples=1000):
+    """Counts for `means`, [1 + samples, n]: how often each sample holds each of n lines.
+
+    The first sample holds each line once. The others draw groups of lines with replacement: items
+    of one question are not independent. groups: a name for each line."""
+    names, numbers = np.unique(groups, return_inverse=True)
+    k = len(names)
+    draws = np.random.default_rng(0).multinomial(k, np.full(k, 1 / k), size=samples)
+    return np.vstack([np.ones(len(numbers)), draws[:, numbers]])
+
+
+def interval(means):
+    """(low, high): 95 % bootstrap interval, by percentiles, of `means` over samples of
+    `bootstrap`."""
+    low, high = np.nanpercentile(means[1:], [2.5, 97.5])  # samples without any value are left out
+    return float(low), float(high)

@@ -120,7 +120,8 @@ def test_multiple_choice_as_worked_out_by_hand(true, false, best, expected):
 
 def test_macro_averages_over_splits_and_published_over_five_numbers():
     lines = []
-    for split, margins in {"a": (1, 1, 1, -1), "b": (1,), "c": (-1, -1), "d": (0,)}.items():
+    of_split = zip(sorted(metrics.SPLITS), [(1, 1, 1, -1), (1,), (-1, -1), (0,)], strict=True)
+    for split, margins in of_split:
         for margin in margins:  # a tie is wrong
             lines.append({"scores_true": [margin], "scores_false": [0], "split": split})
     expected = {
@@ -129,6 +130,7 @@ def test_macro_averages_over_splits_and_published_over_five_numbers():
         "macro_published": (0.75 + 1 + 0 + 0 + 4 / 8) / 5,
     }
     assert many("memotrap", *lines) == pytest.approx(expected)
+    assert many("memotrap", *lines[:-1]) == pytest.approx({"micro": 4 / 7})  # a split is missing
 
 
 # XSum
@@ -326,7 +328,7 @@ def test_judged_rates_over_all_answers_and_over_those_that_are_not_rejections():
 
 def test_the_bootstrap_interval_is_that_of_plain_resampling():
     values = [{"m": float(i % 4 == 0)} for i in range(80)]
-    low, high = metrics.interval(values, samples=4000)["m"]
+    low, high = metrics.interval(metrics.means(values, metrics.bootstrap(range(80), 4000))["m"])
     rng = np.random.default_rng(7)
     plain = [rng.choice([v["m"] for v in values], 80).mean() for _ in range(4000)]
     assert (low, high) == pytest.approx(tuple(np.percentile(plain, [2.5, 97.5])), abs=0.02)
@@ -334,4 +336,12 @@ def test_the_bootstrap_interval_is_that_of_plain_resampling():
 
 def test_rows_without_a_value_count_neither_in_the_mean_nor_in_the_interval():
     assert metrics.summary([{"m": 1.0}, {"m": None}, {}]) == {"m": 1.0}
-    assert metrics.interval([{"m": None, "k": 1.0}] * 3) == {"m": (None, None), "k": (1.0, 1.0)}
+    some = metrics.means([{"m": None, "k": 1.0}, {"m": 1.0}], metrics.bootstrap([0, 1]))
+    assert metrics.interval(some["m"]) == metrics.interval(some["k"]) == (1.0, 1.0)
+
+
+def test_lines_of_one_question_are_drawn_together():
+    counts = metrics.bootstrap(["b", "a", "b", "c"], 50)
+    assert counts[0].tolist() == [1, 1, 1, 1] and counts.shape == (51, 4)
+    assert (counts[:, 0] == counts[:, 2]).all() and (counts[1:, [0, 1, 3]].sum(1) == 3).all()
+    assert len({tuple(row) for row in counts.tolist()}) > 5

@@ -1,4 +1,4 @@
-"""Reports on stored runs: tables with the paper's values, statistics, figures, skipped files."""
+"""Reports on stored runs: tables beside greedy decoding and the paper, figures, skipped files."""
 
 import gzip
 import io
@@ -14,22 +14,23 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
-from scipy.stats import ttest_ind
 
 import evaluate
 from heads import load_scores
 from paper import printed
-from paper.report import figures, significance, stored, tables
-from paper.report.frame import make_frame, typical
-from paper.tasks import TASKS
+from paper.report import figures, paired, stored, tables
+from paper.report.frame import make_frame
+from paper.tasks import TASKS, metrics
 from tests.checkpoints import write_lines
 
-TASK, LLAMA = "miniature", "meta-llama/Meta-Llama-3-8B-Instruct"
+TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature"
+LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 ITI, OTHER = "miniature-iti", [{"file": "other.jsonl"}]
 
 
 def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, right=20, **more):
-    """A made-up run in evaluate.py's format; the first `right` answers are correct."""
+    """A made-up run in evaluate.py's format. right: the number of answers that are correct, the
+    first ones, or the set of their indices."""
     header = {
         "task": task,
         "version": TASKS[task].version,
@@ -44,15 +45,13 @@ def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, 
         "commit": "0123456789abcdef",
     }
     lines = [{"header": header | more}]
+    right = range(right) if isinstance(right, int) else right
     for i in range(items):
-        h = 0.1 + 0.01 * (i % 7) + (0 if i < right else 0.05)
-        line = {"index": i, "references": ["Alaria"], "memory": ["Bodun"], "entropies": [h, h]}
-        lines.append(line | {"prediction": " Alaria." if i < right else " Bodun."})
+        h = 0.1 + 0.01 * (i % 7) + (0 if i in right else 0.05)
+        line = {"index": i, "question": f"q{i}", "references": ["Alaria"], "memory": ["Bodun"]}
+        line |= {"entropies": [h, h], "stop": "eos" if i in right else "length"}
+        lines.append(line | {"prediction": " Alaria." if i in right else " Bodun."})
     return write_lines(folder / f"{len([*folder.iterdir()])}.jsonl", lines)
-
-
-def described(**header):
-    return stored.describe({"model": LLAMA, "method": "decore-entropy"} | header)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,6 +59,15 @@ def iti():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(stored.ITI, ITI, "miniature")
         yield
+
+
+def compress(path):
+    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+
+def described(**header):
+    return stored.describe({"model": LLAMA, "method": "decore-entropy"} | header)
 
 
 def frame_of(folder):
@@ -108,18 +116,7 @@ def draw(kind, frame):
     return figures.FIGURES[kind][0](frame)
 
 
-# Statistics
-
-
-def test_a_logistic_fit_does_not_depend_on_the_unit():
-    # x = 0: 3 of 4 right, x = 1: 1 of 4. The fit meets both shares, so its slope is ln(1/3) − ln 3,
-    # and R² = 1 − (6 ln 0.75 + 2 ln 0.25) / (8 ln 0.5).
-    x = np.repeat([0.0, 1.0], 4)
-    right = np.array([1, 1, 1, 0, 0, 0, 0, 1]) == 1
-    for unit in (1, 1e-5):
-        expected = np.log(3), -2 * np.log(3) / unit, 0.188722
-        assert significance.logistic(x * unit, right) == pytest.approx(expected, abs=1e-5)
-    assert significance.logistic(np.arange(8), x == 0) is None  # separated
+# Differences to greedy decoding
 
 
 def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
@@ -132,54 +129,87 @@ def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
     assert (sum(fits), len(fits)) == (58, 60)
 
 
-def test_entropies_are_tested_against_greedy_iti_and_dola(frame):
-    texts, _ = table(frame, "Base entropy, nats")
-    assert (texts["DoLa low", "n"], texts["DoLa low", "mean ± std"]) == ("12", "0.167 ± 0.032")
-    # DoLa's run has another length, so the two tests differ.
-    method = "DeCoRe entropy, N = 4"
-    samples = [
-        frame["run"][frame["setup"] == name].iloc[0].entropies for name in (method, "DoLa low")
+def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add, tmp_path):
+    questions = {"greedy": {*range(0, 40, 3)}, "masked": {*range(0, 40, 2)}}
+    paths = [add(method, right=right) for method, right in questions.items()]
+    for path in paths:  # 10 questions of 4 items each
+        path.write_text(re.sub(r'"q(\d*)\d"', r'"q\1"', path.read_text()))
+    greedy, masked = map(stored.read, paths)
+    result = paired.compare([masked], greedy)["exact_match"]
+    both = questions["greedy"] & questions["masked"]
+    assert (result.won, result.lost, result.n) == (20 - len(both), 14 - len(both), 40)
+    assert result[:2] == pytest.approx((50, 100 * (20 - 14) / 40))
+    differences = [
+        100 * ((i in questions["masked"]) - (i in questions["greedy"])) for i in range(40)
     ]
-    for name, equal in (("Welch t, p", False), ("equal variances", True)):
-        t, p = ttest_ind(*samples, equal_var=equal, alternative="less")
-        expected = f"{t:+.2f}, {significance.p_text(p)}"
-        assert texts[method, f"{name} (below DoLa low)"] == expected
-        assert "p =" in texts[method, f"{name} (below greedy)"]
-        assert "p =" in texts[method, f"{name} (below ITI)"]
-    assert texts["ITI", "Welch t, p (below ITI)"] == "–"
-    texts, _ = table(frame, "Base entropy of correct")
-    assert texts["greedy", "correct / incorrect"] == "20 / 20"
-    assert texts["greedy", "nats, mean"] == "0.129 / 0.179"
-    assert texts["greedy", "Welch t, p"].startswith("+7.9")
-    assert texts["greedy", "pseudo-R²"] == "0.689"
+    by_question = pd.Series(differences).groupby(lambda i: i // 10).mean().to_numpy()
+    rng = np.random.default_rng(7)
+    plain = [rng.choice(by_question, len(by_question)).mean() for _ in range(4000)]
+    assert result[2:4] == pytest.approx(tuple(np.percentile(plain, [2.5, 97.5])), abs=2)
+    halves = [paired.compare([masked], greedy, half)["exact_match"] for half in (0, 1)]
+    assert sum(half.n for half in halves) == 40 and all(half.n % 10 == 0 for half in halves)
 
 
-def test_an_answer_of_musique_is_right_if_its_generation_holds_a_reference(add, tmp_path):
-    path = add(task="musique-cot-open", model=LLAMA)
-    path.write_text(path.read_text().replace(" Alaria.", "Alaria, but the answer is: Bodun."))
-    texts, _ = table(frame_of(tmp_path), "Base entropy of correct")
-    assert texts["greedy", "correct / incorrect"] == "20 / 20"
+def test_runs_are_compared_on_the_items_that_both_have(add):
+    greedy, masked = stored.read(add()), stored.read(add("masked", right=12, items=15))
+    result = paired.compare([masked], greedy)["exact_match"]
+    assert (result.n, result.won, result.lost, result.value) == (15, 0, 3, 80)
+    masked.lines = [line | {"prompt_sha256": "another prompt"} for line in masked.lines]
+    assert paired.compare([masked], greedy) == {}
+
+
+@pytest.mark.parametrize("right, bold", [(15, True), (14, False), (3, True), (4, False)])
+def test_only_what_is_separable_from_greedy_decoding_is_bold(add, tmp_path, right, bold):
+    """Of 40 items, greedy decoding has 9 right. Five other ones are too few, though the interval
+    leaves out 0."""
+    add(right=9)
+    add("masked", 1, right=right)
+    texts, notes = table(frame_of(tmp_path), GROUP)
+    text = texts["masked, N = 1", COLUMN]
+    assert text.startswith("**") == bold and "0.0]" not in text
+    assert "of 2 comparisons without any real difference, about 0.1 would be bold" in notes
+
+
+def test_a_setup_is_chosen_on_one_half_and_reported_on_the_other(add, tmp_path):
+    halves = [{i for i in range(40) if paired.half_of(f"q{i}") == half} for half in (0, 1)]
+    add(right=0)
+    add("decore-entropy", 1, right=halves[0])
+    add("decore-entropy", 2, right=halves[1], alpha_cap=0.5)
+    add("masked", 1)  # a single setup
+    texts, notes = table(frame_of(tmp_path), "Chosen on one half")
+    nothing = "0.0; +0.0 [+0.0, +0.0], 0 : 0"
+    expected = {
+        "chosen on the first half": "N = 1",
+        "on the second": nothing,
+        "chosen on the second half": "N = 2, alpha cap 0.5",
+        "on the first": nothing,
+    }
+    assert {column: texts["DeCoRe entropy", column] for column in expected} == expected
+    assert {method for method, _ in texts} == {"DeCoRe entropy"}
+    assert "a hash of the question" in notes
 
 
 # Tables of scores
 
 
-def test_draws_share_a_line_and_the_best_values_are_marked(frame):
-    texts, notes = table(frame, "Other tasks")
+def test_draws_share_a_line_and_the_paired_difference_is_that_of_their_mean(frame):
+    texts, _ = table(frame, GROUP)
     for setup, text in (
-        ("masked, N = 4, random heads", "42.5 ± 2.5 (40.0 to 45.0, 3 draws)"),
-        ("DeCoRe entropy, N = 4", "**80.0** [67.5, 90.0]"),
-        ("DeCoRe static, N = 4, α = 2", "_70.0_ [55.0, 82.5]"),
+        ("greedy", "50.0 [35.0, 65.0]"),
+        ("masked, N = 4, random heads", "42.5 (40.0 to 45.0, 3 draws); -7.5 [-15.8, -0.8], 0 : 3"),
+        ("DeCoRe entropy, N = 4", "**80.0**; +30.0 [+17.5, +45.0], 12 : 0"),
+        ("DeCoRe static, N = 4, α = 2", "**70.0**; +20.0 [+10.0, +32.5], 8 : 0"),
     ):
-        assert texts[setup, "miniature"] == text
-    # More answers from memory are not better: no best value.
-    assert sum("**" in text for text in texts.values()) == 1
-    texts, _ = table(frame, "Score against")
-    assert texts["masked", "N"] == "1, 2, 4"
-    # Greedy is the point N = 0 of masked models only.
-    r = np.corrcoef([0, 1, 2, 4], [50, *[42.5] * 3])[0, 1]
-    assert texts["masked, random heads", "Pearson r"] == f"{r:+.2f}"
-    assert texts["DeCoRe entropy", "Pearson r"] == "+1.00"  # with greedy it would be 0.96
+        assert texts[setup, COLUMN] == text
+
+
+def test_texts_that_do_not_end_and_their_entropies_are_shown(frame):
+    texts, _ = table(frame, "Texts")
+    method = "DeCoRe entropy, N = 4"
+    assert texts["greedy", f"{COLUMN} % ended"] == "50.0 [35.0, 65.0]"
+    assert texts[method, f"{COLUMN} % ended"].startswith("**80.0**; +30.0")
+    assert texts[method, f"{COLUMN} entropy"] == "**0.14**; -0.01 [-0.02, -0.01], 0 : 12"
+    assert texts[method, f"{COLUMN} tokens"] == "2.0; +0.0 [+0.0, +0.0], 0 : 0"
 
 
 @pytest.mark.parametrize(
@@ -204,12 +234,6 @@ def test_every_cell_of_the_paper_has_a_column():
         assert row["metric"].removesuffix("_published") in [*columns, "entropy"]
 
 
-def test_the_papers_own_tests_are_noted_with_doubts():
-    [note] = printed.tests("meta-llama-3-8b-instruct", ["musique-cot-open"])
-    assert "MuSiQue CoT open book, greedy, t-test statistic 11.75;" in note
-    assert "R² of correctness on length-normalised entropy 0.98 (implausible" in note
-
-
 def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value(add, tmp_path):
     own = {"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34", "paper": False}
     for dtype, demos in itertools.product(("bfloat16", "float32"), (own, {"paper": True})):
@@ -225,21 +249,62 @@ def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value
     assert "2 of 5 runs: nq-swap, demonstrations other than the paper's." in notes
 
 
-def test_entropies_of_runs_of_another_dtype_or_engine_are_tested_and_it_is_said(add, tmp_path):
-    add(dtype="bfloat16")
-    add(dtype="float16", model=ITI)
-    add("decore-entropy", 2, dtype="bfloat16", engine="transformers", right=30)
-    add(dtype="bfloat16", engine="transformers", right=19)
-    add("dola-low", dtype="bfloat16", data=OTHER, right=19)
-    frame = frame_of(tmp_path)
-    texts, _ = table(frame, "Base entropy, nats")
-    setup = "DeCoRe entropy, N = 2, bfloat16, transformers engine"
-    assert texts[setup, "Welch t, p (below ITI)"] == "-1.79, p = .039 (float16, own engine)"
-    assert texts[setup, "Welch t, p (below greedy)"] == "-1.94, p = .028"
-    assert texts[setup, "Welch t, p (below DoLa low)"] == "–"  # of other data
-    scores, notes = table(frame, "Other tasks")
-    assert scores["greedy, bfloat16, transformers engine", "miniature"][:4] == "47.5"
+def test_a_run_is_compared_with_greedy_decoding_of_its_precision_and_never_of_other_data(
+    add, tmp_path
+):
+    add(dtype="bfloat16", right=10)
+    add(dtype="float16", right=20)
+    add("masked", 2, dtype="float16", right=30)
+    add("decore-entropy", 2, dtype="float32", data=OTHER)
+    texts, notes = table(frame_of(tmp_path), GROUP)
+    of_setup = {setup: text for (setup, column), text in texts.items() if column == COLUMN}
+    assert of_setup["masked, N = 2, float16"].startswith("**75.0**; +25.0 [")
+    assert of_setup["DeCoRe entropy, N = 2, float32, other.jsonl"] == "50.0 [35.0, 65.0]"
     assert "EM:" not in notes
+
+
+def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_are_not(
+    add, tmp_path
+):
+    add()
+    for number, (measure, file) in enumerate(itertools.product(("copy", "write"), "ab")):
+        record = {"file": f"{file}.json", "sha256": 64 * file}
+        for n in (1, 2):
+            run = {"head_file": record, "measure": measure, "heads": ["0-0"]}
+            add("masked", n, right=number, **run)
+            for seed in (1, 2):
+                run["heads"] = [f"{number}-{seed}"]  # drawn beside other retrieval heads
+                add("masked", n, random_heads="uniform", seed=seed, right=number, **run)
+    add("masked", 1, head_file=None, heads=["1-1"])
+    frame = frame_of(tmp_path)
+    texts, _ = table(frame, GROUP)
+    setups = list(dict.fromkeys(setup for setup, _ in texts))
+    labels = [f"{m} heads, heads of {f}.json {6 * f}" for m in ("copy", "write") for f in "ab"]
+    labels.append("heads as listed")
+    assert setups == [
+        "greedy",
+        *[f"masked, N = {n}, {label}" for label in labels[:2] for n in (1, 2)],
+        f"masked, N = 1, {labels[4]}",
+        *[f"masked, N = {n}, {label}" for label in labels[2:4] for n in (1, 2)],
+        "masked, N = 1, random heads",
+        "masked, N = 2, random heads",
+    ]
+    assert "8 draws" in texts["masked, N = 1, random heads", COLUMN]
+    [ax] = draw("heads", frame).axes
+    names = ax.get_legend_handles_labels()[1]
+    assert "masked, random heads" in names and f"masked, {labels[3]}" in names
+
+
+def test_macro_needs_all_of_memotraps_splits_and_missing_ones_are_noted(add, tmp_path):
+    path = add(task="memotrap", items=8, sample=8, sample_seed=1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines[1:]):
+        split = sorted(metrics.SPLITS)[number % 3]
+        line |= {"scores_true": [number], "scores_false": [4], "split": split}
+    write_lines(path, lines)
+    texts, notes = table(frame_of(tmp_path), "Faithfulness")
+    assert [column for _, column in texts] == ["MemoTrap micro"]
+    assert "1 of 1 runs: memotrap, without the splits proverb-translation." in notes
 
 
 def test_the_papers_value_is_compared_with_the_metric_as_published(add, tmp_path):
@@ -258,6 +323,7 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
     for kind, key in itertools.product(("truth", "info"), ("0: I have no comment.", "1: Alaria.")):
         verdicts.append({"judge": kind, "model": "t", "yes": 1, "key": key})
     write_lines(path.with_suffix(".judged.jsonl"), verdicts)
+    compress(path)
     texts, notes = table(frame_of(tmp_path), "Factuality")
     text = texts["greedy", "TruthfulQA (Gen) %T∩¬Reject"]
     assert text.startswith("100.0 [") and "paper 65.5 (+34.5)" in text
@@ -265,22 +331,6 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
 
 
 # Settings
-
-
-def test_the_typical_setup_has_the_papers_options_its_alpha_and_its_n(add, tmp_path):
-    for task in (TASK, "nq-open", "nq-closed"):
-        add("decore-static", 1, 0.5, task, scale_alpha=True)
-        add("decore-static", 2, 2.0, task)
-    add("decore-static", 4, 0.5)
-    assert {*typical(frame_of(tmp_path))["num_heads"]} == {4}
-    for n in (1, 5, 10, 90):
-        add("decore-entropy", n, task="xsum", model=LLAMA)
-        add("masked", n, task="nq-swap", model=LLAMA)
-    frame = frame_of(tmp_path)
-    lines = typical(frame[frame["model"] != "miniature"])
-    # Every N has one run: 90 is the paper's N, 10 the default.
-    setups = {*zip(lines["method"], lines["num_heads"])}
-    assert setups == {("decore-entropy", 90), ("masked", 10)}
 
 
 MISTRAL = {"model": "Mistral-7B-Instruct-v0.3"}
@@ -301,10 +351,6 @@ QWEN_DOLA = {"method": "dola-low", "model": "Qwen2-7B-Instruct"}
         (DOLA | {"task": "memotrap"}, "; "),
         (QWEN_DOLA, "; repetition penalty 1.0"),
         (QWEN_DOLA | {"repetition_penalty": 1.05}, "; "),
-        ({"heads": ["24-27", "15-30"]}, "; "),
-        ({"heads": ["15-30", "0-0"]}, "; heads of another file"),
-        ({"heads": ["0-0"], "random_heads": "uniform"}, "; "),
-        ({"heads": ["0-0"], "model": "unknown"}, "; "),
     ],
 )
 def test_settings_that_are_not_the_papers_are_named(header, text):
@@ -313,32 +359,34 @@ def test_settings_that_are_not_the_papers_are_named(header, text):
 
 
 def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
-    add(right=10, max_new_tokens=50)
+    add(right=10, max_new_tokens=50, command="evaluate.py --a")
     add("masked", 2, right=30, max_new_tokens=50)
     for mask, n in itertools.product(("output", "query"), (1, 2, 4)):
         add("masked", n, mask=mask, right=10 + n)
     for name in ("small", "tiny"):
         add("decore-entropy-lite", 2, amateur=f"models/{name}")
     add(model=f"mine/{ITI}")
-    status, out, _ = call(evaluate.main, "report", tmp_path)
+    status, out, _ = call(evaluate.main, "report", tmp_path, "--commands")
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
     setups = ["ITI", "masked, N = 2", "masked, N = 2, query mask"]
     setups += [f"DeCoRe entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
-    for title in ("Other tasks", "Base entropy, nats per token"):
+    for title in (GROUP, "Texts"):
         for setup in setups:
             assert f"| {setup} " in parts[f"{title}: miniature"], (title, setup)
-    assert parts["Score against the number of masked heads: miniature"].count("| masked") == 2
-    longer = parts["Other tasks: miniature, max new tokens 50"]
-    assert status == 0 and "| masked, N = 2 | **75.0** [60.0, 87.5]" in longer
+    longer = parts[f"{GROUP}: miniature, max new tokens 50"]
+    assert status == 0 and "| masked, N = 2 | **75.0**; +50.0 [" in longer
+    assert "* `python evaluate.py --a`: 0.jsonl\n" in parts["Commands"]
 
 
 def test_csv_has_a_line_per_run_and_metric(add, call, tmp_path):
     add("masked", 2, right=30)
+    add()
     _, out, _ = call(evaluate.main, "report", tmp_path, "--csv")
-    lines = pd.read_csv(io.StringIO(out)).set_index("metric")
-    line = lines.loc["exact_match", ["run", "method", "num_heads", "seed", "n", "value", "low"]]
-    assert [*line] == ["0.jsonl", "masked", 2, 1234, 40, 75.0, 60.0]
-    assert lines["value"]["entropy"] < 0.2
+    lines = pd.read_csv(io.StringIO(out)).set_index(["run", "metric"])
+    names = ["method", "num_heads", "seed", "n", "value", "low", "versus_difference", "versus_won"]
+    line = lines.loc[("0.jsonl", "exact_match"), names]
+    assert [*line] == ["masked", 2, 1234, 40, 75.0, 62.5, 25.0, 10]
+    assert lines["value"]["0.jsonl", "entropy"] < 0.2
 
 
 # Files and programs
@@ -348,8 +396,7 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
     path = add()
     path.write_text(path.read_text()[:-40])  # as a kill leaves it
     shorter = add(items=35)
-    shorter.with_suffix(".jsonl.gz").write_bytes(gzip.compress(shorter.read_bytes()))
-    shorter.unlink()
+    compress(shorter)
     status, out, err = call(evaluate.main, "report", tmp_path)
     assert status == 0 and "1 of 1 runs: 0.jsonl is unfinished, 39 of 40." in out
     assert "1.jsonl.gz: the same setup as" in err
@@ -385,9 +432,9 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
     "without, arguments, status, words",
     [
         ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
-        ("matplotlib", ["RUNS"], 0, "### Other tasks"),
+        ("matplotlib", ["RUNS"], 0, f"### {GROUP}"),
         ("matplotlib", ["heads"], 0, "### Retrieval scores by rank"),
-        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas scipy statsmodels"),
+        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas matplotlib"),
         ("pandas", ["--help"], 0, "usage: evaluate.py report [-h]"),
         ("pandas", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
     ],
@@ -450,19 +497,16 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
 
 def test_decore_static_has_a_line_over_alpha_per_n(frame):
     [ax] = draw("alpha", frame).axes
-    lines = {line.get_label(): dict(line.get_xydata().tolist()) for line in ax.lines[:3]}
-    assert lines["DeCoRe static, N = 4"] == {0.0: 50, 0.5: 50, 2.0: 70}
-
-
-def test_all_bars_of_the_correctness_figure_are_inside(frame):
-    *_, right = draw("correctness", frame).axes
-    ends = [bar.get_x() + bar.get_width() for bar in right.patches]
-    assert max(ends) < 0.99 * right.get_xlim()[1]
+    [line] = [line for line in ax.lines if line.get_label() == "DeCoRe static, N = 4"]
+    assert [*line.get_ydata()] == [50, 50, 70]
+    assert line.get_xdata() == pytest.approx([0, 0.5, 2], abs=0.05)  # beside the other lines
+    low, high = ax.collections[2].get_paths()[2].vertices[:, 1]
+    assert (low, high) == pytest.approx((60, 82.5))  # 50 and +20 [+10.0, +32.5]
 
 
 def test_runs_without_data_for_a_figure_have_none(add, tmp_path):
     add(right=40)
-    assert [kind for kind in figures.FIGURES if draw(kind, frame_of(tmp_path))] == ["entropy"]
+    assert [kind for kind in figures.FIGURES if draw(kind, frame_of(tmp_path))] == []
 
 
 def test_retrieval_scores_by_rank_are_the_papers(call):
