@@ -35,14 +35,15 @@ SCORED_AT_ONCE = 512  # answer tokens per pass in `loglikelihoods`
 def contrast(base, other, alpha):
     """The exponent of Eq. 7. Log-probabilities [B, T, V], alpha [B, T] → [B, T, V], all float32."""
     alpha = alpha[..., None]
-    return (1 + alpha) * base - alpha * other
+    scores = (1 + alpha) * base - alpha * other
+    return scores.where(base > -math.inf, base)  # not −∞ − (−∞)
 
 
 def entropy(log_p):
     """Shannon entropy over the last axis, in nats (Eq. 8).
 
     log_p: float32 log-probabilities, [..., V] → [...]."""
-    return -(log_p.exp() * log_p).sum(-1)
+    return -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)  # not 0 · −∞
 
 
 @torch.inference_mode()

@@ -179,7 +179,8 @@ def most_divergent(model, states):
         last = log_p[0]
         early = log_p[1:]
         mean = (last.exp() + early.exp()) / 2
-        distance = (mean * (mean.clamp(min=1e-38).log() - (last + early) / 2)).mean(-1)  # [E, 16]
+        both = (last + early).clamp(min=-1e30) / 2  # not 0 · −∞
+        distance = (mean * (mean.clamp(min=1e-38).log() - both)).mean(-1)  # [E, 16]
         positions = torch.arange(len(last), device=last.device)
         out.append(torch.stack([last, early[distance.argmax(0), positions]]))
     return torch.cat(out, 1).unflatten(1, states.shape[1:3])
@@ -265,7 +266,7 @@ def activation_entropy(model, x, in_prompt=None):
         t = (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
         s = s * decay + w.sum(1)
         m = top
-    return (s.log() - t / s)[:, None]
+    return (s.log() - t / s).where(s != 0, 0)[:, None]  # 0 where z is −∞ everywhere
 
 
 def threshold(method, relative_top):
@@ -277,10 +278,11 @@ def threshold(method, relative_top):
 
 
 def plausible(base, top):
-    """Which tokens have at least `top` times the probability of the most likely one; 0: all.
+    """Which tokens have at least `top` times the probability of the most likely one; 0: all that
+    have any.
 
-    base: log p, [..., V]."""
-    return base >= base.amax(-1, keepdim=True) + (math.log(top) if top else -math.inf)
+    base: log p, [..., V]. NaN counts as plausible, so that it is not lost."""
+    return ~(base < base.amax(-1, keepdim=True) + (math.log(top) if top else -1e30))
 
 
 DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}

@@ -241,8 +241,8 @@ def check_number(n, name, low, high=HUGE, kind=numbers.Real):
 
 
 def check_finite(value, model):
-    """ValueError if logits have given a number that is not finite."""
-    if not math.isfinite(value):
+    """ValueError if logits have given NaN or ∞. −∞ is the score of an answer that cannot be."""
+    if not value < math.inf:
         raise ValueError(
             f"{model.name} gives logits that are not finite; try float32 or bfloat16, "
             "or look for damaged weights"

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from model import Transformer
-from paper.baselines import DECODERS, exit_layers, generate, score
+from paper.baselines import DECODERS, exit_layers, generate, most_divergent, score
 from tests.checkpoints import random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 
@@ -147,6 +147,17 @@ def test_tokens_and_scores_equal_the_numpy_version(expert, small, method, change
             np.testing.assert_allclose(scores[b, i], expected, atol=ATOL, rtol=0)
             assert token == expected.argmax()
             assert g.entropies[i] == pytest.approx(-(np.exp(log_p) * log_p).sum(), abs=ATOL)
+
+
+def test_dola_chooses_the_same_exits_without_tokens_whose_logits_are_minus_infinity(deep):
+    model = deep("llama3", 6)
+    states = torch.randn(4, 1, 20, 32, generator=torch.Generator().manual_seed(1))
+    early = []
+    for change in lambda z: z[..., :90], lambda z: z.masked_fill(torch.arange(96) >= 90, -np.inf):
+        hook = model.lm_head.register_forward_hook(lambda _, args, z, change=change: change(z))
+        early.append(most_divergent(model, states)[1][..., :90])
+        hook.remove()
+    torch.testing.assert_close(*early)
 
 
 @pytest.mark.parametrize("renormalise", [True, False])

@@ -1,7 +1,9 @@
 """Models of transformers: compared with our engine, with `generate` of transformers, and with
 copies of a model whose output projections have zeros for the masked heads."""
 
+import copy
 import json
+import math
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -95,6 +97,35 @@ def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
     ours, theirs = (detect.answer_batch(model, PROMPTS, needles, 12) for model in engines)
     for (ids, positions), (their_ids, their_positions) in zip(ours, theirs, strict=True):
         assert ids == their_ids and torch.equal(positions, their_positions)
+
+
+def restricted(model, change):
+    """The model with changed logits: for tokens that cannot be, −∞ or nothing."""
+    model = copy.deepcopy(getattr(model, "hf", model))
+    model.lm_head.register_forward_hook(lambda _, args, z: change(z))
+    return model if isinstance(model, Transformer) else HFModel(model)
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engines, method):
+    size = 90  # of a vocabulary of 96
+    cases = [*CASES, *BASELINES, dict(method="cd")]
+    settings = next(case for case in cases if case["method"] == method)
+    for engine in engines:
+        padded = restricted(engine, lambda z: z.masked_fill(torch.arange(96) >= size, -math.inf))
+        cut = restricted(engine, lambda z: z[..., :size])
+        object.__setattr__(cut.config, "vocab_size", size)
+        results, scores = [], []
+        for model in padded, cut:
+            how = settings | ({"amateur": model} if method == "cd" else {})
+            results.append(baselines.generate(model, PROMPTS, **how, **N))
+            if method == "cad":
+                how["prompt_ids_without_context"] = how.pop("ids_without_context")[0]
+            scores.append(partial(baselines.score, model, PROMPTS[0], **how))
+        assert_equal(*results)
+        answers = [[3, 4, 5, 6, 8], [7, 3]]
+        assert scores[0](answers) == pytest.approx(scores[1](answers), abs=1e-4)
+        assert scores[0]([[3, size], [3]])[0] == -math.inf
 
 
 # Other families: the heads that are found by a rule must be the right ones in each
@@ -242,7 +273,7 @@ def test_what_cannot_be_masked_or_read_is_refused_in_one_line(refuse, words, tmp
 
 def test_ranks_of_torchrun_do_not_share_a_model_of_transformers(tmp_path, monkeypatch):
     for name in torchrun.NAMES:
-        monkeypatch.setenv(name, "2")
+        monkeypatch.setenv(name, "1" if name == "RANK" else "2")
     with pytest.raises(ValueError, match="ranks .* do not share a model.*device_map="):
         HFModel.load(tmp_path)
 
