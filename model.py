@@ -190,17 +190,27 @@ class Transformer(nn.Module):
             x = layer(x, i, view, layer_masks[i], mask)
         yield self.norm(x)
 
-    def embedding(self, ids):
-        """[..., T] → [..., T, D].
+    def embedding(self, ids, weight=None):
+        """[..., T] → [..., T, D]. weight: another matrix with a row per token.
 
         A rank has zeros for ids outside its part of the vocabulary; the sum is complete."""
+        weight = self.embed.weight if weight is None else weight
         if self.shard.size == 1:
-            return F.embedding(ids, self.embed.weight)
+            return F.embedding(ids, weight)
         local = ids - self.shard.part(self.config.vocab_size).start
-        inside = (local >= 0) & (local < self.embed.weight.shape[0])
+        inside = (local >= 0) & (local < weight.shape[0])
         return self.shard.all_reduce(
-            F.embedding(local.where(inside, 0), self.embed.weight) * inside[..., None]
+            F.embedding(local.where(inside, 0), weight) * inside[..., None]
         )
+
+    def unembedding(self, ids):
+        """Rows of the language-model head: [..., T] → [..., T, D] float32."""
+        weight = self.lm_head.weight.to_dense()  # a packed one has no rows
+        return self.embedding(ids, weight).float()
+
+    def output_projections(self):
+        """Each layer's output projection, of this rank's heads."""
+        return [layer.attn.o for layer in self.layers]
 
     def logits(self, x):
         """The language-model head: last hidden states [R, B, T, D] → [R, B, T, V] float32."""
@@ -314,6 +324,10 @@ class Cache:
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
+
+    def values(self, n):
+        """Each layer's values of the first n keys, [B, G, n, K]."""
+        return [kv[1, ..., :n, :] for kv in self.kv]
 
     def select(self, texts):
         """A cache of some texts. texts: a slice, whose keys and values are views of these, or a

@@ -112,6 +112,11 @@ OPTIONS = {
         type=positive,
         help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
     ),
+    "measure": Option(
+        *MASKED_ROW,
+        choices=("copy", "write", "mass"),
+        help="how heads are ranked: see heads/README.md (default: copy, the paper's)",
+    ),
     "random_heads": Option(
         *MASKING,
         nargs="?",
@@ -274,4 +279,5 @@ def check_options(args, methods, seeded=False):
     if not args.random_heads and not seeded:
         refuse_unused(args, {"seed": "without --random-heads"})
     if args.random_heads == "published":
-        refuse_unused(args, {"heads": "with --random-heads published, which draws from all heads"})
+        reason = "with --random-heads published, which draws from all heads"
+        refuse_unused(args, {"heads": reason, "measure": reason})

@@ -16,18 +16,20 @@ from runtime.files import read_json
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
+# Measure, as detect.py defines it → field of a head file.
+MEASURES = {"copy": "scores", "write": "write", "mass": "mass"}
 
 
-def load_heads(model, n=None, name=None):
+def load_heads(model, n=None, name=None, measure="copy"):
     """The heads of a model as (layer, head), best first: all of them, or the n best.
 
     model: a Transformer, or any object with its `name` and `config`. name: a head file, or the name
-    of another model with a file here; by default that of this model. Equal scores keep the order of
-    the file. ValueError if the file does not fit the model. Warns if it was made
-    for a model of another name: fine-tuned models often use the heads of their base."""
+    of another model with a file here; by default that of this model. measure: see MEASURES. Equal
+    scores keep the order of the file. ValueError if the file does not fit the model. Warns if it
+    was made for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
     path = find_file(name or model.name)
-    scores = load_scores(path)
+    scores = load_scores(path, measure)
     if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
         raise ValueError(
             f"{path} does not fit {model.name}: {len(scores)} heads instead of {c.n_layers} "
@@ -43,7 +45,7 @@ def load_heads(model, n=None, name=None):
     return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
 
 
-def choose_heads(model, name=None, n=None, draw=None, seed=1234):
+def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy"):
     """n heads to mask, as (layer, head): the best as in `load_heads`, or random ones.
 
     name: also a list, as in `listed_heads`. n: by default 10, at most an eighth of all. draw:
@@ -54,17 +56,19 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234):
     if listed:
         from runtime.checks import check_heads  # imports torch
 
-        if n is not None or draw:
-            raise ValueError(f"{name} lists the heads to mask: a number or a draw has no effect")
+        if n is not None or draw or measure != "copy":
+            raise ValueError(
+                f"{name} lists the heads to mask: a number, a measure or a draw has no effect"
+            )
         return check_heads(listed, model)
     if n is None:
         n = min(10, max(1, c.n_layers * c.n_heads // 8))
     if draw == "published":
         return published_random_heads(n, c.n_layers, c.n_heads, seed)
     if draw is None:
-        return load_heads(model, n, name)
+        return load_heads(model, n, name, measure)
     if name or head_file(model.name):
-        return random_heads(load_heads(model, None, name), n, seed)
+        return random_heads(load_heads(model, None, name, measure), n, seed)
     warnings.warn(
         f"no head scores are known for {model.name}: random heads are drawn from all heads, "
         "retrieval heads included",
@@ -124,14 +128,16 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     return heads
 
 
-def load_scores(name):
+def load_scores(name, measure="copy"):
     """{(layer, head): score} in the order of the file; the mean if the file has a list per head."""
     path = find_file(name)
     content = read_json(path)
-    entries = content.get("scores", content)
+    field = MEASURES[measure]
+    entries = content.get(field, content if measure == "copy" else None)
     if not isinstance(entries, dict) or not entries:
         raise ValueError(
-            f'{path}: "scores" must be an object with one entry "layer-head": score per head'
+            f'{path}: "{field}" must be an object with one entry "layer-head": score per head'
+            + " (python -m heads.detect measures it)" * (measure != "copy")
         )
     scores, lengths = {}, set()
     for key, value in entries.items():

@@ -3,12 +3,21 @@
     python -m heads.detect --model M --out heads/M.json
 
 Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text,
-and the model is asked about it. It answers greedily. A head *copies* at a step if the position with
-its largest attention weight lies in the needle and contains the token that the step generates. Its
-retrieval score in a run is |copied ∩ needle tokens| / |needle tokens|. Its score is the mean over
-the runs whose answer is right.
+and the model is asked about it. It answers greedily. Three measures of each head in a run:
+
+* copy, that of the paper. A head *copies* at a step if the position with its largest attention
+  weight lies in the needle and contains the token that the step generates. The score is
+  |copied ∩ needle tokens| / |needle tokens|.
+* write (LOCOS, arXiv 2607.01002): what the head adds to the logit of the generated token y. Key j
+  with probability p_j and value v_j adds φ_j = p_j · u_y · W_O v_j, if u_y is y's row of the
+  language-model head. The score is Σ_needle φ − (needle's tokens / other tokens) · Σ_other φ,
+  the mean over the steps that generate a token of the needle.
+* mass: the head's attention to the needle, Σ_needle p, the mean over the same steps.
+
+A head's score is the mean over the runs whose answer is right.
 
     S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
+    G key/value heads    K head width
 
 needles.py makes the prompts."""
 
@@ -21,6 +30,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -30,6 +40,7 @@ from tqdm import tqdm
 
 import cli
 from decore import Session
+from heads import MEASURES
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from runtime import files
 from runtime.weights import fingerprint
@@ -43,69 +54,119 @@ SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
 
 # What a stored run has, besides the record of its prompt.
-RESULT = {"answer": str, "right": bool, "scores": dict}
+RESULT = {"answer": str, "right": bool} | dict.fromkeys(MEASURES.values(), dict)
 
 
-def score_run(model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False):
-    """Retrieval scores of all heads in one run [L, H], and the generated ids.
+class Answer(NamedTuple):
+    """A generated text, and numbers of each head at the step that generates each token,
+    [S, L, H]."""
+
+    ids: list
+    positions: torch.Tensor  # position of the largest attention weight
+    mass: torch.Tensor
+    write: torch.Tensor  # zeros if the model does not show its values
+
+
+def score_run(
+    model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False, measure="copy"
+):
+    """Scores of all heads in one run [L, H], and the generated ids.
 
     needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as
-    the published runs did."""
+    the published runs did. measure: "copy", "write" or "mass"."""
     prompt_ids = [int(i) for i in prompt_ids]
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
         raise ValueError(
             f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
             "give (first token, last token + 1)"
         )
-    [(ids, positions)] = answer_batch(
-        model, [prompt_ids], [needle], max_new_tokens, eos_ids, published
-    )
-    return head_scores(positions, ids, prompt_ids, needle, published), ids
+    [answer] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+    return head_scores(answer, prompt_ids, needle, published)[measure], answer.ids
 
 
 @torch.inference_mode()
 def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
-    """Greedy answers to a batch of prompts: [(ids, positions)], one per prompt.
+    """Greedy answers to a batch of prompts: one `Answer` per prompt.
 
-    positions [S, L, H]: that of each head's largest attention weight at the step that generates
-    ids[s]. An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published,
-    also once it contains every token of the needle as often as the needle does."""
+    An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published, also once
+    it contains every token of the needle as often as the needle does."""
     cache = Session(model, prompts, max_new_tokens).cache
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
-    keys = []
+    start, end = torch.tensor(needles, device=model.device).T[..., None]  # [B, 1] each
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles)]
     answers = [[] for _ in prompts]
     running = set(range(len(prompts)))
+    steps = []
     while running:
         layers = []  # L × [1, B, 1, H, C]
         token = model(token, cache, probabilities=layers)[0].argmax(-1)
-        keys.append(torch.stack([p[0, :, 0].argmax(-1) for p in layers]))  # [L, B, H]
+        key = torch.arange(layers[0].shape[-1], device=model.device)
+        # Keys of new tokens are numbered from P on, after those of the padded prompts.
+        position = torch.where(key < cache.P, key, key - cache.P + cache.lengths[:, None])
+        inside = (position >= start) & (position < end)  # [B, C]
+        others = cache.lengths[:, None] + 1 + len(steps) - (end - start)
+        share = torch.where(inside, 1, (start - end) / others.clamp(min=1))
+        layers = [p[0, :, 0] for p in layers]  # [B, H, C]
+        positions = [position.gather(1, p.argmax(-1)) for p in layers]
+        mass = [(p * inside[:, None]).sum(-1) for p in layers]
+        values = cache.values(len(key))
+        read = values and [
+            (p * share[:, None]).unflatten(1, (v.shape[1], -1)).to(v.device) @ v.float()
+            for p, v in zip(layers, values)  # [B, G, H/G, K]
+        ]
+        steps.append((torch.stack(positions), torch.stack(mass), read, token))
         for b, new in enumerate(token[:, 0].tolist()):
             if b in running:
                 answers[b].append(new)
                 complete = targets[b] <= Counter(answers[b]) and not published
                 if complete or new in eos_ids or len(answers[b]) == max_new_tokens:
                     running.remove(b)
-    keys = model.shard.all_gather(torch.stack(keys))  # [S, L, B, H], heads of all ranks
-    # Keys of new tokens are numbered from P on, after those of the padded prompts.
-    positions = torch.where(keys < cache.P, keys, keys - cache.P + cache.lengths[:, None]).cpu()
-    return [(ids, positions[: len(ids), :, b]) for b, ids in enumerate(answers)]
+    positions, mass, read, tokens = zip(*steps)
+    mass = torch.stack(mass)  # [S, L, B, H]
+    write = written(model, read, torch.cat(tokens, 1)) if read[0] else torch.zeros_like(mass)
+    # Heads of all ranks.
+    numbers = [model.shard.all_gather(x).cpu() for x in (torch.stack(positions), mass, write)]
+    return [Answer(ids, *(x[: len(ids), :, b] for x in numbers)) for b, ids in enumerate(answers)]
 
 
-def head_scores(positions, generated, prompt_ids, needle, published=False):
-    """Retrieval score of every head in one run, float64 [L, H].
+def written(model, read, tokens):
+    """What each head adds to the logit of each token: [S, L, B, H].
 
-    The paper's rule counts each distinct token of the needle once, so a score is at most 1. The
-    published runs added 1 / (tokens of the needle) at every copy, repeats included. A needle that
-    was not located, (-1, -1), scores 0."""
+    read: of each step, sums of values: L of [B, G, H/G, K]. tokens: [B, S]."""
+    rows = model.unembedding(tokens)  # [B, S, D]
+    steps = []
+    for s, layers in enumerate(read):
+        logits = []
+        for o, values in zip(model.output_projections(), layers):
+            values = values.flatten(1, 2).to(model.dtype)  # [B, H, K]
+            alone = torch.eye(values.shape[1]).to(values)[..., None] * values[:, None]
+            alone = alone.flatten(-2)  # [B, H, H·K]: row h has head h only
+            added = o(alone) - o(torch.zeros_like(alone))  # without a bias
+            logits.append((added.to(rows) @ rows[:, s, :, None])[..., 0])
+        steps.append(torch.stack(logits))
+    return torch.stack(steps)
+
+
+def head_scores(answer, prompt_ids, needle, published=False):
+    """{measure: scores of every head in one run, float64 [L, H]}.
+
+    The paper's rule for copies counts each distinct token of the needle once, so a score is at most
+    1. The published runs added 1 / (tokens of the needle) at every copy, repeats included. A needle
+    that was not located, (-1, -1), scores 0."""
     start, end = needle
-    ids, tokens = torch.tensor(prompt_ids), torch.tensor(generated)
-    inside = (positions >= start) & (positions < end)
-    copies = inside & (ids[positions.where(inside, 0)] == tokens[:, None, None])  # [S, L, H]
-    if published:
-        return copies.sum(0).double() / max(end - start, 1)
+    ids, tokens = torch.tensor(prompt_ids), torch.tensor(answer.ids)
+    inside = (answer.positions >= start) & (answer.positions < end)
+    copies = inside & (ids[answer.positions.where(inside, 0)] == tokens[:, None, None])  # [S, L, H]
     distinct = set(prompt_ids[start:end])
-    return sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
+    if published:
+        copy = copies.sum(0).double() / max(end - start, 1)
+    else:
+        copy = sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
+    steps = torch.tensor([token in distinct for token in answer.ids])
+    write, mass = (
+        x[steps].double().sum(0) / max(1, int(steps.sum())) for x in (answer.write, answer.mass)
+    )
+    return {"copy": copy, "write": write, "mass": mass}
 
 
 def run_all(model, tokenizer, prompts, needles, facts, path, min_success):
@@ -154,13 +215,13 @@ def is_run(record, place):
     return (
         kinds == RESULT
         and place.items() <= record.items()
-        and all(type(score) is float for score in record["scores"].values())
+        and all(type(x) is float for key in MEASURES.values() for x in record[key].values())
     )
 
 
 def run_batch(model, tokenizer, prompts, needles, facts):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
-    above zero."""
+    that are not 0."""
     from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
 
     rouge = RougeScorer(["rouge1"], use_stemmer=True)
@@ -170,16 +231,16 @@ def run_batch(model, tokenizer, prompts, needles, facts):
     ids, places = zip(*prompts)
     spans = [place["span"] for place in places]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
-    for prompt, place, (answer, positions) in zip(ids, places, answers):
-        scores = head_scores(positions, answer, prompt, place["span"], published)
-        text = tokenizer.decode(answer).strip()
+    for prompt, place, answer in zip(ids, places, answers):
+        text = tokenizer.decode(answer.ids).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
-        above_zero = {
-            f"{layer}-{head}": round(scores[layer, head].item(), 6)
-            for layer, head in scores.nonzero().tolist()
-        }
         result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
-        records.append(place | result | dict(scores=above_zero))
+        for measure, scores in head_scores(answer, prompt, place["span"], published).items():
+            result[MEASURES[measure]] = {
+                f"{layer}-{head}": round(scores[layer, head].item(), 6)
+                for layer, head in scores.nonzero().tolist()
+            }
+        records.append(place | result)
     return records
 
 
@@ -198,17 +259,17 @@ def mean_scores(model, records, facts, min_success):
 
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c = model.config
-    right = [Counter(record["scores"]) for record in records if record["right"]]
-    totals = sum(right, Counter())
-    if len(right) < min_success or not totals:
+    right = [record for record in records if record["right"]]
+    totals = {key: Counter() for key in MEASURES.values()}
+    for record in right:
+        for key, total in totals.items():
+            total.update(record[key])  # adds negative numbers too
+    if len(right) < min_success or not totals["scores"]:
         raise ValueError(
             f"{summary(records)} (--min-success {min_success}); "
-            f"{len(totals)} heads copied in right ones"
+            f"{len(totals['scores'])} heads copied in right ones"
         )
-    means = {}
-    for layer, head in product(range(c.n_layers), range(c.n_heads)):
-        name = f"{layer}-{head}"
-        means[name] = round(totals[name] / len(right), 6)
+    heads = [f"{layer}-{head}" for layer, head in product(range(c.n_layers), range(c.n_heads))]
     return {
         "model": model.name,
         "n_layers": c.n_layers,
@@ -216,7 +277,10 @@ def mean_scores(model, records, facts, min_success):
         "samples": len(right),
         "success_rate": round(len(right) / len(records), 4),
         "facts": facts,
-        "scores": means,
+    } | {
+        key: {head: round(total[head] / len(right), 6) for head in heads}
+        for key, total in totals.items()
+        if total
     }
 
 
@@ -386,6 +450,8 @@ def main():
         if model.shard.rank:
             return
         files.write(args.out, [mean_scores(model, records, facts, args.min_success)])
+    if not any(record["write"] for record in records):
+        print(f"write is left out: {model.name} does not show its heads' values", file=sys.stderr)
     print(f"{summary(records)}; wrote {args.out}")
 
 

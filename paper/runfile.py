@@ -47,7 +47,7 @@ def make_header(job, bench, settings, model, fingerprints):
         "heads": heads and [f"{layer}-{head}" for layer, head in heads],
         "random_heads": args.random_heads if "heads" in settings else None,
         "head_file": head_file and data.file_record(head_file),
-        "measure": "copy" if head_file else None,
+        "measure": (args.measure or "copy") if head_file else None,
         "amateur": amateur and amateur.name,
         "model": model.name,
         "fingerprint": fingerprints[0],
@@ -86,6 +86,7 @@ def run_name(header):
     """The name of a run's file: task, model, method and some of its options."""
     options = {
         "num_heads": "n{num_heads}",
+        "measure": "{measure}",
         "random_heads": "random-{random_heads}-seed{seed}",
         "alpha": "a{alpha:g}",
         "alpha_cap": "cap{alpha_cap:g}",
@@ -98,7 +99,7 @@ def run_name(header):
     parts = [
         text.format(**header | names)
         for name, text in options.items()
-        if header.get(name) not in (None, "output") and header[name] is not False
+        if header.get(name) not in (None, "output", "copy") and header[name] is not False
     ]
     return ".".join([header["task"], names["model"], header["method"], *parts])
 

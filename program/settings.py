@@ -17,16 +17,21 @@ def method_settings(method, args, model, amateur):
         value = getattr(args, name, None)
         if method in OPTIONS[name].methods and (value is not None or name in DEFAULTS):
             settings[name] = DEFAULTS[name] if value is None else value
+    measure = args.measure or "copy"
     if method in MASKING:
         if not args.random_heads:
             check_known(model, args.heads, "--heads", args.model, args)
         seed = SEED if args.seed is None else args.seed
-        settings["heads"] = choose_heads(model, args.heads, args.num_heads, args.random_heads, seed)
+        settings["heads"] = choose_heads(
+            model, args.heads, args.num_heads, args.random_heads, seed, measure
+        )
     if method in OPTIONS["amateur"].methods:
         settings["amateur"] = amateur
     if method in LITE:
         check_known(amateur, args.amateur_heads, "--amateur-heads", args.amateur, args)
-        settings["amateur_heads"] = choose_heads(amateur, args.amateur_heads, args.num_heads)
+        settings["amateur_heads"] = choose_heads(
+            amateur, args.amateur_heads, args.num_heads, measure=measure
+        )
     return settings
 
 

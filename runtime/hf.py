@@ -154,6 +154,14 @@ class HFModel(nn.Module):
             out = self.run(dict(input_ids=ids, use_cache=False))
         return self.clean(out.logits).unflatten(0, x.shape[:2])
 
+    def unembedding(self, ids):
+        """As `Transformer.unembedding`."""
+        return self.hf.get_output_embeddings().weight.to_dense()[ids].float()
+
+    def output_projections(self):
+        """As `Transformer.output_projections`."""
+        return [a.projections["output"] for a in self.attention.values()]
+
     def new_cache(self, lengths, capacity, rows=1):
         """As `Transformer.new_cache`; it grows with every token, whatever the capacity."""
         return HFCache(self, lengths, rows)
@@ -319,6 +327,23 @@ class HFCache:
         """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
         return (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)
 
+    def values(self, n):
+        """As `Cache.values`; None unless all layers have all heads, and stored values of their
+        width."""
+        attention = self.model.attention
+        places = self.places()[:, None, :, None]  # [B, 1, P, 1]
+        found = []
+        for layer, stored in enumerate(self.kv.layers):
+            v = getattr(stored, "values", None)  # [B, G, C, K]
+            a = attention.get(layer)
+            if v is None or a is None or a.heads != self.model.config.n_heads:
+                return None
+            if v.shape[-1] != a.width or a.heads % v.shape[1]:
+                return None
+            prompt = v.gather(2, places.to(v.device).expand(-1, v.shape[1], -1, a.width))
+            found.append(torch.cat([prompt, v[:, :, self.P : n]], 2))
+        return found if len(found) == len(attention) else None
+
     def select(self, texts):
         """As `Cache.select`, but always copies."""
         every = torch.arange(self.rows * len(self.lengths), device=self.lengths.device)
@@ -387,8 +412,8 @@ def naming(model):
 
 
 def find_attention(decoder, n_layers, run):
-    """{layer: its attention's number of `heads`, and for each mask the module in `projections`
-    whose hook masks them}. ValueError if heads are not found.
+    """{layer: its attention's number of `heads`, their `width`, and for each mask the module in
+    `projections` whose hook masks them}. ValueError if heads are not found.
 
     Attention is the innermost module of a layer that returns its probabilities, [1, H, T, T], and
     the result of a child that reads the heads side by side, [1, T, H·K]: the output projection.
@@ -407,9 +432,12 @@ def find_attention(decoder, n_layers, run):
             if torch.is_tensor(y) and torch.equal(y, result) and multiplies:
                 if x.shape[-1] % heads == 0:
                     projections = {"output": child}
-                    if separate_queries(module, calls, x.shape, x.shape[-1] // heads):
+                    width = x.shape[-1] // heads
+                    if separate_queries(module, calls, x.shape, width):
                         projections["query"] = module.q_proj
-                    found[layer] = SimpleNamespace(heads=heads, projections=projections)
+                    found[layer] = SimpleNamespace(
+                        heads=heads, width=width, projections=projections
+                    )
     outputs = {a.projections["output"] for a in found.values()}
     if not found or len(outputs) < len(found):  # layers may share one
         raise ValueError(

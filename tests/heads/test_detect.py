@@ -6,9 +6,10 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from decore import generate
 from heads import FOLDER, detect, load_heads, needles
 from heads.sources import find_sources
 from model import Transformer
+from runtime.hf import HFModel
 from runtime.parallel import Shard
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
@@ -38,31 +40,61 @@ def tokenizer(chat_model):
     return Tokenizer.load(chat_model)
 
 
-def load_reference(folder):
-    return AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
+def load_reference(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
 
 
 @torch.no_grad()
-def reference_run(folder, prompt, needle, steps, published):
-    """The definition, with transformers: complete sequences and attention matrices."""
-    reference, ids = load_reference(folder), list(prompt)
+def reference_run(reference, prompt, needle, steps, published):
+    """The definitions, with transformers: complete sequences, attention matrices, values.
+
+    Returns the scores of each measure, those of copy if a token is paired with the attention of
+    the step that reads it, and the generated ids."""
     c = reference.config
     heads = list(product(range(c.num_hidden_layers), range(c.num_attention_heads)))
-    copied = {head: [] for head in heads}
+    inside = range(*needle)
+    span = prompt[slice(*needle)]
+    generated, copied, other_pairing = (
+        [],
+        {head: [] for head in heads},
+        {head: [] for head in heads},
+    )
+    write, mass = ({head: [] for head in heads} for _ in range(2))
+    values = []
+    for layer in reference.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(lambda _, __, v: values.append(v[0]))
     for _ in range(steps):
+        ids = prompt + generated
+        values.clear()
         out = reference(torch.tensor([ids]), output_attentions=True)
         token = int(out.logits[0, -1].argmax())
         for layer, head in heads:
-            at = int(out.attentions[layer][0, head, -1].argmax())
-            if needle[0] <= at < needle[1] and ids[at] == token:
-                copied[layer, head].append(token)
-        ids.append(token)
+            p = out.attentions[layer][0, head, -1]
+            at = int(p.argmax())
+            for pairs, y in ((copied, token), (other_pairing, ids[-1])):
+                if at in inside and ids[at] == y:
+                    pairs[layer, head].append(y)
+            if token in span:
+                o = reference.model.layers[layer].self_attn.o_proj.weight
+                K = o.shape[1] // c.num_attention_heads
+                group = head // (c.num_attention_heads // c.num_key_value_heads)
+                v = values[layer][:, group * K : (group + 1) * K]
+                u = reference.lm_head.weight[token]
+                phi = p * (v @ o[:, head * K : (head + 1) * K].T @ u)
+                of_needle = phi[slice(*needle)].sum()
+                ratio = len(span) / (len(ids) - len(span))
+                write[layer, head].append(float(of_needle - ratio * (phi.sum() - of_needle)))
+                mass[layer, head].append(float(p[slice(*needle)].sum()))
+        generated.append(token)
     count = list if published else set
-    span = count(prompt[slice(*needle)])
-    scores = [len(count(copied[head])) / len(span) for head in heads]
-    return torch.tensor(scores).view(c.num_hidden_layers, -1), ids[len(prompt) :]
+    scores = dict(
+        copy=[len(count(copied[head])) / len(count(span)) for head in heads],
+        reading=[len(count(other_pairing[head])) / len(count(span)) for head in heads],
+        write=[sum(write[head]) / len(write[head]) for head in heads],
+        mass=[sum(mass[head]) / len(mass[head]) for head in heads],
+    )
+    shape = c.num_hidden_layers, c.num_attention_heads
+    return {name: torch.tensor(x).double().view(shape) for name, x in scores.items()}, generated
 
 
 class Twice(Shard):
@@ -72,21 +104,68 @@ class Twice(Shard):
         return torch.cat([x, x], -1)
 
 
-@pytest.mark.parametrize("family, published", [("llama3", False), ("qwen2", True)])
-def test_a_run_scores_the_heads_of_all_ranks_as_the_attention_of_transformers_does(
-    tmp_path, family, published
+@pytest.mark.parametrize("engine", ["own", "transformers"])
+@pytest.mark.parametrize(
+    "family, seed, published",
+    [("llama3", 0, False), ("qwen2", 0, True), ("mistral-window", 0, False), ("qwen3", 1, False)],
+)
+def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_that_generates_it(
+    tmp_path, engine, family, seed, published
 ):
-    model = Transformer.load(write_checkpoint(tmp_path, family, vocab_size=12))
+    write_checkpoint(tmp_path, family, seed, vocab_size=12)
+    model = (Transformer if engine == "own" else HFModel).load(tmp_path)
     # Ids 3 … 11 only, so no answer contains them all.
     prompt, needle = random_ids(40, vocab_size=12), (0, 36)
-    expected, ids = reference_run(tmp_path, prompt, needle, 16, published)
-    scores, generated = detect.score_run(model, prompt, needle, 16, published=published)
-    assert generated == ids and expected.max() > 0
-    # The reference is float32.
-    torch.testing.assert_close(scores.float(), expected, atol=1e-6, rtol=0)
-    model.shard = Twice()
-    doubled, generated = detect.score_run(model, prompt, needle, 16, published=published)
-    assert generated == ids and torch.equal(doubled, torch.cat([scores, scores], -1))
+    reference = load_reference(tmp_path, torch.float64)
+    expected, ids = reference_run(reference, prompt, needle, 16, published)
+    assert not torch.equal(expected.pop("reading"), expected["copy"])
+    for measure, scores in expected.items():
+        run = partial(detect.score_run, model, prompt, needle, 16, (), published, measure)
+        found, generated = run()
+        assert generated == ids and scores.max() > 0
+        torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-5)  # found in float32
+        if engine == "own":
+            with patch.object(model, "shard", Twice()):
+                doubled, generated = run()
+            assert generated == ids and torch.equal(doubled, torch.cat([found, found], -1))
+    # Padding changes nothing.
+    short = random_ids(23, vocab_size=12, seed=1)
+    batch = detect.answer_batch(model, [short, prompt], [(2, 9), needle], 5)
+    for answer, text, span in zip(batch, (short, prompt), ((2, 9), needle)):
+        [alone] = detect.answer_batch(model, [text], [span], 5)
+        assert answer.ids == alone.ids
+        torch.testing.assert_close(answer[1:], alone[1:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["own", "transformers"])
+@pytest.mark.parametrize("family", ["llama3-iti", "mistral-window", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the_norm(
+    tmp_path, engine, family
+):
+    write_checkpoint(tmp_path, family, vocab_size=12)
+    model = (Transformer if engine == "own" else HFModel).load(tmp_path)
+    prompt = [*range(12), *random_ids(28, vocab_size=12)]
+    # With the prompt as the needle, no key is left out or subtracted.
+    write, [token] = detect.score_run(model, prompt, (0, 40), 1, measure="write")
+    reference = load_reference(tmp_path, torch.float64)
+    stream = {"rest": 0, "last": None}
+
+    def add(_, __, out):
+        stream["rest"] += out[0, -1]
+
+    decoder = reference.model
+    decoder.embed_tokens.register_forward_hook(add)
+    decoder.norm.register_forward_pre_hook(lambda _, args: stream.update(last=args[0][0, -1]))
+    for layer in decoder.layers:
+        layer.mlp.register_forward_hook(add)
+        if layer.self_attn.o_proj.bias is not None:
+            stream["rest"] = stream["rest"] + layer.self_attn.o_proj.bias
+    reference(torch.tensor([prompt]))
+    u = reference.lm_head.weight[token]
+    parts = [write.sum(), u @ stream["rest"]]
+    assert min(abs(x) for x in parts) > 0.01
+    torch.testing.assert_close(sum(parts), u @ stream["last"], atol=1e-5, rtol=1e-5)
 
 
 def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
@@ -199,8 +278,9 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
     # The needle's tokens are the first window with its token set. A needle that is not located has
     # no scores.
     assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
-    positions = torch.zeros(2, 1, 1, dtype=int)
-    assert detect.head_scores(positions, [5, 6], [5, 6], (-1, -1), published=True) == 0
+    zeros = torch.zeros(2, 1, 1, dtype=int)
+    nowhere = detect.Answer([5, 6], zeros, zeros, zeros)
+    assert not any(detect.head_scores(nowhere, [5, 6], (-1, -1), published=True).values())
     assert published(100, needle=needle._replace(needle="N n.", real_needle="aA"))[1] == "Aa"
 
 
@@ -269,7 +349,8 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
 ):
     def answer_batch(model, prompts, spans, max_new_tokens, stops, published):
         assert set(stops) == ({144, None} if published else {257})  # the vocabulary has no "<0x0A>"
-        return [(tokenizer.encode(text), torch.zeros(len(text), 1, 1, dtype=int)) for text in texts]
+        zeros = [torch.zeros(len(text), 1, 1, dtype=int) for text in texts]
+        return [detect.Answer(tokenizer.encode(text), x, x, x) for text, x in zip(texts, zeros)]
 
     monkeypatch.setattr(detect, "answer_batch", answer_batch)
     for more in ([], ["--published"]):
@@ -300,7 +381,12 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
         runs.write_bytes(b"".join([header, *stored_lines]))
         status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
         assert status == 0 and out.endswith(f"wrote {path}\n"), err
-        assert runs.read_bytes() == b"".join([header, *lines])
+        assert runs.read_bytes().startswith(b"".join([header, *stored_lines[:4]]))
+        for line, text in zip(runs.read_bytes().splitlines()[1:], lines, strict=True):
+            run, expected = json.loads(line), json.loads(text)
+            for measure in ("write", "mass"):  # batches of other texts round differently
+                assert run.pop(measure) == pytest.approx(expected.pop(measure), abs=1e-5)
+            assert run == expected
     content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
     assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
     right = [record["scores"].get("2-0", 0) for record in records if record["recall"] > 0.5]
@@ -366,10 +452,11 @@ def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_p
     assert [*tmp_path.iterdir()] == [model]
 
 
-NO_COPIES = [{"right": True, "scores": {}, "answer": ""}] * 3
+NO_COPIES = [{"right": True, "scores": {}, "write": {}, "mass": {}, "answer": ""}] * 3
 HEADER = {"header": {"seed": 0}}
 PLACES = [{"needle": i, "span": [i, 9]} for i in range(2)]
-RUNS = [place | {"answer": "", "right": True, "scores": {"0-0": 1.0}} for place in PLACES]
+RUN = {"answer": "", "right": True, "write": {}, "mass": {}}
+RUNS = [place | RUN | {"scores": {"0-0": 1.0}} for place in PLACES]
 
 
 def stored(*lines):

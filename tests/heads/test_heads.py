@@ -82,7 +82,12 @@ def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_t
     name, shape, hint, transformers
 ):
     args = Namespace(
-        model=name, heads=None, num_heads=None, random_heads=None, transformers=transformers
+        model=name,
+        heads=None,
+        num_heads=None,
+        measure=None,
+        random_heads=None,
+        transformers=transformers,
     )
     with pytest.raises(ValueError) as error:
         method_settings("masked", args, stand_in(*shape, name), None)
@@ -102,6 +107,21 @@ def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file
     ten = [0.1] * 10
     write_lines(path, [{"0-0": ten}])
     assert load_scores(path)[0, 0] == np.mean(ten) != sum(ten) / 10
+
+
+def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):
+    scores = {"0-0": 0.5, "0-1": 0.25, "0-2": 1}
+    write = {"0-0": -0.5, "0-1": 3, "0-2": 0}
+    path = write_lines(tmp_path / "m.json", [{"scores": scores, "write": write}])
+    model = stand_in(1, 3)
+    for measure, best in ((None, (0, 2)), ("copy", (0, 2)), ("write", (0, 1))):
+        args = Namespace(model="", heads=path, num_heads=1, measure=measure, random_heads=None)
+        args.seed = None
+        assert method_settings("masked", args, model, None)["heads"] == [best]
+    with pytest.raises(ValueError, match='"mass" must be an object .* heads.detect measures it'):
+        load_heads(model, name=path, measure="mass")
+    # Random heads are none of the best ones of the measure.
+    assert choose_heads(model, path, 1, "uniform", 1, "write") == [(0, 0)]
 
 
 def test_a_file_of_another_model_is_a_warning(recwarn):
