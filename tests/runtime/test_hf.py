@@ -29,6 +29,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from runtime.hf import HFModel, describe, read_config  # noqa: E402
 from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
+from tests.heads.test_detect import LONG  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
@@ -95,8 +96,8 @@ def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
     assert ours == theirs
     needles = [(1, 6), (0, 4), (2, 9)]
     ours, theirs = (detect.answer_batch(model, PROMPTS, needles, 12) for model in engines)
-    for (ids, positions), (their_ids, their_positions) in zip(ours, theirs, strict=True):
-        assert ids == their_ids and torch.equal(positions, their_positions)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.ids == other.ids and torch.equal(mine.positions, other.positions)
 
 
 def restricted(model, change):
@@ -340,10 +341,12 @@ def test_a_detection_with_transformers_finds_what_ours_does(call, tmp_path):
     options = "--runs 2 --batch-size 2 --min-success 0 --out".split()
     for engine in [], ["--transformers"]:
         path = tmp_path / f"{len(results)}.json"
-        status, _, err = call(detect.main, *options, path, *engine)
+        status, _, err = call(detect.main, *LONG, *options, path, *engine)
         assert status == 0, err
         results.append(json.loads(path.read_text()))
     assert results[0]["scores"] == results[1]["scores"]
+    for measure in ("write", "mass"):
+        assert results[0][measure] == pytest.approx(results[1][measure], abs=1e-4)
     assert [result["facts"]["engine"] for result in results] == ["own", "transformers"]
 
 
