@@ -39,8 +39,6 @@ from program.settings import method_settings
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
-SWEPT = ("num_heads", "alpha", "seed")  # options with a list of values
-
 # Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
 USED_BY_TASK = {
     **dict.fromkeys(
@@ -93,12 +91,8 @@ def evaluate(argv):
         return
     jobs = []
     for task, method in itertools.product(tasks, methods):
-        lists = [
-            method in cli.OPTIONS[name].methods and getattr(args, name) or [None] for name in SWEPT
-        ]
-        for values in itertools.product(*lists):
-            options = dict(zip(SWEPT, values))
-            jobs.append(Job(task, method, argparse.Namespace(**vars(args) | options)))
+        for _, options in cli.single_values(method, args):
+            jobs.append(Job(task, method, options))
     sweep(args, jobs)
 
 
@@ -132,7 +126,7 @@ def paper_job(planned, args):
     """The run of a row of the paper, with the settings of the published runs."""
     task = find_task(planned.task)
     args = copy(args)
-    for name in (*SWEPT, "mask", "random_heads"):
+    for name in (*cli.SWEPT, "mask", "random_heads"):
         setattr(args, name, getattr(planned, name))
     dola = planned.method.startswith("dola") and not task.choice
     if dola and "qwen2" in (args.like or args.model).lower():
@@ -236,7 +230,7 @@ def make_parser():
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
     )
-    cli.add_method_arguments(p, baselines.METHODS, sweep=True)
+    cli.add_method_arguments(p, baselines.METHODS, exclude=["without_context"])
     p.add_argument(
         "--no-renormalise",
         action="store_true",

@@ -15,6 +15,7 @@ from cli.options import (
     MINIATURE,
     OPTIONS,
     SEED,
+    SWEPT,
     add_method_arguments,
     add_model_arguments,
     check_options,
@@ -26,4 +27,6 @@ from cli.options import (
     parser,
     positive,
     refuse_unused,
+    single_values,
+    with_flags,
 )

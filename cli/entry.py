@@ -9,6 +9,7 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from cli.options import with_flags
 from runtime import parallel
 from runtime.errors import out_of_memory
 from runtime.files import one_line
@@ -84,7 +85,7 @@ def explain(error):
     if not isinstance(error, (ValueError, OSError, ImportError)):
         return None
     hint = "" if is_ours(error) else " (DECORE_TRACEBACK=1 prints a traceback)"
-    return one_line(error, 1000) + hint
+    return with_flags(one_line(error, 1000)) + hint
 
 
 def is_ours(error):

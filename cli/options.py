@@ -1,6 +1,7 @@
 """Command-line options: argument types, and which method uses which option."""
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -177,6 +178,7 @@ OPTIONS = {
     ),
     "without_context": Option("cad", action="append", help="the prompt without its context"),
 }
+SWEPT = {"num_heads": "N", "alpha": "α", "seed": "seed"}  # options that take a list → label
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
 
@@ -223,11 +225,10 @@ def add_model_arguments(p):
     )
 
 
-def add_method_arguments(p, methods, single=False, sweep=False):
-    """Add --method, a list unless `single`, and the options that the methods use.
+def add_method_arguments(p, methods, single=False, exclude=()):
+    """Add --method and the options that the methods use, except those of `exclude`.
 
-    sweep: those of evaluate.py, which takes lists of some and has its own prompts without
-    context."""
+    single: --method and the options of SWEPT take one value, not a list."""
     method = method_name(methods)
     p.add_argument(
         "--method",
@@ -238,14 +239,31 @@ def add_method_arguments(p, methods, single=False, sweep=False):
     )
     for name, option in OPTIONS.items():
         users = named(option.methods)
-        if not set(users) & set(methods) or (sweep and name == "without_context"):
+        if not set(users) & set(methods) or name in exclude:
             continue
         arguments = dict(option.arguments)
-        if sweep and name in ("num_heads", "alpha", "seed"):
+        if name in SWEPT and not single:
             arguments["metavar"] = "N[,N…]"
             arguments["type"] = comma_list(arguments["type"])
         arguments["help"] = f"{', '.join(users)}: {arguments['help']}"
         p.add_argument(flag(name), **arguments)
+
+
+def single_values(method, args):
+    """Yields (label, options) for each combination of the values of SWEPT: options with one value
+    each, and the method with the values that vary."""
+    lists = [method in OPTIONS[name].methods and getattr(args, name) or [None] for name in SWEPT]
+    for values in itertools.product(*lists):
+        label = method
+        for short, value, choices in zip(SWEPT.values(), values, lists):
+            label += f" {short} {value}" * (len(choices) > 1)
+        yield label, argparse.Namespace(**vars(args) | dict(zip(SWEPT, values)))
+
+
+def with_flags(message):
+    """An error of the library, with options in place of its arguments."""
+    names = "|".join(name for name in OPTIONS if "_" in name)
+    return re.sub(rf"\b(?:ids_)?({names})\b", lambda match: flag(match[1]), message)
 
 
 def named(methods):

@@ -16,7 +16,15 @@ from heads.sources import find_sources
 from paper import baselines
 from program.page import check_place, write_page
 from program.printing import sources_below
-from program.prompts import EXAMPLE, prompts_to_ids, read_prompt, read_prompts, token_ids
+from program.prompts import (
+    EXAMPLE,
+    is_chat,
+    messages,
+    prompts_to_ids,
+    read_prompt,
+    read_prompts,
+    token_ids,
+)
 from program.settings import method_settings
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
@@ -40,14 +48,17 @@ def main():
     if rank_and_size()[0] == 0:  # it has standard input
         job = prepare(args, chosen, facts, tokenizer, amateur_facts)
     model, amateur = cli.load_weights(args)
-    prompts, settings = model.shard.broadcast(job)
+    prompts, methods, settings = model.shard.broadcast(job)
     width = max(14, *map(len, settings)) if len(settings) > 1 else 0
     answers = {}
-    for method, arguments in settings.items():
+    for label, arguments in settings.items():
+        method = methods[label]
         if "amateur" in arguments:
             arguments["amateur"] = amateur
         with may_be_left_out(method, args):
-            answers[method] = answer(method, prompts, arguments, model, tokenizer, args, width)
+            answers[label] = answer(
+                label, method, prompts, arguments, model, tokenizer, args, width
+            )
     if args.html:
         write_page(args.html, model, tokenizer, answers, settings)
         print(f"wrote {args.html}", file=sys.stderr)
@@ -61,43 +72,52 @@ def may_be_left_out(method, args):
     except ValueError as error:
         if method in cli.full_names(args.method, args.amateur):
             raise
-        print(f"{method} is left out: {error}", file=sys.stderr)
+        print(f"{method} is left out: {cli.with_flags(str(error))}", file=sys.stderr)
 
 
 def prepare(args, chosen, model, tokenizer, amateur):
-    """([(text, ids) of each prompt], {method: its settings}), from the options and the facts of the
-    models. Prints the built-in example if there is no prompt."""
+    """([(text, ids) of each prompt], {label: method}, {label: its settings}), from the options and
+    the facts of the models. A label is a method, with the values of options that are lists. Prints
+    the built-in example if there is no prompt."""
     given = read_prompts(args)
     prompts = given or [read_prompt(EXAMPLE)]
     if not given:
         chosen = list(dict.fromkeys(["greedy", *chosen]))
         args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
     ids = prompts_to_ids(prompts, model, tokenizer, args)
-    settings = {}
+    methods, settings = {}, {}
     for method in chosen:
-        with may_be_left_out(method, args):
-            arguments = method_settings(method, args, model, amateur)
-            baselines.check(model, arguments["method"], arguments)
-            if method == "cad" and args.without_context:
-                without = prompts_to_ids(args.without_context, model, tokenizer, args)
-                arguments["ids_without_context"] = without
-            if "amateur" in arguments:
-                arguments["amateur"] = None  # its weights come later
-            settings[method] = arguments
+        for label, values in cli.single_values(method, args):
+            with may_be_left_out(method, args):
+                arguments = method_settings(method, values, model, amateur)
+                baselines.check(model, arguments["method"], arguments)
+                if method == "cad":
+                    if not args.without_context:
+                        raise ValueError("cad needs --without-context for each prompt")
+                    without = prompts_to_ids(args.without_context, model, tokenizer, args)
+                    arguments["ids_without_context"] = without
+                if "amateur" in arguments:
+                    arguments["amateur"] = None  # its weights come later
+                methods[label] = method
+                settings[label] = arguments
     if not given and not args.json:
         print(prompts[0], end="\n\n", flush=True)
-    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
-    return list(zip(texts, ids)), settings
+    titles = []
+    for prompt in prompts:
+        if is_chat(prompt):
+            prompt = prompt[-1]["content"]
+        titles.append(prompt if isinstance(prompt, str) else tokenizer.decode(prompt))
+    return list(zip(titles, ids)), methods, settings
 
 
-def answer(method, prompts, settings, model, tokenizer, args, width):
+def answer(name, method, prompts, settings, model, tokenizer, args, width):
     """Decode prompts, pairs of text and ids, by one method → an object of --json per prompt.
 
     Prints the objects; or the only answer while it is decoded; or each of several answers when it
-    ends. width: of the method's name before an answer; 0: no name."""
+    ends. width: of the name before an answer; 0: no name."""
     ids = [prompt for _, prompt in prompts]
     streams = [tokenizer.stream(args.stop) for _ in ids]
-    label = f"{method:>{width}}  " if width else ""
+    label = f"{name:>{width}}  " if width else ""
     is_live = len(ids) == 1 and not args.json
 
     def on_token(b, token, entropy):
@@ -146,9 +166,9 @@ def answer(method, prompts, settings, model, tokenizer, args, width):
             print_answer(b, sources_below(line, tokenizer, width))
         lines.append(line)
     n = sum(len(g.ids) for g in out)
-    print(f"{method}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
+    print(f"{name}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
     if any(g.stop == "length" and len(g.ids) < args.max_new_tokens for g in out):
-        print(f"{method}: an answer ended because the context is full", file=sys.stderr)
+        print(f"{name}: an answer ended because the context is full", file=sys.stderr)
     return lines
 
 
@@ -164,16 +184,31 @@ def make_parser():
     cli.add_model_arguments(p.add_argument_group("model"))
     several = dict(action="append", default=[])
     add = p.add_argument_group("prompt").add_argument
+    prompts = dict(several, dest="prompts")
     add(
         "--prompt",
-        **several,
+        **prompts,
         help="several prompts are decoded as one batch; without a prompt, standard input is one",
     )
-    add("--prompt-file", **several, help="a file that is one prompt; - is standard input")
+    add(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        **prompts,
+        help="a file that is one prompt; - is standard input",
+    )
+    add(
+        "--messages",
+        type=messages,
+        metavar="FILE",
+        **prompts,
+        help='a JSON file that is a chat: [{"role": "user", "content": "…"}, …]',
+    )
     add(
         "--prompt-ids",
         type=token_ids,
-        **several,
+        metavar="ID,…",
+        **prompts,
         help="token ids separated by commas, used as they are",
     )
     add("--system", help="system message, for models with a chat template")

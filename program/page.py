@@ -24,19 +24,18 @@ render = Template(PAGE, autoescape=True, trim_blocks=True).render
 def write_page(path, model, tokenizer, answers, settings):
     """Write each prompt and its answers, if this is the first rank.
 
-    answers, settings: per method, an object of --json for each prompt, and its arguments."""
+    answers, settings: label → an object of --json for each prompt, and the method's arguments."""
     parts = []
     for b, lines in enumerate(zip(*answers.values())):
         prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
         parts.append(prompt)
-        for i, line in enumerate(lines):
-            method = line["method"]
+        for i, (label, line) in enumerate(zip(answers, lines)):
             favourites = None
-            if method.startswith("decore"):
-                favourites = masked_favourites(model, line, settings[method])
-            name = f"g{i * len(answers[method]) + b}"
+            if line["method"].startswith("decore"):
+                favourites = masked_favourites(model, line, settings[label])
+            name = f"g{i * len(answers[label]) + b}"
             part = answer_part(tokenizer, name, line, prompt, favourites)
-            parts.append(part | dict(details=details(line, settings[method])))
+            parts.append(part | dict(title=label, details=details(line, settings[label])))
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
@@ -121,7 +120,6 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
     )
     return dict(
         name=name,
-        title=line["method"],
         tokens=tokens,
         footer=footer,
         contrasted=favourites,

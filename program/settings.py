@@ -26,6 +26,8 @@ def method_settings(method, args, model, amateur):
             model, args.heads, args.num_heads, args.random_heads, seed, measure
         )
     if method in OPTIONS["amateur"].methods:
+        if amateur is None:
+            raise ValueError(f"{method} needs --amateur M2, a smaller model of the same vocabulary")
         settings["amateur"] = amateur
     if method in LITE:
         check_known(amateur, args.amateur_heads, "--amateur-heads", args.amateur, args)

@@ -276,7 +276,7 @@ def places(chat_model, data, tmp_path_factory):
         ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
         ("--tp 2", "the following arguments are required: --task"),
         ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "missing field: 'document'"),
-        ("{chat} {nq_closed} --method greedy,ad", "info_layer 24 is outside"),
+        ("{chat} {nq_closed} --method greedy,ad", "--info-layer 24 is outside"),
         (
             "--model {m}/tied {nq_closed} --method dola-low",
             "tied has no layer from 2 to its middle",

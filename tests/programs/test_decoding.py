@@ -100,9 +100,9 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     lines = [json.loads(line) for line in run(*piped, "--json")[1].splitlines()]
     tokenizer = Tokenizer.load(base[1])
     file = tokenizer.encode("from a\nfile\n")  # without one final newline
-    ids = [tokenizer.encode("word " * 20), file, file, [72, 105]]
+    ids = [tokenizer.encode("word " * 20), file, [72, 105], file]
     assert [line["prompt_ids"] for line in lines] == ids
-    titles = f"{'word ' * 12}…", "from a file", "from a file", tokenizer.decode([72, 105])
+    titles = f"{'word ' * 12}…", "from a file", tokenizer.decode([72, 105]), "from a file"
     expected = ""
     for i, title in enumerate(titles):
         expected += f"[{i + 1}] {title}\n{lines[i]['text']}\n\n"
@@ -157,8 +157,11 @@ def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_err
     methods = [json.loads(line)["method"] for line in out.splitlines()]
     assert (status, methods) == (0, ["greedy", "dola-low"])
     assert "masked is left out: no head scores are known" in err
+    for method, option in (("cad", "cad needs --without-context"), ("cd", "cd needs --amateur")):
+        status, out, err = call(program.main, *compare, "--method", method)
+        assert (status, out) == (2, "") and option in err
     status, out, err = call(program.main, *compare, "--method", "dola-high,ad")
-    assert (status, out) == (2, "") and "error: info_layer 24 is outside" in err
+    assert (status, out) == (2, "") and "error: --info-layer 24 is outside" in err
 
 
 def test_a_prompt_that_is_not_the_miniatures_names_a_real_model(call):
@@ -178,6 +181,42 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, tmp_path):
         (['--template-args={"enable_thinking": false}'], user + "quiet"),
     ):
         assert objects(*model, *FLAGS, "--prompt=b", *options)[0]["prompt_ids"] == encode(text)
+
+
+def test_a_chat_of_several_turns_comes_from_a_file(call, objects, tmp_path):
+    model = write_model(tmp_path / "chat", THINKING)
+    path = tmp_path / "chat.json"
+
+    def write(*turns):
+        path.write_text(json.dumps([dict(role=role, content=text) for role, text in turns]))
+
+    turns = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")
+    write(*turns)
+    lines = objects(*model, *FLAGS, "--prompt=x", "--messages", path, "--prompt=y")
+    text = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in turns) + "<|turn|>assistant:"
+    assert lines[1]["prompt_ids"] == Tokenizer.load(model[1]).encode(text)
+    status, _, err = call(program.main, *model, "--messages", path, "--system=S")
+    assert status == 2 and "--system has no effect on --prompt-ids and --messages" in err
+    write(*turns[:3])
+    assert "must end in a message for" in call(program.main, *model, "--messages", path)[2]
+    path.write_text('[{"role": "user"}]')
+    assert "{'role': 'user'} must be" in call(program.main, *model, "--messages", path)[2]
+
+
+def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tmp_path):
+    options = *base, *SHORT, "--prompt=Hi", "--num-heads", "2,5"
+    lines = objects(*options, "--compare")
+    names = [(line["method"], len(line["heads"])) for line in lines]
+    two = [(method, n) for method in ("masked", "decore-entropy") for n in (2, 5)]
+    assert names == [("greedy", 0), *two]
+    for line in lines[3:]:
+        n = str(len(line["heads"]))
+        assert [line] == objects(*base, *SHORT, "--prompt=Hi", "--num-heads", n)
+    page = tmp_path / "page.html"
+    _, out, _ = call(program.main, *options, "--html", page)
+    labels = [f"decore-entropy N {n}" for n in (2, 5)]
+    assert [line.partition("  ")[0] for line in out.splitlines()] == labels
+    assert all(f">{label}</h2>" in page.read_text() for label in labels)
 
 
 def test_options_reach_the_method(objects, base):
@@ -213,7 +252,9 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
     [line] = objects("--amateur", amateur, "--prompt", "Hello", *SHORT, "--sources")
     assert line["method"] == "decore-entropy-lite" and len(line["heads"]) == 2
     heads = [tuple(map(int, head.split("-"))) for head in line["heads"]]
-    sources = find_sources(Transformer.load(amateur), line["prompt_ids"], line["ids"], heads)
+    special = Tokenizer.load(amateur).hidden
+    texts = line["prompt_ids"], line["ids"]
+    sources = find_sources(Transformer.load(amateur), *texts, heads, special)
     assert line["sources"] == json.loads(json.dumps(sources))
 
 
