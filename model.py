@@ -14,7 +14,6 @@ the pass attend to: `Prefill` or `Decode`.
 """
 
 import copy
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +22,11 @@ from torch import nn
 from runtime.attention import attention, causal_attention
 from runtime.checks import check_head_mask, check_mask
 from runtime.config import Config, default_dtype, find_dtype, rope_frequencies
+from runtime.files import checkpoint_name
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
 from runtime.special import special_ids
-from runtime.weights import checkpoint_folder, load_weights, untie, weight_files
+from runtime.weights import checkpoint_folder, load_weights, stored_dtype, untie, weight_files
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
 BLOCK = 64  # P and S are multiples of this; shorter common prefixes are not read apart
@@ -227,13 +227,14 @@ class Transformer(nn.Module):
         device = rank_device(device)
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)
-        config = untie(Config.from_checkpoint(folder), weight_files(folder))
+        files = weight_files(folder)
+        config = untie(Config.from_checkpoint(folder), files)
         if dtype:
             dtype = find_dtype(dtype)
         else:
-            dtype = default_dtype(folder, device) or config.dtype
+            dtype = default_dtype(folder, device) or config.dtype or stored_dtype(files)
         model = cls(config, shard, "meta", dtype)
-        model.name = folder.resolve().name if Path(name).exists() else str(name)
+        model.name = checkpoint_name(name)
         model.folder = folder
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         load_weights(model, folder, device)

@@ -8,6 +8,7 @@ import torch
 
 from model import Transformer
 from runtime.config import Config
+from runtime.files import checkpoint_name
 from runtime.weights import checkpoint_folder
 from tokenizer import Tokenizer
 
@@ -18,6 +19,7 @@ class Checkpoint(NamedTuple):
     """What is known of a model before its weights are read or downloaded."""
 
     name: str
+    folder: Path
     config: object  # has n_layers, n_heads, vocab_size, max_positions, tied_embeddings
     tokenizer: object
 
@@ -48,8 +50,7 @@ def read_model(name, args):
     wrong = [i for i in args.eos or () if i >= config.vocab_size]
     if wrong:
         raise ValueError(f"--eos {wrong[0]}: {name} has only {config.vocab_size} tokens")
-    short = folder.resolve().name if Path(name).exists() else str(name)
-    return Checkpoint(short, config, Tokenizer.load(name, args.eos))
+    return Checkpoint(checkpoint_name(name), folder, config, Tokenizer.load(name, args.eos))
 
 
 def load_weights(args, shard=None):

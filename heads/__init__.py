@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import read_json
+from runtime.files import checkpoint_name, read_json
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
@@ -28,7 +28,8 @@ def load_heads(model, n=None, name=None, measure="copy"):
     scores keep the order of the file. ValueError if the file does not fit the model. Warns if it
     was made for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
-    path = find_file(name or model.name)
+    names = model_names(model)
+    path = find_file(*[name] if name else names)
     scores = load_scores(path, measure)
     if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
         raise ValueError(
@@ -38,7 +39,7 @@ def load_heads(model, n=None, name=None, measure="copy"):
     if n is not None and not 0 <= n <= len(scores):
         raise ValueError(f"{n} heads are too many: {model.name} has {len(scores)}")
     made_for = read_json(path).get("model")
-    if made_for and plain_name(made_for) != plain_name(model.name):
+    if made_for and plain_name(made_for) not in map(plain_name, names):
         warnings.warn(
             f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
         )
@@ -67,7 +68,7 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
         return published_random_heads(n, c.n_layers, c.n_heads, seed)
     if draw is None:
         return load_heads(model, n, name, measure)
-    if name or head_file(model.name):
+    if name or any(map(head_file, model_names(model))):
         return random_heads(load_heads(model, None, name, measure), n, seed)
     warnings.warn(
         f"no head scores are known for {model.name}: random heads are drawn from all heads, "
@@ -157,18 +158,25 @@ def load_scores(name, measure="copy"):
     return scores
 
 
-def find_file(name):
-    """The head file `name`, or that of the model of this name. FileNotFoundError without one."""
-    path = Path(name) if Path(name).is_file() else head_file(name)
-    if path is None:
-        known = head_files()
-        near = get_close_matches(plain_name(name), known, 1)
-        hint = f"; did you mean {known[near[0]].stem}?" if near else ""
-        raise FileNotFoundError(
-            f"{name} is neither a head file nor a model of heads/README.md{hint} "
-            "(python -m heads.detect measures a model's scores)"
-        )
-    return path
+def model_names(model):
+    """A model's name and, of a link to a folder, that of its target."""
+    folder = getattr(model, "folder", None)
+    return [model.name, checkpoint_name(folder.resolve())] if folder else [model.name]
+
+
+def find_file(*names):
+    """The first head file among names: of a file, or of a model. FileNotFoundError without one."""
+    for name in names:
+        path = Path(name) if Path(name).is_file() else head_file(name)
+        if path:
+            return path
+    known = head_files()
+    near = get_close_matches(plain_name(names[0]), known, 1)
+    hint = f"; did you mean {known[near[0]].stem}?" if near else ""
+    raise FileNotFoundError(
+        f"{names[0]} is neither a head file nor a model of heads/README.md{hint} "
+        "(python -m heads.detect measures a model's scores)"
+    )
 
 
 def head_file(model_name):
@@ -195,4 +203,4 @@ def similar_models(model):
 def plain_name(model_name):
     """A model's name without owner, case, "Meta-" and "-hf": names of one model on the hub differ
     in these."""
-    return Path(str(model_name)).name.lower().removeprefix("meta-").removesuffix("-hf")
+    return Path(checkpoint_name(model_name)).name.lower().removeprefix("meta-").removesuffix("-hf")

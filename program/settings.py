@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cli.options import DEFAULTS, LITE, MASKED_ROW, MASKING, OPTIONS, SEED
-from heads import choose_heads, find_file, head_file, similar_models
+from heads import choose_heads, find_file, head_file, model_names, similar_models
 
 
 def method_settings(method, args, model, amateur):
@@ -45,14 +45,14 @@ def used_head_file(method, args, model):
         return None
     name = args.amateur_heads if method in LITE else args.heads
     with suppress(FileNotFoundError):  # of random heads
-        return find_file(name or model.name)
+        return find_file(*[name] if name else model_names(model))
 
 
 def check_known(model, heads, flag, name, args):
     """ValueError without a head file: with related models, and the command that measures scores.
 
     name: that of the model on the command line."""
-    if heads or head_file(model.name):
+    if heads or any(map(head_file, model_names(model))):
         return
     similar = ", ".join(f"{flag} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""

@@ -35,7 +35,7 @@ class Config:
     tied_embeddings: bool
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, or None for all
     max_positions: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: config.json does not say; that of the weights
 
     @classmethod
     def from_checkpoint(cls, folder):
@@ -67,6 +67,7 @@ class Config:
         bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
         max_positions = need("max_position_embeddings", int)
         rope_theta, rope_scaling = read_rope(c, path, max_positions)
+        dtype = c.get("dtype") or c.get("torch_dtype")
         return cls(
             model_type=model_type,
             vocab_size=need("vocab_size", int),
@@ -84,8 +85,8 @@ class Config:
             qk_norm=model_type == "qwen3",
             tied_embeddings=need("tie_word_embeddings", bool),
             windows=read_windows(c, path),
-            max_positions=max_positions,
-            dtype=find_dtype(c.get("dtype") or c.get("torch_dtype") or "float32", path),
+            max_positions=stretched(max_positions, rope_scaling),
+            dtype=dtype and find_dtype(dtype, path),
         )
 
 
@@ -166,6 +167,12 @@ def read_rope(c, path, max_positions):
     """(base of the rotary frequencies, `rope_scaling` for Config)."""
     key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
     inner = field({key: c.get(key) or {}}, path, key, dict)
+    for name, value in inner.items():
+        if isinstance(value, dict):
+            raise ValueError(
+                f"{path}: {key} has parameters of its own for {name}; HFModel, or --transformers, "
+                "decodes with them"
+            )
     rope = {
         "rope_type": inner.get("type", "default"),
         "rope_theta": c["rope_theta"],
@@ -179,6 +186,19 @@ def read_rope(c, path, max_positions):
     theta = float(need("rope_theta", float))
     scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
     return theta, {"rope_type": rope_type} | scaling if scaling else None
+
+
+def stretched(length, scaling):
+    """The context of a model of this `max_position_embeddings`. Of yarn's, the length may be
+    stretched already; of the other kinds' it is.
+
+    scaling: rotary scaling by a configuration, or None."""
+    scaling = scaling or {}
+    factor = scaling.get("factor")
+    if type(factor) not in (int, float) or not factor < HUGE:
+        return length
+    trained = {"linear": length, "dynamic": length, "yarn": scaling.get(TRAINED) or length}
+    return max(length, int(trained.get(scaling.get("rope_type"), 0) * factor))
 
 
 def read_windows(c, path):

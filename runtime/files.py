@@ -36,6 +36,15 @@ def read_json(path, kinds=dict):
     return value
 
 
+def checkpoint_name(name):
+    """The name of a model by its folder or hub id. A link to a folder has its own name, a snapshot
+    in the hub's cache that of its hub id."""
+    path = Path(os.path.abspath(Path(name).expanduser()))
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return path.name if path.exists() else str(name)
+
+
 def json_lines(path, complete=False):
     """Yields (line number, object) for each line that is not blank. The file may be gzip (.gz).
 

@@ -14,7 +14,6 @@ import copy
 import inspect
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -22,9 +21,9 @@ import torch
 from torch import nn
 
 from runtime.checks import check_head_mask
-from runtime.config import default_dtype, find_dtype
+from runtime.config import default_dtype, find_dtype, stretched
 from runtime.errors import out_of_memory
-from runtime.files import one_line
+from runtime.files import checkpoint_name, one_line
 from runtime.pack import pack
 from runtime.parallel import Shard
 from runtime.special import end_ids, special_ids
@@ -53,7 +52,7 @@ class HFModel(nn.Module):
         self.hf = hf.eval()
         self.shard = Shard()
         self.folder = folder
-        self.name = str(name or hf.name_or_path or c.model_type)
+        self.name = str(name or checkpoint_name(hf.name_or_path or c.model_type))
         self.bos_id = None
         eos_ids = [getattr(x, "eos_token_id", None) for x in (hf.generation_config, c)]
         joined = sum([end_ids(ids, "eos_token_id") for ids in eos_ids], ())
@@ -111,11 +110,12 @@ class HFModel(nn.Module):
             raise ValueError(
                 f"{folder}: {tensor} is {list(stored)}; config.json requires {list(shape)}"
             )
-        check_names(folder, info["missing_keys"], info["unexpected_keys"])
-        name = folder.resolve().name if Path(name).exists() else name
+        check_names(folder, hf.state_dict(), info["missing_keys"], info["unexpected_keys"])
         if not device_map:
             hf = hf.to(device)
-        model = cls(hf, name, folder, packs=not device_map and hf.device.type == "cpu")
+        model = cls(
+            hf, checkpoint_name(name), folder, packs=not device_map and hf.device.type == "cpu"
+        )
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         return model
 
@@ -381,13 +381,14 @@ def describe(c):
     """The facts of a configuration of transformers that `HFModel.config` holds."""
     c = c.get_text_config(decoder=True)
     length = getattr(c, "max_position_embeddings", None) or getattr(c, "max_seq_len", None)
+    scaling = getattr(c, "rope_parameters", None)
     return SimpleNamespace(
         model_type=c.model_type,
         n_layers=c.num_hidden_layers,
         n_heads=c.num_attention_heads,
         d_model=c.hidden_size,
         vocab_size=c.vocab_size,
-        max_positions=length or 2**31,
+        max_positions=stretched(length or 2**31, scaling),
         tied_embeddings=c.tie_word_embeddings,
     )
 

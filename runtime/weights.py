@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def checkpoint_folder(name, weights=True):
     return Path(folder)
 
 
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBEDDING = "model.embed_tokens.weight"
+PREFIX = "model."  # absent from a checkpoint of the model without its head
 HEAD = "lm_head.weight"
 
 # Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
@@ -117,15 +120,20 @@ def load_weights(model, folder, device):
     """Fills the parameters from safetensors. ValueError for missing, unused or odd tensors."""
     files = weight_files(folder)
     table = weight_table(model)
+    if PREFIX + "norm.weight" not in files and "norm.weight" in files:
+        for parameter, pieces in table.items():
+            table[parameter] = {name.removeprefix(PREFIX): x for name, x in pieces.items()}
     tied = model.config.tied_embeddings
-    if tied and EMBEDDING not in files:  # the matrix may be stored under its other name
-        table["embed.weight"] = {HEAD: table["embed.weight"][EMBEDDING]}
+    [(embedding, place)] = table["embed.weight"].items()
+    if tied and embedding not in files:  # the matrix may be stored under its other name
+        table["embed.weight"] = {HEAD: place}
     names = {name for pieces in table.values() for name in pieces}
     # Old checkpoints store buffers of rotary frequencies.
     unused = {name for name in files.keys() - names if not name.endswith("inv_freq")}
     if tied:
         unused.discard(HEAD)
-    check_names(folder, names - files.keys(), unused)
+    hint = " (HFModel, or --transformers, reads more kinds of files)"
+    check_names(folder, names | {HEAD}, names - files.keys(), unused, hint)
     # Large matrices first: then the peak of the host's memory is the weights alone.
     for parameter, empty in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
         weight = torch.zeros(empty.shape, dtype=model.dtype, device=device)
@@ -144,13 +152,21 @@ def load_weights(model, folder, device):
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def check_names(folder, missing, unused):
-    """ValueError if tensors are missing or unused."""
+def check_names(folder, names, missing, unused, hint=""):
+    """ValueError if tensors are missing or unused. Warns of tensors beside the model, such as a
+    value or a classification head, which transformers leaves out too.
+
+    names: those of the model's tensors."""
+    inside = {part for name in names for part in name.split(".")[:2]}
+    beside = {name for name in unused if name.split(".")[0] not in inside}
+    unused -= beside
     if missing or unused:
         raise ValueError(
             f"{folder}: missing {sorted(missing)[:4]}, unused {sorted(unused)[:4]}; "
-            "do config.json and the safetensors files belong together?"
+            f"do config.json and the safetensors files belong together?{hint}"
         )
+    if beside:
+        warnings.warn(f"{folder}: {sorted(beside)[:4]} are not part of the model", stacklevel=2)
 
 
 def read_slice(path, name, shape, slices):
@@ -158,12 +174,19 @@ def read_slice(path, name, shape, slices):
     with safe_open(path, "pt") as file:
         tensor = file.get_slice(name)
         dtype = tensor.get_dtype()
-        if tuple(tensor.get_shape()) != shape or dtype not in ("F32", "F16", "BF16"):
+        if tuple(tensor.get_shape()) != shape or dtype not in STORED:
             raise ValueError(
                 f"{path}: {name} is {dtype} {tensor.get_shape()}; config.json requires F32, F16 "
                 f"or BF16 {list(shape)}"
             )
         return tensor[slices]
+
+
+def stored_dtype(files):
+    """The dtype of the first weight, as transformers reads it if config.json has none."""
+    name, path = next(iter(files.items()))
+    with safe_open(path, "pt") as file:
+        return STORED.get(file.get_slice(name).get_dtype(), torch.float32)
 
 
 def weight_files(folder):
@@ -180,6 +203,11 @@ def weight_files(folder):
                 f"{folder / index}: weight_map must map tensors to safetensors files of its own "
                 "folder; download it again"
             )
+    elif any(folder.glob("consolidated*.safetensors")):
+        raise FileNotFoundError(
+            f"{folder}: consolidated.safetensors has Mistral's own names of tensors; take "
+            f"{single} or model-*.safetensors of the same repository"
+        )
     else:
         raise FileNotFoundError(
             f"{folder}: no {single}. Pickles (.bin, .pt, .pth) are not read, because they can run "
@@ -198,9 +226,10 @@ def weight_files(folder):
 
 def untie(config, files):
     """The configuration; as in transformers, without tied embeddings if the stored head differs."""
-    if not config.tied_embeddings or EMBEDDING not in files or HEAD not in files:
+    embedding = EMBEDDING if EMBEDDING in files else EMBEDDING.removeprefix(PREFIX)
+    if not config.tied_embeddings or embedding not in files or HEAD not in files:
         return config
-    embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in (EMBEDDING, HEAD))
+    embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in (embedding, HEAD))
     same = embedding.dtype == head.dtype and torch.equal(embedding, head)
     return replace(config, tied_embeddings=same)
 

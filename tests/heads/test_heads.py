@@ -17,8 +17,10 @@ from heads import (
     published_random_heads,
     random_heads,
 )
+from model import Transformer
 from program.settings import method_settings
-from tests.checkpoints import stand_in, write_lines
+from runtime.hf import HFModel
+from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines
 
 # 40 layers of 8 heads
 RANKED = [(i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()]
@@ -63,10 +65,25 @@ def test_every_hub_name_of_a_model_finds_its_file():
         "meta-llama/Meta-Llama-3.1-8B-Instruct": "Llama-3.1-8B-Instruct",
         "meta-llama/Llama-2-7b": "Llama-2-7b-hf",
         "alpindale/Mistral-7B-v0.2-hf": "Mistral-7B-v0.2",
+        "/cache/models--meta-llama--Meta-Llama-3-8B/snapshots/8cde5ca": "Meta-Llama-3-8B",
     }
     for name, stem in files.items():
         assert head_file(name).stem == stem
     assert head_file("someone/another-model") is head_file(".") is None
+
+
+def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("heads.FOLDER", tmp_path)
+    (tmp_path / "link").symlink_to(
+        write_checkpoint(tmp_path / "models--owner--tiny" / "snapshots" / "8cde5ca")
+    )
+    own, theirs = (load(tmp_path / "link") for load in (Transformer.load, HFModel.load))
+    for name in "tiny.json", "link.json":  # the link's name takes precedence
+        scores = load_scores(write_heads(tmp_path / name, seed=len(name)))
+        expected = sorted(scores, key=scores.get, reverse=True)
+        assert load_heads(own) == load_heads(theirs) == choose_heads(own, n=12) == expected
+    assert own.name == theirs.name == "link"
+    assert Transformer.load((tmp_path / "link").resolve()).name == "owner/tiny"
 
 
 @pytest.mark.parametrize(

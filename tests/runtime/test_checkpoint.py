@@ -18,6 +18,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from decore import generate
 from model import Transformer
 from runtime.config import Config, find_dtype, rope_frequencies
+from runtime.hf import HFModel, describe, read_config
 from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
 from tokenizer import Tokenizer
@@ -42,6 +43,10 @@ def load_theirs(folder, **more):
         (dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or'),
         (dict(rope_scaling=dict(type="yarn")), 'rope_type is "yarn"; it must be'),
         (dict(rope_scaling=dict(rope_type="linear")), "rope_scaling: factor is missing"),
+        (
+            dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))),
+            "rope_parameters has parameters of its own for full_attention; HFModel, or",
+        ),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
         (dict(mlp_bias=True), "mlp_bias is true; it must be false (HFModel, or --transformers"),
         (dict(is_causal=False), "is_causal is false; it must be true"),
@@ -141,7 +146,31 @@ def test_logits_match_transformers_at_position_4000(tmp_path):
     torch.testing.assert_close(logits, reference, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "scaling, context",
+    [
+        (None, 512),
+        (dict(type="linear", factor=4.0), 2048),
+        (BANDS, 512),
+        (dict(type="dynamic", factor=2.0), 1024),
+        (dict(type="yarn", factor=4.0, original_max_position_embeddings=512), 2048),
+        (dict(type="yarn", factor=4.0, original_max_position_embeddings=128), 512),
+    ],
+)
+def test_the_context_is_what_rotary_scaling_makes_of_it(scaling, context, tmp_path):
+    folder = configuration(tmp_path, "llama3", rope_scaling=scaling)
+    assert describe(read_config(folder)).max_positions == context
+    if scaling in (None, BANDS) or scaling["type"] == "linear":
+        assert Config.from_checkpoint(folder).max_positions == context
+
+
 # -------------------------------------------------------------------------------------- files
+
+
+def test_without_a_dtype_in_the_configuration_that_of_the_weights_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.config.SMALL", 0)  # the weights count as large
+    folder = write_checkpoint(tmp_path, torch_dtype=None, dtype=torch.bfloat16)
+    assert Transformer.load(folder).dtype == HFModel.load(folder).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("stored", ["embedding", "head", "both", "both, different"])
@@ -161,6 +190,29 @@ def test_a_stored_head_replaces_the_tied_embedding_if_it_differs(stored, tmp_pat
     with torch.inference_mode():
         torch.testing.assert_close(model(ids), load_theirs(folder)(ids).logits, atol=1e-5, rtol=0)
     assert model.config.tied_embeddings == ("different" not in stored)
+
+
+@pytest.mark.parametrize("family, beside", [("llama3", "v_head.bias"), ("qwen2", "score.weight")])
+def test_other_heads_are_left_out_and_the_prefix_may_be_absent(family, beside, tmp_path):
+    """As `save_pretrained` of a value model, and of the model without its head, writes them."""
+    weights = random_weights(FAMILIES[family])
+    ids = torch.tensor([random_ids(20)])
+    expected = Transformer.load(write_checkpoint(tmp_path / "1", family, weights=weights))(ids)
+    more = {beside: torch.ones(1)}
+    bare = {name.removeprefix("model."): x for name, x in weights.items()}
+    for folder, tensors in (("2", weights), ("3", bare)):
+        folder = write_checkpoint(tmp_path / folder, family, weights=tensors | more)
+        for load in Transformer.load, HFModel.load:
+            with pytest.warns(UserWarning, match=f"'{beside}'. are not part of the model"):
+                model = load(folder)
+            torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
+    for name in "lm_head.bias", "norm.bias", "layers.0.self_attn.o_proj.bias":
+        write_checkpoint(folder, family, weights=bare | {name: torch.ones(96)})
+        with pytest.raises(ValueError, match=rf"unused \['{name}'\].*or --transformers, reads"):
+            Transformer.load(folder)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(FileNotFoundError, match="take model.safetensors or model-"):
+        Transformer.load(folder)
 
 
 def write_index(folder, weight_map):
