@@ -1,4 +1,4 @@
-"""`pip install -e .` in a fresh environment, used from another folder."""
+"""`pip install -e .` in a fresh environment, used from another folder; other ways are refused."""
 
 import os
 import re
@@ -24,7 +24,10 @@ def python(tmp_path_factory):
     [packages] = folder.glob("lib/*/site-packages")
     (packages / "parent.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
-    subprocess.run([*pip, "--no-build-isolation", "-e", ROOT], check=True)
+    pip += ["--no-build-isolation"]
+    copy = subprocess.run([*pip, ROOT], capture_output=True, text=True)
+    assert copy.returncode and "DeCoRe runs from a clone: git clone" in copy.stderr
+    subprocess.run([*pip, "-e", ROOT], check=True)
     return python
 
 
