@@ -41,6 +41,9 @@ SENTENCE_END = re.compile(
     r"""(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)(?<!\b[A-Z])"""
     r"""[.!?]["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])|[。！？]\s*"""
 )
+# Where a prompt may end; the next one counts if the prompts of one are too short.
+ENDS = SENTENCE_END, re.compile(r"[.!?…。！？؟۔।॥։።។။]\W*|\n\s*"), re.compile(r"\s+")
+MISSING = 16  # tokens that any prompt may be shorter than its length, a long one by a tenth
 
 
 def read_needles(path):
@@ -133,44 +136,51 @@ def make_book(tokenizer, texts, first, length):
     """Enough text for `length` tokens: from text `first` on, then the following ones, repeated as
     often as needed.
 
-    Returns the text, the characters at which its sentences start, 0 first, and the number of tokens
-    before each."""
+    Returns the text, and for each of ENDS the characters at which its pieces start, 0 first, and
+    the number of tokens before each."""
     joined = "".join(text + "\n\n" for text in texts[first:] + texts[:first])
     size = 16 * length  # characters: longer tokens are rare
     text = (joined * math.ceil(size / len(joined)))[:size]
-    bounds = [0] + [match.end() for match in SENTENCE_END.finditer(text)]
     starts = [start for start, _ in tokenizer.core.encode(text, add_special_tokens=False).offsets]
-    return text, bounds, [bisect_left(starts, bound) for bound in bounds]
+    pieces = []
+    for end in ENDS:
+        bounds = [0] + [match.end() for match in end.finditer(text)]
+        pieces.append((bounds, [bisect_left(starts, bound) for bound in bounds]))
+    return text, pieces
 
 
 def make_prompt(sample, needle, book, tokenizer, facts):
     """The prompt of a run: the longest one of at most `sample.length` tokens that ends the haystack
-    with a sentence.
+    with a sentence, or with less if it would be much shorter.
 
     facts: "template" contains {context} and {question}; "template_args" are the arguments of the
     chat template, None without one; "seed". Returns the ids, the needle's tokens (first, last + 1),
-    its depth in %."""
-    text, bounds, counts = book
+    its depth in %. ValueError if no prompt has about `sample.length` tokens."""
+    text, pieces = book
     template, template_args = facts["template"], facts["template_args"]
     head, tail = template.replace("{question}", needle.question).split("{context}")
     shortest, *_ = encode_message(tokenizer, f"{head}{needle.needle} {tail}", template_args)
     room = sample.length - len(shortest)
-    # The joined text may have more tokens than its parts, so the first attempt may be too long.
-    for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
-        end = bounds[last]
-        # A random boundary near the depth; if none is near, the nearest.
-        distances = {bound: abs(bound - end * sample.depth / 100) for bound in bounds[: last + 1]}
-        near = [bound for bound, distance in distances.items() if distance <= end * NEAR / 100]
-        rng = random.Random(f"{facts['seed']} {sample}")
-        at = rng.choice(near or [min(distances, key=distances.get)])
-        context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
-        ids, offsets, shift = encode_message(tokenizer, head + context + tail, template_args)
-        if len(ids) <= sample.length:
+    for bounds, counts in pieces:
+        # The joined text may have more tokens than its parts, so the first attempt may be too long.
+        for last in range(max(1, bisect_right(counts, room)) - 1, -1, -1):
+            end = bounds[last]
+            # A random boundary near the depth; if none is near, the nearest.
+            distances = {x: abs(x - end * sample.depth / 100) for x in bounds[: last + 1]}
+            near = [bound for bound, distance in distances.items() if distance <= end * NEAR / 100]
+            rng = random.Random(f"{facts['seed']} {sample}")
+            at = rng.choice(near or [min(distances, key=distances.get)])
+            context = f"{text[:at]}{needle.needle} {text[at:end]}".rstrip()
+            ids, offsets, shift = encode_message(tokenizer, head + context + tail, template_args)
+            if len(ids) <= sample.length:
+                break
+        missing = sample.length - len(ids)
+        if 0 <= missing <= max(MISSING, sample.length // 10):
             break
     else:
         raise ValueError(
-            f"lengths: {sample.length} tokens cannot hold the needle “{needle.needle}”, which "
-            f"takes {len(ids)} with its question"
+            f"lengths: the prompt of {sample.length} tokens with the needle “{needle.needle}” has "
+            f"{len(ids)}; give other lengths, or a haystack with spaces between words"
         )
     first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
     end_of_needle = first + len(needle.real_needle)

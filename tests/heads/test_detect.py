@@ -218,8 +218,33 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
     assert 2700 < len(ids) <= 3000
     # A prompt that is too long loses sentences until it fits: all of them if the estimate of its
     # tokens is too low.
-    too_low = book[0], book[1][:60], [0] * 60
+    too_low = book[0], [(bounds[:60], [0] * 60) for bounds, _ in book[1]]
     assert needles.make_prompt(sample, NEEDLE, too_low, tokenizer, facts) == prompt
+
+
+@pytest.mark.parametrize(
+    "text, end",
+    [
+        ("Река течёт к морю. ", r"морю\.\s+"),
+        ("नदी समुद्र की ओर बहती है। ", r"है।\s+"),
+        ("แม่น้ำไหล ลงสู่ทะเล ", r"\s+"),
+        ("the river runs to the sea. ", r"sea\.\s+"),
+        ("the river runs to the sea\n", r"sea\s+"),
+        ("river" * 999, None),
+    ],
+)
+def test_a_haystack_of_any_script_fills_the_prompt_or_is_refused(tokenizer, text, end):
+    book = needles.make_book(tokenizer, [text * 9], 0, 1500)
+    sample = needles.Sample(0, 1500, 50, 0)
+    facts = dict(template=detect.TEMPLATE, template_args=None, seed=0)
+    if end is None:
+        with pytest.raises(ValueError, match="the prompt of 1500 tokens .* has 165; give other"):
+            needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
+        return
+    ids, span, at = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
+    assert 1350 < len(ids) <= 1500 and abs(at - 50) <= needles.NEAR
+    assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
+    assert re.search(end + "$", tokenizer.decode(ids).split(NEEDLE.needle)[0])
 
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
@@ -322,11 +347,11 @@ def test_the_default_lengths_fit_the_context_and_published_ones_are_as_given(pre
 def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, recwarn):
     prepare("--lengths", 1500, "--depths", 2)
     assert not recwarn
-    with pytest.warns(UserWarning, match="7 runs instead of 15"):
+    with pytest.warns(UserWarning, match="13 runs instead of 15"):
         facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE)
     assert facts["lengths"] == [154, 167, 180, 193, 206]
     assert facts["template"] == detect.TEMPLATE
-    assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 7
+    assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 13
 
 
 def test_thinking_is_off_by_default_and_the_facts_say_so(prepare, chat_model, tmp_path):
@@ -433,7 +458,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
     "more, message",
     [
         (["--lengths", "1000:3000:2"], "3000 tokens do not fit the context of"),
-        (["--lengths", "0:600:2"], "0 tokens cannot hold the needle"),
+        (["--lengths", "0:600:2"], "the prompt of 0 tokens with the needle"),
         (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
         (["--template", "{context} and that is all"], "{context}, once, and {question}"),
         (["--haystack", "/proc/self/fdinfo"], "holds no text"),
