@@ -1,25 +1,29 @@
-"""Retrieval scores of head files: the paper's table, and maps of all heads.
+"""Retrieval scores of head files: the paper's table, heads in common, and maps of all heads.
 
 python evaluate.py report heads [MODEL|FILE …] [--plots OUT]"""
 
+from itertools import combinations, product
 from pathlib import Path
 
 import cli
-from heads import find_file, load_scores
+from heads import MEASURES, find_file, load_scores
 from paper import printed
 from runtime.files import read_json
 
+COMPARED = (5, 10, 20, 50)  # numbers of the best heads
 RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 
 def main(argv):
     paper = {row["model"]: row for row in printed.table("paper_heads")}
-    p = cli.parser("Retrieval scores by rank, with the paper's.")
+    p = cli.parser(
+        "Retrieval scores by rank, with the paper's; of the models or files that are named, also "
+        "how many of their best heads they have in common."
+    )
     p.prog += " report heads"
     p.add_argument(
         "files",
         nargs="*",
-        default=list(paper),
         metavar="MODEL|FILE",
         help="models with a head file, or head files (default: the paper's models)",
     )
@@ -29,7 +33,7 @@ def main(argv):
     args = p.parse_args(argv)
     from paper.report import tables
 
-    files = {path: load_scores(path) for path in map(find_file, args.files)}
+    files = {path: load_scores(path) for path in map(find_file, args.files or paper)}
     _, *ranks = printed.table("paper_heads")[0]
     rows = []
     for path, scores in files.items():
@@ -48,6 +52,9 @@ def main(argv):
             rows.append(paper[path.stem] | {"model": "the paper"})
     notes = ["Means over the samples of each head file."]
     tables.print_tables([("Retrieval scores by rank", rows, notes)])
+    if args.files and (rows := common_rows(args.files)):
+        notes = ["Two random sets of N of H heads have N²/H in common on average."]
+        tables.print_tables([("Heads in common among the best N", rows, notes)])
     if args.plots:
         from paper.report import figures
 
@@ -55,3 +62,23 @@ def main(argv):
         path.parent.mkdir(parents=True, exist_ok=True)
         figures.head_maps(files).savefig(path)
         print(path)
+
+
+def common_rows(names):
+    """Rows for the pairs of files of one measure, and of measures of one file, that rank the same
+    heads. names: of files or models."""
+    rankings = {}
+    for name, measure in product(names, MEASURES):
+        if measure == "copy" or measure in read_json(find_file(name)):
+            scores = load_scores(name, measure)
+            rankings[name, measure] = sorted(scores, key=scores.get, reverse=True)
+    rows = []
+    for (a, b), (first, second) in zip(
+        combinations(rankings, 2), combinations(rankings.values(), 2)
+    ):
+        if set(first) == set(second) and (a[0] == b[0] or a[1] == b[1]):
+            row = {"heads": f"{' '.join(a)} and {' '.join(b)}"}
+            for n in COMPARED:
+                row[f"N = {n}"] = str(len(set(first[:n]) & set(second[:n])))
+            rows.append(row)
+    return rows
