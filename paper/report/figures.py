@@ -143,7 +143,8 @@ def draw_curves(ax, field, curves):
                 low, high = mean - versus.difference + np.array(versus[2:4])
             points.append((x, mean, mean - low, high - mean, *draws["value"].agg(["min", "max"])))
         x, mean, below, above, least, most = np.transpose(points).astype(float)
-        x += 0.01 * number * np.ptp(x)  # so that error bars do not hide each other
+        # Error bars must not hide each other.
+        x += 0.006 * (number - (len(curves) - 1) / 2) * np.ptp(x)
         if run.setup.random_heads:
             ax.fill_between(x, least, most, color=style["color"], alpha=0.13)
             style = style | {"linestyle": "--", "markerfacecolor": "white"}

@@ -7,7 +7,7 @@ import numpy as np
 from paper.tasks import metrics
 from runtime.files import short_hash
 
-NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens")  # others are in per cent
+NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens", "letters")  # not in per cent
 # Fewer items cannot show a difference at 5 %, even if all are won: 2 · 0.5⁵ > 0.05.
 FEWEST = 6
 

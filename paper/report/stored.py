@@ -269,14 +269,17 @@ def unlike_the_paper(run, task):
 
 def text_values(line):
     """Values that describe a generated text: the base model's mean entropy over its tokens (of
-    `masked`, the masked model's), its length, and whether it ends by itself."""
+    `masked`, the masked model's), its length, whether it ends by itself, and how long its words
+    are."""
     if not line.get("entropies"):
         return {}
     entropies = field(line, "entropies", "a list of numbers")
+    words = field(line, "prediction").split()
     return {
         "entropy": float(np.mean(entropies)),
         "tokens": len(entropies),
         "ended": float(line.get("stop") != "length"),
+        "letters": sum(map(len, words)) / len(words) if words else None,
     }
 
 

@@ -13,12 +13,13 @@ from paper.printed import TASKS, headline
 from paper.report.paired import FEWEST, compare
 
 # Of generated texts: metric → heading.
-TEXTS = {"entropy": "entropy", "tokens": "tokens", "ended": "% ended"}
+TEXTS = {"entropy": "entropy", "tokens": "tokens", "ended": "% ended", "letters": "letters a word"}
 TEXT_NOTES = [
     "entropy: the base model's, in nats, a mean over the tokens of the text that the method wrote "
     "(of masked, the masked model's); not that of the distribution decoded from. tokens: the mean "
-    "length. % ended: texts that end by themselves before the limit of new tokens. High entropies "
-    "and texts without an end are the marks of a model that writes words without sense."
+    "length. % ended: texts that end by themselves before the limit of new tokens. letters a word: "
+    "about 5 in English, more if pieces of words are glued together, as a model does that is "
+    "pushed too far."
 ]
 CHOICE_NOTES = [
     "The setup of each method is the best of its setups (N, α and options) on one half of the "
@@ -92,7 +93,8 @@ def cell_texts(ours, published):
     published: the lines of the metric that the paper's value is compared with."""
     texts = {}
     for setup, draws in ours.groupby("setup"):
-        text = digits(draws["metric"].iloc[0])
+        metric = draws["metric"].iloc[0]
+        text = ".2f" if metric == "entropy" else ".1f"
         values = draws["value"]
         cell = f"{values.mean():{text}}"
         spread = ""
@@ -105,7 +107,7 @@ def cell_texts(ours, published):
             cell = f"**{cell}**"
         cell += spread
         if versus:
-            cell += f"; {versus_text(versus, text)}"
+            cell += f"; {versus_text(versus, text, metric not in TEXTS)}"
         same = published[published["setup"] == setup]
         if paper := same["cell"].iloc[0]:
             difference = same["value"].mean() - float(paper["value"])
@@ -122,15 +124,11 @@ def versus_of(draws):
     return greedy and compare(draws["run"], greedy).get(draws["metric"].iloc[0])
 
 
-def versus_text(versus, text):
-    """text: the format of the numbers."""
+def versus_text(versus, text=".1f", has_better=True):
+    """text: the format of the numbers. has_better: whether items are won and lost."""
+    difference, low, high = (f"{number:+z{text}}" for number in versus[1:4])  # z: no -0.0
     won, lost = (f"{number:.1f}".removesuffix(".0") for number in (versus.won, versus.lost))
-    low, high = (f"{end:+{text}}" for end in (versus.low, versus.high))
-    return f"{versus.difference:+{text}} [{low}, {high}], {won} : {lost}"
-
-
-def digits(metric):
-    return ".2f" if metric == "entropy" else ".1f"
+    return f"{difference} [{low}, {high}]" + f", {won} : {lost}" * has_better
 
 
 def score_notes(text, runs, n_compared):
@@ -204,6 +202,6 @@ def choice_rows(frame):
             value = f"**{versus.value:.1f}**" if versus.separable else f"{versus.value:.1f}"
             chosen = [part for part in best.split(", ") if part not in method.split(", ")]
             row[f"chosen on the {names[0]} half"] = ", ".join(chosen)
-            row[f"on the {names[1]}"] = f"{value}; {versus_text(versus, '.1f')}"
+            row[f"on the {names[1]}"] = f"{value}; {versus_text(versus)}"
         rows.append(row)
     return rows

@@ -208,8 +208,10 @@ def test_texts_that_do_not_end_and_their_entropies_are_shown(frame):
     method = "DeCoRe entropy, N = 4"
     assert texts["greedy", f"{COLUMN} % ended"] == "50.0 [35.0, 65.0]"
     assert texts[method, f"{COLUMN} % ended"].startswith("**80.0**; +30.0")
-    assert texts[method, f"{COLUMN} entropy"] == "**0.14**; -0.01 [-0.02, -0.01], 0 : 12"
-    assert texts[method, f"{COLUMN} tokens"] == "2.0; +0.0 [+0.0, +0.0], 0 : 0"
+    assert texts[method, f"{COLUMN} entropy"] == "**0.14**; -0.01 [-0.02, -0.01]"
+    assert texts[method, f"{COLUMN} tokens"] == "2.0; +0.0 [+0.0, +0.0]"
+    # 32 answers of 7 letters and 8 of 6, in place of 20 and 20.
+    assert texts[method, f"{COLUMN} letters a word"].startswith("**6.8**; +0.3 [")
 
 
 @pytest.mark.parametrize(
@@ -516,9 +518,31 @@ def test_retrieval_scores_by_rank_are_the_papers(call):
     assert lines[::2] == lines[1::2]
 
 
-def test_a_map_of_heads_has_layer_0_at_the_bottom(tmp_path):
+def test_heads_in_common_are_counted_between_files_of_a_measure_and_measures_of_a_file(
+    call, tmp_path
+):
+    heads = [f"{layer}-{head}" for layer in range(6) for head in range(2)]
+    for name, first in (("a", 0), ("b", 2)):
+        turned = heads[first:] + heads[:first]
+        scores = {head: 1 - i / 100 for i, head in enumerate(turned)}
+        content = {"scores": scores, "write": dict(zip(heads[::-1], scores.values()))}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    a, b = (str(tmp_path / f"{name}.json") for name in "ab")
+    _, out, _ = call(evaluate.main, "report", "heads", a, b)
+    rows = [re.split(r" *\| *", line)[1:4] for line in out.split("### ")[2].splitlines()[4:8]]
+    assert rows == [
+        [f"{a} copy and {a} write", "0", "8"],
+        [f"{a} copy and {b} copy", "3", "8"],
+        [f"{a} write and {b} write", "5", "10"],
+        [f"{b} copy and {b} write", "0", "10"],
+    ]
+
+
+def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"scores": {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}}))
-    [image] = figures.head_maps({path: load_scores(path)}).axes[0].images
+    ax = figures.head_maps({path: load_scores(path)}).axes[0]
+    [image] = ax.images
     assert image.origin == "lower"
     assert image.get_array().tolist() == [[0.5, 0.25], [0, 1]]
+    assert all(tick == int(tick) for tick in [*ax.get_xticks(), *ax.get_yticks()])
