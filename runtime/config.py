@@ -43,8 +43,8 @@ class Config:
         path = Path(folder) / "config.json"
         if not path.exists():
             raise FileNotFoundError(
-                f"{path} is missing; instead of .gguf files, give the original checkpoint, and "
-                "merge a LoRA adapter into its model (peft: merge_and_unload)"
+                f"{path} is missing; convert a .gguf file (python -m integrations.gguf FILE OUT), "
+                "and merge a LoRA adapter into its model (peft: merge_and_unload)"
             )
         c = read_json(path)
         model_type = field(c, path, "model_type", [*FAMILIES])

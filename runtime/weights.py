@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,14 @@ def checkpoint_folder(name, weights=True):
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return folder
+    if name.lower().endswith(".gguf") and folder.is_file():
+        model = re.sub(r"[-.](I?Q\d\w*|B?F(16|32))$", "", folder.stem, flags=re.IGNORECASE)
+        command = shlex.join(["python", "-m", "integrations.gguf", str(folder), model])
+        raise ValueError(f"{name} is not a checkpoint folder; make one: {command}")
     if not HUB_ID.fullmatch(name) or folder.exists():
         raise FileNotFoundError(
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
-            "single files, such as .gguf, are not read"
+            "single files are not read"
         )
     try:
         folder = snapshot_download(

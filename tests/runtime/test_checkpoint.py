@@ -62,7 +62,7 @@ def load_theirs(folder, **more):
             dict(model_type="qwen2", layer_types=["sliding_attention"] * 3),
             "with sliding_window None it must be 3 times full_attention",
         ),
-        (None, "config.json is missing; instead of .gguf files, give the original checkpoint"),
+        (None, "config.json is missing; convert a .gguf file (python -m integrations.gguf"),
     ],
 )
 def test_an_unsupported_or_malformed_field_is_named_in_one_line(change, words, tmp_path):

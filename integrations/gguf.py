@@ -1,0 +1,194 @@
+"""Turn a GGUF file, as llama.cpp, Ollama and LM Studio use it, into a checkpoint folder.
+
+    python -m integrations.gguf FILE.gguf OUT
+
+transformers dequantizes the weights and builds the tokenizer. Added here is what it leaves out and
+llama.cpp does: scaled rotary frequencies, how text is split into words, BOS, and the end ids."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from tokenizers import normalizers
+from tokenizers import pre_tokenizers as splits
+
+import cli
+from runtime.config import DTYPES, rope_frequencies
+from runtime.errors import out_of_memory
+from runtime.files import one_line
+
+CONTROL, UNUSED = 3, 5  # in tokenizer.ggml.token_type
+# llama.cpp also ends a text at these tokens, if they are control tokens.
+ENDS = ("</s>", "<eos>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+ENDS += ("<|endoftext|>", "<|end_of_text|>")
+# The rules that tokenizer.ggml.pre names. For a name that transformers does not know, it splits as
+# GPT-2, which is right for PLAIN.
+PLAIN = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "tekken")  # add BOS; words of the vocabulary stay
+
+
+def convert(file, out, dtype="bfloat16"):
+    """Write the checkpoint of a GGUF file to the folder `out`, which must be new or empty.
+
+    ValueError or ImportError, if the file cannot be converted."""
+    import accelerate  # noqa: F401  transformers needs it for GGUF
+    import gguf
+
+    file, out = Path(file), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists; choose a new or an empty folder")
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name):
+        raise ValueError(
+            f"{file} is one of several parts; join them with llama.cpp: "
+            "llama-gguf-split --merge FIRST-PART WHOLE.gguf"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as folder:
+        draft = Path(folder) / "draft"
+        try:
+            reader = gguf.GGUFReader(file)
+            metadata = {name: field.contents() for name, field in reader.fields.items()}
+            write_model(file, draft, getattr(torch, dtype), metadata, reader.tensors)
+            write_tokenizer(file, draft, metadata)
+        except Exception as error:  # unknown and damaged files raise many kinds
+            if out_of_memory(error) or isinstance(error, OSError | ImportError):
+                raise
+            raise ValueError(f"{file} cannot be converted: {one_line(error)}") from None
+        os.replace(draft, out)
+
+
+def warn(message):
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def write_model(file, folder, dtype, metadata, tensors):
+    """Write the weights, config.json and generation_config.json."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=dtype,
+        quantization_config=GgufConfig(dequantize=True),  # or they stay packed, and unsaveable
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"it has no {sorted(info['missing_keys'])[:4]}")
+    tensors = {tensor.name: tensor for tensor in tensors}
+    factors = tensors.pop("rope_freqs.weight", None)
+    values = sum(int(tensor.n_elements) for tensor in tensors.values())
+    if values != sum(weight.numel() for weight in model.parameters()):
+        warn(f"{file} has tensors that transformers does not read")
+    c = model.config
+    c.tie_word_embeddings = torch.equal(
+        model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    )
+    model.tie_weights()
+    scale_rope(c, metadata, factors)
+    c._name_or_path = ""
+    ends = end_ids(metadata)
+    if not ends:
+        warn(f"{file} names no end token; answers end only at the limit of new tokens")
+    model.generation_config = GenerationConfig(
+        bos_token_id=c.bos_token_id, pad_token_id=c.pad_token_id, eos_token_id=ends or None
+    )
+    model.save_pretrained(folder)
+
+
+def scale_rope(c, metadata, factors):
+    """Add the scaling of the rotary frequencies to a configuration.
+
+    factors: the tensor by which Llama 3.1 divides them, or None. ValueError for other scalings."""
+    name = f"{metadata['general.architecture']}.rope.scaling."
+    kind = metadata.get(f"{name}type", "none")
+    # Gemma 3 scales those of its global layers.
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    if factors is not None:
+        factors = torch.tensor(factors.data)
+        scaling = dict(
+            rope_type="llama3",
+            factor=round(factors.max().item(), 3),
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
+        shape = dict(rope_theta=rope["rope_theta"], head_dim=c.head_dim)
+        plain = rope_frequencies(SimpleNamespace(rope_scaling=None, **shape))
+        scaled = rope_frequencies(SimpleNamespace(rope_scaling=scaling, **shape))
+        if not torch.allclose(plain / scaled, factors, rtol=1e-3):
+            raise ValueError("rope_freqs.weight are not the factors of Llama 3.1")
+        rope.update(scaling)
+    elif kind == "linear":
+        rope.update(rope_type=kind, factor=metadata[f"{name}factor"])
+    elif kind != "none":
+        raise ValueError(f"{name}type is {kind!r}; use the original checkpoint")
+
+
+def end_ids(metadata):
+    """The ids that end a text: those that the metadata names, and those in ENDS."""
+    ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    kinds = metadata["tokenizer.ggml.token_type"]
+    for i, (token, kind) in enumerate(zip(metadata["tokenizer.ggml.tokens"], kinds)):
+        if kind == CONTROL and token in ENDS:
+            ids.append(i)
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def write_tokenizer(file, folder, metadata):
+    """Write tokenizer.json, tokenizer_config.json and, if the file has one, the chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    core = tokenizer.backend_tokenizer
+    pre = metadata.get("tokenizer.ggml.pre")
+    if metadata["tokenizer.ggml.model"] == "gpt2":
+        if pre in DIGITS:
+            core.pre_tokenizer = splits.Sequence(
+                [splits.Digits(individual_digits=True), splits.ByteLevel(add_prefix_space=False)]
+            )
+        elif isinstance(core.pre_tokenizer, splits.ByteLevel) and pre not in PLAIN:
+            warn(
+                f"{file}: the pre-tokenizer {pre!r} is unknown, so some texts may get other ids "
+                "than in training; copy tokenizer.json from the original checkpoint if you can"
+            )
+        if pre in LLAMA3:
+            core.model.ignore_merges = True
+            tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
+        if pre == "qwen2":
+            core.normalizer = normalizers.NFC()  # published, but not in llama.cpp
+    elif isinstance(core.pre_tokenizer, splits.Metaspace):
+        prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        spaces = [normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")]
+        core.normalizer = normalizers.Sequence(spaces)
+        core.pre_tokenizer = None
+    tokenizer.save_pretrained(folder)
+    content = json.loads(core.to_str())
+    for token, kind in zip(
+        metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    ):
+        if kind == UNUSED:  # fills the embedding, under a made-up name
+            content["model"]["vocab"].pop(token, None)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    # Other classes of transformers replace parts of tokenizer.json by their own.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.special_tokens_map
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def main():
+    p = cli.parser(__doc__)
+    p.add_argument("file", metavar="FILE.gguf")
+    p.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
+    p.add_argument("--dtype", choices=[*DTYPES], default="bfloat16", help="default: bfloat16")
+    args = p.parse_args()
+    convert(args.file, args.out, args.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

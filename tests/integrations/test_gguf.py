@@ -1,0 +1,251 @@
+"""Files of gguf's own writer become checkpoints with the same values and ids, for both engines."""
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers as splits
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import evaluate
+import program
+from heads import detect
+from integrations import gguf as conversion
+from model import Transformer
+from runtime.hf import HFModel
+from speed import decode
+from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights
+from tokenizer import Tokenizer
+
+BYTES = sorted(splits.ByteLevel.alphabet())
+CONTROL = ["<|begin|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>"]
+AB, AB12, ABC, BEGIN, IM_END, EOT_ID, END = range(256, 263)
+BYTE_LEVEL = {
+    "model": "gpt2",
+    "pre": "smollm",
+    "tokens": [*BYTES, "ab", "12", "abc", *CONTROL, "[PAD263]"],
+    "token_type": [1] * 259 + [3] * 4 + [5],
+    "merges": ["1 2", "a b"],
+    "bos_token_id": BEGIN,
+    "eos_token_id": IM_END,
+}
+SENTENCE_PIECE = {
+    "model": "llama",
+    "tokens": ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a", "▁▁"],
+    "scores": [0.0] * 258 + [-4.0, -3.0, -1.0, -2.0],
+    "token_type": [2, 3] + [6] * 256 + [1] * 4,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def write_file(path, arch="llama", tokenizer=BYTE_LEVEL, head=None, tensors=(), **metadata):
+    """Write a GGUF file as llama.cpp does → {name in the checkpoint: its dequantized values}.
+
+    head: how the embedding is quantized where it is stored again, as the output matrix.
+    tensors: more of them. metadata: more entries, or None to leave one out."""
+    c = FAMILIES["llama3" if arch == "llama" else arch] | dict(hidden_size=64, intermediate_size=64)
+    c |= dict(vocab_size=len(tokenizer["tokens"]), tie_word_embeddings=True)
+    weights = random_weights(c) | dict(tensors)
+    if head is not None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    entries = {
+        f"{arch}.context_length": 512,
+        f"{arch}.embedding_length": c["hidden_size"],
+        f"{arch}.block_count": c["num_hidden_layers"],
+        f"{arch}.feed_forward_length": c["intermediate_size"],
+        f"{arch}.attention.head_count": c["num_attention_heads"],
+        f"{arch}.attention.head_count_kv": c["num_key_value_heads"],
+        f"{arch}.attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+        f"{arch}.rope.freq_base": c["rope_theta"],
+    }
+    entries |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    entries |= metadata
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in entries.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    [number] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    names = gguf.get_tensor_name_map(number, c["num_hidden_layers"])
+    heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}
+    values = {}
+    for name, w in weights.items():
+        stem, suffix = name.rsplit(".", 1)
+        kind = Kind.F32 if w.ndim == 1 else head if stem == "lm_head" else Kind.Q4_0
+        data = gguf.quantize(w.numpy(), kind)
+        values[name] = torch.from_numpy(gguf.dequantize(data, kind))
+        n = heads.get(stem.split(".")[-1])
+        if arch == "llama" and n:  # the two of a rotary pair lie side by side
+            data = data.reshape(n, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        writer.add_tensor(f"{names.get_name(stem) or stem}.{suffix}", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+@pytest.fixture
+def convert(tmp_path, call):
+    """convert(*arguments, **those of write_file) → (the values, OUT, status, standard error)."""
+
+    def run(*arguments, **more):
+        values = write_file(tmp_path / "a.gguf", **more)
+        out = tmp_path / "new" / "out"
+        status, _, err = call(conversion.main, tmp_path / "a.gguf", out, *arguments)
+        return values, out, status, err
+
+    return run
+
+
+def rope(**parameters):
+    """The rotary frequencies of transformers."""
+    c = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
+    return LlamaRotaryEmbedding(c).inv_freq
+
+
+LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+LLAMA31 = BANDS | dict(original_max_position_embeddings=8192)
+FACTORS = rope(rope_theta=5e5, rope_type="default") / rope(rope_theta=5e5, **LLAMA31)
+
+
+@pytest.mark.parametrize(
+    "options, dtype, tied, scaling",
+    [
+        (dict(tensors={"rope_freqs.weight": FACTORS}), torch.bfloat16, True, LLAMA31),
+        (dict(arch="qwen2", head=Kind.Q8_0), torch.float32, False, None),
+        (dict(head=Kind.Q4_0) | LINEAR, torch.float16, True, dict(rope_type="linear", factor=4)),
+    ],
+)
+def test_both_engines_read_the_values_of_the_file(options, dtype, tied, scaling, convert):
+    name = str(dtype).removeprefix("torch.")
+    values, out, status, err = convert(*["--dtype", name] * (name != "bfloat16"), **options)
+    assert (status, "warning" in err) == (0, False)
+    values.pop("rope_freqs.weight", None)
+    if tied:
+        values.pop("lm_head.weight", None)
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == values.keys()
+    assert all(torch.equal(stored[name], w.to(dtype)) for name, w in values.items())
+    ours, theirs = Transformer.load(out), HFModel.load(out)
+    ids = torch.tensor([random_ids(40)])
+    torch.testing.assert_close(ours(ids), theirs(ids), atol=5e-5, rtol=0)  # summation order
+    assert ours.config.dtype == dtype and ours.config.rope_scaling == scaling
+    assert ours.config.tied_embeddings == theirs.config.tied_embeddings == tied
+
+
+def spell(text):
+    """The ids of the bytes of a text."""
+    [(characters, _)] = splits.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
+    return [BYTES.index(c) for c in characters]
+
+
+@pytest.mark.parametrize(
+    "pre, text, ids",
+    [
+        ("smollm", "ab12", [AB, *"12"]),
+        ("gpt-2", "ab12 e\u0301", [AB, AB12, *" e\u0301"]),
+        ("qwen2", "abc12 e\u0301", [AB, *"c12 é"]),
+        ("llama-bpe", "abc12", [BEGIN, ABC, AB12]),
+        ("surprise", "ab12", [AB, AB12]),
+        (None, "ab12", [AB, AB12]),
+    ],
+)
+def test_words_are_split_by_the_rule_of_the_file(pre, text, ids, convert):
+    _, out, status, err = convert(**{"tokenizer.ggml.pre": pre})
+    ids = [i for x in ids for i in ([x] if isinstance(x, int) else spell(x))]
+    assert Tokenizer.load(out).encode(text) == ids
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == ids
+    unknown = pre in ("surprise", None)
+    assert (status, f"warning: {out.parents[1]}/a.gguf: the pre-tokenizer {pre!r}" in err) == (
+        0,
+        unknown,
+    )
+
+
+@pytest.mark.parametrize("prefix, pieces", [(None, ["▁▁", "▁a"]), (False, ["▁", "▁a"])])
+def test_a_space_is_put_before_sentence_pieces_as_in_llama_cpp(prefix, pieces, convert):
+    add = {"tokenizer.ggml.add_space_prefix": prefix}
+    _, out, status, _ = convert(tokenizer=SENTENCE_PIECE, **add)
+    ids = [1, *map(SENTENCE_PIECE["tokens"].index, pieces)]
+    assert status == 0
+    assert (
+        Tokenizer.load(out).encode("  a")
+        == AutoTokenizer.from_pretrained(out)("  a").input_ids
+        == ids
+    )
+
+
+def test_ends_the_template_and_names_of_padding(convert):
+    chat = {"tokenizer.chat_template": "{{ messages[0].content }}<|im_end|>"}
+    _, out, *_ = convert(**chat, **{"tokenizer.ggml.eot_token_id": ABC})
+    tokenizer = Tokenizer.load(out)
+    assert tokenizer.encode_chat([{"content": "ab"}]) == [AB, IM_END]
+    assert tokenizer.eos_ids == (IM_END, ABC, EOT_ID, END)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [IM_END, ABC, EOT_ID, END]
+    assert tokenizer.decode([263]) == ""  # fills the embedding
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            {"llama.rope.scaling.type": "yarn"},
+            "llama.rope.scaling.type is 'yarn'; use the original",
+        ),
+        (dict(tensors={"rope_freqs.weight": FACTORS + 1}), "not the factors of Llama 3.1"),
+        ({"general.architecture": "surprise"}, "surprise"),
+        ({"llama.block_count": 4}, "it has no ['model.layers.3."),
+    ],
+)
+def test_files_that_would_give_another_model_are_refused(options, words, convert):
+    _, out, status, err = convert(**options)
+    line = err.splitlines()[-1]
+    assert status == 2 and line.startswith("gguf.py: error: ") and words in line
+    assert list(out.parent.iterdir()) == []
+
+
+def test_tensors_that_are_not_read_are_a_warning(convert):
+    *_, status, err = convert(tensors={"surprise.weight": torch.ones(32)})
+    assert (status, "a.gguf has tensors that transformers does not read" in err) == (0, True)
+
+
+def test_damaged_files_parts_of_files_and_folders_in_use_are_refused(call, tmp_path):
+    write_file(tmp_path / "a.gguf")
+    content = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "b.gguf").write_bytes(content[: len(content) // 2])
+    for file, out, words in [
+        ("a.gguf", "", "exists; choose a new or an empty folder"),
+        ("a.gguf", "a.gguf", "exists; choose a new or an empty folder"),
+        ("a-00001-of-00002.gguf", "out", "is one of several parts"),
+        ("b.gguf", "out", "b.gguf cannot be converted"),
+        ("c.gguf", "out", "c.gguf: no such file"),
+    ]:
+        status, _, err = call(conversion.main, tmp_path / file, tmp_path / out)
+        assert status == 2 and words in err and err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"a.gguf", "b.gguf"}
+
+
+@pytest.mark.parametrize(
+    "main, options",
+    [
+        (program.main, ["--prompt", "x"]),
+        (program.main, ["--prompt", "x", "--transformers"]),
+        (evaluate.main, ["--task", "nq-open"]),
+        (detect.main, ["--out", "x.json"]),
+        (decode.main, []),
+    ],
+)
+def test_every_program_says_how_to_convert_a_file(main, options, call, tmp_path):
+    file = tmp_path / "My Model-Q4_K_M.gguf"
+    file.touch()
+    status, _, err = call(main, "--model", file, *options)
+    command = f"python -m integrations.gguf '{file}' 'My Model'"
+    assert (status, err.partition(": ")[2]) == (
+        2,
+        f"error: {file} is not a checkpoint folder; make one: {command}\n",
+    )
