@@ -55,6 +55,7 @@ ELSEWHERE = (
     "python -m speed.suite",
     "torchrun --nproc-per-node 2 -m speed.decode",
     "python -m integrations.lm_eval",  # test_lm_eval
+    "python -m integrations.gguf",  # test_gguf
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
     "python evaluate.py rescore results",
     "python evaluate.py fetch",  # test_fetch
