@@ -100,8 +100,9 @@ def figure_of(panels, draw, runs, *notes, height=2.1):
 
 
 def curve_figure(frame, field):
-    """Score against "num_heads" or "alpha": a panel per task, a line per setup that has several
-    values of it, a horizontal line for greedy decoding."""
+    """Score against "num_heads" or "alpha": a panel per task with a line per setup that has several
+    values of it, random heads with any number of values, and a horizontal line for greedy
+    decoding."""
     lines = frame[frame["headline"]].sort_values("task", kind="stable")
     if field == "num_heads":
         lines = lines[lines["alpha"].isna()]
@@ -110,7 +111,7 @@ def curve_figure(frame, field):
     looks = itertools.cycle(zip(COLOURS, "ovDs^P<"))
     panels, styles, runs = defaultdict(list), {}, []
     for (task, name), curve in swept.groupby(["task", names], sort=False, observed=True):
-        if curve[field].nunique() > 1:
+        if curve[field].nunique() > 1 or curve["random_heads"].notna().all():
             if name not in styles:
                 colour, marker = next(looks)
                 styles[name] = {"color": colour, "marker": marker, "label": name}
@@ -126,7 +127,12 @@ def curve_figure(frame, field):
         xlabel = {"num_heads": "heads masked, N", "alpha": "α"}[field]
         ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=printed.headline(task)[1])
 
-    return figure_of(panels.items(), draw, runs, BARS)
+    panels = [
+        (task, curves)
+        for task, curves in panels.items()
+        if any(curve[field].nunique() > 1 for curve, _ in curves)
+    ]
+    return figure_of(panels, draw, runs, BARS)
 
 
 def draw_curves(ax, field, curves):

@@ -101,10 +101,11 @@ def greedy_of(run, runs):
 
 
 def label_variants(runs):
-    """Yields the runs, labelled by heads that differ within a model, and by precision and inputs
-    that differ within a model and task."""
+    """Yields the runs, labelled by heads that differ within a model (or its amateur), and by
+    precision and inputs that differ within a model and task."""
     titles, tasks = [run.title for run in runs], [run.task for run in runs]
-    heads = differing([run.heads for run in runs], [titles])
+    amateurs = [run.setup.amateur for run in runs]
+    heads = differing([run.heads for run in runs], [titles, amateurs])
     variants = differing([run.precision | run.inputs for run in runs], [titles, tasks])
     for run, of_heads, variant in zip(runs, heads, variants):
         yield replace(run, setup=replace(run.setup, heads=of_heads, variant=variant))

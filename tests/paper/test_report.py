@@ -278,6 +278,8 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
                 run["heads"] = [f"{number}-{seed}"]  # drawn beside other retrieval heads
                 add("masked", n, random_heads="uniform", seed=seed, right=number, **run)
     add("masked", 1, head_file=None, heads=["1-1"])
+    amateur = {"amateur": "small", "head_file": {"file": "small.json", "sha256": 64 * "c"}}
+    add("decore-entropy-lite", 1, measure="copy", **amateur)
     frame = frame_of(tmp_path)
     texts, _ = table(frame, GROUP)
     setups = list(dict.fromkeys(setup for setup, _ in texts))
@@ -290,6 +292,7 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
         *[f"masked, N = {n}, {label}" for label in labels[2:4] for n in (1, 2)],
         "masked, N = 1, random heads",
         "masked, N = 2, random heads",
+        "DeCoRe entropy-lite, N = 1, amateur small",  # other heads, but of another model
     ]
     assert "8 draws" in texts["masked, N = 1, random heads", COLUMN]
     [ax] = draw("heads", frame).axes
@@ -478,8 +481,8 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
     add(**run)
     for n in (10, 20):
         add("masked", n, right=18, **run)
-        for sampler in ("uniform", "published"):
-            add("masked", n, random_heads=sampler, **run)
+        add("masked", n, random_heads="published", **run)
+    add("masked", 10, random_heads="uniform", **run)  # a control, though it has a single N
     add("masked", 10, mask="query", **run)  # a single N is not a line
     [ax] = draw("heads", frame_of(tmp_path)).axes
     looks = {}
