@@ -29,7 +29,7 @@ from runtime import checks
 from runtime.graph import recorded
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
-SCORED_AT_ONCE = 512  # answer tokens per pass in `loglikelihoods`
+UNMASKED = ()  # the heads of a row that masks none
 
 
 def contrast(base, other, alpha):
@@ -82,19 +82,10 @@ class Session:
 
     capacity: tokens that each text can still take, the prompt's last one included. rows: for each
     row, the heads to mask. All prompt tokens but the last are prefilled, unmasked and once for all
-    rows; mask_prompt masks the heads there too, and needs a single row. on_layer, groups: as in
-    `Transformer.prefill`."""
+    rows; mask_prompt masks the heads there too, and needs a single row."""
 
     def __init__(
-        self,
-        model,
-        prompts,
-        capacity,
-        rows=((),),
-        mask="output",
-        mask_prompt=False,
-        on_layer=None,
-        groups=1,
+        self, model, prompts, capacity, rows=(UNMASKED,), mask="output", mask_prompt=False
     ):
         self.model = model
         self.mask = mask
@@ -102,8 +93,7 @@ class Session:
         self.head_mask = head_mask if (head_mask == 0).any() else None
         self.cache = model.new_cache([len(p) - 1 for p in prompts], capacity, len(rows))
         ids = pad([p[:-1] for p in prompts], model.device)
-        prompt_mask = self.head_mask if mask_prompt else None
-        model.prefill(ids, self.cache, prompt_mask, mask, on_layer, groups)
+        model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask)
 
     def logits(self, tokens):
         """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V]
@@ -117,10 +107,7 @@ class DeCoRe:
     capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
     alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
     (the published runs). mask_prompt: mask at every position, not only from the last prompt token
-    on. amateur: a smaller model of the same vocabulary, with amateur_heads masked, in place of the
-    masked row (DeCoRe entropy-lite)."""
-
-    scoring = {"mask_prompt": True}  # settings of `score`, unless they are given
+    on."""
 
     def __init__(
         self,
@@ -134,23 +121,17 @@ class DeCoRe:
         scale_alpha=False,
         mask="output",
         mask_prompt=False,
-        amateur=None,
-        amateur_heads=None,
     ):
-        checks.check_method(method, METHODS)
-        checks.check_masking(method, heads, amateur, amateur_heads)
+        checks.check_method(method, METHODS, checks.ELSEWHERE)
+        checks.check_masking(method, heads)
         self.method = method
         self.alpha = alpha
         self.alpha_cap = alpha_cap
         self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
-        rows = {"greedy": [[]], "masked": [heads]}.get(method, [[], heads])
-        if amateur:
-            passes = [(model, [[]]), (amateur, [amateur_heads])]
-        elif mask_prompt:  # the keys of the prompts differ from row to row
-            passes = [(model, [row]) for row in rows]
-        else:
-            passes = [(model, rows)]
-        self.sessions = [Session(m, prompts, capacity, r, mask, mask_prompt) for m, r in passes]
+        rows = {"greedy": [UNMASKED], "masked": [heads]}.get(method, [UNMASKED, heads])
+        # If prompts are masked, their keys differ from row to row.
+        passes = [[row] for row in rows] if mask_prompt else [rows]
+        self.sessions = [Session(model, prompts, capacity, r, mask, mask_prompt) for r in passes]
 
     def step(self, tokens):
         """Append tokens [B, T] to the texts → their `Step`.
@@ -199,9 +180,9 @@ def generate(
     graph, if the models can. decoder: `DeCoRe` or one of paper/baselines.py. attention_mask: 0
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
-    ids = checks.unpadded(ids, attention_mask, input_ids)
+    prompts, as_given = checks.unpack(ids, attention_mask, input_ids)
     prompts, settings, eos_ids, limits = checks.check_generation(
-        model, ids, max_new_tokens, eos_ids, settings
+        model, prompts, method, decoder, settings, max_new_tokens, eos_ids
     )
     decoding = decoder(model, prompts, max(limits), method, **settings)
     token = pad([p[-1:] for p in prompts], model.device)
@@ -210,15 +191,14 @@ def generate(
     out = [Generation() for _ in prompts]
     for _ in range(max(limits)):
         result = step(token)
-        score, token = result.scores.max(-1)  # greedy
-        numbers = [token.float(), score, result.alpha, result.entropy]
-        numbers = torch.stack(numbers, -1)  # [B, 1, 4], on the device
-        for b, (token_id, score, alpha, h) in enumerate(numbers[:, 0].tolist()):
+        highest, token = result.scores.max(-1)  # greedy
+        numbers = torch.stack([highest, result.alpha, result.entropy], -1)  # [B, 1, 3]
+        numbers = zip(token[:, 0].tolist(), numbers[:, 0].tolist())  # on the host
+        for b, (token_id, (score, alpha, h)) in enumerate(numbers):
             g = out[b]
             if g.stop:
                 continue
             checks.check_finite(score + h, model)
-            token_id = int(token_id)
             g.ids.append(token_id)
             g.alphas.append(alpha)
             g.entropies.append(h)
@@ -231,82 +211,7 @@ def generate(
                 g.stop = "length"
         if all(g.stop for g in out):
             break
-    return out if checks.is_batch(ids) else out[0]
-
-
-def score(
-    model,
-    prompt_ids,
-    answer_ids,
-    method="decore-entropy",
-    renormalise=True,
-    decoder=DeCoRe,
-    attention_mask=None,
-    **settings,
-):
-    """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
-    answers, a list. Several prompts with a list of answers each → a list of lists.
-
-    Heads are masked at every position, as in the published multiple-choice runs, unless mask_prompt
-    is False. renormalise: apply log-softmax to the contrasted scores, so that they are
-    log-probabilities. attention_mask: of the prompts. settings: as in `generate`."""
-    prompts, answers = checks.as_batch(checks.unpadded(prompt_ids, attention_mask), answer_ids)
-    sums, _ = loglikelihoods(model, prompts, answers, method, renormalise, decoder, **settings)
-    return checks.as_given(sums, answer_ids)
-
-
-@torch.inference_mode()
-def loglikelihoods(
-    model,
-    prompts,
-    answers,
-    method="decore-entropy",
-    renormalise=True,
-    decoder=DeCoRe,
-    allowed=None,
-    **settings,
-):
-    """Two lists of B lists: the score of each answer, and whether greedy decoding gives it.
-
-    The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids.
-    allowed: Step → bool [A, T, V], the tokens that greedy decoding may choose. The other arguments
-    are those of `score`."""
-    prompts, answers, settings = checks.check_scoring(model, prompts, answers, settings)
-    capacity = max(map(len, sum(answers, [])))
-    decoding = decoder(model, prompts, capacity, method, **(decoder.scoring | settings))
-    caches = [session.cache for session in decoding.sessions]
-    sums = []
-    greedy = []
-    for b, prompt in enumerate(prompts):
-        for session, cache in zip(decoding.sessions, caches):
-            texts = torch.arange(b, len(cache.lengths), len(prompts))  # one in each group
-            session.cache = cache.select(texts.repeat_interleave(len(answers[b])))
-        values, chosen = score_tokens(decoding, prompt[-1:], answers[b], renormalise, allowed)
-        sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
-        greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
-        checks.check_finite(sum(sums[b]), model)
-    return sums, greedy
-
-
-def score_tokens(decoding, last, answers, renormalise, allowed):
-    """The score of each token of A answers, and whether greedy decoding chooses it: [A][T] each.
-
-    last: the prompt's last token, a list of one."""
-    device = decoding.sessions[0].model.device
-    ids = pad(answers, device)  # [A, T]
-    before = pad([last + answer[:-1] for answer in answers], device)
-    values = []
-    chosen = []
-    size = max(1, SCORED_AT_ONCE // len(answers))
-    for part, tokens in zip(ids.split(size, 1), before.split(size, 1)):
-        result = decoding.step(tokens)
-        scores = result.scores  # [A, T, V]
-        candidates = scores if allowed is None else scores.where(allowed(result), -math.inf)
-        chosen.append(candidates.argmax(-1) == part)
-        if renormalise:
-            scores = scores.log_softmax(-1)
-        values.append(scores.gather(-1, part[..., None])[..., 0])
-    return torch.cat(values, 1).tolist(), torch.cat(chosen, 1).tolist()
+    return as_given(out)
 
 
 def make_head_mask(rows, model):
@@ -325,4 +230,4 @@ def pad(sequences, device="cpu"):
 
 
 if __name__ == "__main__":
-    runpy.run_module("program", run_name="__main__")  # decodes from the command line
+    runpy.run_module("program", run_name="__main__")  # the command line: program/__init__.py

@@ -9,8 +9,8 @@ prompt, which are stored once.
     (H and G: those of this rank)
 
 In constructors, c is the model's Config, and kw the device and dtype. In passes, `head_mask` says
-which heads are masked, `mask` what masking is ("output" or "query"), and `view` what the tokens of
-the pass attend to: `Prefill` or `Decode`.
+which heads are masked, `mask` what masking is ("output" or "query"), and `attend` is the attention
+of each layer: a `PrefillAttention` or a `DecodeAttention`.
 """
 
 import copy
@@ -29,7 +29,8 @@ from runtime.special import special_ids
 from runtime.weights import checkpoint_folder, load_weights, stored_dtype, untie, weight_files
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
-BLOCK = 64  # P and S are multiples of this; shorter common prefixes are not read apart
+ALIGNMENT = 64  # P and S are multiples of this
+LEAST_PREFIX = 64  # tokens; a pass of its own for fewer costs more than it saves
 
 
 class Attention(nn.Module):
@@ -37,28 +38,28 @@ class Attention(nn.Module):
         super().__init__()
         self.shard = shard
         self.width = c.head_dim
-        self.heads = c.n_heads // shard.size
-        self.kv_heads = max(1, c.n_kv_heads // shard.size)
-        qkv_heads = self.heads + 2 * self.kv_heads
+        self.n_heads = c.n_heads // shard.size
+        self.n_kv_heads = max(1, c.n_kv_heads // shard.size)
+        qkv_heads = self.n_heads + 2 * self.n_kv_heads
         self.qkv = Linear(c.d_model, qkv_heads * c.head_dim, c.qkv_bias, **kw)
-        self.o = Linear(self.heads * c.head_dim, c.d_model, **kw)
+        self.o = Linear(self.n_heads * c.head_dim, c.d_model, **kw)
         # The bias is not in `o`, because it is added once, after the sum over ranks.
         self.o_bias = nn.Parameter(torch.zeros(c.d_model, **kw)) if c.o_bias else None
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
 
-    def forward(self, x, layer, view, head_mask, mask):
+    def forward(self, x, layer, attend, head_mask, mask):
         """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1, 1, H, 1], or None."""
-        H = self.heads
-        G = self.kv_heads
+        H = self.n_heads
+        G = self.n_kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.width))  # [R, B, T, H + 2·G, K]
         qk, v = qkv.split((H + G, G), -2)
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
-        q, k = rotate(qk, *view.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
+        q, k = rotate(qk, *attend.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
         if head_mask is not None and mask == "query":
             q = q * head_mask  # a query of zeros averages the values of all its keys
-        y = view.attend(layer, q, k, v)
+        y = attend(layer, q, k, v)
         if head_mask is not None and mask == "output":
             y = y * head_mask  # Eq. 4 and 5: a masked head adds exactly zero
         y = self.shard.all_reduce(self.o(y.flatten(-2)))
@@ -85,8 +86,8 @@ class Layer(nn.Module):
         self.mlp_norm = nn.RMSNorm(c.d_model, c.norm_eps, **kw)
         self.mlp = MLP(c, shard, **kw)
 
-    def forward(self, x, layer, view, head_mask, mask):
-        x = x + self.attn(self.attn_norm(x), layer, view, head_mask, mask)
+    def forward(self, x, layer, attend, head_mask, mask):
+        x = x + self.attn(self.attn_norm(x), layer, attend, head_mask, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -133,50 +134,43 @@ class Transformer(nn.Module):
         mask: "output" (Eq. 4 and 5) or "query" (the published runs).
         probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is
         appended, float32."""
-        T = ids.shape[1]
-        view = Decode(self, cache, T, probabilities) if cache else Prefill(self, 0, T)
-        for x in self.hidden_states(ids, view, head_mask, mask):
-            last = x
-        if cache:
-            cache.slots += T
-        logits = self.logits(last)
+        x, _ = self.read_layers(ids, (), cache, head_mask, mask, probabilities)
+        logits = self.logits(x)
         return logits[0] if cache is None and head_mask is None else logits
 
+    def read_layers(
+        self, ids, layers, cache=None, head_mask=None, mask="output", probabilities=None
+    ):
+        """The last hidden states of ids [B, T], after the final norm, and a list of those of
+        `layers`, in ascending order: [R, B, T, D] each. 0 is the embeddings, i the output of the
+        i-th layer. The other arguments are those of `forward`."""
+        T = ids.shape[1]
+        if cache is None:
+            attend = PrefillAttention(self, 0, T)
+        else:
+            attend = DecodeAttention(self, cache, T, probabilities)
+        states = self.hidden_states(ids, attend, head_mask, mask, layers)
+        if cache is not None:
+            cache.slots += T
+        return states
+
     @torch.no_grad()
-    def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None, groups=1):
-        """Store the keys and values of prompts [B, T], padded on the right, in the cache.
-
-        groups: the prompts are this many groups of equal size, one after the other; the common
-        prefix of a group is read once. on_layer(layer, x) is called for each hidden state x
-        [R, B, T, D] of each part of the prompts, in order; layer 0 is the embeddings."""
-        size = len(ids) // groups
-        for first in range(0, len(ids), size):
-            texts = slice(first, first + size)
-            group = cache.select(texts)
-            for start, chunk, readers in prefill_chunks(ids[texts], group.lengths.tolist()):
-                view = Prefill(self, start, chunk.shape[1], group.select(slice(readers)))
-                for layer, x in enumerate(self.hidden_states(chunk, view, head_mask, mask)):
-                    if on_layer:
-                        x = x.expand(-1, readers, -1, -1)
-                        on_layer(layer, F.pad(x, (0, 0, 0, 0, 0, size - readers)))
-
-    def read_layers(self, ids, cache, layers):
-        """Append ids [B, T] to a cache of one row → the last hidden state [1, B, T, D], and a list
-        of those of `layers`, of the same shape. Layer 0 is the embeddings."""
-        states = list(self.hidden_states(ids, Decode(self, cache, ids.shape[1])))
-        cache.slots += ids.shape[1]
-        return states[-1], [states[layer] for layer in layers]
+    def prefill(self, ids, cache, head_mask=None, mask="output"):
+        """Store the keys and values of prompts [B, T], padded on the right, in the cache. Their
+        common prefix is read once."""
+        for start, chunk, n in prefill_chunks(ids, cache.lengths.tolist()):
+            attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
+            self.hidden_states(chunk, attend, head_mask, mask)
 
     def new_cache(self, lengths, capacity, rows=1):
         """A `Cache` for prompts of these lengths, and `capacity` new tokens of each text in each
         row."""
         return Cache(self, lengths, capacity, rows)
 
-    def hidden_states(self, ids, view, head_mask=None, mask="output"):
-        """Yield hidden states [R, B, T, D]: the embeddings of ids [B, T], then the output of each
-        layer, that of the last one after the final norm."""
+    def hidden_states(self, ids, attend, head_mask=None, mask="output", layers=()):
+        """As `read_layers`, for tokens that attend as `attend` says."""
         c = self.config
-        rows = view.rows
+        rows = attend.rows
         layer_masks = [None] * c.n_layers
         check_mask(mask)
         if head_mask is not None:
@@ -185,10 +179,15 @@ class Transformer(nn.Module):
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
             layer_masks = head_mask[:, :, None, None, :, None].unbind(1)  # L of [R, 1, 1, H, 1]
         x = self.embedding(ids).expand(rows, -1, -1, -1)
+        states = []
         for i, layer in enumerate(self.layers):
-            yield x
-            x = layer(x, i, view, layer_masks[i], mask)
-        yield self.norm(x)
+            if i in layers:
+                states.append(x)
+            x = layer(x, i, attend, layer_masks[i], mask)
+        x = self.norm(x)
+        if c.n_layers in layers:
+            states.append(x)
+        return x, states
 
     def embedding(self, ids, weight=None):
         """[..., T] → [..., T, D]. weight: another matrix with a row per token.
@@ -277,11 +276,10 @@ def prefill_chunks(ids, lengths):
 
 
 def common_prefix(ids):
-    """How many first tokens the prompts [B, T] have in common; 0 if they are fewer than BLOCK,
-    since a pass for few tokens costs more than it saves."""
+    """How many first tokens the prompts [B, T] have in common; 0 if fewer than LEAST_PREFIX."""
     same = (ids == ids[:1]).all(0)
     length = int(same.cumprod(0).sum())
-    return length if length >= BLOCK else 0
+    return length if length >= LEAST_PREFIX else 0
 
 
 def rope(model, positions):
@@ -312,16 +310,16 @@ class Cache:
         kv[layer] [2, B, G, P + S·R, K]:
         prompt 0 … P−1 | slot 0: row 0, row 1 | slot 1: row 0, row 1 | …
 
-    The token in slot s of a text has position length + s; `slots` counts the slots in use. Rows
-    alternate, so that the keys in use are one slice. P and S are rounded up to multiples of
-    BLOCK."""
+    Rows alternate, so that the keys in use are one slice. For example, P = 64 and R = 2: slot 3 of
+    row 1 is key 64 + 3·2 + 1 = 71, and in a text of 50 prompt tokens it has position 50 + 3 = 53.
+    `slots` counts the slots in use. P and S are rounded up to multiples of ALIGNMENT."""
 
     def __init__(self, model, lengths, capacity, rows=1):
         attn = model.layers[0].attn
         self.rows = rows
         self.P = round_up(max(lengths))
         self.S = round_up(capacity)
-        shape = 2, len(lengths), attn.kv_heads, self.P + self.S * rows, attn.width
+        shape = 2, len(lengths), attn.n_kv_heads, self.P + self.S * rows, attn.width
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
@@ -341,13 +339,15 @@ class Cache:
 
 
 def round_up(n):
-    return -(-n // BLOCK) * BLOCK
+    return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-class Prefill:
-    """Tokens start … start + T of every text: each sees itself and those before it.
+class PrefillAttention:
+    """The attention of tokens start … start + T of every text: each sees itself and those before
+    it.
 
-    A cache, if any, stores them. If B is 1, the tokens belong to all texts of the cache."""
+    A cache, if any, stores their keys and values. A chunk with B = 1 is a common prefix, stored for
+    every text."""
 
     rows = 1
 
@@ -358,7 +358,7 @@ class Prefill:
         self.end = start + T
         self.rope = rope(model, torch.arange(start, start + T, device=model.device)[None])
 
-    def attend(self, layer, q, k, v):
+    def __call__(self, layer, q, k, v):
         """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K], in memory linear in the
         prompt."""
         shape = q.shape
@@ -371,9 +371,9 @@ class Prefill:
         return y.transpose(1, 2).reshape(shape)
 
 
-class Decode:
-    """The next T tokens of every text, in every row: each sees the prompt and its row's new tokens
-    up to itself."""
+class DecodeAttention:
+    """The attention of the next T tokens of every text, in every row: each sees the prompt and its
+    row's new tokens up to itself."""
 
     def __init__(self, model, cache, T, probabilities=None):
         R = cache.rows
@@ -394,7 +394,7 @@ class Decode:
         self.C = cache.P + used * R
         self.biases = {window: self.bias(model, window) for window in set(self.windows)}
 
-    def attend(self, layer, q, k, v):
+    def __call__(self, layer, q, k, v):
         """q [R, B, T, H, K], k and v [R, B, T, G, K] → [R, B, T, H, K].
 
         The queries of all rows that share a key head are side by side, so that each key is read
@@ -432,7 +432,7 @@ class Decode:
         own_row = in_prompt | (row == torch.arange(R, device=model.device)[:, None])  # [R, C]
         visible = (seen[:, None] & own_row[:, None]).flatten(1, 2)  # [B, R·T, C]
         attn = model.layers[0].attn
-        visible = visible.repeat_interleave(attn.heads // attn.kv_heads, 1)
+        visible = visible.repeat_interleave(attn.n_heads // attn.n_kv_heads, 1)
         return visible[:, None].to(model.dtype).log()  # log 1 = 0, log 0 = −∞
 
 

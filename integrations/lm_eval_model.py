@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from tqdm import tqdm
 
-from paper import baselines
+from paper import baselines, scoring
 from runtime.files import one_line
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
@@ -20,7 +20,7 @@ SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
 class HarnessModel(TemplateLM):
     """batch_size: prompts that are continued at once.
 
-    settings: the arguments of `baselines.generate` and `baselines.score`."""
+    settings: the arguments of `baselines.generate` and `scoring.score`."""
 
     max_gen_toks = 256  # if a task does not say; the same as in the harness's `hf`
     tokenizer_name = ""  # names caches of requests, which the command refuses
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
         settings = self.settings.copy()
         settings.pop("mask_prompt", None)  # scoring masks every position
         for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
-            [sums], [greedy] = baselines.loglikelihoods(
+            [sums], [greedy] = scoring.loglikelihoods(
                 self.model,
                 [context],
                 [list(answers.values())],

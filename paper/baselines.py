@@ -8,9 +8,9 @@ dola-high    likewise, an upper layer's exit
 ad           log p − α spread, the entropy of a token's  Activation Decoding, Chen et al. 2024
              activation over the prompt's positions
 
-z: logits; log p: their log-softmax. `generate` and `score` take DeCoRe's own methods too. Random
-heads in place of retrieval heads: `heads.random_heads`. ITI needs no decoder: its checkpoints are
-models like any other.
+z: logits; log p: their log-softmax. `Lite` is DeCoRe with an amateur; `generate` takes DeCoRe's own
+methods too. Random heads in place of retrieval heads: `heads.random_heads`. ITI needs no decoder:
+its checkpoints are models like any other.
 
 B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E early exits
 """
@@ -20,34 +20,57 @@ import math
 import torch
 
 import decore
-from decore import Session, Step, entropy, pad
+from decore import DeCoRe, Session, Step, entropy, pad
 from runtime.checks import (
-    as_batch,
-    as_given,
     check_masking,
     check_method,
     check_number,
     check_prompts,
-    check_scoring,
     check_settings,
-    unpadded,
+    unpack,
 )
 
-NO_AMATEUR = "cd needs an amateur: a smaller model of the same vocabulary"
 INFO_LAYER = 24  # of the published runs
 EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
+LOGITS_AT_ONCE = 64  # positions whose activations do
+
+
+class Lite(DeCoRe):
+    """DeCoRe with a smaller model in place of the masked row (DeCoRe entropy-lite).
+
+    amateur: a model of the same vocabulary. amateur_heads: its heads to mask, [] for none. The
+    other arguments are those of `DeCoRe`."""
+
+    def __init__(
+        self,
+        model,
+        prompts,
+        capacity,
+        method="decore-entropy",
+        amateur=None,
+        amateur_heads=None,
+        alpha=0.5,
+        alpha_cap=None,
+        scale_alpha=False,
+        mask="output",
+        mask_prompt=False,
+    ):
+        check_amateur(method, amateur, amateur_heads)
+        how = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha)
+        super().__init__(model, prompts, capacity, "greedy", **how)  # the base row
+        self.method = method
+        rows = [amateur_heads]
+        self.sessions.append(Session(amateur, prompts, capacity, rows, mask, mask_prompt))
 
 
 class Baseline:
     """Base class of the decoders below.
 
     Each defines `contrast`, which appends tokens [B, T] to the texts → scores, log p, and the log p
-    that is subtracted, [B, T, V] each. relative_top: tokens below that fraction of the highest
-    probability score −∞. alpha: weight of the subtracted term. `more` stands for these two."""
+    that is subtracted, [B, T, V] each. alpha: weight of the subtracted term. relative_top: tokens
+    below that fraction of the highest probability score −∞."""
 
-    scoring = {}
-
-    def __init__(self, sessions, method, relative_top=None, alpha=0.5):
+    def __init__(self, sessions, method, alpha, relative_top):
         self.sessions = sessions
         self.alpha = alpha
         self.top = threshold(method, relative_top)
@@ -65,11 +88,12 @@ class CD(Baseline):
 
     amateur: a smaller model of the same vocabulary."""
 
-    def __init__(self, model, prompts, capacity, method, amateur=None, **more):
-        if amateur is None:
-            raise ValueError(NO_AMATEUR)
+    def __init__(
+        self, model, prompts, capacity, method, amateur=None, alpha=0.5, relative_top=None
+    ):
+        check_amateur(method, amateur)
         sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
-        super().__init__(sessions, method, **more)
+        super().__init__(sessions, method, alpha, relative_top)
 
     def contrast(self, tokens):
         logits = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
@@ -80,12 +104,22 @@ class CD(Baseline):
 class CAD(Baseline):
     """Context-Aware Decoding: (1 + α) z − α z_without.
 
-    The prompts without context are the batch's second half."""
+    ids_without_context: each prompt without its context, in the form of the prompts."""
 
-    def __init__(self, model, prompts, capacity, method, ids_without_context=None, **more):
+    def __init__(
+        self,
+        model,
+        prompts,
+        capacity,
+        method,
+        ids_without_context=None,
+        alpha=0.5,
+        relative_top=None,
+    ):
         if ids_without_context is None:
             raise ValueError("cad needs each prompt without its context too: ids_without_context")
-        without = check_prompts(model, ids_without_context, "context-free prompt")
+        without, _ = unpack(ids_without_context)
+        without = check_prompts(model, without, "context-free prompt")
         if len(without) != len(prompts):
             raise ValueError(
                 f"cad needs one context-free prompt for each prompt; "
@@ -99,12 +133,13 @@ class CAD(Baseline):
                 )
             if len(w) > len(prompt):
                 longest = w + w[-1:] * (capacity - 1)  # the last new token is not read
-                check_prompts(model, longest, "context-free prompt with its longest answer")
-        sessions = [Session(model, [*prompts, *without], capacity, groups=2)]
-        super().__init__(sessions, method, **more)
+                check_prompts(model, [longest], "context-free prompt with its longest answer")
+        # Two sessions: within each, prompts have a long prefix in common, the demonstrations.
+        sessions = [Session(model, p, capacity) for p in (prompts, without)]
+        super().__init__(sessions, method, alpha, relative_top)
 
     def contrast(self, tokens):
-        z, z_without = self.sessions[0].logits(tokens.repeat(2, 1))[0].chunk(2)
+        z, z_without = (session.logits(tokens)[0] for session in self.sessions)
         scores = (1 + self.alpha) * z - self.alpha * z_without
         return scores, z.log_softmax(-1), z_without.log_softmax(-1)
 
@@ -117,14 +152,19 @@ class DoLa(Baseline):
     transformers, a positive score of a token that the text already contains is divided by it, a
     negative one multiplied."""
 
-    scoring = {"dola_layers": "halves"}
-
     def __init__(
-        self, model, prompts, capacity, method, dola_layers="capped", repetition_penalty=1, **more
+        self,
+        model,
+        prompts,
+        capacity,
+        method,
+        dola_layers="capped",
+        repetition_penalty=1,
+        relative_top=None,
     ):
         check_number(repetition_penalty, "repetition_penalty", 0.01)
         self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
-        super().__init__([Session(model, prompts, capacity)], method, alpha=1, **more)
+        super().__init__([Session(model, prompts, capacity)], method, 1, relative_top)
         self.model = model
         self.penalty = repetition_penalty
         self.in_text = torch.zeros(
@@ -134,7 +174,7 @@ class DoLa(Baseline):
             self.in_text[b, 0, prompt] = True
 
     def contrast(self, tokens):
-        last, early = self.model.read_layers(tokens, self.sessions[0].cache, self.exits)
+        last, early = self.model.read_layers(tokens, self.exits, self.sessions[0].cache)
         base, other = most_divergent(self.model, torch.cat([last, *early]))
         scores = base - other
         if self.penalty != 1:
@@ -190,83 +230,50 @@ class AD(Baseline):
     """Activation Decoding: log p − α spread, the `activation_entropy` of the layer info_layer over
     the prompt."""
 
-    def __init__(self, model, prompts, capacity, method, info_layer=INFO_LAYER, **more):
-        session, states, in_prompt = prefill_layer(model, prompts, capacity, info_layer)
-        last = pad([p[-1:] for p in prompts], model.device)
-        _, [x] = model.read_layers(last, session.cache.select(slice(None)), [info_layer])
-        self.spread = activation_entropy(model, torch.cat([states, x[0]], 1), in_prompt)
-        super().__init__([session], method, **more)
+    def __init__(
+        self, model, prompts, capacity, method, info_layer=INFO_LAYER, alpha=0.5, relative_top=None
+    ):
+        check_layer(model, info_layer)
+        super().__init__([Session(model, prompts, capacity)], method, alpha, relative_top)
+        self.layer = info_layer
+        self.activations = []
+        for prompt in prompts:  # read once more: sessions keep no hidden states
+            _, [x] = model.read_layers(pad([prompt], model.device), [info_layer])
+            self.activations.append(activations(model, x[0, 0]))
+        self.set_spread(self.activations)
+
+    def set_spread(self, texts):
+        """texts: the `activations` of each."""
+        self.spread = torch.stack([activation_entropy(*text) for text in texts])[:, None]
 
     def contrast(self, tokens):
         base = self.sessions[0].logits(tokens)[0].log_softmax(-1)
         return base - self.alpha * self.spread, base, base
 
 
-def score_ad(model, prompts, answers, top=0, info_layer=INFO_LAYER, alpha=0.5):
-    """`loglikelihoods` of AD as published: its entropy is over the answer's positions too."""
-    prompts, answers, _ = check_scoring(model, prompts, answers, dict(alpha=alpha))
-    capacity = 1 + max(map(len, sum(answers, [])))
-    session, states, _ = prefill_layer(model, prompts, capacity, info_layer)
-    sums = []
-    greedy = []
-    for b, prompt in enumerate(prompts):
-        sums.append([])
-        greedy.append([])
-        for answer in answers[b]:
-            tokens = pad([prompt[-1:] + answer], model.device)
-            cache = session.cache.select(torch.tensor([b]))
-            last, [x] = model.read_layers(tokens, cache, [info_layer])
-            read = states[b : b + 1, : len(prompt) - 1]
-            spread = activation_entropy(model, torch.cat([read, x[0]], 1))  # [1, 1, V]
-            base = model.logits(last)[0].log_softmax(-1)  # [1, 1 + T, V]
-            scores = (base - alpha * spread)[0, :-1]
-            sums[b].append(math.fsum(scores[torch.arange(len(answer)), answer].tolist()))
-            scores = scores.where(plausible(base[0, :-1], top), -math.inf)
-            greedy[b].append(scores.argmax(-1).tolist() == answer)
-    return sums, greedy
+def activations(model, x, before=None):
+    """m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m), sums over the positions of a text
+    of each token's logit z after a layer, [V] each.
 
-
-def prefill_layer(model, prompts, capacity, layer):
-    """Prefill all but the last prompt tokens → a `Session`, the outputs of a layer at these
-    positions [B, P − 1, D], and which of the P positions belong to a prompt: [B, P], the last
-    column being the last tokens."""
-    check_layer(model, layer)
-    lengths = torch.tensor([len(p) for p in prompts])
-    states = [
-        torch.zeros(len(prompts), 0, model.config.d_model, dtype=model.dtype, device=model.device)
-    ]
-
-    def on_layer(i, x):
-        if i == layer:
-            states.append(x[0])
-
-    session = Session(model, prompts, capacity, on_layer=on_layer)
-    in_prompt = torch.arange(lengths.max()) < lengths[:, None] - 1
-    in_prompt[:, -1] = True
-    return session, torch.cat(states, 1), in_prompt.to(model.device)
-
-
-def activation_entropy(model, x, in_prompt=None):
-    """Entropy, over positions, of the softmax over positions of each token's logit z after a layer,
-    [B, 1, V].
-
-    It is small for tokens that few positions activate. x [B, P, D]: outputs of the layer. in_prompt
-    [B, P]: the positions that count; None: all. Running m = max z, s = Σ exp(z − m) and t = Σ (z −
-    m) exp(z − m) need only a few positions at a time, so [P, V] is never in memory."""
-    size = max(1, 64 // len(x))
-    m = torch.tensor(-1e30, device=x.device)
-    s = t = torch.zeros((), device=x.device)
-    for start in range(0, x.shape[1], size):
-        z = model.logits(x[None, :, start : start + size])[0]
-        if in_prompt is not None:
-            z = z.masked_fill(~in_prompt[:, start : start + size, None], -math.inf)
-        top = torch.maximum(m, z.amax(1))
+    x [P, D]: outputs of the layer. before: the sums over earlier positions. Only a few positions
+    are read at a time, so [P, V] is never in memory."""
+    zero = torch.zeros((), device=x.device)
+    m, s, t = before or (zero - 1e30, zero, zero)
+    for part in x.split(LOGITS_AT_ONCE):
+        z = model.logits(part[None, None])[0, 0]
+        top = torch.maximum(m, z.amax(0))
         decay = (m - top).exp()
-        w = (z - top[:, None]).exp()
-        t = (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(1)
-        s = s * decay + w.sum(1)
+        w = (z - top).exp()
+        t = (t + s * (m - top)) * decay + torch.xlogy(w, w).sum(0)
+        s = s * decay + w.sum(0)
         m = top
-    return (s.log() - t / s).where(s != 0, 0)[:, None]  # 0 where z is −∞ everywhere
+    return m, s, t
+
+
+def activation_entropy(m, s, t):
+    """Entropy of the softmax over positions of each token's `activations`, [V]: small for tokens
+    that few positions activate."""
+    return (s.log() - t / s).where(s != 0, 0)  # 0 where z is −∞ everywhere
 
 
 def threshold(method, relative_top):
@@ -289,6 +296,14 @@ DECODERS = {"cd": CD, "cad": CAD, "dola-low": DoLa, "dola-high": DoLa, "ad": AD}
 METHODS = (*decore.METHODS, *DECODERS)
 
 
+def find_decoder(method, settings):
+    """The class that decodes by a method: with an amateur among the settings, DeCoRe is `Lite`."""
+    check_method(method, METHODS)
+    if method.startswith("decore") and settings.get("amateur") is not None:
+        return Lite
+    return DECODERS.get(method, DeCoRe)
+
+
 def check(model, method, settings):
     """ValueError if the settings of `generate` do not fit a model, or its facts: `name`, `config`.
 
@@ -301,11 +316,20 @@ def check(model, method, settings):
         check_layer(model, settings.get("info_layer", INFO_LAYER))
     elif reads_layers:
         exit_layers(model, method.removeprefix("dola-"), settings.get("dola_layers", "capped"))
-    elif method == "cd" and settings.get("amateur") is None:
-        raise ValueError(NO_AMATEUR)
-    elif method in decore.METHODS:
-        names = ("heads", "amateur", "amateur_heads")
-        check_masking(method, *(settings.get(name) for name in names))
+    elif method == "cd":
+        check_amateur(method, settings.get("amateur"))
+    elif settings.get("amateur") is not None:
+        check_amateur(method, settings["amateur"], settings.get("amateur_heads"))
+    elif method != "cad":
+        check_masking(method, settings.get("heads"))
+
+
+def check_amateur(method, amateur, amateur_heads=()):
+    """ValueError without a smaller model, or without the heads of it that DeCoRe masks."""
+    if amateur is None:
+        raise ValueError(f"{method} needs an amateur: a smaller model of the same vocabulary")
+    if amateur_heads is None:
+        raise ValueError(f"{method} with an amateur needs amateur_heads to mask ([] for none)")
 
 
 def check_layer(model, layer):
@@ -320,60 +344,11 @@ def generate(model, ids=None, method="cd", **settings):
     """Decode as decore.generate does: one prompt → one Generation, several → a list. DeCoRe's
     methods work too.
 
-    settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd), ids_without_context
-    (cad, in the form of ids), info_layer (ad), dola_layers (dola: "capped" or "halves"),
-    repetition_penalty (dola; 1.05 in the published runs of Qwen2, whose generation configuration
-    asks for it). relative_top: tokens below that fraction of the highest probability score −∞; 0:
-    none do; None: 0.1 for dola and ad, 0 for cd and cad, as in the published runs. `alphas` are the
-    weight of the subtracted term: α, and 1 for dola."""
-    check_method(method, METHODS)
-    decoder = DECODERS.get(method, decore.DeCoRe)
+    settings: those of decore.generate, and alpha (cd, cad, ad), amateur (cd; with amateur_heads
+    DeCoRe, see `Lite`), ids_without_context (cad, in the form of ids), info_layer (ad), dola_layers
+    (dola: "capped" or "halves"), repetition_penalty (dola; 1.05 in the published runs of Qwen2,
+    whose generation configuration asks for it). relative_top: tokens below that fraction of the
+    highest probability score −∞; 0: none do; None: 0.1 for dola and ad, 0 for cd and cad, as in the
+    published runs. `alphas` are the weight of the subtracted term: α, and 1 for dola."""
+    decoder = find_decoder(method, settings)
     return decore.generate(model, ids, method, decoder=decoder, **settings)
-
-
-def score(
-    model,
-    prompt_ids,
-    answer_ids,
-    method="cd",
-    prompt_ids_without_context=None,
-    attention_mask=None,
-    **settings,
-):
-    """Score of an answer after a prompt, summed over its tokens, in the forms of decore.score.
-
-    prompt_ids_without_context: for cad, in the form of prompt_ids. settings: as in `generate`; but
-    relative_top and repetition_penalty have no effect, and dola_layers is "halves" by default.
-    renormalise: apply log-softmax to the contrasted scores. Without it cad sums raw scores, which
-    are not log-probabilities. The scores of ad are never normalised again."""
-    prompts, answers = as_batch(unpadded(prompt_ids, attention_mask), answer_ids)
-    if prompt_ids_without_context is not None:
-        settings["ids_without_context"] = prompt_ids_without_context
-    sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
-    return as_given(sums, answer_ids)
-
-
-@torch.inference_mode()
-def loglikelihoods(model, prompts, answers, method="cd", renormalise=True, **settings):
-    """As decore.loglikelihoods; cad has ids_without_context too, in the form of prompts.
-
-    relative_top affects only whether greedy decoding gives an answer."""
-    check_method(method, METHODS)
-    if method in decore.METHODS:
-        return decore.loglikelihoods(model, prompts, answers, method, renormalise, **settings)
-    top = threshold(method, settings.pop("relative_top", None))
-    if method == "ad":
-        return score_ad(model, prompts, answers, top, **settings)
-    settings.pop("repetition_penalty", None)
-
-    return decore.loglikelihoods(
-        model,
-        prompts,
-        answers,
-        method,
-        renormalise,
-        DECODERS[method],
-        lambda step: plausible(step.base, top),
-        relative_top=0,
-        **settings,
-    )

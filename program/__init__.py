@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import cli
+import decore
 from heads.sources import find_sources
 from paper import baselines
 from program.page import check_place, write_page
@@ -137,9 +138,10 @@ def answer(name, method, prompts, settings, model, tokenizer, args, width):
         print(f"[{b + 1}] {title}\n{label}{streams[b].text}{sources}\n", flush=True)
 
     start = time.perf_counter()
-    out = baselines.generate(
+    out = decore.generate(
         model,
         ids,
+        decoder=baselines.find_decoder(settings["method"], settings),
         max_new_tokens=args.max_new_tokens,
         eos_ids=tokenizer.eos_ids,
         on_token=on_token,

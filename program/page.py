@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from jinja2 import Template
 
-from decore import DeCoRe
+from paper.baselines import find_decoder
 
 PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # (title=…, parts=[…], command=…) → the page as a text
@@ -92,7 +92,8 @@ def masked_favourites(model, line, settings):
     probability)]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    log_p, token = DeCoRe(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
+    decoder = find_decoder(settings["method"], settings)
+    log_p, token = decoder(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist()))
 
 

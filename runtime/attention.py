@@ -36,7 +36,8 @@ def product32(a, b):
 
 def weighted_sum(probabilities, v):
     """[B·G, N, C] times [B·G, C, K] → [B·G, N, K]. N is small: sums are split to fill the GPU."""
-    C, parts = probabilities.shape[-1], 1
+    C = probabilities.shape[-1]
+    parts = 1
     while parts < C and (C % (8 * parts) or C // parts > PART):
         parts += 1
     if parts == 1:
@@ -50,24 +51,54 @@ def weighted_sum(probabilities, v):
 
 def causal_attention(q, k, v, window):
     """Attention of the last T of C tokens to all C: q [B, H, T, K], k and v [B, G, C, K] → [B, H,
-    T, K]."""
-    T, C, grouped, visible = q.shape[2], k.shape[2], q.shape[1] != k.shape[1], None
-    if windowed := window is not None and window < C:
+    T, K]. window: how many keys a token sees, itself included; None: all."""
+    T = q.shape[2]
+    C = k.shape[2]
+    if window is not None and window >= C:
+        window = None
+    if window is not None:
         first = max(0, C - T - window + 1)  # no query sees an earlier key
-        k, v, C = k[..., first:, :], v[..., first:, :], C - first
-    if windowed or C > T and not q.is_cuda:
-        age = torch.arange(C - T, C, device=q.device)[:, None] - torch.arange(C, device=q.device)
-        visible = (age >= 0) & (age < (window or C))
+        k = k[..., first:, :]
+        v = v[..., first:, :]
+    on_device = causal_on_cuda if q.is_cuda else causal_on_cpu
+    return on_device(q, k, v, window)
+
+
+def causal_on_cpu(q, k, v, window):
+    T = q.shape[2]
+    C = k.shape[2]
+    visible = None
+    if C > T or window is not None:
+        visible = visible_keys(T, C, window, q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, visible, is_causal=visible is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def causal_on_cuda(q, k, v, window):
+    T = q.shape[2]
+    C = k.shape[2]
+    groups = q.shape[1] // k.shape[1]
+    visible = None
+    if window is not None:
+        visible = visible_keys(T, C, window, q.device)
     elif C > T:
         from torch.nn.attention.bias import causal_lower_right  # slow to import
 
-        visible = causal_lower_right(T, C)  # a GPU's fused kernels do not store it
-    if (
-        grouped and q.is_cuda and (windowed or q.dtype == torch.float32)
-    ):  # only flash attention supports groups
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        grouped = False
+        visible = causal_lower_right(T, C)  # fused kernels do not store it
+    # Only flash attention supports groups of queries; it has no windows and no float32.
+    if groups > 1 and (window is not None or q.dtype == torch.float32):
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
+        groups = 1
     with sdpa_kernel(PREFILL):
         return F.scaled_dot_product_attention(
-            q, k, v, visible, is_causal=visible is None, enable_gqa=grouped
+            q, k, v, visible, is_causal=visible is None, enable_gqa=groups > 1
         )
+
+
+def visible_keys(T, C, window, device):
+    """Which of C tokens each of the last T sees: [T, C]."""
+    key = torch.arange(C, device=device)
+    age = key[C - T :, None] - key
+    return (age >= 0) & (age < (window or C))

@@ -1,13 +1,16 @@
 """Checks of the arguments of `generate` and `score`. Each ValueError says what to pass instead."""
 
+import inspect
 import math
 import numbers
+from operator import itemgetter
 
 import torch
 
 from runtime.files import one_line
 
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
+ELSEWHERE = "; an amateur and other methods: paper.baselines.generate"
 HUGE = 10**9  # far above any α, and still safe to multiply with
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (
@@ -16,12 +19,12 @@ LONGER = (
 )
 
 
-def check_generation(model, ids, max_new_tokens, eos_ids, settings):
+def check_generation(model, prompts, method, decoder, settings, max_new_tokens, eos_ids):
     """The arguments of `generate` → prompts as lists of ints, `settings` with heads as pairs, end
     ids as a set, and the maximum number of new tokens of each text."""
     check_model(model)
-    prompts = check_prompts(model, ids)
-    settings = check_settings(model, settings)
+    prompts = check_prompts(model, prompts)
+    settings = check_settings(model, check_names(method, decoder, settings))
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
@@ -32,7 +35,7 @@ def check_generation(model, ids, max_new_tokens, eos_ids, settings):
     return prompts, settings, eos_ids, limits
 
 
-def check_scoring(model, prompts, answers, settings):
+def check_scoring(model, prompts, answers, method, decoder, settings):
     """The arguments of `loglikelihoods` → prompts, the answers of each, and `settings` with heads
     as pairs."""
     check_model(model)
@@ -42,7 +45,7 @@ def check_scoring(model, prompts, answers, settings):
             f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
     answers = [check_prompts(model, one, "answer") for one in answers]
-    settings = check_settings(model, settings)
+    settings = check_settings(model, check_names(method, decoder, settings))
     for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
             raise ValueError(
@@ -51,7 +54,7 @@ def check_scoring(model, prompts, answers, settings):
             )
         longest = prompt + max(candidates, key=len)[:-1]  # an answer's last token is not read
         for m in (model, settings.get("amateur") or model):
-            check_prompts(m, longest, "prompt with its longest answer")
+            check_prompts(m, [longest], "prompt with its longest answer")
     return prompts, answers, settings
 
 
@@ -63,9 +66,8 @@ def check_model(model):
         )
 
 
-def check_prompts(model, ids, what="prompt"):
-    """One sequence or several → lists of ints in the model's vocabulary and within its context."""
-    sequences = ids if is_batch(ids) and len(ids) else [ids]
+def check_prompts(model, sequences, what="prompt"):
+    """Sequences of ids → lists of ints in the model's vocabulary and within its context."""
     prompts = []
     c = model.config
     for i, sequence in enumerate(sequences, 1):
@@ -74,7 +76,7 @@ def check_prompts(model, ids, what="prompt"):
         prompts.append(p)
         if not p:
             raise ValueError(f"{name} is empty; give at least one token")
-        if getattr(ids, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
+        if getattr(sequences, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
             raise ValueError(
                 f"{name} begins or ends in padding; pass the attention_mask too, "
                 "or lists without padding"
@@ -90,6 +92,21 @@ def check_prompts(model, ids, what="prompt"):
                 + LONGER * (c.max_positions < SHORT)
             )
     return prompts
+
+
+def unpack(ids, attention_mask=None, input_ids=None):
+    """One sequence of ids, or several → a sequence of sequences, and a function that gives a list
+    of results the form of ids."""
+    ids = unpadded(ids, attention_mask, input_ids)
+    return (ids, list) if is_batch(ids) else ([ids], itemgetter(0))
+
+
+def unpack_answers(answers):
+    """An answer; several; or several for each of several prompts → a list of answers for each
+    prompt, and a function that gives their sums the form of answers."""
+    if not is_batch(answers):
+        return [[answers]], lambda sums: sums[0][0]
+    return (answers, list) if is_batch(answers[0]) else ([answers], itemgetter(0))
 
 
 def unpadded(ids, attention_mask=None, input_ids=None):
@@ -116,27 +133,7 @@ def is_batch(ids):
     """Whether ids are several sequences, not one."""
     if isinstance(ids, list | tuple):
         return bool(ids) and getattr(ids[0], "ndim", hasattr(ids[0], "__len__")) > 0
-    return getattr(ids, "ndim", 1) > 1
-
-
-def as_batch(prompts, answers):
-    """The prompts and answers of `score` as B prompts and B lists of answers."""
-    if is_nested(answers):
-        return prompts, answers
-    prompts = prompts if is_batch(prompts) else [prompts]
-    return prompts, [answers if is_batch(answers) else [answers]]
-
-
-def as_given(sums, answers):
-    """B lists of sums → the form in which `score` got the answers."""
-    if is_nested(answers):
-        return sums
-    return sums[0] if is_batch(answers) else sums[0][0]
-
-
-def is_nested(answers):
-    """Whether answers are lists of answers, not answers."""
-    return is_batch(answers) and is_batch(answers[0])
+    return getattr(ids, "ndim", 1) > 1 and len(ids) > 0
 
 
 def as_ints(ids, what, single=False):
@@ -156,9 +153,20 @@ def as_ints(ids, what, single=False):
     )
 
 
-def check_method(method, known):
+def check_method(method, known, elsewhere=""):
     if method not in known:
-        raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}")
+        raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}{elsewhere}")
+
+
+def check_names(method, decoder, settings):
+    """`settings` without those that are None. ValueError for one that the decoder does not take."""
+    _, _, _, _, *known = inspect.signature(decoder).parameters  # model, prompts, capacity, method
+    settings = {name: value for name, value in settings.items() if value is not None}
+    for name in settings:
+        if name not in known:
+            elsewhere = "" if "amateur" in known else ELSEWHERE
+            raise ValueError(f"{method} takes no {name}, but {', '.join(known)}{elsewhere}")
+    return settings
 
 
 def check_mask(mask):
@@ -176,16 +184,8 @@ def check_head_mask(head_mask, model):
         )
 
 
-def check_masking(method, heads, amateur, amateur_heads):
-    """ValueError for a method of DeCoRe without the heads that it masks."""
-    if amateur is not None and not (
-        method.startswith("decore") and heads is None and amateur_heads is not None
-    ):
-        raise ValueError(
-            "an amateur needs a decore method and its own amateur_heads ([] for none), and "
-            "excludes heads"
-        )
-    if amateur is None and heads is None and method != "greedy":
+def check_masking(method, heads):
+    if heads is None and method != "greedy":
         raise ValueError(f"{method} needs heads to mask")
 
 

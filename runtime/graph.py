@@ -15,7 +15,9 @@ def recorded(decoder, tokens):
 
     If any rank cannot record one, a warning says so, and all ranks use the step as it is."""
     counts = [(s.cache.slots, s.cache.slots.clone()) for s in decoder.sessions]
-    fixed, graph, problem = tokens.clone(), torch.cuda.CUDAGraph(), None
+    fixed = tokens.clone()
+    graph = torch.cuda.CUDAGraph()
+    problem = None
     try:
         with torch.cuda.device(tokens.device):
             decoder.step(fixed)  # the allocator and NCCL need one run before the recording

@@ -130,19 +130,17 @@ class HFModel(nn.Module):
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
 
-    def prefill(self, ids, cache, head_mask=None, mask="output", on_layer=None, groups=1):
+    def prefill(self, ids, cache, head_mask=None, mask="output"):
         """As `Transformer.prefill`, but common prefixes are read with every prompt."""
         if ids.shape[1] == 0:
             return
-        inputs = cache.prompts(ids)
-        out = self.run(inputs, head_mask, mask, output_hidden_states=on_layer is not None)
-        for layer, x in enumerate(self.hidden_states(out) if on_layer else ()):
-            on_layer(layer, x.gather(2, cache.places()[None, ..., None].expand_as(x)))
+        self.run(cache.prompts(ids), head_mask, mask)
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
-    def read_layers(self, ids, cache, layers):
-        """As `Transformer.read_layers`."""
-        states = self.hidden_states(self.run(cache.inputs(ids), output_hidden_states=True))
+    def read_layers(self, ids, layers, cache=None):
+        """As `Transformer.read_layers`, of one row."""
+        inputs = cache.inputs(ids) if cache else dict(input_ids=ids, use_cache=False)
+        states = self.hidden_states(self.run(inputs, output_hidden_states=True))
         return states[-1], [states[layer] for layer in layers]
 
     def logits(self, x):

@@ -55,6 +55,25 @@ def start(call):
     return run
 
 
+@pytest.fixture(scope="session", params=["llama3", "mistral-window", "qwen2-window", "qwen3"])
+def model(request, tmp_path_factory):
+    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("m"), request.param))
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The (B, T) of every pass."""
+    shapes = []
+    embedding = Transformer.embedding
+
+    def record(self, ids):
+        shapes.append(tuple(ids.shape))
+        return embedding(self, ids)
+
+    monkeypatch.setattr(Transformer, "embedding", record)
+    return shapes
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
     """A tiny Llama 3 of 3 layers and 4 heads."""

@@ -30,6 +30,7 @@ import program
 from heads import load_heads
 from miniature.data import make_split
 from model import Transformer
+from paper import scoring
 from runtime.config import Config
 from runtime.hf import HFModel
 from tests.checkpoints import (
@@ -205,7 +206,7 @@ def python_arguments(dice, world, folder):
     values = [*ODD, HEADS, [(0, 9)], "query", 2**70, [10**9], [[ids, "x"]], {1, 2}]
     values += [[ids, []], [math.nan], iter(ids), np.array(["a"]), np.float32(0.5)]
     prompts = [ids, np.array(ids), torch.tensor([ids, ids]), torch.ones(2, 2, 2)]
-    function = dice.choice([decore.generate, decore.score])
+    function = dice.choice([decore.generate, scoring.score])
     if function is decore.generate:
         arguments = dict(ids=dice.choice(prompts), max_new_tokens=3, eos_ids=())
     else:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from decore import METHODS, decore, generate, loglikelihoods, make_head_mask, score
+from decore import METHODS, decore, generate, make_head_mask
 from model import Cache, Transformer
 from paper import baselines
+from paper.scoring import score
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
@@ -66,7 +67,7 @@ def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, cas
     other, heads, how = model, HEADS, dict(heads=HEADS)
     if "amateur_heads" in case:
         other, heads, how = amateur, case["amateur_heads"], dict(amateur=amateur)
-    out = generate(model, PROMPTS, max_new_tokens=NEW, **how, **case)
+    out = baselines.generate(model, PROMPTS, max_new_tokens=NEW, **how, **case)
     for prompt, g in zip(PROMPTS, out, strict=True):
         assert g.stop == "length" and len(g.ids) == NEW
         for i, token in enumerate(g.ids):
@@ -101,7 +102,7 @@ FORMS = [
 def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
     how = dict(heads=HEADS, max_new_tokens=3)
     plain, batch = generate(llama, [5, 6], **how), generate(llama, [[5, 6], [7, 8]], **how)
-    assert generate(llama, form([5, 6]), **how) == plain
+    assert generate(llama, form([5, 6]), **how, amateur=None) == plain
     assert generate(llama, (form([5, 6]), form([7, 8])), **how) == batch
     if form in (np.array, torch.tensor):
         assert generate(llama, form([[5, 6], [7, 8]]), **how) == batch
@@ -111,11 +112,8 @@ def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
         assert generate(llama, [5, 6], **how | dict(heads=heads)) == plain
 
 
-@pytest.mark.parametrize(
-    "generate, score", [(generate, score), (baselines.generate, baselines.score)]
-)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, side, generate, score):
+def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, side):
     prompts = [[5, 6, 7], [8]]
     ids = pad_sequence([torch.tensor(p) for p in prompts], True, 2, side)
     masks = pad_sequence([torch.ones(len(p)) for p in prompts], True, 0, side)
@@ -153,7 +151,7 @@ def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path)
     prompts = [random_ids(n) for n in (20, 18, 5)]
     for out in (
         generate(short, prompts, "greedy", max_new_tokens=10**12),  # too many for a cache
-        generate(llama, prompts, amateur=short, amateur_heads=[]),
+        baselines.generate(llama, prompts, "decore-entropy", amateur=short, amateur_heads=[]),
     ):
         assert [len(g.ids) for g in out] == [1, 2, 15]
         assert [g.stop for g in out] == ["length"] * 3
@@ -171,46 +169,6 @@ def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
     out = generate(llama, [PROMPTS[1], [5]], on_token=on_token, **how)
     assert calls == [list(zip(g.ids, g.entropies)) for g in out]
     assert out[0].stop == "stop" and out[0].ids == text.ids[: text.ids.index(text.ids[2]) + 1]
-
-
-# ------------------------------------------------------------------------------------------ scoring
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("changes", [{}, dict(renormalise=False), dict(mask_prompt=False)], ids=str)
-def test_scores_equal_the_numpy_version(model, method, changes):
-    """Heads are masked at every position, unless mask_prompt is False."""
-    prompt, answers = PROMPTS[1], [random_ids(n, seed=40 + n) for n in (4, 1, 7)]
-    sums = score(model, prompt, answers, method, heads=HEADS, alpha=0.8, **changes)
-    how = dict(mask_prompt=True) | changes
-    for answer, value in zip(answers, sums, strict=True):
-        expected = 0.0
-        for i, token in enumerate(answer):
-            base, masked = (
-                next_logits(model, prompt, answer[:i], heads, **how) for heads in ([], HEADS)
-            )
-            scores = contrast(base, masked, method, alpha=0.8)[0]
-            expected += (scores if "renormalise" in changes else log_softmax(scores))[token]
-        assert value == pytest.approx(expected, abs=1e-4)  # float32, up to seven tokens
-
-
-def test_many_answers_go_through_in_several_passes(llama, passes, monkeypatch):
-    monkeypatch.setattr(llama, "bos_id", 5)  # complete texts, after the id that begins them
-    answers = [[5, *random_ids(299, seed=n)] for n in range(4)]  # 1,200 tokens, 512 in a pass
-    together = score(llama, [5], answers, method="greedy")
-    assert passes == [(4, 128), (4, 128), (4, 44)]
-    for answer, value in zip(answers, together, strict=True):
-        assert score(llama, [5], answer, method="greedy") == pytest.approx(value, abs=1e-2)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
-    how = dict(method=method, heads=HEADS)
-    text = generate(llama, PROMPTS[1], mask_prompt=True, max_new_tokens=5, **how).ids
-    answers = [text, text[:4] + [text[4] ^ 1], text[:2]]
-    sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], **how)
-    assert greedy == [[True, False, True]]
-    assert sums == [score(llama, PROMPTS[1], answers, **how)]
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -256,8 +214,11 @@ REFUSED = {
     "max_new_tokens 2.5": dict(max_new_tokens=2.5),
     "eos_ids is '2'": dict(eos_ids="2"),
     "one vocabulary": AMATEUR | dict(amateur=stand_in(64)),
-    "excludes heads": AMATEUR | dict(heads=HEADS),
-    "its own amateur_heads": AMATEUR | dict(amateur_heads=None),
+    "takes no heads, but amateur, .* mask_prompt$": AMATEUR | dict(heads=HEADS),
+    "needs amateur_heads": AMATEUR | dict(amateur_heads=None),
+    "takes no amateur, .*: paper.baselines.generate": AMATEUR | dict(function=generate),
+    "'cad' is unknown; .*: paper.baselines.generate": dict(method="cad", function=generate),
+    "takes no n, but heads, alpha, ": dict(n=4),
     "13 tokens; short reads 12": AMATEUR | dict(ids=[5] * 13),
     "longest answer has 13 tokens; short reads 12": AMATEUR | dict(answer_ids=[6] * 13),
     r"Linear is not a model of ours.* HFModel\(model\)": dict(model=torch.nn.Linear(1, 1)),
@@ -287,9 +248,9 @@ def test_each_mistake_has_its_message(llama, monkeypatch, words):
     how = dict(model=llama, ids=[5]) | REFUSED[words]
     if "method" not in how:
         how = dict(method="decore-entropy", heads=HEADS) | how
-    function = baselines.generate
+    function = how.pop("function", baselines.generate)
     if "answer_ids" in how:
-        function = baselines.score
+        function = score
         how["prompt_ids"] = how.pop("ids")
     with pytest.raises(ValueError, match=words) as error:
         function(**how)

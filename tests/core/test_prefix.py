@@ -6,6 +6,7 @@ import torch
 import decore
 from model import common_prefix
 from paper import baselines
+from paper.scoring import score
 from tests.checkpoints import random_ids
 from tests.core.test_gpu_on_cpu import CASES, HEADS, settings
 
@@ -30,7 +31,7 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, ca
             more = dict(ids_without_context=without)
             more_scored = dict(prompt_ids_without_context=without)
         out = baselines.generate(model, prompts, max_new_tokens=8, **how, **more)
-        return out, baselines.score(model, prompts, answers, **how, **more_scored)
+        return out, score(model, prompts, answers, **how, **more_scored)
 
     batch = results(PROMPTS, ANSWERS, WITHOUT)
     for *one, g, sums in zip(PROMPTS, ANSWERS, WITHOUT, *batch, strict=True):
@@ -41,13 +42,13 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, ca
 
 
 def test_the_common_prefix_is_read_once_and_the_rest_of_each_prompt_after_it(llama, passes):
-    """Then each new token is a pass. CAD's prompts with and without context each have a prefix."""
+    """Then each new token is a pass. CAD's prompts with and without context are two sessions."""
     rest = len(PROMPTS[1]) - 1 - 70  # the shorter ones are padded
     decore.generate(llama, PROMPTS, heads=HEADS, max_new_tokens=4)
     assert passes == [(1, 70), (3, rest)] + [(3, 1)] * 4
     passes.clear()
     baselines.generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
-    assert passes == [(1, 70), (3, rest)] * 2 + [(6, 1)]
+    assert passes == [(1, 70), (3, rest), (1, 70), (3, 3)] + [(3, 1)] * 2
 
 
 def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):

@@ -25,6 +25,7 @@ from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
 from model import Transformer
 from paper import baselines
+from paper.scoring import score
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -147,7 +148,7 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
-    expected = baselines.score(model, tokenizer.encode(context), ids, **how)
+    expected = score(model, tokenizer.encode(context), ids, **how)
     assert [log_p for log_p, _ in scores] == expected
     prompts = ("abc", "A longer prompt", "x")
     limits = dict(until=["w"], max_gen_toks=20)
@@ -194,7 +195,7 @@ def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
         ("Answer", "s"),
     ]:
         ids = tokenizer.encode(context), tokenizer.encode(answer, bos=False)
-        expected.append(baselines.score(model, *ids, method="greedy"))
+        expected.append(score(model, *ids, method="greedy"))
     assert [log_p for log_p, _ in run(lm, "loglikelihood", pairs)] == pytest.approx(expected)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from decore import DeCoRe, generate, score
+from decore import DeCoRe, generate
 from model import Transformer
+from paper.scoring import score
 from runtime.hf import HFModel
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
 from tests.families import random_model

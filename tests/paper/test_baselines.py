@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from model import Transformer
-from paper.baselines import DECODERS, exit_layers, generate, most_divergent, score
+from paper.baselines import DECODERS, exit_layers, generate, most_divergent
+from paper.scoring import score
 from tests.checkpoints import random_ids, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 

@@ -17,6 +17,7 @@ import cli
 import evaluate
 from model import Transformer
 from paper import baselines
+from paper.scoring import score
 from paper.tasks import PAPER, TASKS, metrics
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
@@ -297,8 +298,6 @@ def places(chat_model, data, tmp_path_factory):
         (OF_PAPER + " --json", "--json has no effect without --plan"),
         (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
         (OF_PAPER + " --task nq-swop", "did you mean nq-swap?"),
-        (OF_PAPER + " --task=", "unknown task ''"),
-        (OF_PAPER + " --method greedy,decore-entropyy", "did you mean decore-entropy?"),
         (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
         (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl); evaluate.py fetch"),
     ],
@@ -341,7 +340,7 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, da
         tokenizer.encode(text, bos=False) + [257]
         for text in ("Because.", "So.", "No.", "Never.", "Not.")
     ]
-    scores = baselines.score(
+    scores = score(
         loaded, prompt, answers, "decore-entropy", renormalise=not more, heads=settings["heads"]
     )
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)

@@ -14,6 +14,7 @@ import pytest
 
 from model import Transformer
 from paper import baselines
+from paper.scoring import score
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
 DECODED = {
@@ -69,5 +70,5 @@ def test_scores_of_answers_are_the_published_ones(item, name):
     if how["method"] == "cad":
         how["prompt_ids_without_context"] = item["prefix_nocontext_ids"]
     model = MODELS["mistral_full"]
-    value = baselines.score(model, item["prefix_ids"], item["continue_ids"], **how)
+    value = score(model, item["prefix_ids"], item["continue_ids"], **how)
     assert value == pytest.approx(item["scores"][name], rel=1e-5, abs=1e-4)

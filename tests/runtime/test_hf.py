@@ -15,12 +15,13 @@ import cli
 import decore
 import evaluate
 import program
-from decore import contrast, entropy, generate, make_head_mask, pad, score
+from decore import contrast, entropy, generate, make_head_mask, pad
 from heads import detect
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from paper import baselines
+from paper.scoring import score
 from runtime import pack, torchrun
 from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
@@ -75,7 +76,7 @@ def test_both_engines_score_alike(engines):
     for settings in [*CASES, *BASELINES[1:], cad]:
         of_generate = ("mask_prompt", "repetition_penalty")
         settings = {k: v for k, v in settings.items() if k not in of_generate}
-        ours, theirs = (baselines.score(m, PROMPTS[0], answers, **settings) for m in engines)
+        ours, theirs = (score(m, PROMPTS[0], answers, **settings) for m in engines)
         assert ours == pytest.approx(theirs, abs=2e-4)
 
 
@@ -122,7 +123,7 @@ def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engin
             results.append(baselines.generate(model, PROMPTS, **how, **N))
             if method == "cad":
                 how["prompt_ids_without_context"] = how.pop("ids_without_context")[0]
-            scores.append(partial(baselines.score, model, PROMPTS[0], **how))
+            scores.append(partial(score, model, PROMPTS[0], **how))
         assert_equal(*results)
         answers = [[3, 4, 5, 6, 8], [7, 3]]
         assert scores[0](answers) == pytest.approx(scores[1](answers), abs=1e-4)
@@ -192,7 +193,7 @@ def test_facts_and_hidden_states_of_other_families_are_those_of_transformers(fam
     states = model.hf(ids, output_hidden_states=True).hidden_states
     cache = model.new_cache([9], 5)
     model.prefill(ids[:, :9], cache)
-    last, [early] = model.read_layers(ids[:, 9:], cache, [1])
+    last, [early] = model.read_layers(ids[:, 9:], [1], cache)
     torch.testing.assert_close(early[0], states[1][:, 9:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model.logits(last)[0], model(ids)[:, 9:], atol=1e-4, rtol=1e-4)
 

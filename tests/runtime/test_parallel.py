@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 import cli
 import program
-from decore import make_head_mask, score
+from decore import make_head_mask
 from heads.detect import answer_batch
 from model import Transformer
 from paper.baselines import generate
+from paper.scoring import score
 from runtime import torchrun as torchrun_names
 from runtime.config import Config
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device

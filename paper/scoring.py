@@ -1,0 +1,113 @@
+"""Scores of given answers by all methods: log-probabilities, for multiple choice.
+
+As in the published multiple-choice runs, DeCoRe masks heads at every position, the exits of DoLa
+are every second layer of a half, and AD's entropy is over the answer's positions too.
+
+A answers of a prompt   T tokens of an answer   V vocabulary
+"""
+
+import math
+
+import torch
+
+from decore import pad
+from paper.baselines import AD, DECODERS, DoLa, activations, find_decoder, plausible, threshold
+from runtime import checks
+
+SCORED_AT_ONCE = 512  # answer tokens per pass
+
+
+def score(
+    model,
+    prompt_ids,
+    answer_ids,
+    method="decore-entropy",
+    prompt_ids_without_context=None,
+    attention_mask=None,
+    **settings,
+):
+    """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
+    answers, a list. Several prompts with a list of answers each → a list of lists.
+
+    prompt_ids_without_context: for cad, in the form of prompt_ids. attention_mask: of the prompts.
+    settings: those of `loglikelihoods`."""
+    prompts, _ = checks.unpack(prompt_ids, attention_mask)
+    answers, as_given = checks.unpack_answers(answer_ids)
+    if prompt_ids_without_context is not None:
+        settings["ids_without_context"] = prompt_ids_without_context
+    sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
+    return as_given(sums)
+
+
+@torch.inference_mode()
+def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise=True, **settings):
+    """Two lists of B lists: the score of each answer, and whether greedy decoding gives it.
+
+    The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids.
+    renormalise: apply log-softmax to the contrasted scores, so that they are log-probabilities; the
+    scores of ad are never normalised again. settings: as in `baselines.generate`, but relative_top
+    affects only whether greedy decoding gives an answer, and repetition_penalty nothing. Heads are
+    masked at every position, unless mask_prompt is False."""
+    decoder = find_decoder(method, settings)
+    prompts, answers, settings = checks.check_scoring(
+        model, prompts, answers, method, decoder, settings
+    )
+    top = 0
+    if method in DECODERS:
+        top = threshold(method, settings.get("relative_top"))
+        settings["relative_top"] = 0
+    else:
+        settings = dict(mask_prompt=True) | settings
+    if decoder is DoLa:
+        settings = dict(dola_layers="halves") | settings | dict(repetition_penalty=1)
+    capacity = 1 + max(map(len, sum(answers, [])))
+    decoding = decoder(model, prompts, capacity, method, **settings)
+    caches = [session.cache for session in decoding.sessions]
+    sums = []
+    greedy = []
+    for b, prompt in enumerate(prompts):
+        for session, cache in zip(decoding.sessions, caches):
+            session.cache = cache.select(torch.full([len(answers[b])], b))
+        if decoder is AD:
+            read_answers(decoding, decoding.activations[b], prompt[-1:], answers[b])
+        normalise = renormalise and decoder is not AD
+        values, chosen = score_tokens(decoding, prompt[-1:], answers[b], normalise, top)
+        sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
+        greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
+        checks.check_finite(sum(sums[b]), model)
+    return sums, greedy
+
+
+def score_tokens(decoding, last, answers, renormalise, top):
+    """The score of each token of A answers, and whether greedy decoding chooses it among those
+    that are `plausible`: [A][T] each.
+
+    last: the prompt's last token, a list of one."""
+    device = decoding.sessions[0].model.device
+    ids = pad(answers, device)  # [A, T]
+    before = pad([last + answer[:-1] for answer in answers], device)
+    values = []
+    chosen = []
+    size = max(1, SCORED_AT_ONCE // len(answers))
+    for part, tokens in zip(ids.split(size, 1), before.split(size, 1)):
+        result = decoding.step(tokens)
+        scores = result.scores  # [A, T, V]
+        candidates = scores.where(plausible(result.base, top), -math.inf) if top else scores
+        chosen.append(candidates.argmax(-1) == part)
+        if renormalise:
+            scores = scores.log_softmax(-1)
+        values.append(scores.gather(-1, part[..., None])[..., 0])
+    return torch.cat(values, 1).tolist(), torch.cat(chosen, 1).tolist()
+
+
+def read_answers(decoding, prompt, last, answers):
+    """Set AD's spread to that over the positions of the prompt and of each of A answers.
+
+    prompt: its `activations`. last: its last token, a list of one."""
+    [session] = decoding.sessions
+    model = session.model
+    tokens = pad([last + answer for answer in answers], model.device)
+    cache = session.cache.select(slice(None))  # the same texts, whose slots stay unused
+    _, [x] = model.read_layers(tokens, [decoding.layer], cache)  # [1, A, 1 + T, D]
+    texts = [x[0, a, 1 : 1 + len(answer)] for a, answer in enumerate(answers)]
+    decoding.set_spread([activations(model, text, prompt) for text in texts])

@@ -1,0 +1,46 @@
+"""Scores of DeCoRe against the numpy version of the method; how answers are batched. test_baselines
+compares the other decoders."""
+
+import pytest
+
+from decore import METHODS, generate
+from paper.scoring import loglikelihoods, score
+from tests.checkpoints import random_ids
+from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, next_logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("changes", [{}, dict(renormalise=False), dict(mask_prompt=False)], ids=str)
+def test_scores_equal_the_numpy_version(model, method, changes):
+    """Heads are masked at every position, unless mask_prompt is False."""
+    prompt, answers = PROMPTS[1], [random_ids(n, seed=40 + n) for n in (4, 1, 7)]
+    sums = score(model, prompt, answers, method, heads=HEADS, alpha=0.8, **changes)
+    how = dict(mask_prompt=True) | changes
+    for answer, value in zip(answers, sums, strict=True):
+        expected = 0.0
+        for i, token in enumerate(answer):
+            base, masked = (
+                next_logits(model, prompt, answer[:i], heads, **how) for heads in ([], HEADS)
+            )
+            scores = contrast(base, masked, method, alpha=0.8)[0]
+            expected += (scores if "renormalise" in changes else log_softmax(scores))[token]
+        assert value == pytest.approx(expected, abs=1e-4)  # float32, up to seven tokens
+
+
+def test_many_answers_go_through_in_several_passes(llama, passes, monkeypatch):
+    monkeypatch.setattr(llama, "bos_id", 5)  # complete texts, after the id that begins them
+    answers = [[5, *random_ids(299, seed=n)] for n in range(4)]  # 1,200 tokens, 512 in a pass
+    together = score(llama, [5], answers, method="greedy")
+    assert passes == [(4, 128), (4, 128), (4, 44)]
+    for answer, value in zip(answers, together, strict=True):
+        assert score(llama, [5], answer, method="greedy") == pytest.approx(value, abs=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
+    how = dict(method=method, heads=HEADS)
+    text = generate(llama, PROMPTS[1], mask_prompt=True, max_new_tokens=5, **how).ids
+    answers = [text, text[:4] + [text[4] ^ 1], text[:2]]
+    sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], **how)
+    assert greedy == [[True, False, True]]
+    assert sums == [score(llama, PROMPTS[1], answers, **how)]
