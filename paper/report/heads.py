@@ -73,12 +73,8 @@ def common_rows(names):
             scores = load_scores(name, measure)
             rankings[name, measure] = sorted(scores, key=scores.get, reverse=True)
     rows = []
-    for (a, b), (first, second) in zip(
-        combinations(rankings, 2), combinations(rankings.values(), 2)
-    ):
+    for (a, first), (b, second) in combinations(rankings.items(), 2):
         if set(first) == set(second) and (a[0] == b[0] or a[1] == b[1]):
-            row = {"heads": f"{' '.join(a)} and {' '.join(b)}"}
-            for n in COMPARED:
-                row[f"N = {n}"] = str(len(set(first[:n]) & set(second[:n])))
-            rows.append(row)
+            common = {f"N = {n}": str(len({*first[:n]} & {*second[:n]})) for n in COMPARED}
+            rows.append({"heads": f"{' '.join(a)} and {' '.join(b)}"} | common)
     return rows
