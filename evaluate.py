@@ -22,7 +22,6 @@ import json
 import signal
 import sys
 from copy import copy
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,24 +30,16 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
 
 import cli
 from paper import baselines, fetch, judges, plan, printed, report, rescore
-from paper.benchmark import items_to_ids, load_benchmark, run_benchmark
+from paper.benchmark import load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import make_header, run_name
-from paper.tasks import PAPER, TASKS, Task, find_task, metrics, prompts
+from paper.tasks import TASKS, Task, find_task, find_tasks, metrics, prompts
 from program.settings import method_settings
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
-# Option → whether a task uses it. cli.OPTIONS has the methods that use an option.
-USED_BY_TASK = {
-    **dict.fromkeys(
-        ("max_new_tokens", "eos", "mask_prompt", "relative_top", "repetition_penalty"),
-        lambda task: not task.choice,
-    ),
-    "no_renormalise": lambda task: task.choice,
-    "layout": lambda task: task.layout is None,
-    "demos": lambda task: task.shots,
-}
+# Options without effect on multiple choice.
+GENERATING = {"max_new_tokens", "eos", "mask_prompt", "relative_top", "repetition_penalty"}
 
 
 class Job(NamedTuple):
@@ -63,15 +54,18 @@ class Job(NamedTuple):
 def main():
     commands = {"fetch": fetch.main, "paper": paper, "rescore": rescore.main, "report": report.main}
     argv = sys.argv[1:]
-    command = commands.get("".join(argv[:1]))
-    return command(argv[1:]) if command else evaluate(argv)
+    if argv and argv[0] in commands:
+        commands[argv[0]](argv[1:])
+    else:
+        evaluate(argv)
 
 
 def evaluate(argv):
     """A sweep from the command line."""
     args = make_parser().parse_args(argv)
-    tasks, methods = chosen_tasks(args.task).values(), cli.full_names(args.method, args.amateur)
-    unused = [name for name, used in USED_BY_TASK.items() if not any(map(used, tasks))]
+    tasks = find_tasks(args.task).values()
+    methods = cli.full_names(args.method, args.amateur)
+    unused = set.intersection(*map(unused_by, tasks))
     reasons = dict.fromkeys(unused, f"on {', '.join(task.name for task in tasks)}")
     if args.demos and args.demos.is_dir():
         reasons.pop("demos", None)  # a folder for all tasks
@@ -99,14 +93,12 @@ def evaluate(argv):
 def paper(argv):
     """The paper's runs of a model, or the plan of them."""
     args = paper_parser().parse_args(argv)
-    tasks = args.task and chosen_tasks(args.task)
+    tasks = find_tasks(args.task)
     planned = plan.planned_runs(args.like or args.model, args.table, tasks, args.method)
-    args = argparse.Namespace(**vars(make_parser().parse_args(["--task", "all"])) | vars(args))
     if args.plan:
         return plan.show(args, planned)
-    cli.refuse_unused(
-        args, dict.fromkeys(("json", "prefill_speed", "decode_speed"), "without --plan")
-    )
+    of_plan = "json", "timed", "prefill_speed", "decode_speed"
+    cli.refuse_unused(args, dict.fromkeys(of_plan, "without --plan"))
     for checkpoint in dict.fromkeys(one.checkpoint for one in planned):
         if checkpoint and args.like:
             print("the runs of ITI are left out: its checkpoints are not --model", file=sys.stderr)
@@ -164,20 +156,20 @@ def sweep(args, jobs, lenient=False):
             rescore.print_means(stored.values_of(path, job.task, lines), {"run": str(path)})
 
 
-def run_parser(required, description, epilog=None):
-    """The options of `make_parser` and `paper_parser`. required: the one without which a command
-    does not start."""
-    p = cli.parser(description, epilog=epilog)
+def add_run_arguments(p, required):
+    """Add the options of `make_parser` and `paper_parser`. required: the one without which a
+    command does not start."""
     cli.add_model_arguments(p)
     p.add_argument(
         "--task",
-        required=required == "task",
+        required=required == "--task",
+        default="all",
         metavar="T[,T…]",
         help=f"{', '.join(TASKS)}; all: those of the paper",
     )
     p.add_argument(
         "--data",
-        required=required == "data",
+        required=required == "--data",
         type=Path,
         metavar="FILE",
         help="the data: a file, or a folder that contains it, as `fetch` makes it (default: "
@@ -219,17 +211,16 @@ def run_parser(required, description, epilog=None):
     p.add_argument(
         "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
     )
-    return p
 
 
 def make_parser():
-    p = run_parser(
-        "task",
+    p = cli.parser(
         "Run benchmarks: a task × a method × a model.",
-        "More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
+        epilog="More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
     )
+    add_run_arguments(p, required="--task")
     cli.add_method_arguments(p, baselines.METHODS, exclude=["without_context"])
     p.add_argument(
         "--no-renormalise",
@@ -249,10 +240,11 @@ def make_parser():
 
 
 def paper_parser():
-    p = run_parser(
-        "data", "Run what the paper's tables hold of a model; with --plan, say what it costs."
-    )
+    p = cli.parser("Run what the paper's tables hold of a model; with --plan, say what it costs.")
     p.prog += " paper"
+    add_run_arguments(p, required="--data")
+    # What the options of a sweep say is in the rows of the tables.
+    p.set_defaults(**dict.fromkeys([*cli.OPTIONS, "layout", "max_new_tokens", "no_renormalise"]))
     tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
     p.add_argument(
         "--table",
@@ -262,7 +254,11 @@ def paper_parser():
         help=f"{', '.join(plan.ORDER)}, all, or a table of paper/paper.csv (default: main)",
     )
     p.add_argument(
-        "--method", type=cli.comma_list(str), metavar="M[,M…]", help="only these methods"
+        "--method",
+        type=cli.comma_list(cli.method_name(plan.METHODS)),
+        default=plan.METHODS,
+        metavar="M[,M…]",
+        help=f"only these methods: {', '.join(plan.METHODS)}",
     )
     p.add_argument("--like", metavar="MODEL", help="the runs of this model of the paper")
     p.add_argument(
@@ -270,6 +266,11 @@ def paper_parser():
     )
     p.add_argument("--plan", action="store_true", help="print the runs and their cost, run nothing")
     p.add_argument("--json", action="store_true", help="with --plan: a JSON line for each run")
+    p.add_argument(
+        "--timed",
+        action="store_true",
+        help="with --plan: load the model, and time for some seconds how fast it is here",
+    )
     for name, what in (("prefill", "prompt"), ("decode", "new")):
         p.add_argument(
             f"--{name}-speed",
@@ -280,13 +281,14 @@ def paper_parser():
     return p
 
 
-def chosen_tasks(text):
-    """Name → task."""
-    tasks = {}
-    for name in text.split(","):
-        chosen = PAPER if name == "all" else [find_task(name)]
-        tasks |= {task.name: task for task in chosen}
-    return tasks
+def unused_by(task):
+    """The options of `make_parser` without effect on a task."""
+    unused = set(GENERATING) if task.choice else {"no_renormalise"}
+    if task.layout:
+        unused.add("layout")
+    if not task.shots:
+        unused.add("demos")
+    return unused
 
 
 def fitting_runs(args, jobs, model, amateur, lenient):
@@ -295,28 +297,18 @@ def fitting_runs(args, jobs, model, amateur, lenient):
 
     model, amateur: what is known before the weights. Prints a line for each task and method that
     does not fit. ValueError if none fits."""
-
-    @cache
-    def measure(task):
-        """(benchmark, tokens of its longest prompt and answer, prompts whose context-free form ends
-        in another token)."""
+    benches = {}
+    for task in dict.fromkeys(job.task for job in jobs):
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
-        bench = load_benchmark(task, args, model)
-        encoded = items_to_ids(bench, model.tokenizer)
-        # The last token of an answer is not read.
-        longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in encoded)
-        pairs = [(e.prompt, e.without_context) for e in encoded if e.without_context is not None]
-        return bench, longest, sum(prompt[-1:] != without[-1:] for prompt, without in pairs)
-
+        benches[task] = load_benchmark(task, args, model)
     fitting, problems = [], []
     for job in jobs:
-        bench, *facts = measure(job.task)
+        bench = benches[job.task]
         try:
             settings = method_settings(job.method, job.args, model, amateur)
             baselines.check(model, settings["method"], settings)
-            readers = [model, settings.get("amateur") or model]
-            problem = prompt_problem(job.method, bench, *facts, readers)
+            problem = prompt_problem(job.method, bench, [model, settings.get("amateur") or model])
         except ValueError as error:
             if not lenient:
                 raise
@@ -334,18 +326,19 @@ def fitting_runs(args, jobs, model, amateur, lenient):
     return fitting
 
 
-def prompt_problem(method, bench, longest, other_ends, readers):
+def prompt_problem(method, bench, readers):
     """Why a method cannot read the prompts; None if it can."""
+    # The last token of an answer is not read.
+    longest = max(len(e.prompt) + max(map(len, e.answers or [[0]])) - 1 for e in bench.encoded)
     context, reader = min((model.config.max_positions, model.name) for model in readers)
     if longest > context:
         return f"its longest prompt has {longest} tokens, but {reader} only {context} positions"
-    if method == "cad" and not bench.task.without_context:
+    if method != "cad":
+        return None
+    if not bench.task.without_context:
         return "its prompts have no context to leave out"
-    if method == "cad" and other_ends:
-        return (
-            f"without context {other_ends} of its prompts end in another token "
-            f"(--layout {bench.layout})"
-        )
+    if n := sum(e.prompt[-1:] != e.without_context[-1:] for e in bench.encoded):
+        return f"without context {n} of its prompts end in another token (--layout {bench.layout})"
 
 
 if __name__ == "__main__":

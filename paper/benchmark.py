@@ -1,4 +1,4 @@
-"""One run: a benchmark is decoded with one method, batch by batch, into a file (runs.py)."""
+"""One run: a benchmark is decoded with one method, batch by batch, into a file (runfile.py)."""
 
 import json
 import time
@@ -19,22 +19,24 @@ PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")
 
 class Benchmark(NamedTuple):
     task: Task
+    n_data: int  # items in the data; `items` may be a part of them
     items: list
     data: list  # a record per file
     demos: list
     demo_record: dict | None
     layout: str | None = None
     template_args: dict | None = None  # arguments of the chat template
+    encoded: list = ()  # the token ids of each item, a prompts.Encoded
 
 
 def load_benchmark(task, args, model=None):
     """The benchmark of a task, by the command line.
 
-    model: a `cli.Checkpoint`; None: without the layout of the prompts."""
-    limit, seed = args.limit, None
-    if args.sample:
-        limit, seed = args.sample, args.sample_seed
-    bench = Benchmark(task, *data.load_data(task, args.data, args.demos, limit, seed))
+    model: a `cli.Checkpoint`; None: without the layout and the token ids of the prompts."""
+    items, *rest = data.load_data(task, args.data, args.demos)
+    seed = args.sample_seed if args.sample else None
+    drawn = data.draw_items(items, args.sample or args.limit, seed)
+    bench = Benchmark(task, len(items), drawn, *rest)
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"
@@ -43,7 +45,9 @@ def load_benchmark(task, args, model=None):
     template_args = None
     if layout != "plain":
         template_args = cli.benchmark_template_args(model.tokenizer, args.template_args)
-    return bench._replace(layout=layout, template_args=template_args)
+    how = bench.demos, model.tokenizer, layout, template_args
+    encoded = [prompts.item_to_ids(task, item, *how) for item in drawn]
+    return bench._replace(layout=layout, template_args=template_args, encoded=encoded)
 
 
 def run_benchmark(bench, header, settings, path, model, tokenizer, ranks):
@@ -51,8 +55,7 @@ def run_benchmark(bench, header, settings, path, model, tokenizer, ranks):
     ranks than 0.
 
     header: the first line of the file. settings: the arguments of `generate` and `score`."""
-    encoded = items_to_ids(bench, tokenizer)
-    questions = {e.index: question_of(bench.items[e.index], e) for e in encoded}
+    questions = {e.index: question_of(bench.items[e.index], e) for e in bench.encoded}
 
     def lines_of(batch):
         if not batch:
@@ -66,11 +69,11 @@ def run_benchmark(bench, header, settings, path, model, tokenizer, ranks):
         done = ranks.share(lambda: runfile.open_run(path, header, questions))
         batches = [
             batch
-            for batch in in_batches(encoded, header["batch_size"])
+            for batch in in_batches(bench.encoded, header["batch_size"])
             if any(e.index not in done for e in batch)
         ]
         batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
-        with tqdm(total=len(encoded), initial=len(done), desc=path.stem, unit="ex") as bar:
+        with tqdm(total=len(bench.encoded), initial=len(done), desc=path.stem, unit="ex") as bar:
             for first in range(0, len(batches), ranks.replicas):
                 lines = ranks.gather(partial(lines_of, batches[first + ranks.replica]))
                 lines = [line for line in lines if line["index"] not in done]
@@ -79,12 +82,6 @@ def run_benchmark(bench, header, settings, path, model, tokenizer, ranks):
                 bar.update(len(lines))
         if ranks.rank == 0:
             return runfile.finish(path)
-
-
-def items_to_ids(bench, tokenizer):
-    """The token ids of all items, as `prompts.Encoded`."""
-    how = bench.demos, tokenizer, bench.layout, bench.template_args
-    return [prompts.item_to_ids(bench.task, item, *how) for item in bench.items]
 
 
 def in_batches(encoded, size):

@@ -3,9 +3,11 @@
 A run is a task, a method, N and α for which the paper prints a number. Its settings are those of
 the published runs."""
 
+import argparse
 import json
 import re
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
@@ -14,7 +16,8 @@ from pathlib import Path
 import cli
 from heads import head_file
 from model import LEAST_PREFIX, Transformer
-from paper.benchmark import in_batches, items_to_ids, load_benchmark
+from paper import baselines
+from paper.benchmark import in_batches, load_benchmark
 from paper.printed import TASKS, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import find_task, metrics
@@ -33,6 +36,7 @@ GROUPS = {
 }
 ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")
 METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
+METHODS += ("masked", "decore-entropy-lite")
 
 # Of an H100, with the shares that decoding and prefilling commonly reach.
 FLOPS = 989e12 * 0.4
@@ -40,6 +44,7 @@ BYTES = 3.35e12 * 0.6
 # Gigabytes of what metrics download: models of 0.75 and 0.125 billion parameters in float32; two of
 # 6.74 billion in bfloat16.
 JUDGES = {"xsum": 3.5, "truthfulqa-gen": 26.96}
+TIMED = 256  # prompt tokens
 
 
 @dataclass
@@ -141,14 +146,14 @@ def number_of_heads(row):
         return int(row["num_heads"]), ""
     task, model, method = row["task"], row["model"], row["method"]
     models = [BASE] if method.endswith("-lite") else [model, BASE]
-    places = [(task, model, method)]
+    keys = [(task, model, method)]
     for other in models:
-        places += [(name, other, "decore-entropy") for name in (task, SIBLINGS.get(task, task))]
-    for place in places:
-        for found in cells("paper_n", *place):
-            if found["num_heads"]:
-                how = "inferred" if place == places[0] else "as " + " ".join(place)
-                return int(found["num_heads"].split()[0]), how
+        keys += [(name, other, "decore-entropy") for name in (task, SIBLINGS.get(task, task))]
+    for key in keys:
+        for cell in cells("paper_n", *key):
+            if cell["num_heads"]:
+                how = "inferred" if key == keys[0] else "as " + " ".join(key)
+                return int(cell["num_heads"].split()[0]), how
 
 
 # ------------------------------------------------------------------------------------ what it costs
@@ -176,9 +181,33 @@ def parameters(config, name):
     return size and float(size[1]) * 1e9
 
 
+def time_model(args):
+    """(prompt tokens, new tokens) per second of greedy decoding here: a batch of prompts of TIMED
+    tokens that differ in the last one, and as many steps as take at most 5 seconds."""
+    model, _ = cli.load_weights(argparse.Namespace(**vars(args) | {"amateur": None}))
+    prompts = [[5] * (TIMED - 1) + [i] for i in range(args.batch_size)]
+    ticks = []
+
+    def on_token(b, token, entropy):
+        if b == 0:
+            ticks.append(time.perf_counter())
+        return ticks[-1] > ticks[0] + 5
+
+    for _ in range(2):  # the first time warms up
+        ticks.clear()
+        start = time.perf_counter()
+        settings = dict(max_new_tokens=32, eos_ids=(), on_token=on_token)
+        baselines.generate(model, prompts, "greedy", **settings)
+    return TIMED / (ticks[0] - start), len(prompts) * (len(ticks) - 1) / (ticks[-1] - ticks[0])
+
+
 def show(args, runs):
-    """Print the runs, what they cost, and what they lack, with the commands that get it. No model
-    is loaded."""
+    """Print the runs, what they cost, and what they lack, with the commands that get it.
+
+    No model is loaded, unless --timed asks for this machine's speed."""
+    if args.timed:
+        cli.refuse_unused(args, dict.fromkeys(("prefill_speed", "decode_speed"), "with --timed"))
+        args.prefill_speed, args.decode_speed = time_model(args)
     model = None
     try:
         model = cli.read_model(args.model, args)
@@ -192,15 +221,19 @@ def show(args, runs):
         task = find_task(name)
         items = min(task.n, args.limit or args.sample or task.n)
         missing = metrics.problems(task)
+        problem = None
         try:
             bench = load_benchmark(task, args, model)
         except (OSError, ValueError, ImportError) as error:
-            missing.insert(0, f"{error}: python evaluate.py fetch {args.data} --task {name}")
+            problem = error
         else:
             items = len(bench.items)
+            if bench.n_data != task.n:
+                problem = f"{name} has {bench.n_data:,} items, the paper scores {task.n:,}"
             if model:
-                encoded = items_to_ids(bench, model.tokenizer)
-                tokens[name] = prompt_tokens(encoded, args.batch_size)
+                tokens[name] = prompt_tokens(bench.encoded, args.batch_size)
+        if problem:
+            missing.insert(0, f"{problem}: python evaluate.py fetch {args.data} --task {name}")
         for run in of_task:
             run.items = items
             run.missing = list(missing)
@@ -261,7 +294,7 @@ def print_plan(args, runs, by_task, tokens, n_parameters):
                     passes += bool(masked or run.amateur or run.method == "cad")
                 seconds = tokens[name][1] * passes / prefill + new * len(of_task) / decode
                 total += seconds / 3600
-                hours = f"{seconds / 3600:.1f}"
+                hours = hours_text(seconds / 3600)
         print(f"{name:22} {len(of_task):4} {items:7,} {prompt:>14} {read:>12} {new:13,} {hours:>7}")
     print(
         f"\nTokens are those of one method. Read: the common prefix of a batch of "
@@ -270,8 +303,9 @@ def print_plan(args, runs, by_task, tokens, n_parameters):
     if total:
         least = "at least " * (len(tokens) < len(by_task))
         print(
-            f"Hours: {least}{total:.1f}, at {prefill:,.0f} prompt and {decode:,.0f} new tokens per "
-            "second (--prefill-speed, --decode-speed; by default computed for one H100)."
+            f"Hours: {least}{hours_text(total)}, at {prefill:,.0f} prompt and {decode:,.0f} new "
+            "tokens per second (--prefill-speed, --decode-speed; --timed: this machine's; by "
+            "default computed for one H100)."
         )
     if n_parameters:
         judges = sum(size for task, size in JUDGES.items() if task in by_task)
@@ -279,3 +313,7 @@ def print_plan(args, runs, by_task, tokens, n_parameters):
         print(f"Disk: {2 * n_parameters / 1e9:.0f} GB for the model in bfloat16{more}.")
     lacks = list(dict.fromkeys(text for run in runs for text in run.missing))
     print("Missing:" if lacks else "Nothing is missing.", *lacks, sep="\n  ")
+
+
+def hours_text(hours):
+    return f"{hours:.1f}" if hours >= 0.05 else "< 0.1"

@@ -40,39 +40,39 @@ from runtime.pack import pack
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, with_shared_weights
 
 # -------------------------------------------------------------------------------------- contestants
-# Each is a function run(prompts, tick) → ids of the new tokens, [B, T]. It calls tick for each
+# Each is a function answer(prompts, tick) → ids of the new tokens, [B, T]. It calls tick for each
 # token.
 
 
 def this_project(model, new, heads, method, graph=True):
-    def run(prompts, tick):
+    def answer(prompts, tick):
         out = decore.generate(model, prompts, method, new + 1, (), tick, graph, heads=heads)
         return [g.ids for g in out]
 
-    return run
+    return answer
 
 
-def on_hf_model(twin, new, heads, method):
-    """Packed, as `HFModel.load` does. twin: its modules are this contestant's own."""
+def on_hf_model(hf_model, new, heads, method):
+    """Packed, as `HFModel.load` does. hf_model: its modules are this contestant's own."""
     from runtime.hf import HFModel
 
-    if twin.device.type == "cpu":
-        pack(twin, torch.nn.Linear)
-    return this_project(HFModel(twin, "transformers"), new, heads, method)
+    if hf_model.device.type == "cpu":
+        pack(hf_model, torch.nn.Linear)
+    return this_project(HFModel(hf_model, "transformers"), new, heads, method)
 
 
-def by_generate(twin, new, heads, custom):
+def by_generate(hf_model, new, heads, custom):
     """generate() of transformers: greedy, or with custom_generate/."""
     root = str(Path(__file__).parents[1] / "integrations")
     options = dict(custom_generate=root, trust_remote_code=True, heads=heads) if custom else {}
 
-    def run(prompts, tick):
-        ids = torch.tensor(prompts, device=twin.device)
+    def answer(prompts, tick):
+        ids = torch.tensor(prompts, device=hf_model.device)
         # A streamer receives the prompts first, [B, P], then the tokens of each step, [B].
         streamer = SimpleNamespace(
             put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None
         )
-        return twin.generate(
+        return hf_model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -81,7 +81,7 @@ def by_generate(twin, new, heads, custom):
             **options,
         )[:, ids.shape[1] :].tolist()
 
-    return run
+    return answer
 
 
 def two_pass(base, new, heads):
@@ -97,16 +97,16 @@ def two_pass(base, new, heads):
         mask[head * attention.head_dim : (head + 1) * attention.head_dim] = 0
         attention.o_proj.register_forward_pre_hook(lambda _, args, mask=mask: args[0] * mask)
 
-    def run(prompts, tick):
+    def answer(prompts, tick):
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         ids = pad([torch.tensor(prompt, device=base.device) for prompt in prompts])  # [B, P]
         real = pad([torch.ones(len(p) + new, dtype=int, device=base.device) for p in prompts])
-        places = (real.cumsum(-1) - 1).clamp(min=0)  # [B, P + new]
+        positions = (real.cumsum(-1) - 1).clamp(min=0)  # [B, P + new]
 
         def log_p(model, tokens, cache):
             start = cache.get_seq_length()
             end = start + tokens.shape[1]
-            out = model(tokens, real[:, :end], places[:, start:end], cache, logits_to_keep=1)
+            out = model(tokens, real[:, :end], positions[:, start:end], cache, logits_to_keep=1)
             return out.logits.float().log_softmax(-1)
 
         token, out, cache = ids[:, -1:], [], DynamicCache(config=base.config)
@@ -121,7 +121,7 @@ def two_pass(base, new, heads):
             tick()
         return torch.cat(out, -1).tolist()
 
-    return run
+    return answer
 
 
 # Functions of (model of transformers, new, heads).
@@ -138,13 +138,13 @@ def contestants(model, new, names, shape, graph=True):
     """{name: contestant}. Packs a model on a CPU, as loading does. shape: its config.json."""
     heads = spread_heads(model.config)
     if set(names) & set(PEERS):
-        twin = transformers_model(model, shape)  # before packing: it needs plain weights
+        hf_model = transformers_model(model, shape)  # before packing: it needs plain weights
     if model.device.type == "cpu":
         pack(model, Linear, keep="embed")
     runs = {}
     for name in names:
         if name in PEERS:
-            runs[name] = PEERS[name](with_shared_weights(twin), new, heads)
+            runs[name] = PEERS[name](with_shared_weights(hf_model), new, heads)
         else:
             runs[name] = this_project(model, new, heads, name, graph)
     return runs
@@ -160,7 +160,7 @@ def clock(run, prompts):
     return ids, [*times, time.perf_counter()]
 
 
-def measure(runs, rounds):
+def take_turns(runs, rounds):
     """Runs all contestants on the prompts of each round → {name: its `clock` in each round}."""
     results = {name: [] for name in runs}
     for prompts in rounds:
@@ -308,8 +308,8 @@ def main():
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()
     runs = contestants(model, args.new, args.methods, shape, args.graph)
-    measure(runs, [prompts])  # warm-up
-    results = measure(runs, [prompts] * args.rounds)
+    take_turns(runs, [prompts])  # warm-up
+    results = take_turns(runs, [prompts] * args.rounds)
     row |= dict(
         dtype=str(model.dtype).removeprefix("torch."),
         prompt=args.prompt,

@@ -24,7 +24,7 @@ LLAMA3 = dict(model_type="llama", vocab_size=128_256, rms_norm_eps=1e-5, rope_th
 TIED = dict(tie_word_embeddings=True)
 
 
-def shape(d_model, d_ff, n_layers, n_heads, n_kv_heads, **more):
+def shape(d_model, d_ff, n_layers, n_heads, n_kv_heads, **fields):
     """The content of a config.json."""
     return QWEN2 | dict(
         hidden_size=d_model,
@@ -32,7 +32,7 @@ def shape(d_model, d_ff, n_layers, n_heads, n_kv_heads, **more):
         num_hidden_layers=n_layers,
         num_attention_heads=n_heads,
         num_key_value_heads=n_kv_heads,
-        **more,
+        **fields,
     )
 
 
@@ -75,15 +75,15 @@ def transformers_model(model, shape):
 
     config = AutoConfig.for_model(**shape)
     with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    twin.load_state_dict(named_tensors(model), strict=False, assign=True)
-    twin.tie_weights()
+        hf_model = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    hf_model.load_state_dict(named_tensors(model), strict=False, assign=True)
+    hf_model.tie_weights()
     # Its buffers are not in the state.
-    twin.model.rotary_emb = type(twin.model.rotary_emb)(config)
-    twin.generation_config = GenerationConfig()  # no end token, no sampling
-    return twin.to(model.device).eval()
+    hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config)
+    hf_model.generation_config = GenerationConfig()  # no end token, no sampling
+    return hf_model.to(model.device).eval()
 
 
-def with_shared_weights(twin):
+def with_shared_weights(hf_model):
     """A copy of a model of transformers, for hooks of its own. The weights are not copied."""
-    return copy.deepcopy(twin, {id(parameter): parameter for parameter in twin.parameters()})
+    return copy.deepcopy(hf_model, {id(p): p for p in hf_model.parameters()})

@@ -25,7 +25,7 @@ import cli
 from paper import tasks
 from paper.tasks import data, prompts
 from speed import decode
-from speed.decode import measure, origin, quartiles
+from speed.decode import origin, quartiles, take_turns
 from speed.shapes import SHAPES, random_model
 
 VOCABULARY = 32_000  # tokens, unless the shape has fewer
@@ -88,13 +88,13 @@ def main():
         raise ValueError(f"--task {task.name} scores answers; choose a task that generates")
     shape = SHAPES[args.shape]
     model = random_model(shape)
-    items, _, demos, _ = data.load_data(task, args.data, limit=args.limit)
-    ids = encode(task, items, demos, model.config.vocab_size)
+    items, _, demos, _ = data.load_data(task, args.data)
+    ids = encode(task, items[: args.limit], demos, model.config.vocab_size)
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
     runs = contestants(model, task, shape)
-    measure(runs, [[batches[-1][-1][:32]]])  # warm-up
+    take_turns(runs, [[batches[-1][-1][:32]]])  # warm-up
     row = dict(shape=args.shape, task=task.name, new_tokens=task.max_new_tokens)
-    row |= summary(measure(runs, batches), batches) | origin(model.device, "speed.suite")
+    row |= summary(take_turns(runs, batches), batches) | origin(model.device, "speed.suite")
     print(json.dumps(row))
 
 

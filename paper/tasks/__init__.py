@@ -290,6 +290,15 @@ OTHERS = (
 TASKS = {task.name: task for task in PAPER + OTHERS}
 
 
+def find_tasks(names):
+    """The tasks of a text "T,T…", by name, without repetitions. "all": those of the paper."""
+    tasks = {}
+    for name in names.split(","):
+        chosen = PAPER if name == "all" else [find_task(name)]
+        tasks |= {task.name: task for task in chosen}
+    return tasks
+
+
 def find_task(name):
     """The task of this name; ValueError lists the known ones."""
     if str(name) not in TASKS:

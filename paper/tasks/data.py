@@ -45,16 +45,16 @@ def read_entries(path):
         )
 
 
-def find_files(place, task, patterns):
-    """The place if it is a file; of a folder, the files of the first pattern that matches any, in
+def find_files(path, task, patterns):
+    """The path if it is a file; of a folder, the files of the first pattern that matches any, in
     the task's own subfolder if it has some."""
-    if place is None:
+    if path is None:
         return []
-    place = Path(place)
-    if not place.exists():
-        raise FileNotFoundError(f"{place}: no such file or folder")
-    files = [] if place.is_dir() else [place]
-    for pattern, folder in product(patterns, (place / task.folder, place)):
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    files = [] if path.is_dir() else [path]
+    for pattern, folder in product(patterns, (path / task.folder, path)):
         files = files or sorted(folder.glob(pattern))
     return files
 
@@ -103,10 +103,8 @@ def read_with(read, path):
             yield entry, read(entry)
 
 
-def load_data(task, data=None, demos=None, limit=None, sample_seed=None):
+def load_data(task, data=None, demos=None):
     """(items, records of their files, demonstrations, record of the demonstrations) of a task.
-
-    limit: the number of items. sample_seed: draw them by `shuffle`; None: take the first.
 
     Demonstrations come from the first of these that exists: `demos`, a file or folder; the folder
     `data`; the prompt; the training split; the first items of the data with different questions.
@@ -136,10 +134,15 @@ def load_data(task, data=None, demos=None, limit=None, sample_seed=None):
             f"{task.name}: the data hold no items besides {len(demonstrations)} demonstrations: "
             "give more, or --demos FILE"
         )
+    return items, records, demonstrations, record
+
+
+def draw_items(items, limit=None, sample_seed=None):
+    """At most `limit` items, each with its `index`: the first, or those that `shuffle` puts first
+    if there is a seed."""
     if sample_seed is not None:
         items = shuffle(items, sample_seed)
-    items = [item | {"index": index} for index, item in enumerate(items[:limit])]
-    return items, records, demonstrations, record
+    return [item | {"index": index} for index, item in enumerate(items[:limit])]
 
 
 def shuffle(items, seed):
@@ -147,10 +150,10 @@ def shuffle(items, seed):
     splits = defaultdict(list)
     for item in random.Random(seed).sample(items, len(items)):
         splits[item.get("split")].append(item)
-    places = []
+    ranked = []
     for split in splits.values():
-        places += [((i + 0.5) / len(split), item) for i, item in enumerate(split)]
-    return [item for _, item in sorted(places, key=lambda place: place[0])]
+        ranked += [((i + 0.5) / len(split), item) for i, item in enumerate(split)]
+    return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def load_items(task, data):
@@ -184,7 +187,7 @@ def load_items(task, data):
 
 
 def find_demos(task, demos, data, items, records):
-    """(demonstrations, record) from the first origin that `load` names."""
+    """(demonstrations, record) from the first origin that `load_data` names."""
     folder = data if data and Path(data).is_dir() else None
     patterns = [task.demo_file]
     files = find_files(demos, task, patterns) or find_files(folder, task, patterns)

@@ -11,6 +11,8 @@ import ast
 import json
 from contextlib import contextmanager
 
+from runtime.files import one_line
+
 
 def list_of(*types):
     return lambda value: (
@@ -30,11 +32,11 @@ KINDS = {
 @contextmanager
 def located(place):
     """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's
-    place."""
+    place, in one line."""
     try:
         yield
     except Exception as error:  # the libraries raise many kinds
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(one_line(f"{place}: {error}", 1000)) from error
 
 
 def field(entry, name, kind="a text"):

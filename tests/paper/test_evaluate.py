@@ -298,6 +298,8 @@ def places(chat_model, data, tmp_path_factory):
         (OF_PAPER + " --json", "--json has no effect without --plan"),
         (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
         (OF_PAPER + " --task nq-swop", "did you mean nq-swap?"),
+        (OF_PAPER + " --task=", "unknown task ''"),
+        (OF_PAPER + " --method greedy,decore-entropyy", "did you mean decore-entropy?"),
         (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
         (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl); evaluate.py fetch"),
     ],

@@ -1,12 +1,14 @@
 """evaluate.py paper: the runs of the paper's tables, what they cost, and running them."""
 
 import json
+import re
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 import evaluate
@@ -104,7 +106,10 @@ def paper(call, folder):
     return partial(call, evaluate.main, "paper", "--data", folder)
 
 
-def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_model, folder):
+def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
+    paper, chat_model, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     options = "--model", chat_model, "--like", BASE, "--plan"
     status, out, err = paper(*options, "--json")
     assert status == 0, err
@@ -114,8 +119,10 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
     swap = next(line for line in lines if line["task"] == "nq-swap" and line["num_heads"])
     assert swap["paper"] == VALUES and swap["items"] == 40
     assert swap["missing"] == [
+        "nq-swap has 40 items, the paper scores 4,746: python evaluate.py fetch "
+        f"{folder} --task nq-swap",
         f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
-        f"--out heads/{chat_model.name}.json"
+        f"--out heads/{chat_model.name}.json",
     ]
     popqa = next(line for line in lines if line["task"] == "popqa")
     assert popqa["items"] == 14267
@@ -127,6 +134,10 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(paper, chat_
         ["nq-swap", "7", "40"]
     ]
     assert "Hours" not in paper(*options, "--task", "memotrap")[1]  # nothing is counted
+    _, out, _ = paper(*options, "--task", "nq-swap", "--timed")
+    assert re.search(
+        r"^Hours: < 0.1, at [1-9]\S* prompt and [1-9]\S* new tokens per second", out, re.M
+    )
 
 
 def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):

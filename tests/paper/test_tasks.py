@@ -13,7 +13,7 @@ import pandas
 import pytest
 
 from miniature.data import make_split
-from paper.tasks import PAPER, TASKS, data, prompts
+from paper.tasks import PAPER, TASKS, data, items, prompts
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -324,18 +324,18 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     assert [demo["answer"] for demo in demos] == ["a 0", "b 0", "c 0", "d 0"]
     assert demos[1]["user"] == "Context: b 0\nQuestion: b\nAnswer:"
     assert "".join(item["question"] for item in items) == "eeefff"
-    assert [(item["index"], item["id"]) for item in items] == list(enumerate(range(12, 18)))
+    assert [item["id"] for item in items] == list(range(12, 18))
     assert record == {"source": "first items", "paper": False} | records[0]
     assert capsys.readouterr().err.splitlines() == [
         "nq-swap: 18 items of dev.parquet, the paper scores 4,746",
         "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with "
         "--demos)",
     ]
-    assert data.load_data(TASKS["nq-swap"], path, limit=2)[0] == items[:2]
-    sample = data.load_data(TASKS["nq-swap"], path, limit=4, sample_seed=1)
-    assert sample[1:] == ([*records], demos, record)
-    assert [item["index"] for item in sample[0]] == [0, 1, 2, 3]
-    assert {item["id"] for item in sample[0]} < {*range(12, 18)}
+    first = [item | {"index": index} for index, item in enumerate(items[:2])]
+    assert data.draw_items(items, 2) == first
+    sample = data.draw_items(items, 4, sample_seed=1)
+    assert [item["index"] for item in sample] == [0, 1, 2, 3]
+    assert {item["id"] for item in sample} < {*range(12, 18)}
 
 
 def test_every_prefix_of_a_shuffle_holds_each_split_in_its_share():
@@ -415,6 +415,11 @@ def test_data_that_cannot_be_read_are_refused_in_one_line(
     options = f"--dry-run --task {options}".format(file=path, folder=tmp_path)
     status, out, err = start(*options.split())
     assert (status, out) == (2, []) and words in err.splitlines()[-1]
+
+
+def test_an_error_of_a_library_becomes_one_line_with_its_place():
+    with pytest.raises(ValueError, match="^x, line 2: a b$"), items.located("x, line 2"):
+        raise OSError("a\n  b")
 
 
 def test_without_a_connection_data_fail_at_once_with_host_and_remedy(tmp_path, monkeypatch):
