@@ -30,7 +30,8 @@ def load_heads(model, n=None, name=None, measure="copy"):
     c = model.config
     names = model_names(model)
     path = find_file(*[name] if name else names)
-    scores = load_scores(path, measure)
+    content = read_json(path)
+    scores = scores_in(content, path, measure)
     if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
         raise ValueError(
             f"{path} does not fit {model.name}: {len(scores)} heads instead of {c.n_layers} "
@@ -38,7 +39,7 @@ def load_heads(model, n=None, name=None, measure="copy"):
         )
     if n is not None and not 0 <= n <= len(scores):
         raise ValueError(f"{n} heads are too many: {model.name} has {len(scores)}")
-    made_for = read_json(path).get("model")
+    made_for = content.get("model")
     if made_for and plain_name(made_for) not in map(plain_name, names):
         warnings.warn(
             f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
@@ -132,7 +133,11 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
 def load_scores(name, measure="copy"):
     """{(layer, head): score} in the order of the file; the mean if the file has a list per head."""
     path = find_file(name)
-    content = read_json(path)
+    return scores_in(read_json(path), path, measure)
+
+
+def scores_in(content, path, measure):
+    """As `load_scores`, of the content of a head file."""
     field = MEASURES[measure]
     entries = content.get(field, content if measure == "copy" else None)
     if not isinstance(entries, dict) or not entries:
