@@ -4,13 +4,14 @@
         **inputs, custom_generate=FOLDER, trust_remote_code=True, heads=[(13, 18), (16, 1)]
     )
 
-FOLDER is the one that contains `custom_generate/`. Only the logits change: they become the
-exponent of Eq. 7. So sampling, streamers, stopping criteria, logits processors and quantized
-weights work as without DeCoRe."""
+FOLDER is the one that contains `custom_generate/`. Only the logits change: they become the exponent
+of Eq. 7, plus a constant that keeps their scale, on which logits processors depend. So processors,
+sampling, streamers, stopping criteria and quantized weights work as without DeCoRe."""
 
 import importlib.util
 import json
 import math
+import re
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -25,11 +26,13 @@ METHODS = {
     "decore-static": ("alpha", "alpha_cap"),
     "masked": (),
 }
+MEASURES = ("copy", "write", "mass")
+KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")  # a head, layer-head
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")  # names of a layer's attention
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")  # names of its output projection
 PER_TOKEN = ("input_ids", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids")
 ALLOWED = dict(
-    use_cache=(True, None),
+    use_cache=(True,),
     cache_implementation=(None, "dynamic"),
     prefill_chunk_size=(None,),
     guidance_scale=(None, 1),
@@ -45,6 +48,7 @@ def generate(
     *,
     heads=None,
     num_heads=None,
+    measure="copy",
     method="decore-entropy",
     alpha=None,
     alpha_cap=None,
@@ -56,17 +60,18 @@ def generate(
 
     heads: (layer, head) pairs, "layer-head" texts, the path of a head file, or the name of a model
     in the project's `heads/` (by default this model's own name), if that is on Python's path. Of a
-    file the best num_heads are masked: 10, at most an eighth of all. method: decore-entropy
+    file the best num_heads are masked: 10, at most an eighth of all. measure: "copy", "write" or
+    "mass", the scores of the file that count. method: decore-entropy
     (α = H, Eq. 8), decore-static (α = alpha, 0.5) or masked (the masked model alone). alpha_cap:
     α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" zeroes the heads' outputs (Eq. 5),
     "query" their queries (the published runs).
 
     With return_dict_in_generate=True the result also has `alphas`, α as applied, and `entropies`,
     H of the base model (for masked, of the masked one) in nats: [B, new tokens] each, float32."""
-    if method not in METHODS or mask not in ("output", "query"):
-        raise ValueError(
-            f"method {method!r}, mask {mask!r}: known are {', '.join(METHODS)}; output, query"
-        )
+    known = dict(method=(*METHODS,), mask=("output", "query"), measure=MEASURES)
+    for name, value in dict(method=method, mask=mask, measure=measure).items():
+        if value not in known[name]:
+            raise ValueError(f"{name} {value!r} is unknown; known: {', '.join(known[name])}")
     options = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
     for name, value in options.items():
         low = -1e9 if name == "alpha" else 0
@@ -78,6 +83,8 @@ def generate(
             )
     if alpha is None:
         alpha = 0.5 if method == "decore-static" else 0
+    if arguments.get("use_cache") is None:  # whatever the configuration says
+        arguments["use_cache"] = True
     config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
@@ -93,20 +100,26 @@ def generate(
     alphas, entropies = [], []  # a tensor [B, 1] per new token
 
     def exponent(base, masked):
-        """Log-probabilities of both models, [B, 1, V] each → the logits that `generate` sees."""
-        decoded = masked if method == "masked" else base
-        h = -(decoded.exp() * decoded).sum(-1, keepdim=True)
+        """The logits of both models, [B, 1, V] each → those that `generate` sees."""
+        log_p = base.log_softmax(-1)
+        log_q = masked.log_softmax(-1)
+        p = (log_q if method == "masked" else log_p).exp()
+        h = torch.special.entr(p).sum(-1, keepdim=True)
         if method == "decore-entropy":
-            a = h / math.log(base.shape[-1]) if scale_alpha else h  # Eq. 8
+            a = h / math.log(p.shape[-1]) if scale_alpha else h  # Eq. 8
         else:
             a = torch.full_like(h, alpha)
         if alpha_cap is not None:
             a = a.clamp(max=alpha_cap)
         alphas.append(a[..., 0])
         entropies.append(h[..., 0])
-        return masked if method == "masked" else (1 + a) * base - a * masked  # Eq. 7
+        if method == "masked":
+            return masked
+        scores = base + a * (log_p - log_q)  # Eq. 7, up to a constant
+        return scores.where(base > -math.inf, base)  # not −∞ − (−∞)
 
-    with contrasted(model, choose_heads(model, heads, num_heads), mask, exponent):
+    chosen = choose_heads(model, heads, num_heads, measure)
+    with contrasted(model, chosen, mask, exponent):
         out = type(model).generate(model, **arguments)
     if not isinstance(out, torch.Tensor):
         out.alphas = torch.cat(alphas, 1)
@@ -116,7 +129,7 @@ def generate(
 
 @contextmanager
 def contrasted(model, heads, mask, exponent):
-    """Within this context the model's logits are `exponent` of base and masked model.
+    """Within this context the model's logits are `exponent` of those of base and masked model.
 
     They are those of each text's last token. heads: {layer: heads to mask}. The first pass reads
     all tokens but the last and doubles the cache: from then on each of B texts is two rows of a
@@ -183,8 +196,8 @@ def contrasted(model, heads, mask, exponent):
         if called != heads.keys():
             layer = min(heads.keys() - called)
             raise ValueError(f"layer {layer} does not call its projection: cannot mask")
-        log_p = out.logits[:, -1:].float().log_softmax(-1)  # [2·B, 1, V]
-        out.logits = exponent(log_p[0::2], log_p[1::2])
+        logits = out.logits[:, -1:].float()  # [2·B, 1, V]
+        out.logits = exponent(logits[0::2], logits[1::2])
         return out
 
     with ExitStack() as stack:  # undoes all of this on leaving
@@ -233,32 +246,32 @@ def find_attention(decoder, layer, n_layers):
     return None, None
 
 
-def choose_heads(model, heads, num_heads):
+def choose_heads(model, heads, num_heads, measure):
     """The `heads` of `generate` → {layer: [head, …]}."""
     c = model.config.get_text_config()
     L, H = c.num_hidden_layers, c.num_attention_heads
-    known = {f"{layer}-{head}" for layer in range(L) for head in range(H)}
+    known = {(layer, head) for layer in range(L) for head in range(H)}
     if heads is None or isinstance(heads, str | Path):
         path = find_file(heads or model.config.name_or_path)
-        scores = read_scores(path)
+        scores = read_scores(path, measure)
         n = min(10, max(1, L * H // 8)) if num_heads is None else num_heads
         if scores.keys() != known or n not in range(1, L * H + 1):
             raise ValueError(
                 f"{path} has {len(scores)} heads, num_heads is {n}; the model has {L} layers of {H}"
             )
-        names = sorted(scores, key=scores.get, reverse=True)[:n]  # equal ones as in the file
-    elif num_heads is not None:
-        raise ValueError("num_heads has no effect without a head file: leave it out")
+        pairs = sorted(scores, key=scores.get, reverse=True)[:n]  # equal ones as in the file
+    elif num_heads is not None or measure != "copy":
+        raise ValueError("num_heads and measure have no effect without a head file: leave them out")
     else:
         names = ["-".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in heads]
-    if not names or not known >= set(names) or len(set(names)) < len(names):
+        pairs = [tuple(map(int, x.split("-"))) if KEY.fullmatch(x) else x for x in names]
+    if not pairs or not known >= set(pairs) or len(set(pairs)) < len(pairs):
         raise ValueError(
             f"heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to {L - 1}-{H - 1}, "
             "each once"
         )
     chosen = {}
-    for name in names:
-        layer, head = map(int, name.split("-"))
+    for layer, head in pairs:
         chosen.setdefault(layer, []).append(head)
     return chosen
 
@@ -287,15 +300,33 @@ def plain_name(model):
     return name.lower().removeprefix("meta-").removesuffix("-hf")
 
 
-def read_scores(path):
-    """{"layer-head": score, the mean if there are several} of a head file, in its order."""
+def read_scores(path, measure):
+    """{(layer, head): score, the mean if there are several} of a head file, in its order."""
+    scores = {}
+    lengths = set()
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-        entries = content.get("scores", content)
-        kinds = {np.array(score).dtype.kind for score in entries.values()}
-        scores = np.array([*entries.values()])
-        if kinds - {"i", "f"} or not np.isfinite(scores).all():
-            raise ValueError("a score is not a finite number")
-        return dict(zip(entries, scores.reshape(len(entries), -1).mean(1)))
-    except (AttributeError, TypeError, ValueError) as error:
+        if not isinstance(content, dict):
+            raise ValueError("it must contain a JSON object")
+        field = "scores" if measure == "copy" else measure
+        entries = content.get(field, content if measure == "copy" else None)
+        if not isinstance(entries, dict) or not entries:
+            raise ValueError(
+                f'"{field}" must be an object with one entry "layer-head": score per head '
+                "(python -m heads.detect measures it)"
+            )
+        for head, value in entries.items():
+            values = value if isinstance(value, list) else [value]
+            finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)
+            if not KEY.fullmatch(head) or not values or not finite:
+                raise ValueError(
+                    f'{head!r} must be a head, "layer-head" counted from 0, and its score a finite '
+                    "number, or a list of one per sample"
+                )
+            lengths.add(len(values))
+            scores[tuple(map(int, head.split("-")))] = float(np.mean(values))
+        if len(lengths) > 1:
+            raise ValueError(f"heads have {sorted(lengths)} samples, not one number of them")
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is not a head file: {error}") from None
+    return scores

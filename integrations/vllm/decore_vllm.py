@@ -13,8 +13,10 @@ T tokens of this pass   M masked tokens   n tokens whose logits are computed
 L layers   H heads of this rank   K head width   D model width   V vocabulary"""
 
 import copy
+import json
 import logging
 import math
+import re
 from functools import partial, partialmethod
 from importlib.metadata import requires
 from importlib.util import find_spec
@@ -30,10 +32,9 @@ from packaging.requirements import Requirement
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    FiniteFloat,
-    Json,
     NonNegativeFloat,
     PositiveInt,
+    StrictInt,
     TypeAdapter,
     ValidationError,
 )
@@ -155,7 +156,8 @@ def contrast(settings, base, masked):
         alpha.fill_(settings.alpha)
     if settings.alpha_cap is not None:
         alpha.clamp_(max=settings.alpha_cap)
-    return base + alpha * (log_p - masked.log_softmax(-1))  # Eq. 7
+    scores = base + alpha * (log_p - masked.log_softmax(-1))  # Eq. 7
+    return scores.where(base > -math.inf, base)  # not −∞ − (−∞)
 
 
 def switch(params):
@@ -251,9 +253,15 @@ def pair(attention, model, heads):
 
 # ---------------------------------------------------------------------------------------- settings
 
-Head = Annotated[
-    tuple[int, int], BeforeValidator(lambda x: x.split("-") if isinstance(x, str) else x)
-]
+KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")  # a head, layer-head
+
+
+def as_pair(head):
+    is_text = isinstance(head, str) and KEY.fullmatch(head)
+    return tuple(map(int, head.split("-"))) if is_text else head
+
+
+Head = Annotated[tuple[StrictInt, StrictInt], BeforeValidator(as_pair)]
 
 
 class Settings(BaseModel, extra="forbid", allow_inf_nan=False):
@@ -261,6 +269,7 @@ class Settings(BaseModel, extra="forbid", allow_inf_nan=False):
 
     heads: str | list[Head] | None = None
     num_heads: PositiveInt | None = None
+    measure: Literal["copy", "write", "mass"] = "copy"
     method: Literal[tuple(UNUSED)] = "decore-entropy"
     alpha: float = 0.5
     alpha_cap: NonNegativeFloat | None = None
@@ -287,7 +296,7 @@ def choose_heads(settings, model_config):
     n = settings.num_heads
     if not isinstance(heads, list):
         path = find_file(heads or model_config.model)
-        scores = read_scores(path)
+        scores = read_scores(path, settings.measure)
         n = n or min(10, max(1, L * H // 8))
         if scores.keys() != known or n > len(known):
             raise ValueError(
@@ -295,8 +304,10 @@ def choose_heads(settings, model_config):
                 f"layers of {H}"
             )
         heads = sorted(scores, key=scores.get, reverse=True)[:n]  # equal ones as in the file
-    elif n:
-        raise ValueError("decore: num_heads has no effect without a head file: leave it out")
+    elif n or settings.measure != "copy":
+        raise ValueError(
+            "decore: num_heads and measure have no effect without a head file: leave them out"
+        )
     if not heads or sorted(known & set(heads)) != sorted(heads):
         raise ValueError(
             f"decore: heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to "
@@ -325,14 +336,36 @@ def plain_name(model):
     return Path(model).name.lower().removeprefix("meta-").removesuffix("-hf")
 
 
-def read_scores(path):
+def read_scores(path, measure):
     """{(layer, head): score, the mean if there are several} of a head file, in its order."""
-    content = validate(Json[dict], path.read_text(encoding="utf-8-sig"), path)
-    schema = dict[Head, FiniteFloat | list[FiniteFloat]]
-    scores = validate(schema, content.get("scores", content), path)
-    if len({np.size(score) for score in scores.values()}) > 1:
-        raise ValueError(f"{path}: heads have lists of different lengths; make the file again")
-    return {head: np.mean(score) for head, score in scores.items()}
+    scores = {}
+    lengths = set()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        if not isinstance(content, dict):
+            raise ValueError("it must contain a JSON object")
+        field = "scores" if measure == "copy" else measure
+        entries = content.get(field, content if measure == "copy" else None)
+        if not isinstance(entries, dict) or not entries:
+            raise ValueError(
+                f'"{field}" must be an object with one entry "layer-head": score per head '
+                "(python -m heads.detect measures it)"
+            )
+        for head, value in entries.items():
+            values = value if isinstance(value, list) else [value]
+            finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)
+            if not KEY.fullmatch(head) or not values or not finite:
+                raise ValueError(
+                    f'{head!r} must be a head, "layer-head" counted from 0, and its score a finite '
+                    "number, or a list of one per sample"
+                )
+            lengths.add(len(values))
+            scores[tuple(map(int, head.split("-")))] = float(np.mean(values))
+        if len(lengths) > 1:
+            raise ValueError(f"heads have {sorted(lengths)} samples, not one number of them")
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path} is not a head file: {error}") from None
+    return scores
 
 
 # ------------------------------------------------------------------------------------------ plugin

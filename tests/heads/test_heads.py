@@ -20,7 +20,7 @@ from heads import (
 from model import Transformer
 from program.settings import method_settings
 from runtime.hf import HFModel
-from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines
+from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
 
 # 40 layers of 8 heads
 RANKED = [(i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()]
@@ -155,18 +155,14 @@ SCORES = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}
 @pytest.mark.parametrize(
     "content, message",
     [
-        ({}, '"scores" must be an object'),
-        *(
-            (SCORES | entry, "must be a head")
-            for entry in ({"1-1": float("nan")}, {"1-1": [0.5, None]}, {"1-1": []}, {"1_1": 1})
-        ),
-        (SCORES | {"1-1": [0.5, 1]}, "heads have [1, 2] samples"),
+        *WRONG_HEAD_FILES,
         (SCORES | {"0-2": 0}, "5 heads instead of 2 layers of 2"),
         ({"0-0": 1, "0-1": 1, "0-2": 1, "0-3": 1}, "4 heads instead of 2 layers of 2"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, content, message):
-    path = write_lines(tmp_path / "wrong.json", [{"scores": content, "model": "m"}])
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(ValueError, match=f"^{path}") as error:
         load_heads(stand_in(2, 2), name=path)
     assert message in str(error.value)

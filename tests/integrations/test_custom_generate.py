@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from runtime.hf import HFModel  # noqa: E402
+from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -77,11 +79,55 @@ def test_the_logits_are_the_exponent_of_both_models_in_float32(llama):
         masked.model.layers[layer].self_attn.o_proj.weight.data.unflatten(1, (4, -1))[:, head] = 0
     cache = model(ids[:, :-1]).past_key_values
     base, other = (
-        m(ids[:, -1:], None, None, copy.deepcopy(cache)).logits[:, 0].float().log_softmax(-1)
+        m(ids[:, -1:], None, None, copy.deepcopy(cache)).logits[:, 0].float()
         for m in (model, masked)
     )
+    constant = base.logsumexp(-1)  # which keeps the scale of the model's logits
+    base, other = base.log_softmax(-1), other.log_softmax(-1)
+    exponent = decore.contrast(base, other, decore.entropy(base))
     out = generate(model, output_logits=True, return_dict_in_generate=True)
-    torch.testing.assert_close(out.logits[0], decore.contrast(base, other, decore.entropy(base)))
+    torch.testing.assert_close(out.logits[0], exponent + constant)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.05),
+        dict(repetition_penalty=1.3),
+        dict(encoder_repetition_penalty=1.5),
+        dict(exponential_decay_length_penalty=(2, 1.5), eos_token_id=5),
+        dict(do_sample=True, min_p=0.05, temperature=0.7),
+        dict(do_sample=True, top_k=9, top_p=0.9, repetition_penalty=1.2),
+        dict(do_sample=True, typical_p=0.9, epsilon_cutoff=1e-3),
+    ],
+    ids=str,
+)
+def test_with_an_alpha_of_zero_every_processor_gives_the_tokens_of_plain_generate(llama, options):
+    plain = dict(custom_generate=None, trust_remote_code=None, heads=None)
+    texts = []
+    for more in plain, dict(method="decore-static", alpha=0.0):
+        torch.manual_seed(1)
+        texts.append(new_tokens(llama, PROMPTS, **options, max_new_tokens=30, **more))
+    assert texts[0] == texts[1]
+
+
+def test_tokens_with_logits_of_minus_infinity_are_left_out():
+    model = random_model("gemma2")
+    model.lm_head.register_forward_hook(
+        lambda _, args, z: z.masked_fill(torch.arange(96) >= 60, -torch.inf)
+    )
+    reference = HFModel(model)
+    for settings in CASES[:5]:
+        expected = decore.generate(
+            reference, PROMPTS, heads=HEADS, eos_ids=(), max_new_tokens=8, **settings
+        )
+        assert new_tokens(model, PROMPTS, **settings) == [g.ids for g in expected]
+
+
+def test_a_configuration_without_a_cache_decodes_with_one(llama):
+    model = copy.deepcopy(llama)
+    model.config.use_cache = model.generation_config.use_cache = False
+    assert new_tokens(model, use_cache=None) == new_tokens(llama)
 
 
 def test_options_of_generate_keep_their_meaning(llama):
@@ -182,6 +228,8 @@ def encoder_decoder(model):
         (dict(synced_gpus=True), "synced_gpus"),
         (dict(method="greedy"), "greedy"),
         (dict(mask="both"), "both"),
+        (dict(measure="other"), "measure 'other' is unknown; known: copy, write, mass"),
+        (dict(measure="mass"), "measure have no effect"),
         (dict(alpha=1.0), "alpha"),
         (dict(method="decore-static", alpha=float("nan")), "nan"),
         (dict(method="decore-static", alpha="1"), "alpha='1'"),
@@ -235,23 +283,27 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
 
 
 @pytest.mark.parametrize(
-    "content, n, words",
+    "content, more, words",
     [
-        ("[]", 1, "is not a head file"),
-        ('{"scores": {"0-0": 1', 1, "is not a head file: Expecting"),
-        ('{"0-0": [1, 2], "0-1": [3]}', 1, "is not a head file: .* inhomogeneous"),
-        ('{"0-0": NaN}', 1, "a score is not a finite number"),
-        ('{"0-0": true, "0-1": 1}', 1, "a score is not a finite number"),
-        (json.dumps(SCORES), 0, "12 heads, num_heads is 0; the model has 3 layers of 4"),
-        (json.dumps(SCORES), 13, "num_heads is 13"),
-        (json.dumps(SCORES | {"3-0": 1}), 1, "13 heads, num_heads is 1"),
+        *((content, {}, words) for content, words in WRONG_HEAD_FILES),
+        (SCORES, dict(num_heads=0), "12 heads, num_heads is 0; the model has 3 layers of 4"),
+        (SCORES, dict(num_heads=13), "num_heads is 13"),
+        (SCORES | {"3-0": 1}, dict(num_heads=1), "13 heads, num_heads is 1"),
+        (SCORES, dict(measure="write"), '"write" must be an object'),
     ],
 )
-def test_a_damaged_head_file_is_refused_with_its_path(llama, tmp_path, content, n, words):
+def test_a_wrong_head_file_is_refused_with_its_path(llama, tmp_path, content, more, words):
     path = tmp_path / "heads.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"{path}.*{words}"):
-        new_tokens(llama, heads=path, num_heads=n)
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ValueError, match=f"{path}.*{re.escape(words)}"):
+        new_tokens(llama, heads=path, **more)
+
+
+def test_other_measures_of_a_file_choose_other_heads(llama, tmp_path):
+    path = tmp_path / "heads.json"
+    rest = {head: -score for head, score in SCORES.items()}
+    path.write_text("\ufeff" + json.dumps({"scores": rest, "write": SCORES}))
+    assert new_tokens(llama, heads=path, measure="write", num_heads=3) == new_tokens(llama)
 
 
 def test_head_files_are_found_by_the_name_of_the_model():

@@ -6,6 +6,7 @@ process, in seconds."""
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from tests.checkpoints import WRONG_HEAD_FILES
 from tests.integrations.vllm_tokens import HEADS, METHODS, N
 
 ROOT = Path(__file__).parents[2]
@@ -204,13 +207,52 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
         (dict(settings={"heads": [[9, 9]]}), "give a head file, or pairs from"),
         (dict(settings={"alpha": 1}), "alpha has no effect on decore-entropy"),
         (dict(settings={"num_heads": 0}), "decore num_heads: "),
-        (dict(settings={"num_heads": 2}), "num_heads has no effect without"),
+        (dict(settings={"num_heads": 2}), "num_heads and measure have no effect without"),
+        (dict(settings={"measure": "mass"}), "num_heads and measure have no effect without"),
+        (dict(settings={"measure": "all"}), "decore measure: Input should be 'copy', 'write' or"),
+        (dict(settings={"heads": [[True, 0]]}), "decore heads.*: Input should be a valid"),
+        (dict(settings={"heads": ["01-1"]}), "decore heads.*: Input should be a valid"),
     ],
 )
 def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, words):
     one_line = rf"\A.*{words}.*\Z"
     with pytest.raises(ValueError, match=one_line), start(folder / "llama3", **options):
         pass
+
+
+@pytest.mark.parametrize("content, words", WRONG_HEAD_FILES)
+def test_a_wrong_head_file_is_refused_with_its_path(tmp_path, content, words):
+    path = tmp_path / "heads.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path} is not a head file: .*{re.escape(words)}"):
+        decore_vllm.read_scores(path, "copy")
+
+
+def test_files_are_read_as_by_the_programs(tmp_path):
+    """Another measure, the authors' lists, a byte order mark."""
+    path = tmp_path / "heads.json"
+    path.write_text("\ufeff" + json.dumps({"scores": {"0-1": 1}, "mass": {"0-1": [1, 2]}}))
+    assert decore_vllm.read_scores(path, "mass") == {(0, 1): 1.5}
+    with pytest.raises(ValueError, match='"write" must be an object'):
+        decore_vllm.read_scores(path, "write")
+
+
+def test_tokens_with_logits_of_minus_infinity_stay_out():
+    z = torch.tensor([[1.0, 2.0, -torch.inf]])
+    for settings in decore_vllm.Settings(), decore_vllm.Settings(method="decore-static"):
+        logits = decore_vllm.contrast(settings, z, z.flip(0) * 2)
+        expected = decore_vllm.contrast(settings, z[:, :2], z[:, :2] * 2)
+        assert torch.equal(logits[:, :2], expected) and logits[0, 2] == -torch.inf
+
+
+def test_an_alpha_of_zero_is_stock_vllm_under_every_penalty(folder, ours):
+    penalties = dict(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3)
+    penalties |= dict(min_tokens=3, logit_bias={5: 2.0})
+    settings = dict(method="decore-static", alpha=0.0)
+    with start(folder / "llama3", settings=settings) as llm:
+        prompts = ours["prompts"][:4]
+        tokens = decode(llm, prompts, prompts, **penalties)
+        assert tokens[:4] == tokens[4:]
 
 
 def test_other_versions_of_vllm_do_not_start(folder, monkeypatch):
