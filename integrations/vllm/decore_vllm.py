@@ -333,7 +333,11 @@ def find_file(name):
 
 def plain_name(model):
     """A model's name without owner, case, "Meta-" and "-hf", in which names of one model differ."""
-    return Path(model).name.lower().removeprefix("meta-").removesuffix("-hf")
+    path = Path(model)
+    name = path.name
+    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/HASH
+        name = path.parent.parent.name.split("--", 2)[-1]
+    return name.lower().removeprefix("meta-").removesuffix("-hf")
 
 
 def read_scores(path, measure):

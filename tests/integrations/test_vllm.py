@@ -229,10 +229,11 @@ def test_a_wrong_head_file_is_refused_with_its_path(tmp_path, content, words):
 
 
 def test_files_are_read_as_by_the_programs(tmp_path):
-    """Another measure, the authors' lists, a byte order mark."""
+    """Another measure, the authors' lists, a byte order mark; by the name of a snapshot."""
     path = tmp_path / "heads.json"
     path.write_text("\ufeff" + json.dumps({"scores": {"0-1": 1}, "mass": {"0-1": [1, 2]}}))
     assert decore_vllm.read_scores(path, "mass") == {(0, 1): 1.5}
+    assert decore_vllm.find_file("models--org--Miniature/snapshots/0af").name == "miniature.json"
     with pytest.raises(ValueError, match='"write" must be an object'):
         decore_vllm.read_scores(path, "write")
 
