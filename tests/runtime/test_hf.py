@@ -130,6 +130,37 @@ def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engin
         assert scores[0]([[3, size], [3]])[0] == -math.inf
 
 
+@pytest.mark.parametrize(
+    "family, known",
+    [
+        *((family, True) for family in "gemma3_text gpt2 phi3 gemma4_text".split()),
+        *((family, False) for family in "qwen3_next deepseek_v3".split()),
+    ],
+)
+@torch.no_grad()
+def test_a_head_writes_what_its_output_projection_adds_where_values_are_known(family, known):
+    model = HFModel(random_model(family))
+    prompt = PROMPTS[0]
+    whole = [(0, len(prompt)), (0, 3)]  # no key of the first prompt is left out
+    [answer, _] = detect.answer_batch(model, [prompt, PROMPTS[1]], whole, 1)
+    assert answer.write.any() == known
+    if known:
+        u = model.hf.get_output_embeddings().weight[answer.ids[0]]
+        expected = []
+        for o in model.output_projections():
+            o.register_forward_hook(lambda o, args, y: expected.append(added(o, args[0], u)))
+        model(pad([prompt]))
+        torch.testing.assert_close(answer.write[0], torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def added(o, x, u):
+    """What each head adds to a logit at the last token: o's input x [1, T, 4·K], its row u."""
+    heads = torch.zeros(4, x.shape[-1]).unflatten(1, (4, -1))
+    heads[range(4), range(4)] = x[0, -1].unflatten(0, (4, -1))
+    heads = heads.flatten(1)
+    return (o.forward(heads) - o.forward(torch.zeros_like(heads))) @ u
+
+
 # Other families: the heads that are found by a rule must be the right ones in each
 
 
