@@ -84,6 +84,8 @@ class Session:
     row, the heads to mask. All prompt tokens but the last are prefilled, unmasked and once for all
     rows; mask_prompt masks the heads there too, and needs a single row."""
 
+    vocab_size = None  # V, if `logits` are those of the first V ids only
+
     def __init__(
         self, model, prompts, capacity, rows=(UNMASKED,), mask="output", mask_prompt=False
     ):
@@ -98,7 +100,9 @@ class Session:
     def logits(self, tokens):
         """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V]
         float32."""
-        return self.model(tokens.to(self.model.device), self.cache, self.head_mask, self.mask)
+        ids = tokens.to(self.model.device)
+        logits = self.model(ids, self.cache, self.head_mask, self.mask)
+        return logits[..., : self.vocab_size]
 
 
 class DeCoRe:

@@ -61,6 +61,13 @@ class Lite(DeCoRe):
         self.method = method
         rows = [amateur_heads]
         self.sessions.append(Session(amateur, prompts, capacity, rows, mask, mask_prompt))
+        share_vocabulary(self.sessions)
+
+
+def share_vocabulary(sessions):
+    """Contrast the ids that all models have: each pads the vocabulary to a size of its own."""
+    for session in sessions:
+        session.vocab_size = min(s.model.config.vocab_size for s in sessions)
 
 
 class Baseline:
@@ -93,6 +100,7 @@ class CD(Baseline):
     ):
         check_amateur(method, amateur)
         sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
+        share_vocabulary(sessions)
         super().__init__(sessions, method, alpha, relative_top)
 
     def contrast(self, tokens):

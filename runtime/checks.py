@@ -55,6 +55,7 @@ def check_scoring(model, prompts, answers, method, decoder, settings):
         longest = prompt + max(candidates, key=len)[:-1]  # an answer's last token is not read
         for m in (model, settings.get("amateur") or model):
             check_prompts(m, [longest], "prompt with its longest answer")
+            check_prompts(m, candidates, "answer")
     return prompts, answers, settings
 
 
@@ -198,11 +199,13 @@ def check_settings(model, settings):
         check_number(settings["alpha_cap"], "alpha_cap", 0)
     check_mask(settings.get("mask", MASKS[0]))
     amateur = settings.get("amateur")
-    if amateur is not None and amateur.config.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"{model.name} has {model.config.vocab_size} tokens and {amateur.name} "
-            f"{amateur.config.vocab_size}; contrasting needs one vocabulary"
-        )
+    if amateur is not None:
+        V, of_amateur = model.config.vocab_size, amateur.config.vocab_size
+        if abs(V - of_amateur) > 0.01 * V:  # more than padding
+            raise ValueError(
+                f"{model.name} has {V} tokens and {amateur.name} {of_amateur}; "
+                "contrasting needs one vocabulary"
+            )
     heads = settings.get("heads")
     return settings if heads is None else settings | {"heads": check_heads(heads, model)}
 

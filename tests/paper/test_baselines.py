@@ -12,7 +12,7 @@ import transformers
 from model import Transformer
 from paper.baselines import DECODERS, exit_layers, generate, most_divergent
 from paper.scoring import score
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import FAMILIES, random_ids, random_weights, write_checkpoint
 from tests.golden.make import DOLA_MODELS, DOLA_PROMPTS, FOLDER, NEW_TOKENS
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -210,3 +210,24 @@ def test_dola_equals_the_recorded_runs_of_transformers(name, half, deep):
 def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, expected):
     config = SimpleNamespace(n_layers=layers, tied_embeddings=tied)
     assert exit_layers(SimpleNamespace(config=config), half, rule) == list(expected)
+
+
+@pytest.mark.parametrize(
+    "method, how", [("cd", {}), ("decore-entropy", dict(amateur_heads=[(0, 1)]))]
+)
+def test_rows_that_pad_a_vocabulary_take_no_part(tmp_path, method, how):
+    def load(seed, padding):
+        weights = random_weights(FAMILIES["llama3"] | dict(vocab_size=200), seed)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = torch.cat([weights[name], torch.full([padding, 32], 9.0)])
+        folder = tmp_path / f"{seed}-{padding}"
+        size = dict(vocab_size=200 + padding)
+        return Transformer.load(write_checkpoint(folder, "llama3", weights=weights, **size))
+
+    results = []
+    for of_model, of_amateur in ((0, 0), (2, 0), (0, 2)):
+        model, how["amateur"] = load(0, of_model), load(1, of_amateur)
+        out = generate(model, PROMPTS[1], method, max_new_tokens=NEW, **how)
+        scores = score(model, PROMPTS[1], ANSWERS, method, **how)
+        results.append([*out.ids, *out.entropies, *scores])
+    assert results[1] == pytest.approx(results[0]) == results[2]
