@@ -2,8 +2,9 @@
 
 import json
 import re
+from contextlib import suppress
 from datetime import datetime
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -12,6 +13,7 @@ from runtime.special import read_eos_ids, read_optional, read_special_tokens, re
 from runtime.weights import checkpoint_folder
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
+LONGEST = 10_000_000  # characters to encode, which takes 1.4 GB
 UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 
@@ -41,6 +43,8 @@ class Tokenizer:
         """Plain text → ids, with one BOS if the tokenizer adds it.
 
         bos=False: without (for answers)."""
+        if len(text) > LONGEST:  # without memory, the library aborts the process
+            raise ValueError(f"a text of {len(text)} characters: at most {LONGEST} are encoded")
         text.encode()  # UnicodeEncodeError for half of a surrogate pair
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and ids[:2] == [self.bos_id] * 2 else ids
@@ -54,6 +58,7 @@ class Tokenizer:
     def render(self, messages, generation_prompt=True, template_args=None, today=None):
         """Messages → the text of a chat. ValueError if the template rejects the messages.
 
+        If the template has no system turn, the system message precedes the first user message.
         template_args: more variables of the template, for example {"enable_thinking": False}.
         today: the date in templates; None: the clock's."""
         if not self.has_chat_template:
@@ -63,6 +68,20 @@ class Tokenizer:
         for key in template_args or ():
             if not self.template_reads(key):
                 raise ValueError(f"{self.name}: the chat template has no argument {key!r}")
+        roles = [message.get("role") for message in messages[:2]]
+        if roles == ["system", "user"] and not self.has_system_turn:
+            messages = join_system(messages)
+        text = self.fill(messages, generation_prompt, template_args, today)
+        for key, token in self.special.items():
+            if token in text and self.core.token_to_id(token) is None and self.template_reads(key):
+                raise ValueError(
+                    f"{self.name}: the chat template writes {key} {token!r}, which is not in "
+                    "tokenizer.json; download the checkpoint again"
+                )
+        return text
+
+    def fill(self, messages, generation_prompt=True, template_args=None, today=None):
+        """The text of the chat template, which writes the messages as they are."""
         variables = dict(
             messages=messages,
             add_generation_prompt=generation_prompt,
@@ -72,18 +91,20 @@ class Tokenizer:
             **self.special,
         )
         try:
-            text = compile_template(self.chat_template).render(variables | (template_args or {}))
+            return compile_template(self.chat_template).render(variables | (template_args or {}))
         except Exception as error:  # a template can raise anything
             raise ValueError(
                 f"{self.name}: the chat template rejects these messages: {one_line(error)}"
             ) from None
-        for key, token in self.special.items():
-            if token in text and self.core.token_to_id(token) is None and self.template_reads(key):
-                raise ValueError(
-                    f"{self.name}: the chat template writes {key} {token!r}, which is not in "
-                    "tokenizer.json; download the checkpoint again"
-                )
-        return text
+
+    @cached_property
+    def has_system_turn(self):
+        """Whether the chat template writes a system message. Gemma's, for example, rejects it."""
+        messages = [dict(role=role, content=f"the {role}'s text") for role in ("system", "user")]
+        for chat in messages, messages[1:]:
+            with suppress(ValueError):
+                return messages[0]["content"] in self.fill(chat)
+        return True  # it rejects both, for another reason
 
     def template_reads(self, key):
         """Whether the chat template mentions a variable, for example `enable_thinking`."""
@@ -140,6 +161,12 @@ class Stream:
         self.ended |= bool(places)
         self.text = text[: min(places, default=max(before, len(text) - held_back))]
         return self.text[before:]
+
+
+def join_system(messages):
+    """The messages, with the system's text and an empty line in front of the first user's text."""
+    system, user, *rest = messages
+    return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
 
 @cache

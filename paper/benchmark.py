@@ -42,6 +42,8 @@ def load_benchmark(task, args, model=None):
     native = "mistral" if model.config.model_type == "mistral" else "chat"
     native = native if model.tokenizer.has_chat_template else "plain"
     layout = task.layout or args.layout or native
+    if layout == "chat" and not model.tokenizer.has_system_turn:
+        layout = "user"
     template_args = None
     if layout != "plain":
         template_args = cli.benchmark_template_args(model.tokenizer, args.template_args)

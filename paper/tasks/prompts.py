@@ -2,6 +2,7 @@
 CAD).
 
 chat      system = instruction; demonstrations as user and assistant in turn; last, the question
+user      no system turn: the instruction and an empty line precede the first user turn
 mistral   no system turn: the instruction and a newline precede every user turn
 plain     one text: instruction, demonstrations, question; it ends with the answer's prefix
 """
@@ -10,7 +11,9 @@ import datetime
 from os.path import commonprefix
 from typing import NamedTuple
 
-LAYOUTS = ("chat", "mistral", "plain")
+from tokenizer import join_system
+
+LAYOUTS = ("chat", "user", "mistral", "plain")
 DAY = datetime.date(2024, 7, 26)  # "today" in chat templates: the default of Llama 3.1
 
 
@@ -40,7 +43,7 @@ def messages(task, item, demos, layout, with_context=True):
         chat.append({"role": "user", "content": front + demo["user"]})
         chat.append({"role": "assistant", "content": demo["answer"]})
     chat.append({"role": "user", "content": front + last})
-    return chat
+    return join_system(chat) if task.instruction and layout == "user" else chat
 
 
 def plain_text(task, item, demos, with_context=True):

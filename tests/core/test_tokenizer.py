@@ -160,6 +160,20 @@ def test_chat_templates_give_the_ids_of_transformers(template, core, tmp_path):
         assert tokenizer.encode_chat(messages, generation_prompt=prompt) == ids
 
 
+@pytest.mark.parametrize("system", ["{{ raise_exception('no') }}", "", "{{ m.content }}\n\n"])
+def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_turn(
+    system, tmp_path
+):
+    template = (
+        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}"
+        "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    assert tokenizer.has_system_turn == ("content" in system)
+    expected = "Be short.\n\n<user>the one" if "content" in system else "<user>Be short.\n\nthe one"
+    assert tokenizer.render(CONVERSATIONS[1][:2]) == expected
+
+
 def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_path):
     tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
     reference = oracle(tmp_path, TEMPLATES["qwen3"])
@@ -341,6 +355,7 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("chat_template.jinja", SUBCLASSES, "unsafe"),
         ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
         ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
+        ("chat_template.jinja", "{{ '%99999999d' % 1 }}", "a text of 99999999 characters"),
         ("chat_template.jinja", "{{ messages[1].content }}", "surrogates not allowed"),
     ],
 )

@@ -114,7 +114,13 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
 
 
 @pytest.mark.parametrize(
-    "template, family, layout", [(None, "llama3", "plain"), (TEMPLATE, "mistral", "mistral")]
+    "template, family, layout",
+    [
+        (None, "llama3", "plain"),
+        (TEMPLATE, "mistral", "mistral"),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE,)
+        + ("llama3", "user"),
+    ],
 )
 def test_the_layout_is_the_models(start, data, tmp_path, template, family, layout):
     write_model(tmp_path, template, family)

@@ -201,6 +201,8 @@ EXPECTED["truthfulqa-gen"] = EXPECTED["truthfulqa-mc"]
 def chat(instruction, turns, layout):
     """The messages of turns."""
     front = f"{instruction}\n" if instruction and layout == "mistral" else ""
+    if instruction and layout == "user":
+        turns = [f"{instruction}\n\n{turns[0]}", *turns[1:]]
     messages = []
     if instruction and layout == "chat":
         messages.append({"role": "system", "content": instruction})
@@ -215,7 +217,7 @@ def test_prompts_are_those_of_the_published_runs(load, name):
     *demos, last = turns
     # MuSiQue's chat without context shows no demonstrations.
     demos_without = [] if name.startswith("musique") else demos
-    for layout in ("chat", "mistral"):
+    for layout in ("chat", "user", "mistral"):
         line = prompts.dry_run(TASKS[name], *load(name), layout)
         assert line["messages"] == chat(instruction, turns, layout)
         expected = None if bare is None else chat(instruction, [*demos_without, bare], layout)
