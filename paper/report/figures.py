@@ -139,6 +139,7 @@ def draw_curves(ax, field, curves):
     """Means over the draws with error bars; the range of random heads; the paper's points in the
     same style."""
     papers = {}
+    width = np.ptp(np.concatenate([curve[field] for curve, _ in curves]).astype(float))
     for number, (curve, style) in enumerate(curves):
         run = curve["run"].iloc[0]
         papers.setdefault(printed.method_of(run.setup), (run, style))
@@ -149,8 +150,7 @@ def draw_curves(ax, field, curves):
                 low, high = mean - versus.difference + np.array(versus[2:4])
             points.append((x, mean, mean - low, high - mean, *draws["value"].agg(["min", "max"])))
         x, mean, below, above, least, most = np.transpose(points).astype(float)
-        # Error bars must not hide each other.
-        x += 0.006 * (number - (len(curves) - 1) / 2) * np.ptp(x)
+        x += 0.012 * width * (number - (len(curves) - 1) / 2)  # error bars lie side by side
         if run.setup.random_heads:
             ax.fill_between(x, least, most, color=style["color"], alpha=0.13)
             style = style | {"linestyle": "--", "markerfacecolor": "white"}
