@@ -39,8 +39,8 @@ import torch
 from tqdm import tqdm
 
 import cli
-from decore import Session
-from heads import MEASURES
+from decore import Session, make_head_mask
+from heads import MEASURES, choose_heads, load_heads
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from runtime import files
 from runtime.weights import fingerprint
@@ -85,12 +85,16 @@ def score_run(
 
 
 @torch.inference_mode()
-def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=False):
+def answer_batch(
+    model, prompts, needles, max_new_tokens, eos_ids=(), published=False, cache=None, heads=()
+):
     """Greedy answers to a batch of prompts: one `Answer` per prompt.
 
     An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published, also once
-    it contains every token of the needle as often as the needle does."""
-    cache = Session(model, prompts, max_new_tokens).cache
+    it contains every token of the needle as often as the needle does. cache: that of the prompts,
+    if they are read. heads: masked from the prompts' last tokens on."""
+    cache = cache or Session(model, prompts, max_new_tokens).cache
+    head_mask = make_head_mask([heads], model)
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
     start, end = torch.tensor(needles, device=model.device).T[..., None]  # [B, 1] each
     targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles)]
@@ -99,7 +103,7 @@ def answer_batch(model, prompts, needles, max_new_tokens, eos_ids=(), published=
     steps = []
     while running:
         layers = []  # L × [1, B, 1, H, C]
-        token = model(token, cache, probabilities=layers)[0].argmax(-1)
+        token = model(token, cache, head_mask, probabilities=layers)[0].argmax(-1)
         key = torch.arange(layers[0].shape[-1], device=model.device)
         # Keys of new tokens are numbered from P on, after those of the padded prompts.
         position = torch.where(key < cache.P, key, key - cache.P + cache.lengths[:, None])
@@ -219,9 +223,9 @@ def is_run(record, place):
     )
 
 
-def run_batch(model, tokenizer, prompts, needles, facts):
+def run_batch(model, tokenizer, prompts, needles, facts, **more):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
-    that are not 0."""
+    that are not 0. more: arguments of `answer_batch`."""
     from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
 
     rouge = RougeScorer(["rouge1"], use_stemmer=True)
@@ -230,7 +234,7 @@ def run_batch(model, tokenizer, prompts, needles, facts):
     stops = [144, tokenizer.core.token_to_id("<0x0A>")] if published else tokenizer.eos_ids
     ids, places = zip(*prompts)
     spans = [place["span"] for place in places]
-    answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published)
+    answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published, **more)
     for prompt, place, answer in zip(ids, places, answers):
         text = tokenizer.decode(answer.ids).strip()
         recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
@@ -242,6 +246,27 @@ def run_batch(model, tokenizer, prompts, needles, facts):
             }
         records.append(place | result)
     return records
+
+
+def count_masked(model, tokenizer, prompts, needles, facts, sizes):
+    """{name: right answers} without heads: none, and for each of `sizes` the best ones of each
+    measure and three draws of random ones."""
+    masked = {"none": []}
+    for n in sizes:
+        for measure in MEASURES:
+            masked[f"{measure} {n}"] = load_heads(model, n, measure=measure)
+        for seed in range(3):
+            masked[f"random {n}, seed {seed}"] = choose_heads(model, None, n, "uniform", seed)
+    right = Counter()
+    size = facts["batch_size"]
+    for i in tqdm(range(0, len(prompts), size), unit="batch", disable=model.shard.rank > 0):
+        batch = prompts[i : i + size]
+        cache = Session(model, [ids for ids, _ in batch], facts["max_new_tokens"]).cache
+        for name, heads in masked.items():
+            more = dict(cache=cache.select(slice(None)), heads=heads)
+            records = run_batch(model, tokenizer, batch, needles, facts, **more)
+            right[name] += sum(record["right"] for record in records)
+    return dict(right)
 
 
 def summary(records):
@@ -353,6 +378,13 @@ def parse_args():
         "(default: the text, then the question)",
     )
     add("--max-new-tokens", type=cli.positive, default=50, help="of an answer (default 50)")
+    add(
+        "--masked",
+        type=cli.comma_list(cli.positive),
+        metavar="N[,N…]",
+        help="measure no heads: count right answers without the N best of this model's head file, "
+        "by each measure, and without random ones",
+    )
     add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
     add(
         "--min-success",
@@ -441,6 +473,13 @@ def main():
         "dtype": str(model.dtype).removeprefix("torch."),
         "ranks": model.shard.size,
     }
+    if args.masked:
+        right = count_masked(model, tokenizer, prompts, needles, facts, args.masked)
+        if model.shard.rank == 0:
+            files.write(
+                args.out, [dict(model=model.name, runs=len(prompts), facts=facts, right=right)]
+            )
+        return
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
         try:
             records = run_all(model, tokenizer, prompts, needles, facts, runs, args.min_success)

@@ -441,6 +441,20 @@ def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answe
     assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
 
 
+def test_masked_heads_lose_needles_that_random_ones_do_not(call, tmp_path):
+    counts = []
+    for sizes in ("1,3", "3"):
+        path = tmp_path / f"{sizes}.json"
+        status, _, err = call(detect.main, *SHORT, "--masked", sizes, "--out", path)
+        assert status == 0, err
+        counts.append(json.loads(path.read_text())["right"])
+    right, alone = counts
+    assert right["none"] == 8 and right["copy 3"] < 2
+    assert all(right[f"random 3, seed {seed}"] > 4 for seed in range(3))
+    # No set of heads changes the cache that the next one reads.
+    assert alone.items() < right.items()
+
+
 def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_path, monkeypatch):
     monkeypatch.setattr(detect, "SUCCESS", 1)
     path = tmp_path / "h.json"
