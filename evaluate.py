@@ -157,8 +157,7 @@ def sweep(args, jobs, lenient=False):
 
 
 def add_run_arguments(p, required):
-    """Add the options of `make_parser` and `paper_parser`. required: the one without which a
-    command does not start."""
+    """Add the options of `make_parser` and `paper_parser`. required: "--task" or "--data"."""
     cli.add_model_arguments(p)
     p.add_argument(
         "--task",
@@ -295,8 +294,8 @@ def fitting_runs(args, jobs, model, amateur, lenient):
     """[(job, benchmark, settings of baselines.generate)] of the jobs that fit the model, its
     amateur and the prompts.
 
-    model, amateur: what is known before the weights. Prints a line for each task and method that
-    does not fit. ValueError if none fits."""
+    model, amateur: as `cli.Checkpoint`. Prints a line for each task and method that does not fit.
+    ValueError if none fits."""
     benches = {}
     for task in dict.fromkeys(job.task for job in jobs):
         for problem in metrics.problems(task):

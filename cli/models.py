@@ -16,7 +16,7 @@ TINY = 20_000_000  # parameters up to which a CPU computes with one thread by de
 
 
 class Checkpoint(NamedTuple):
-    """What is known of a model before its weights are read or downloaded."""
+    """Facts about a model that are known before its weights are read or downloaded."""
 
     name: str
     folder: Path

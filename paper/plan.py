@@ -38,10 +38,10 @@ ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")
 METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
 METHODS += ("masked", "decore-entropy-lite")
 
-# Of an H100, with the shares that decoding and prefilling commonly reach.
+# An H100 reaches these shares of its peak when it prefills and decodes.
 FLOPS = 989e12 * 0.4
 BYTES = 3.35e12 * 0.6
-# Gigabytes of what metrics download: models of 0.75 and 0.125 billion parameters in float32; two of
+# Gigabytes that metrics download: models of 0.75 and 0.125 billion parameters in float32; two of
 # 6.74 billion in bfloat16.
 JUDGES = {"xsum": 3.5, "truthfulqa-gen": 26.96}
 TIMED = 256  # prompt tokens
