@@ -26,15 +26,7 @@ BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
 SIBLINGS = {"truthfulqa-gen": "truthfulqa-mc"}  # task without inferred N → the most similar one
 SEEDS = range(cli.SEED, cli.SEED + 3)  # of random heads; the paper's are unknown
-# The group of each table, by the beginning of its name; all others are main tables.
-GROUPS = {
-    "result_ablation_num_masked_retr_head": "n",
-    "ablation_decore_static": "alpha",
-    "result_ablation_num_masked_random_head": "random",
-    "result_baseline_num_masked_random_head": "random",
-    "result_baseline_num_masked_retr_head": "masked",
-}
-ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")
+ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")  # groups of rows
 METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
 METHODS += ("masked", "decore-entropy-lite")
 
@@ -75,7 +67,7 @@ def planned_runs(model, groups, tasks=None, methods=None):
     name = Path(model).name
     runs = {}
     for row in sorted(table("paper"), key=rank):
-        chosen = {"all", group_of(row), row["table"]} & set(groups)
+        chosen = {"all", row["group"], row["table"]} & set(groups)
         if row["model"].lower() != name.lower() or not chosen:
             continue
         for run in runs_of(row):
@@ -95,23 +87,11 @@ def planned_runs(model, groups, tasks=None, methods=None):
     return list(runs.values())
 
 
-def group_of(row):
-    """The name of ORDER that a row of paper.csv belongs to."""
-    if row["method"] == "iti":
-        return "iti"
-    if row["method"].endswith("-lite"):
-        return "lite"
-    for beginning, group in GROUPS.items():
-        if row["table"].startswith(beginning):
-            return group
-    return "main"
-
-
 def rank(row):
     """Sorts rows by value: the main comparison, then ablations."""
     method = row["method"]
     return (
-        ORDER.index(group_of(row)),
+        ORDER.index(row["group"]),
         (*METHODS, method).index(method),
         list(TASKS).index(row["task"]),
         float(row["num_heads"] or row["alpha"] or 0),

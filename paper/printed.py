@@ -1,8 +1,9 @@
 """The paper's tables: their columns, values and N.
 
 paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and
-`note` the reason. paper_n.csv: how each N of a main table was inferred. paper_heads.csv: retrieval
-scores by rank. paper_tests.csv: statistical tests (docs/differences.md)."""
+`note` the reason; `group` is for plan.py. paper_n.csv: how each N of a main table was inferred.
+paper_heads.csv: retrieval scores by rank. paper_tests.csv: statistical tests, which
+docs/differences.md discusses."""
 
 import csv
 from functools import cache
