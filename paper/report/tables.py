@@ -94,20 +94,22 @@ def cell_texts(ours, published):
     texts = {}
     for setup, draws in ours.groupby("setup"):
         metric = draws["metric"].iloc[0]
-        text = ".2f" if metric == "entropy" else ".1f"
+        spec = ".2f" if metric == "entropy" else ".1f"
         values = draws["value"]
-        cell = f"{values.mean():{text}}"
+        cell = f"{values.mean():{spec}}"
         spread = ""
         if len(draws) > 1:
-            spread = f" ({values.min():{text}} to {values.max():{text}}, {len(draws)} draws)"
+            spread = f" ({values.min():{spec}} to {values.max():{spec}}, {len(draws)} draws)"
         versus = versus_of(draws)
         if versus is None:
-            spread = spread or f" [{draws['low'].item():{text}}, {draws['high'].item():{text}}]"
+            spread = spread or f" [{draws['low'].item():{spec}}, {draws['high'].item():{spec}}]"
         elif versus.separable:
             cell = f"**{cell}**"
         cell += spread
         if versus:
-            cell += f"; {versus_text(versus, text, metric not in TEXTS)}"
+            cell += f"; {versus_text(versus, spec, metric not in TEXTS)}"
+            if versus.n < draws["n"].max():
+                cell += f" on {versus.n:,} items"
         same = published[published["setup"] == setup]
         if paper := same["cell"].iloc[0]:
             difference = same["value"].mean() - float(paper["value"])
@@ -124,9 +126,9 @@ def versus_of(draws):
     return greedy and compare(draws["run"], greedy).get(draws["metric"].iloc[0])
 
 
-def versus_text(versus, text=".1f", has_better=True):
-    """text: the format of the numbers. has_better: whether items are won and lost."""
-    difference, low, high = (f"{number:+z{text}}" for number in versus[1:4])  # z: no -0.0
+def versus_text(versus, spec=".1f", has_better=True):
+    """spec: the format of the numbers. has_better: whether items are won and lost."""
+    difference, low, high = (f"{number:+z{spec}}" for number in versus[1:4])  # z: no -0.0
     won, lost = (f"{number:.1f}".removesuffix(".0") for number in (versus.won, versus.lost))
     return f"{difference} [{low}, {high}]" + f", {won} : {lost}" * has_better
 
@@ -156,8 +158,9 @@ def score_notes(text, runs, n_compared):
         )
     if " draws)" in text:
         notes.append(
-            "Random heads: mean and range over the draws. The paper's ± is a standard deviation "
-            "over three draws (inferred: 58 of 60 values are multiples of 1/(3n))."
+            "Random heads: mean and range over the draws; the interval is that of these draws. The "
+            "paper's ± is a standard deviation over three draws (inferred: 58 of 60 values are "
+            "multiples of 1/(3n))."
         )
     if "; paper" in text:
         notes.append(

@@ -150,8 +150,11 @@ def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add, tmp_p
     assert sum(half.n for half in halves) == 40 and all(half.n % 10 == 0 for half in halves)
 
 
-def test_runs_are_compared_on_the_items_that_both_have(add):
-    greedy, masked = stored.read(add()), stored.read(add("masked", right=12, items=15))
+def test_runs_are_compared_on_the_items_that_both_have(add, tmp_path):
+    masked, greedy = stored.read(add("masked", 1, right=12)), stored.read(add(items=15))
+    texts, _ = table(frame_of(tmp_path), GROUP)
+    assert texts["masked, N = 1", COLUMN].startswith("30.0; -20.0 [")
+    assert texts["masked, N = 1", COLUMN].endswith("], 0 : 3 on 15 items")
     result = paired.compare([masked], greedy)["exact_match"]
     assert (result.n, result.won, result.lost, result.value) == (15, 0, 3, 80)
     masked.lines = [line | {"prompt_sha256": "another prompt"} for line in masked.lines]
