@@ -8,10 +8,14 @@ llama.cpp does: scaled rotary frequencies, how text is split into words, BOS, an
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+
+if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from tokenizers import normalizers

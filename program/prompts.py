@@ -75,7 +75,7 @@ def messages(path):
 
 def is_chat(prompt):
     """Whether a prompt is a list of messages, neither a text nor ids."""
-    return isinstance(prompt[0], dict)
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 
 def read_prompt(path):

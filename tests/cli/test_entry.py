@@ -63,7 +63,14 @@ def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, m
 
 
 @pytest.mark.parametrize(
-    "program", ["decore.py", "evaluate.py", "-m heads.detect", "-m integrations.lm_eval"]
+    "program",
+    [
+        "decore.py",
+        "evaluate.py",
+        "-m heads.detect",
+        "-m integrations.gguf",
+        "-m integrations.lm_eval",
+    ],
 )
 def test_ctrl_c_during_the_imports_leaves_no_traceback(program, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
