@@ -121,6 +121,8 @@ def unpadded(ids, attention_mask=None, input_ids=None):
     try:
         ids = torch.as_tensor(ids)
         kept = torch.as_tensor(attention_mask).bool()
+        if kept.shape != ids.shape:
+            raise ValueError
         if ids.ndim == 1:
             return ids[kept].tolist()
         return [x[k].tolist() for x, k in zip(ids, kept, strict=True)]

@@ -41,13 +41,15 @@ PROBE = 7  # tokens that the model reads when it is loaded
 
 
 class HFModel(nn.Module):
-    """hf: a causal language model, loaded by transformers. ValueError if its heads cannot be
-    masked. packs: replace the linear layers by faster ones, as runtime/pack.py does."""
+    """hf: a causal language model, loaded by transformers; or one in torch.compile, which is then
+    left out, or with adapters of PEFT. ValueError if its heads cannot be masked. packs: replace the
+    linear layers by faster ones, as runtime/pack.py does."""
 
     can_record = False  # the cache grows with every token
 
     def __init__(self, hf, name=None, folder=None, packs=False):
         super().__init__()
+        hf = unwrap(hf)
         c = hf.config.get_text_config(decoder=True)
         self.hf = hf.eval()
         self.shard = Shard()
@@ -96,9 +98,11 @@ class HFModel(nn.Module):
         dtype = find_dtype(dtype) if dtype else default or "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
             device_map = device_map or {"": device}
+        c._attn_implementation = None  # a kernel that may not run here
         with naming(folder):
             hf, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=c,
                 dtype=dtype,
                 device_map=device_map,
                 use_safetensors=True,
@@ -271,6 +275,19 @@ class HFModel(nn.Module):
         return alike(self.logits(states[-1][None])[0], self.clean(first.logits), self.dtype)
 
 
+def unwrap(hf):
+    """The model of transformers in a wrapper that does not change what it computes."""
+    hf = getattr(hf, "_orig_mod", hf)  # of torch.compile
+    adapter = getattr(hf, "active_peft_config", None)
+    if adapter and not adapter.is_prompt_learning:  # prompts are in the wrapper, not in layers
+        hf = hf.get_base_model()
+    if not isinstance(hf, transformers.PreTrainedModel):
+        raise ValueError(
+            f"{type(hf).__name__} is not a model of transformers, and HFModel cannot unwrap it"
+        )
+    return hf
+
+
 class Output(BaseModelOutputWithPast):
     """A decoder's output; the fields that only some families have are None."""
 
@@ -346,7 +363,8 @@ class HFCache:
         """As `Cache.select`, but always copies."""
         every = torch.arange(self.rows * len(self.lengths), device=self.lengths.device)
         new = copy.copy(self)
-        new.kv = copy.deepcopy(self.kv)
+        with patch.object(torch.Tensor, "__deepcopy__", lambda x, memo: x):  # selected below
+            new.kv = copy.deepcopy(self.kv)
         if self.P:
             new.kv.reorder_cache(every.unflatten(0, (self.rows, -1))[:, texts].flatten())
         new.lengths = self.lengths[texts]
@@ -401,7 +419,7 @@ def naming(model):
         if out_of_memory(error):
             raise
         reason = one_line(error)
-        if not isinstance(error, ValueError):
+        if not isinstance(error, ValueError | ImportError):
             kind = type(error).__name__
             reason = f"transformers fails ({kind}: {reason}); are its files damaged?"
         raise ValueError(f"{model}: {reason}") from error

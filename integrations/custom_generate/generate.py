@@ -178,6 +178,8 @@ def contrasted(model, heads, mask, exponent):
         nonlocal cache, texts, masking
         if args or texts and not any(x is cache for x in inputs.values()):
             return forward(*args, **inputs)  # somebody else's call, such as a logits processor's
+        if inputs.get("input_ids") is None:
+            raise ValueError("DeCoRe reads token ids; this model gets embeddings (prompt tuning?)")
         B = len(inputs["input_ids"])
         last = {n: x[..., -1:] for n, x in inputs.items() if n in PER_TOKEN and x is not None}
         if not texts:

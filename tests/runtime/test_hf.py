@@ -322,6 +322,53 @@ def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
     assert model.product is None and type(hf.lm_head) is torch.nn.Linear
 
 
+def with_lora(hf):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    options = dict(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(hf, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+def with_prompt(hf):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(hf, config)
+
+
+@pytest.mark.parametrize("wrapper", [torch.compile, with_lora])
+def test_wrapped_models_decode_as_those_inside(wrapper):
+    wrapped = wrapper(random_model("gemma2"))
+    ids = torch.tensor(PROMPTS[:1])
+    text = wrapped.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    out = generate(HFModel(wrapped), PROMPTS[0], method="greedy", **N)
+    assert PROMPTS[0] + out.ids == text[0].tolist()
+
+
+@pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, with_prompt])
+def test_other_wrappers_are_named(wrapper):
+    wrapped = wrapper(random_model("gemma2"))
+    with pytest.raises(ValueError, match=f"{type(wrapped).__name__} is not a model of transfor"):
+        HFModel(wrapped)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_kernel_that_config_json_asks_for_is_not_needed(family, tmp_path):
+    random_model(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for part in config, config.get("text_config", {}):
+        part["_attn_implementation"] = "flash_attention_2"
+    path.write_text(json.dumps(config))
+    assert HFModel.load(tmp_path).hf.config._attn_implementation == "sdpa"
+
+
+def test_scoring_copies_the_keys_of_the_prompt_that_it_scores_alone(monkeypatch):
+    model = HFModel(random_model("qwen3_next"))
+    expected = [score(model, prompt, [3, 4], heads=HEADS) for prompt in PROMPTS]
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", None)
+    together = score(model, PROMPTS, [[[3, 4]]] * 3, heads=HEADS)
+    assert sum(together, []) == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_failed_pass_leaves_the_model_as_it_was():
     hf = random_model("gemma3_text")
     ids = torch.tensor([PROMPTS[0]])
