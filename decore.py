@@ -9,7 +9,7 @@ the model stops reading and starts making things up. DeCoRe decodes from
 and so pushes the text towards what the context says. Base and masked model are two rows of one
 pass: see model.py.
 
-    R rows (0 base, 1 masked)   B prompts   T new tokens   A answers to score
+    R rows (0 base, 1 masked)   B prompts   T new tokens
     L layers   H heads   V vocabulary
 """
 
@@ -197,8 +197,8 @@ def generate(
         result = step(token)
         highest, token = result.scores.max(-1)  # greedy
         numbers = torch.stack([highest, result.alpha, result.entropy], -1)  # [B, 1, 3]
-        numbers = zip(token[:, 0].tolist(), numbers[:, 0].tolist())  # on the host
-        for b, (token_id, (score, alpha, h)) in enumerate(numbers):
+        on_host = zip(token[:, 0].tolist(), numbers[:, 0].tolist())
+        for b, (token_id, (score, alpha, h)) in enumerate(on_host):
             g = out[b]
             if g.stop:
                 continue

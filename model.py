@@ -154,21 +154,8 @@ class Transformer(nn.Module):
             cache.slots += T
         return states
 
-    @torch.no_grad()
-    def prefill(self, ids, cache, head_mask=None, mask="output"):
-        """Store the keys and values of prompts [B, T], padded on the right, in the cache. Their
-        common prefix is read once."""
-        for start, chunk, n in prefill_chunks(ids, cache.lengths.tolist()):
-            attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
-            self.hidden_states(chunk, attend, head_mask, mask)
-
-    def new_cache(self, lengths, capacity, rows=1):
-        """A `Cache` for prompts of these lengths, and `capacity` new tokens of each text in each
-        row."""
-        return Cache(self, lengths, capacity, rows)
-
     def hidden_states(self, ids, attend, head_mask=None, mask="output", layers=()):
-        """As `read_layers`, for tokens that attend as `attend` says."""
+        """What `read_layers` returns. attend: what the tokens attend to."""
         c = self.config
         rows = attend.rows
         layer_masks = [None] * c.n_layers
@@ -214,6 +201,19 @@ class Transformer(nn.Module):
     def logits(self, x):
         """The language-model head: last hidden states [R, B, T, D] → [R, B, T, V] float32."""
         return self.shard.all_gather(self.lm_head(x)).float()[..., : self.config.vocab_size]
+
+    def new_cache(self, lengths, capacity, rows=1):
+        """A `Cache` for prompts of these lengths, and `capacity` new tokens of each text in each
+        row."""
+        return Cache(self, lengths, capacity, rows)
+
+    @torch.no_grad()
+    def prefill(self, ids, cache, head_mask=None, mask="output"):
+        """Store the keys and values of prompts [B, T], padded on the right, in the cache. Their
+        common prefix is read once."""
+        for start, chunk, n in prefill_chunks(ids, cache.lengths.tolist()):
+            attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
+            self.hidden_states(chunk, attend, head_mask, mask)
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, shard=None):
