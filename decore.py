@@ -84,8 +84,6 @@ class Session:
     row, the heads to mask. All prompt tokens but the last are prefilled, unmasked and once for all
     rows; mask_prompt masks the heads there too, and needs a single row."""
 
-    vocab_size = None  # V, if `logits` are those of the first V ids only
-
     def __init__(
         self, model, prompts, capacity, rows=(UNMASKED,), mask="output", mask_prompt=False
     ):
@@ -100,9 +98,7 @@ class Session:
     def logits(self, tokens):
         """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V]
         float32."""
-        ids = tokens.to(self.model.device)
-        logits = self.model(ids, self.cache, self.head_mask, self.mask)
-        return logits[..., : self.vocab_size]
+        return self.model(tokens, self.cache, self.head_mask, self.mask)
 
 
 class DeCoRe:
@@ -141,8 +137,7 @@ class DeCoRe:
         """Append tokens [B, T] to the texts → their `Step`.
 
         The first tokens are the prompts' last ones."""
-        logits = torch.cat([session.logits(tokens).to(tokens.device) for session in self.sessions])
-        log_p = logits.log_softmax(-1)  # [R, B, T, V]
+        log_p = self.logits(tokens).log_softmax(-1)  # [R, B, T, V]
         base, other = log_p[0], log_p[-1]  # the same if R is 1
         h = entropy(base)
         if self.method == "decore-entropy":
@@ -152,6 +147,10 @@ class DeCoRe:
         if self.alpha_cap is not None:
             alpha = alpha.clamp(max=self.alpha_cap)
         return Step(contrast(base, other, alpha), base, other, alpha, h)  # Eq. 7
+
+    def logits(self, tokens):
+        """As `Session.logits`, of all sessions' rows."""
+        return torch.cat([session.logits(tokens) for session in self.sessions])
 
 
 @dataclass

@@ -61,13 +61,17 @@ class Lite(DeCoRe):
         self.method = method
         rows = [amateur_heads]
         self.sessions.append(Session(amateur, prompts, capacity, rows, mask, mask_prompt))
-        share_vocabulary(self.sessions)
+
+    def logits(self, tokens):
+        return logits_of_both(self.sessions, tokens)
 
 
-def share_vocabulary(sessions):
-    """Contrast the ids that all models have: each pads the vocabulary to a size of its own."""
-    for session in sessions:
-        session.vocab_size = min(s.model.config.vocab_size for s in sessions)
+def logits_of_both(sessions, tokens):
+    """Logits of a model and its amateur, [2, B, T, V], on the model's device, of the ids that both
+    have: each pads the vocabulary to a size of its own."""
+    logits = [s.logits(tokens.to(s.model.device)).to(tokens.device) for s in sessions]
+    V = min(z.shape[-1] for z in logits)
+    return torch.cat([z[..., :V] for z in logits])
 
 
 class Baseline:
@@ -100,12 +104,10 @@ class CD(Baseline):
     ):
         check_amateur(method, amateur)
         sessions = [Session(m, prompts, capacity) for m in (model, amateur)]
-        share_vocabulary(sessions)
         super().__init__(sessions, method, alpha, relative_top)
 
     def contrast(self, tokens):
-        logits = (session.logits(tokens)[0].to(tokens.device) for session in self.sessions)
-        base, other = (z.log_softmax(-1) for z in logits)
+        base, other = logits_of_both(self.sessions, tokens).log_softmax(-1)
         return base - self.alpha * other, base, other
 
 
