@@ -159,7 +159,9 @@ class HarnessModel(TemplateLM):
                 f"a task needs {limit} new tokens, but {self.model.name} reads {self.max_length} "
                 "with the prompt: add --gen_kwargs max_gen_toks=N"
             )
-        return tuple(text for text in stop if text), limit
+        stop = tuple(text for text in stop if text)
+        self.tokenizer.stream(stop)  # refuses what never matches, before the first batch
+        return stop, limit
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         if not add_generation_prompt:

@@ -225,6 +225,7 @@ def command(arguments):
     [
         (lambda lm: generate_text(lm, do_sample=True), "do_sample True, but decoding is greedy"),
         (lambda lm: generate_text(lm, repetition_penalty=1.2), "repetition_penalty 1.2"),
+        (lambda lm: generate_text(lm, until=[f"{END}\n"]), "can only be the special token"),
         (lambda lm: generate_text(lm, max_gen_toks=512), "a task needs 512 new tokens"),
         (lambda lm: run(lm, "loglikelihood_rolling", [("A text.",)]), "choose tasks with answers"),
         (lambda lm: lm.apply_chat_template([], False), "leave out --apply_chat_template"),
