@@ -73,7 +73,8 @@ class Tokenizer:
             messages = join_system(messages)
         text = self.fill(messages, generation_prompt, template_args, today)
         for key, token in self.special.items():
-            if token in text and self.core.token_to_id(token) is None and self.template_reads(key):
+            written = token in text and (self.template_reads(key) or token in self.chat_template)
+            if written and self.core.token_to_id(token) is None:
                 raise ValueError(
                     f"{self.name}: the chat template writes {key} {token!r}, which is not in "
                     "tokenizer.json; download the checkpoint again"

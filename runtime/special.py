@@ -108,26 +108,29 @@ def add_tokens(core, folder):
 
     try:
         special = {*named, *extra_tokens(settings)}
+        present = added()
         listed = settings.get("added_tokens_decoder")
         if listed is None:
             path = folder / "added_tokens.json"
             listed = {
                 i: dict(content=text, special=text in special, normalized=text not in special)
                 for text, i in read_optional(path).items()
-                if text not in added()
+                if text not in present
             }
-        for i, token in sorted(listed.items(), key=lambda pair: int(pair[0])):
-            token = tokenizers.AddedToken(**token)
-            core.add_tokens([token])
-            present = core.token_to_id(token.content)
-            if present != int(i):
-                raise ValueError(f"{token.content!r} is listed as {i}, but is {present}")
+        tokens = {int(i): tokenizers.AddedToken(**token) for i, token in listed.items()}
+        for token in tokens.values():
+            token.special |= token.content in named and token.content not in present
+        core.add_tokens([tokens[i] for i in sorted(tokens)])
+        for i, token in tokens.items():
+            found = core.token_to_id(token.content)
+            if found != i:
+                raise ValueError(f"{token.content!r} is listed as {i}, but is {found}")
         for text in special - added():
             if core.token_to_id(text) is not None:
                 core.add_special_tokens([text])
             elif text not in named:  # a template that writes a named one is refused
                 raise ValueError(f"{text!r} is special, but has no id")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: cannot read the added tokens: {one_line(error)}") from None
 
 

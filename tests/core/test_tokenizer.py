@@ -290,7 +290,7 @@ def test_tokens_that_only_other_files_list_are_read_as_by_transformers(file, tmp
         tokens = enumerate([token.content for token in core.get_added_tokens_decoder().values()])
         tokens = [*tokens, *enumerate(LISTED, first)]
         more[file] = {
-            str(i): dict(content=text, special="plain" not in text, **flags)
+            str(i): dict(content=text, special=text not in ("<|turn|>", "<|plain|>"), **flags)
             for i, text in reversed(tokens)
         }
     elif file == "added_tokens":
@@ -345,7 +345,7 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": "x"}}', "cannot read the added"),
         ("tokenizer_config.json", OTHER_ID, "'<a>' is listed as 7, but is 340"),
         ("tokenizer_config.json", '{"extra_special_tokens": ["<a>"]}', "'<a>' is special, but has"),
-        ("added_tokens.json", '{"<a>": null}', "cannot read the added tokens"),
+        ("added_tokens.json", '{"<a>": Infinity}', "cannot read the added tokens"),
         ("tokenizer_config.json", NO_DEFAULT, "chat_template must be a text"),
         ("generation_config.json", "[]", "generation_config.json must contain a JSON object"),
         ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
@@ -355,6 +355,7 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("chat_template.jinja", SUBCLASSES, "unsafe"),
         ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
         ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
+        ("chat_template.jinja", "<bos>hello", NO_TOKEN),
         ("chat_template.jinja", "{{ '%99999999d' % 1 }}", "a text of 99999999 characters"),
         ("chat_template.jinja", "{{ messages[1].content }}", "surrogates not allowed"),
     ],
