@@ -43,7 +43,8 @@ def test_every_file_fits_its_row_of_the_readme():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+) \| (\w)", readme, re.M)
     sources = dict(re.findall(r"^\* (\w): (.*)$", readme, re.M))
-    measures = {"needle": "needle in a", "copy": "teacher-forced copy"}
+    measures = {"needle": "needle in a haystack (Wu", "forced": "teacher-forced copy"}
+    measures["all"] = "needle in a haystack: copy, write and mass"
     for model, name, *counts, measure, samples, letter in rows:
         content = json.loads((FOLDER / f"{name}.json").read_text())
         L, H = map(int, counts)
@@ -51,6 +52,7 @@ def test_every_file_fits_its_row_of_the_readme():
         facts = [content[field] for field in ("model", "n_layers", "n_heads", "samples")]
         assert facts == [model, L, H, int(samples)]
         assert content["measure"].startswith(measures[measure])
+        assert measure != "all" or len(content["scores"]) == len(content["write"]) == L * H
         source = content["source"]
         commit = f" at {source['commit']}" if "commit" in source else ""
         assert sources[letter] == source["repository"] + commit
