@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paper.runfile import finish, open_run, read_run, remarks
-from runtime.files import append, locked
+from runtime.files import append, locked, write
 from tests.checkpoints import write_lines
 
 HEADER = {
@@ -100,6 +100,12 @@ def test_a_file_that_does_not_fit_is_refused_and_not_changed(path, stored, new, 
     message = str(error.value)
     assert words in message and "\n" not in message and len(message) < 400
     assert path.read_bytes() == before
+
+
+def test_a_text_that_cannot_be_written_leaves_no_draft(tmp_path):
+    with pytest.raises(UnicodeEncodeError):
+        write(tmp_path / "x.jsonl", [{"text": "half a pair: \ud800"}])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_being_written_is_refused_and_its_lock_goes(path):
