@@ -56,7 +56,7 @@ def main():
         method = methods[label]
         if "amateur" in arguments:
             arguments["amateur"] = amateur
-        with may_be_left_out(method, args):
+        with may_be_left_out(label, method, args):
             answers[label] = answer(
                 label, method, prompts, arguments, model, tokenizer, args, width
             )
@@ -66,14 +66,14 @@ def main():
 
 
 @contextmanager
-def may_be_left_out(method, args):
+def may_be_left_out(label, method, args):
     """In place of a ValueError of a method that --compare adds, print why it is left out."""
     try:
         yield
     except ValueError as error:
         if method in cli.full_names(args.method, args.amateur):
             raise
-        print(f"{method} is left out: {cli.with_flags(str(error))}", file=sys.stderr)
+        print(f"{label} is left out: {cli.with_flags(str(error))}", file=sys.stderr)
 
 
 def prepare(args, chosen, model, tokenizer, amateur):
@@ -89,7 +89,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
     methods, settings = {}, {}
     for method in chosen:
         for label, values in cli.single_values(method, args):
-            with may_be_left_out(method, args):
+            with may_be_left_out(label, method, args):
                 arguments = method_settings(method, values, model, amateur)
                 baselines.check(model, arguments["method"], arguments)
                 if method == "cad":
