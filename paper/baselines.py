@@ -262,11 +262,11 @@ class AD(Baseline):
 
 
 def activations(model, x, before=None):
-    """m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m), sums over the positions of a text
-    of each token's logit z after a layer, [V] each.
+    """For each token, m = max z, s = Σ exp(z − m) and t = Σ (z − m) exp(z − m) over the positions
+    of a text, at which z is the token's logit after a layer: [V] each.
 
-    x [P, D]: outputs of the layer. before: the sums over earlier positions. Only a few positions
-    are read at a time, so [P, V] is never in memory."""
+    x [P, D]: outputs of the layer. before: the same of earlier positions. Only a few positions are
+    read at a time, so [P, V] is never in memory."""
     zero = torch.zeros((), device=x.device)
     m, s, t = before or (zero - 1e30, zero, zero)
     for part in x.split(LOGITS_AT_ONCE):

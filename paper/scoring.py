@@ -60,7 +60,7 @@ def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise
         settings = dict(mask_prompt=True) | settings
     if decoder is DoLa:
         settings = dict(dola_layers="halves") | settings | dict(repetition_penalty=1)
-    capacity = 1 + max(map(len, sum(answers, [])))
+    capacity = max(map(len, sum(answers, []))) + (decoder is AD)  # it reads the last token too
     decoding = decoder(model, prompts, capacity, method, **settings)
     caches = [session.cache for session in decoding.sessions]
     sums = []

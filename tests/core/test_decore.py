@@ -155,7 +155,10 @@ def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path)
     ):
         assert [len(g.ids) for g in out] == [1, 2, 15]
         assert [g.stop for g in out] == ["length"] * 3
-    assert score(short, random_ids(15), random_ids(6), "greedy") < 0  # the last token is not read
+    answer = random_ids(6)  # whose last token is not read
+    assert score(short, random_ids(15), answer, "greedy") < 0
+    how = dict(method="cad", prompt_ids_without_context=random_ids(15))
+    assert math.isfinite(score(short, random_ids(15)[-1:], answer, **how))
 
 
 def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
