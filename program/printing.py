@@ -23,10 +23,11 @@ def sources_below(line, tokenizer, width):
     rows = []  # (the largest share, a line)
     for word, positions in words(tokenizer, ids):
         shares = Counter()
-        for p in positions:
-            for place, share in line["sources"][p]:
+        tokens = [line["sources"][p] for p in positions if line["sources"][p]]
+        for sources in tokens:
+            for place, share in sources:
                 if place in word_of:
-                    shares[word_of[place]] += share / len(positions)
+                    shares[word_of[place]] += share / len(tokens)
         best = shares.most_common(SHOWN)
         if best:
             sources = ", ".join(f"{source} {share:.0%}" for source, share in best)

@@ -13,6 +13,7 @@ from heads import load_heads, published_random_heads, random_heads
 from heads.sources import find_sources
 from model import Transformer
 from paper import baselines
+from program.printing import sources_below
 from program.prompts import EXAMPLE
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
@@ -123,6 +124,15 @@ def test_an_answer_that_fills_the_context_says_so(call):
 def test_sources_stand_below_each_answer_word_by_word(call):
     _, out, _ = call(program.main, "--prompt-file", EXAMPLE, "--sources")
     assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"
+
+
+def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
+    tokenizer = Tokenizer.load(cli.MINIATURE)
+    prompt, ids = tokenizer.encode(" Dasholm"), tokenizer.encode(" Dasholm", bos=False)
+    last = len(prompt) - 1
+    sources = [[]] * (len(ids) - 1) + [[(last, 1.0)]]
+    line = dict(prompt_ids=prompt, ids=ids, stop="length", sources=sources)
+    assert len(ids) > 1 and sources_below(line, tokenizer, 0) == "\n  Dasholm ← Dasholm 100%"
 
 
 def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
