@@ -313,3 +313,5 @@ def test_head_files_are_found_by_the_name_of_the_model():
     expected = new_tokens(model, heads=best)
     assert new_tokens(model, heads=None) == new_tokens(model, heads="org/Miniature") == expected
     assert new_tokens(model, heads=None, num_heads=5) != expected
+    model.config.name_or_path = "/cache/models--org--Miniature/snapshots/8cde5ca"
+    assert new_tokens(model, heads=None) == expected
