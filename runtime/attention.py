@@ -54,43 +54,41 @@ def causal_attention(q, k, v, window):
     T, K]. window: how many keys a token sees, itself included; None: all."""
     T = q.shape[2]
     C = k.shape[2]
-    if window is not None and window >= C:
-        window = None
-    if window is not None:
+    visible = None
+    if window is not None and window < C:
         first = max(0, C - T - window + 1)  # no query sees an earlier key
         k = k[..., first:, :]
         v = v[..., first:, :]
+        visible = visible_keys(T, C - first, window, q.device)
     on_device = causal_on_cuda if q.is_cuda else causal_on_cpu
-    return on_device(q, k, v, window)
+    return on_device(q, k, v, visible)
 
 
-def causal_on_cpu(q, k, v, window):
+def causal_on_cpu(q, k, v, visible):
+    """visible: the keys that each token sees, [T, C]; None: those up to itself."""
     T = q.shape[2]
     C = k.shape[2]
-    visible = None
-    if C > T or window is not None:
-        visible = visible_keys(T, C, window, q.device)
+    if visible is None and C > T:
+        visible = visible_keys(T, C, C, q.device)
     return F.scaled_dot_product_attention(
         q, k, v, visible, is_causal=visible is None, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def causal_on_cuda(q, k, v, window):
+def causal_on_cuda(q, k, v, visible):
+    """As `causal_on_cpu`, by fused kernels."""
     T = q.shape[2]
     C = k.shape[2]
     groups = q.shape[1] // k.shape[1]
-    visible = None
-    if window is not None:
-        visible = visible_keys(T, C, window, q.device)
-    elif C > T:
-        from torch.nn.attention.bias import causal_lower_right  # slow to import
-
-        visible = causal_lower_right(T, C)  # fused kernels do not store it
-    # Only flash attention supports groups of queries; it has no windows and no float32.
-    if groups > 1 and (window is not None or q.dtype == torch.float32):
+    # Only flash attention supports groups; it takes neither a window's `visible` nor float32.
+    if groups > 1 and (visible is not None or q.dtype == torch.float32):
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
         groups = 1
+    if visible is None and C > T:
+        from torch.nn.attention.bias import causal_lower_right  # slow to import
+
+        visible = causal_lower_right(T, C)  # not stored by these kernels
     with sdpa_kernel(PREFILL):
         return F.scaled_dot_product_attention(
             q, k, v, visible, is_causal=visible is None, enable_gqa=groups > 1
@@ -101,4 +99,4 @@ def visible_keys(T, C, window, device):
     """Which of C tokens each of the last T sees: [T, C]."""
     key = torch.arange(C, device=device)
     age = key[C - T :, None] - key
-    return (age >= 0) & (age < (window or C))
+    return (age >= 0) & (age < window)
