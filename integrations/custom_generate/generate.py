@@ -76,6 +76,7 @@ def generate(
     for name, value in options.items():
         low = -1e9 if name == "alpha" else 0
         fits = isinstance(value, int | float) and low <= value < math.inf
+        fits = fits and isinstance(value, bool) == (name == "scale_alpha")
         if value is not None and not (name in METHODS[method] and fits):
             raise ValueError(
                 f"{name}={value!r} has no effect on {method}, or is not a finite number in its "
@@ -265,7 +266,8 @@ def choose_heads(model, heads, num_heads, measure):
     elif num_heads is not None or measure != "copy":
         raise ValueError("num_heads and measure have no effect without a head file: leave them out")
     else:
-        names = ["-".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in heads]
+        listed = heads if hasattr(heads, "__iter__") else [heads]
+        names = ["-".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for x in listed]
         pairs = [tuple(map(int, x.split("-"))) if KEY.fullmatch(x) else x for x in names]
     if not pairs or not known >= set(pairs) or len(set(pairs)) < len(pairs):
         raise ValueError(

@@ -1,6 +1,7 @@
 """DeCoRe in `generate` of transformers, compared with `--transformers`."""
 
 import copy
+import inspect
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 import decore
 from heads import load_heads
+from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -234,6 +236,9 @@ def encoder_decoder(model):
         (dict(method="decore-static", alpha=float("nan")), "nan"),
         (dict(method="decore-static", alpha="1"), "alpha='1'"),
         (dict(alpha_cap=-0.1), "alpha_cap"),
+        (dict(alpha_cap=True), "alpha_cap=True"),
+        (dict(scale_alpha=2), "scale_alpha=2"),
+        (dict(heads=7), "heads 7: give"),
         (dict(heads=None), "is not a head file, nor a model of heads/"),
         (dict(heads=[]), "heads"),
         (dict(heads=["1-4"]), "1-4"),
@@ -304,6 +309,12 @@ def test_other_measures_of_a_file_choose_other_heads(llama, tmp_path):
     rest = {head: -score for head, score in SCORES.items()}
     path.write_text("\ufeff" + json.dumps({"scores": rest, "write": SCORES}))
     assert new_tokens(llama, heads=path, measure="write", num_heads=3) == new_tokens(llama)
+
+
+def test_the_plugin_for_vllm_reads_head_files_by_the_same_lines():
+    plugin = Path("integrations/vllm/decore_vllm.py").read_text(encoding="utf-8")
+    for function in custom_generate.read_scores, custom_generate.plain_name:
+        assert inspect.getsource(function) in plugin
 
 
 def test_head_files_are_found_by_the_name_of_the_model():
