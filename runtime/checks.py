@@ -246,7 +246,10 @@ def check_number(n, name, low, high=HUGE, kind=numbers.Real):
 
 
 def check_finite(value, model):
-    """ValueError if logits have given NaN or ∞. −∞ is the score of an answer that cannot be."""
+    """ValueError for a score or entropy that is NaN or ∞.
+
+    An answer with a token of probability 0 scores −∞. A token scores ∞, by Eq. 7, if its
+    probability is 0 in the subtracted model alone."""
     if not value < math.inf:
         raise ValueError(
             f"{model.name} gives logits that are not finite; try float32 or bfloat16, "
