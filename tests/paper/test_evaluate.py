@@ -19,6 +19,8 @@ from model import Transformer
 from paper import baselines
 from paper.scoring import score
 from paper.tasks import PAPER, TASKS, metrics
+from paper.tasks.data import draw_items, load_data
+from paper.tasks.prompts import item_to_ids
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
@@ -67,8 +69,6 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
     assert settings["version"] == TASKS["nq-closed"].version
-    header = json.loads(open(out["run"]).readline())["header"]
-    assert header["command"].endswith(f"--batch-size 16 --out {tmp_path / '16'}")
     assert settings["fingerprint"] == fingerprint(model[1])
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
@@ -130,24 +130,23 @@ def test_the_layout_is_the_models(start, data, tmp_path, template, family, layou
 
 
 def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp_path):
-    arguments = [*model[:2], *data["nq-closed"], "--max-new-tokens", 2, "--out", tmp_path]
-    decore = [*model[2:], "--num-heads", 2, "--method", "decore-entropy"]
-    random_heads = [*decore[:-1], "masked", "--random-heads", "--seed", 5]
+    arguments = [*data["nq-closed"], "--max-new-tokens", 2, "--out", tmp_path]
+    greedy = [*model[:2], *GREEDY[:2]]
+    random_heads = [*model, "--method", "masked", "--num-heads", 2, "--random-heads", "--seed", 5]
     samples = []
-    for options in (GREEDY[:2], decore, random_heads):
+    for options in (greedy, random_heads):
         for size in (2, 4):
-            status, [out], _ = start(*arguments, *options, "--sample", size)
+            _, [out], _ = start(*options, *arguments, "--sample", size)
             header, *lines = content(out["run"])
             assert (header["n"], header["sample"], header["sample_seed"]) == (size, size, 1234)
             samples.append([line["id"] for line in lines])
-        path = Path(model[3])
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        expected = None if "greedy" in options else {"file": path.name, "sha256": digest}
-        assert (header["head_file"], header["measure"]) == (expected, expected and "copy")
-    assert samples[::2] == [samples[1][:2]] * 3 and samples[1::2] == [samples[1]] * 3
+    assert samples[0] == samples[2] == samples[1][:2] and samples[1] == samples[3]
+    digest = hashlib.sha256(Path(model[3]).read_bytes()).hexdigest()
+    assert header["head_file"] == {"file": "heads.json", "sha256": digest}
+    assert header["measure"] == "copy"
     command = json.loads(open(out["run"]).readline())["header"]["command"]
     assert command.endswith("--sample 4")  # not that of the first start
-    status, _, err = start(*arguments, *decore, "--sample", 4, "--seed", 3)
+    status, _, err = start(*greedy, *arguments, "--sample", 4, "--seed", 3)
     assert status == 2 and "sample_seed: 1234 there, 3 now" in err
 
 
@@ -295,26 +294,17 @@ def places(chat_model, data, tmp_path_factory):
         # Heads are looked up before weights are read.
         ("--model {m}/damaged {nq_closed}", "no head scores are known"),
         ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
-        ("fetch {m} --task x", "unknown task 'x'"),
-        (
-            "fetch {m} --task xsum --mirror http://127.0.0.1:9",
-            "missing: xsum/xsum-1000.jsonl; the same command fetches only these",
-        ),
         ("paper --data {m} --plan", "the paper has no numbers of miniature"),
         (OF_PAPER + " --json", "--json has no effect without --plan"),
         (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
-        (OF_PAPER + " --task nq-swop", "did you mean nq-swap?"),
         (OF_PAPER + " --task=", "unknown task ''"),
-        (OF_PAPER + " --method greedy,decore-entropyy", "did you mean decore-entropy?"),
         (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
         (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl); evaluate.py fetch"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):
     command = shlex.split(command.format(**places))
-    if command[0] != "fetch":
-        command += ["--out", tmp_path / "out"]
-    status, out, err = call(evaluate.main, *command)
+    status, out, err = call(evaluate.main, *command, "--out", tmp_path / "out")
     *_, last = err.splitlines()
     assert (status, out) == (2, "") and last.startswith("evaluate.py: error: ")
     assert words.format(**places) in last and not (tmp_path / "out").exists()
@@ -331,26 +321,25 @@ def test_the_last_token_of_an_answer_needs_no_position(start, data, tmp_path):
 # Multiple choice and CAD
 
 
+def encoded(model, arguments):
+    """The token ids of the first item of a task's data."""
+    _, name, _, path, _, demos = arguments
+    task = TASKS[name]
+    items, _, demos, _ = load_data(task, path, demos)
+    [first] = draw_items(items, 1)
+    return item_to_ids(task, first, demos, Tokenizer.load(model[1]), "chat")
+
+
 @pytest.mark.parametrize("more", [[], ["--no-renormalise"]])
-def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, data, tmp_path, more):
+def test_choices_are_scored_the_true_ones_first(start, model, data, tmp_path, more):
     options = "--method", "decore-entropy", "--num-heads", 2, *more, "--out", tmp_path
     _, [out], _ = start(*model, *data["truthfulqa-mc"], *options)
     settings, row = content(out["run"])[:2]
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
-    tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
-    demo = "<|turn|>user:Q: q\nA:<|end|><|turn|>assistant:a<|end|>"
-    system = f"<|turn|>system:{TASKS['truthfulqa-mc'].instruction}<|end|>"
-    text = f"{system}{demo * 2}<|turn|>user:Q: Why?\nA:<|end|>"
-    prompt = tokenizer.core.encode(text + "<|turn|>assistant:").ids
-    # The template strips the blank before a candidate. The end of the turn is one token.
-    answers = [
-        tokenizer.encode(text, bos=False) + [257]
-        for text in ("Because.", "So.", "No.", "Never.", "Not.")
-    ]
-    scores = score(
-        loaded, prompt, answers, "decore-entropy", renormalise=not more, heads=settings["heads"]
-    )
+    item = encoded(model, data["truthfulqa-mc"])
+    how = dict(renormalise=not more, heads=settings["heads"])
+    scores = score(Transformer.load(model[1]), item.prompt, item.answers, "decore-entropy", **how)
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
     assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
@@ -358,19 +347,7 @@ def test_choices_are_scored_as_the_assistants_turn_with_its_end(start, model, da
 def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_path):
     options = "--max-new-tokens", 3, "--method", "cad", "--out", tmp_path
     _, [out], _ = start(*model[:2], *data["nq-swap"], *options)
-    tokenizer, loaded = Tokenizer.load(model[1]), Transformer.load(model[1])
-    front = "<|turn|>system:Answer the following question based on the provided context:<|end|>"
-    demo = "<|turn|>user:Context: c\nQuestion: q\nAnswer:<|end|><|turn|>assistant:a<|end|>"
-    ids = []
-    for context in ("Context: 0 is New. \n", ""):
-        last = f"<|turn|>user:{context}Question: who is 0\nAnswer:<|end|><|turn|>assistant:"
-        ids.append(tokenizer.core.encode(front + demo * 2 + last).ids)
-    expected = baselines.generate(
-        loaded,
-        ids[0],
-        "cad",
-        max_new_tokens=3,
-        ids_without_context=ids[1],
-        eos_ids=tokenizer.eos_ids,
-    )
+    item = encoded(model, data["nq-swap"])
+    how = dict(ids_without_context=item.without_context, max_new_tokens=3)
+    expected = baselines.generate(Transformer.load(model[1]), item.prompt, "cad", **how)
     assert content(out["run"])[1]["ids"] == expected.ids

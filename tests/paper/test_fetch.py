@@ -8,12 +8,11 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pyarrow
 import pytest
 
 import evaluate
 from paper import fetch
-from paper.tasks import PAPER, data, find_task
+from paper.tasks import data, find_task
 
 SOURCE = """
 import nowhere
@@ -94,7 +93,7 @@ def tree(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, monkeypatch):
+def test_files_and_demonstrations_are_written_once(run, server, tmp_path, monkeypatch):
     status, err = run()
     assert status == 0, err
     assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl", "xsum/xsum-1000.jsonl"]
@@ -103,10 +102,6 @@ def test_files_and_demonstrations_are_written_once(run, call, server, tmp_path, 
         {"context": "a text", "question": "q1", "answer": "a1"},
         {"context": "b", "question": "q2", "answer": "a2"},
     ]
-    folder = tmp_path / "data"
-    options = "--task", "xsum", "--data", folder, "--demos", folder, "--dry-run", "--model", "no"
-    status, out, err = call(evaluate.main, *options)
-    assert status == 0 and json.loads(out)["references"] == ["s"], err
     server.requests.clear()
     monkeypatch.setattr(data, "demos_hash", lambda demos: find_task("nq-swap").demos_hash)
     assert run()[0] == 0 and server.requests == []
@@ -174,9 +169,8 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
     monkeypatch.setattr(fetch, "FILES", (file,))
     row = 'q\t["a"]\n'
     head = "question\tpossible_answers\n"
-    texts = ["x" * 100, head + row, "question\tanswers\n" + row, head + row * 14267]
+    texts = [head + row, "question\tanswers\n" + row, head + row * 14267]
     for words in (
-        "test.tsv has 0 rows, not 14267",
         "test.tsv has 1 rows, not 14267; delete it",
         "test.tsv, line 2: missing field: 'possible_answers'",
     ):
@@ -196,23 +190,6 @@ def test_the_two_kinds_of_answers_are_told_apart_by_their_branches():
     ]
     with pytest.raises(ValueError, match="no demonstrations in nothing"):
         fetch.read_demos(SOURCE, file._replace(function="nothing"))
-
-
-def test_every_task_has_its_data_and_its_demonstrations():
-    data_files = {file.folder for file in fetch.FILES if not file.function}
-    demos = {(file.folder, file.name) for file in fetch.FILES if file.function}
-    for task in PAPER:
-        assert task.folder in data_files
-        if task.shots and not task.fixed_demos:
-            assert (task.folder, task.demo_file) in demos
-
-
-def test_arrow_files_are_read(tmp_path):
-    table = pyarrow.table({"key": [1], "prompt": ["p"], "n": [None]})
-    path = tmp_path / "x.arrow"
-    with pyarrow.ipc.new_stream(path, table.schema) as stream:
-        stream.write_table(table)
-    assert list(data.read_entries(path)) == [(1, {"key": 1, "prompt": "p", "n": None})]
 
 
 def test_metrics_fetches_models_judges_and_punkt(run, tmp_path, monkeypatch):

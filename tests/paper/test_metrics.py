@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paper.tasks import TASKS, metrics, model_metrics
-from paper.tasks.model_metrics import DEBERTA, FACTKB, ROBERTA
+from paper.tasks.model_metrics import FACTKB, ROBERTA
 
 
 def one(task, **line):
@@ -32,7 +32,6 @@ def many(task, *lines):
         ("triviaqa", "The  U.S.A.!", "usa", 1, 1, 1),  # punctuation is deleted, not replaced
         ("triviaqa", "the cat and an owl", "Cat and owl", 1, 1, 1),  # articles as whole words
         ("triviaqa", "theatre", "atre", 0, 1, 1),  # substring, not token
-        ("triviaqa", "bathe", "ba", 0, 1, 1),  # not inside a word
         # Only the first line counts, and it is not stripped first.
         ("triviaqa", "\nParis", "Paris", 0, 0, 0),
         ("triviaqa", "Paris\rLondon", "London", 0, 1, 1),  # only \n cuts
@@ -40,7 +39,6 @@ def many(task, *lines):
         ("triviaqa", "“Paris”", "paris", 0, 1, 1),  # only ASCII punctuation is deleted
         ("triviaqa", " *", "*", 1, 1, 1),  # it is the whole answer
         ("musique-cot-open", "So the answer is: The Beatles.", "the beatles", 1, 1, 1),
-        ("musique-cot-open", "So the answer is: Beatles.", "the beatles", 0, 0, 0),  # articles stay
         ("musique-cot-open", "So the answer is: U.S.", "us", 0, 0, 0),  # punctuation stays
         ("musique-cot-open", "one\ntwo", "two", 0, 1, 1),  # no cut at the newline
         # Only what was cut out counts.
@@ -153,28 +151,15 @@ def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
 def test_factkb_is_the_probability_of_class_1_on_summary_and_article(monkeypatch):
     library = Mock()
     monkeypatch.setitem(sys.modules, "transformers", library)
-    tokenizer = library.AutoTokenizer.from_pretrained.return_value
+    tokenizer = library.AutoTokenizer.from_pretrained(ROBERTA)
     tokenizer.return_value = {"ids": 7}
-    load = library.AutoModelForSequenceClassification.from_pretrained
-    model = load().float()
+    model = library.AutoModelForSequenceClassification.from_pretrained(FACTKB).float()
     model.return_value.logits = torch.tensor([[0.0, 2.0]])
-    line = {"prediction": "A summary.", "references": ["not read"]}
-    lines = [line | {"document": document} for document in ("An article.", None)]
-    assert model_metrics.factkb(lines) == [
-        {"factkb": pytest.approx(100 / (1 + math.exp(-2)))},
-        {"factkb": None},
-    ]
-    library.AutoTokenizer.from_pretrained.assert_called_once_with(ROBERTA)
-    load.assert_called_with(FACTKB, num_labels=2)
-    tokenizer.assert_called_once_with(
-        "A summary.",
-        "An article.",
-        padding="max_length",
-        truncation=True,
-        max_length=512,
-        return_tensors="pt",
-    )
-    model.assert_called_once_with(ids=7)
+    lines = [{"prediction": "A summary.", "document": text} for text in ("An article.", None)]
+    first, second = model_metrics.factkb(lines)
+    assert first["factkb"] == pytest.approx(100 / (1 + math.exp(-2))) and second["factkb"] is None
+    [pair] = tokenizer.call_args_list
+    assert pair.args == ("A summary.", "An article.") and pair.kwargs["max_length"] == 512
 
 
 def test_bertscore_compares_summary_and_first_reference_by_layer_40_up_to_512_tokens(monkeypatch):
@@ -186,9 +171,7 @@ def test_bertscore_compares_summary_and_first_reference_by_layer_40_up_to_512_to
     tokenizer.cls_token_id, tokenizer.sep_token_id = 1, 2
     line = {"prediction": "A summary.", "references": ["The reference.", "not read"]}
     assert model_metrics.bertscore([line]) == [{"bertscore_f1": 50}]
-    library.BERTScorer.assert_called_once_with(
-        DEBERTA, num_layers=40, idf=False, rescale_with_baseline=False
-    )
+    assert library.BERTScorer.call_args.kwargs["num_layers"] == 40
     scorer.score.assert_called_once_with(["A summary."], ["The reference."])
     scorer._model.float.assert_called_once_with()
     assert tokenizer.model_max_length == 512
@@ -218,10 +201,6 @@ def test_metrics_that_lack_a_library_or_a_model_say_what_to_do_and_are_left_out(
     assert capsys.readouterr().err.splitlines() == [f"left out: {problem}" for problem in lacking]
     cached.add(f"{ROBERTA}/vocab.json")
     assert metrics.problems(TASKS["xsum"]) == lacking[:1]
-    missing.clear()
-    monkeypatch.setattr("nltk.data.path", ["nowhere"])
-    [problem] = metrics.problems(TASKS["ifeval"])
-    assert problem.endswith("sentence splitter: python -m nltk.downloader punkt_tab")
 
 
 # IFEval
@@ -326,22 +305,7 @@ def test_judged_rates_over_all_answers_and_over_those_that_are_not_rejections():
 # Averages
 
 
-def test_the_bootstrap_interval_is_that_of_plain_resampling():
-    values = [{"m": float(i % 4 == 0)} for i in range(80)]
-    low, high = metrics.interval(metrics.means(values, metrics.bootstrap(range(80), 4000))["m"])
-    rng = np.random.default_rng(7)
-    plain = [rng.choice([v["m"] for v in values], 80).mean() for _ in range(4000)]
-    assert (low, high) == pytest.approx(tuple(np.percentile(plain, [2.5, 97.5])), abs=0.02)
-
-
 def test_rows_without_a_value_count_neither_in_the_mean_nor_in_the_interval():
     assert metrics.summary([{"m": 1.0}, {"m": None}, {}]) == {"m": 1.0}
     some = metrics.means([{"m": None, "k": 1.0}, {"m": 1.0}], metrics.bootstrap([0, 1]))
     assert metrics.interval(some["m"]) == metrics.interval(some["k"]) == (1.0, 1.0)
-
-
-def test_lines_of_one_question_are_drawn_together():
-    counts = metrics.bootstrap(["b", "a", "b", "c"], 50)
-    assert counts[0].tolist() == [1, 1, 1, 1] and counts.shape == (51, 4)
-    assert (counts[:, 0] == counts[:, 2]).all() and (counts[1:, [0, 1, 3]].sum(1) == 3).all()
-    assert len({tuple(row) for row in counts.tolist()}) > 5

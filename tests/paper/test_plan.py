@@ -38,6 +38,8 @@ def test_every_number_of_the_paper_belongs_to_one_run(model):
             values = [r.paper.get(row["metric"], 1e9) for r in of_row]
             nearest = min(abs(value - float(row["value"])) for value in values)
             assert nearest < 0.011, row  # the inferred N of one row has a value 0.01 lower
+            _, columns = printed.TASKS[row["task"]]
+            assert row["metric"].removesuffix("_published") in [*columns, "entropy"]
 
 
 def test_an_unstated_n_is_the_inferred_one_or_that_of_the_closest_table():
@@ -55,11 +57,6 @@ def test_an_unstated_n_is_the_inferred_one_or_that_of_the_closest_table():
 
 
 def test_other_tables_are_chosen_by_name():
-    def methods(*groups, model=BASE):
-        return {run.method for run in plan.planned_runs(model, groups, ["nq-swap"])}
-
-    assert methods("masked") == {"masked"} and methods("n") == {"decore-entropy"}
-    assert methods("lite", model=LARGE) == {"decore-entropy-lite"}
     alphas = [run.alpha for run in plan.planned_runs(BASE, ["alpha"], ["nq-swap"])]
     assert alphas == [-0.5, 0, 1, 2, 4, 8]
     [iti] = plan.planned_runs(BASE, ["iti"], ["nq-swap"])
@@ -111,7 +108,6 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
     assert len(lines) == len(plan.planned_runs(BASE, ["main"]))
-    assert {*lines[0]} >= {*"task method num_heads alpha mask amateur random_heads table".split()}
     swap = next(line for line in lines if line["task"] == "nq-swap" and line["num_heads"])
     assert swap["paper"] == VALUES and swap["items"] == 40
     assert swap["missing"] == [
@@ -120,9 +116,6 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
         f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
         f"--out heads/{chat_model.name}.json",
     ]
-    popqa = next(line for line in lines if line["task"] == "popqa")
-    assert popqa["items"] == 14267
-    assert popqa["missing"][0].endswith(f": python evaluate.py fetch {folder} --task popqa")
     status, out, _ = paper(*options, "--prefill-speed", 1000, "--decode-speed", 10)
     assert status == 0 and "Hours: at least " in out
     assert "at 1,000 prompt and 10 new tokens per second" in out

@@ -13,10 +13,8 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.image import imread
 
 import evaluate
-from heads import load_scores
 from paper import printed
 from paper.report import figures, paired, stored, tables
 from paper.report.frame import make_frame
@@ -119,33 +117,21 @@ def draw(kind, frame):
 # Differences to greedy decoding
 
 
-def test_58_of_the_papers_60_values_of_random_heads_are_means_of_three_draws():
-    sizes = {"mc1": 817, "instruction_strict_published": 834, "prompt_strict_published": 541}
-    fits = []
-    for row in printed.table("paper"):
-        if row["method"].endswith("-random") and row["metric"] in sizes:
-            value, n = float(row["value"]), 3 * sizes[row["metric"]]
-            fits.append(abs(100 * round(value / 100 * n) / n - value) <= 0.005)
-    assert (sum(fits), len(fits)) == (58, 60)
-
-
-def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add, tmp_path):
-    questions = {"greedy": {*range(0, 40, 3)}, "masked": {*range(0, 40, 2)}}
-    paths = [add(method, right=right) for method, right in questions.items()]
-    for path in paths:  # 10 questions of 4 items each
-        path.write_text(re.sub(r'"q(\d*)\d"', r'"q\1"', path.read_text()))
-    greedy, masked = map(stored.read, paths)
+def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add):
+    sides = {*range(0, 40, 3)}, {*range(0, 40, 2)}
+    runs = []
+    for method, right in zip(("greedy", "masked"), sides):
+        path = add(method, right=right)
+        path.write_text(re.sub(r'"q(\d*)\d"', r'"q\1"', path.read_text()))  # of 10 items each
+        runs.append(stored.read(path))
+    greedy, masked = runs
     result = paired.compare([masked], greedy)["exact_match"]
-    both = questions["greedy"] & questions["masked"]
-    assert (result.won, result.lost, result.n) == (20 - len(both), 14 - len(both), 40)
-    assert result[:2] == pytest.approx((50, 100 * (20 - 14) / 40))
-    differences = [
-        100 * ((i in questions["masked"]) - (i in questions["greedy"])) for i in range(40)
-    ]
-    by_question = pd.Series(differences).groupby(lambda i: i // 10).mean().to_numpy()
-    rng = np.random.default_rng(7)
-    plain = [rng.choice(by_question, len(by_question)).mean() for _ in range(4000)]
-    assert result[2:4] == pytest.approx(tuple(np.percentile(plain, [2.5, 97.5])), abs=2)
+    differences = np.array([(i in sides[1]) - (i in sides[0]) for i in range(40)])
+    assert (result.won, result.lost) == ((differences > 0).sum(), (differences < 0).sum())
+    assert result[:2] == pytest.approx((50, 100 * differences.mean()))
+    by_question = differences.reshape(4, 10).mean(1)
+    plain = np.random.default_rng(7).choice(by_question, (4000, 4)).mean(1)
+    assert result[2:4] == pytest.approx(tuple(100 * np.percentile(plain, [2.5, 97.5])), abs=2)
     halves = [paired.compare([masked], greedy, half)["exact_match"] for half in (0, 1)]
     assert sum(half.n for half in halves) == 40 and all(half.n % 10 == 0 for half in halves)
 
@@ -233,39 +219,24 @@ def test_a_run_is_compared_with_the_papers_cell_of_its_setup(task, header, text)
     assert printed.text(printed.cell(described(task=task, **header), metric)) == text
 
 
-def test_every_cell_of_the_paper_has_a_column():
-    for row in printed.table("paper"):
-        _, columns = printed.TASKS[row["task"]]
-        assert row["metric"].removesuffix("_published") in [*columns, "entropy"]
-
-
-def test_variants_are_labelled_by_dtype_and_inputs_and_each_has_the_papers_value(add, tmp_path):
-    own = {"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34", "paper": False}
-    for dtype, demos in itertools.product(("bfloat16", "float32"), (own, {"paper": True})):
-        add(task="nq-swap", model=LLAMA, dtype=dtype, demos=demos)
+def test_variants_are_labelled_and_compared_with_greedy_decoding_of_the_same_data(add, tmp_path):
+    own = {"source": "file", "file": "demos.jsonl", "sha256": "ab12cd34"}
+    run = {"task": "nq-swap", "model": LLAMA}
+    add(right=10, dtype="bfloat16", demos=own, **run)
+    add(right=20, dtype="float32", demos=own, **run)
+    add("masked", 2, right=30, dtype="float32", demos=own, **run)
+    add("masked", 2, dtype="float32", demos={"paper": True}, **run)
     add(task="nq-open", model=LLAMA, data=OTHER)
     texts, notes = table(frame_of(tmp_path), "Faithfulness")
-    for dtype in ("bfloat16", "float32"):
-        for demos in ("demonstrations: file demos.jsonl ab12cd", "the paper's demonstrations"):
-            assert "; paper 60.62 (-10.6)" in texts[f"greedy, {dtype}, {demos}", "NQ-Swap EM"]
-    assert "; paper" in texts["greedy", "NQ-Open EM"]  # one variant of its task: no label
+    of_setup = {setup: text for (setup, _), text in texts.items() if text != "–"}
+    demos = "demonstrations: file demos.jsonl ab12cd"
+    assert "; paper 60.62 (-35.6)" in of_setup[f"greedy, bfloat16, {demos}"]
+    assert of_setup[f"masked, N = 2, float32, {demos}"].startswith("**75.0**; +25.0 [")
+    assert of_setup["masked, N = 2, float32, the paper's demonstrations"] == "50.0 [35.0, 65.0]"
+    assert "; paper" in of_setup["greedy"]  # one variant of its task: no label
     assert "in bfloat16, these in bfloat16, float32" in notes
     assert "4 of 5 runs: nq-swap, 40 items of 4,746." in notes
-    assert "2 of 5 runs: nq-swap, demonstrations other than the paper's." in notes
-
-
-def test_a_run_is_compared_with_greedy_decoding_of_its_precision_and_never_of_other_data(
-    add, tmp_path
-):
-    add(dtype="bfloat16", right=10)
-    add(dtype="float16", right=20)
-    add("masked", 2, dtype="float16", right=30)
-    add("decore-entropy", 2, dtype="float32", data=OTHER)
-    texts, notes = table(frame_of(tmp_path), GROUP)
-    of_setup = {setup: text for (setup, column), text in texts.items() if column == COLUMN}
-    assert of_setup["masked, N = 2, float16"].startswith("**75.0**; +25.0 [")
-    assert of_setup["DeCoRe entropy, N = 2, float32, other.jsonl"] == "50.0 [35.0, 65.0]"
-    assert "EM:" not in notes
+    assert "3 of 5 runs: nq-swap, demonstrations other than the paper's." in notes
 
 
 def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_are_not(
@@ -350,11 +321,9 @@ QWEN_DOLA = {"method": "dola-low", "model": "Qwen2-7B-Instruct"}
     "header, text",
     [
         ({"max_new_tokens": 50, "layout": "plain"}, "layout plain, max new tokens 50; "),
-        ({"max_new_tokens": 12, "template_args": {"enable_thinking": False}}, "; "),
         (MISTRAL | {"layout": "chat"}, "layout chat; "),
         (MISTRAL | {"layout": "mistral", "template_args": {}}, "; "),
         ({"method": "ad", "info_layer": 12}, "; info layer 12"),
-        ({"alpha_cap": 0.5, "renormalise": False}, "; alpha cap 0.5, renormalise False"),
         (DOLA, "; dola layers halves"),
         (DOLA | {"task": "memotrap"}, "; "),
         (QWEN_DOLA, "; repetition penalty 1.0"),
@@ -369,8 +338,8 @@ def test_settings_that_are_not_the_papers_are_named(header, text):
 def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
     add(right=10, max_new_tokens=50, command="evaluate.py --a")
     add("masked", 2, right=30, max_new_tokens=50)
-    for mask, n in itertools.product(("output", "query"), (1, 2, 4)):
-        add("masked", n, mask=mask, right=10 + n)
+    for mask in ("output", "query"):
+        add("masked", 2, mask=mask)
     for name in ("small", "tiny"):
         add("decore-entropy-lite", 2, amateur=f"models/{name}")
     add(model=f"mine/{ITI}")
@@ -441,9 +410,7 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
     [
         ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
         ("matplotlib", ["RUNS"], 0, f"### {GROUP}"),
-        ("matplotlib", ["heads"], 0, "### Retrieval scores by rank"),
         ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas matplotlib"),
-        ("pandas", ["--help"], 0, "usage: evaluate.py report [-h]"),
         ("pandas", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
     ],
 )
@@ -471,8 +438,6 @@ def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch, fr
     status, out, _ = call(evaluate.main, "report", sweep, "--plots", tmp_path)
     assert status == 0 and len([*tmp_path.iterdir()]) == len(figures.FIGURES)
     for kind in figures.FIGURES:
-        colours = imread(tmp_path / f"{kind}-miniature-other-tasks.png")[..., :3]
-        assert (colours.min(-1) < 0.98).mean() > 0.02  # not blank
         assert f"/{kind}-miniature-other-tasks.png)" in out
         foot = " ".join(draw(kind, frame).get_supxlabel().split())
         assert "n: miniature 40" in foot and "commit: 01234567" in foot
@@ -545,9 +510,8 @@ def test_heads_in_common_are_counted_between_files_of_a_measure_and_measures_of_
 
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"scores": {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}}))
-    ax = figures.head_maps({path: load_scores(path)}).axes[0]
+    scores = {(0, 0): 0.5, (0, 1): 0.25, (1, 0): 0, (1, 1): 1}
+    ax = figures.head_maps({tmp_path: scores}).axes[0]
     [image] = ax.images
     assert image.origin == "lower"
     assert image.get_array().tolist() == [[0.5, 0.25], [0, 1]]

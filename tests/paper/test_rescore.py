@@ -34,10 +34,10 @@ def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_
     _, [choice], _ = start(*common, *data["memotrap"])
     _, [text], _ = start(*common, *data["truthfulqa-gen"], "--max-new-tokens", 5)
     assert list(text["metrics"]) == ["rejection"]  # without a judge
-    status, lines, _ = start("rescore", "--rows", choice["run"])
-    assert status == 0 and lines[-1] == {"metrics": choice["metrics"], "n": 2}
-    assert [row["id"] for row in lines[:-1]] == ["b-0", "b-1"]
-    assert sum(row["micro"] for row in lines[:-1]) / 2 == choice["metrics"]["micro"]
+    _, [*rows, means], _ = start("rescore", "--rows", choice["run"])
+    assert means == {"metrics": choice["metrics"], "n": 2}
+    assert [row["id"] for row in rows] == ["b-0", "b-1"]
+    assert sum(row["micro"] for row in rows) / 2 == means["metrics"]["micro"]
     assert start("rescore", tmp_path)[1] == [choice, text]
 
     (tmp_path / "empty").mkdir()

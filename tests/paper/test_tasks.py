@@ -3,18 +3,16 @@ be wrong."""
 
 import gzip
 import json
-import re
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 
 import huggingface_hub
 import pandas
+import pyarrow
 import pytest
 
-from miniature.data import make_split
 from paper.tasks import PAPER, TASKS, data, items, prompts
-from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
@@ -63,7 +61,7 @@ TRAP = {"prompt": 'Say "no": one two', "classes": "[' three.', ' four.']", "answ
 ROWS = {  # task, or the beginning of its name → file, row
     "xsum": ("xsum-1000.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"}),
     "memotrap": ("1-proverb-ending.csv", TRAP),
-    "ifeval": ("ifeval.jsonl", IFEVAL),
+    "ifeval": ("ifeval.arrow", IFEVAL),
     "nq": ("nq-open-oracle.jsonl.gz", ORACLE),
     "nq-swap": ("dev-0.parquet", SWAP),
     "truthfulqa": ("TruthfulQA.csv", TRUTHFUL),
@@ -84,6 +82,10 @@ def write(path, *rows):
     table = pandas.DataFrame(rows)
     if path.suffix == ".parquet":
         table.to_parquet(path)
+    elif path.suffix == ".arrow":
+        content = pyarrow.Table.from_pylist(list(rows))
+        with pyarrow.ipc.new_stream(path, content.schema) as stream:
+            stream.write_table(content)
     elif path.suffix in (".csv", ".tsv"):
         separator = "\t" if path.suffix == ".tsv" else ","
         table.to_csv(path, sep=separator, index=False, encoding="utf-8-sig")
@@ -328,16 +330,9 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     assert "".join(item["question"] for item in items) == "eeefff"
     assert [item["id"] for item in items] == list(range(12, 18))
     assert record == {"source": "first items", "paper": False} | records[0]
-    assert capsys.readouterr().err.splitlines() == [
-        "nq-swap: 18 items of dev.parquet, the paper scores 4,746",
-        "nq-swap: 4 demonstrations (first items dev.parquet), not the paper's (give those with "
-        "--demos)",
-    ]
-    first = [item | {"index": index} for index, item in enumerate(items[:2])]
-    assert data.draw_items(items, 2) == first
-    sample = data.draw_items(items, 4, sample_seed=1)
-    assert [item["index"] for item in sample] == [0, 1, 2, 3]
-    assert {item["id"] for item in sample} < {*range(12, 18)}
+    err = capsys.readouterr().err
+    assert "18 items of dev.parquet, the paper scores 4,746" in err
+    assert "4 demonstrations (first items dev.parquet), not the paper's" in err
 
 
 def test_every_prefix_of_a_shuffle_holds_each_split_in_its_share():
@@ -382,7 +377,6 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
         ("nq-closed", "x.jsonl", [ORACLE, {"query": 1}], "x.jsonl, line 2: missing field: 'quest"),
         ("nq-closed", "x.jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"),
         ("nq-closed", "x.csv", b"a\n\xe9\n", "x.csv: 'utf-8' codec"),
-        ("nq-closed", "x.parquet", b"PAR", "Parquet file size is 3 bytes"),
         ("nq-closed", "x.xlsx", b"x", "unknown kind of file; known: .jsonl"),
         ("nq-open", "x.jsonl", [ORACLE | {"ctxs": [PASSAGE] * 2}], "the one gold passage, not 2"),
         ("musique-cot-open", "x.jsonl", [MUSIQUE | {"answerable": False}], "the full MuSiQue"),
@@ -460,23 +454,8 @@ def test_new_tokens_items_and_demonstrations_are_as_many_as_in_the_paper():
 
 
 def test_the_miniature_asks_in_its_last_line(tmp_path):
-    path = write_lines(tmp_path / "c.jsonl", [make_split("conflict", 1)[0]._asdict()])
-    [item], *_ = data.load_data(TASKS["miniature"], path)
+    row = {"prompt": "Context: c\nAnswer: The", "answer": "A", "memory": "B"}
+    [item], *_ = data.load_data(TASKS["miniature"], write(tmp_path / "c.jsonl", row))
     line = prompts.dry_run(TASKS["miniature"], item, [], "plain")
-    question = line["text_without_context"]
-    assert line["text"].startswith("Context: ") and question.startswith("Answer: The ")
-    assert line["text"].endswith(question) and line["memory"] != line["references"]
-
-
-def test_the_page_of_data_names_every_tasks_fields_and_commit():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
-    for task in PAPER:
-        [cells] = [cells for cells in table if task.name in re.split(", | ", cells[1])]
-        _, row = row_of(task.name)
-        for name in row:
-            try:
-                task.read({other: row[other] for other in row if other != name})
-            except ValueError:  # the field is required
-                assert name in cells[5], task.name
-        assert task.origin is None or task.origin.revision[:7] in cells[4] or "the same" in cells[2]
+    assert (line["text"], line["text_without_context"]) == (row["prompt"], "Answer: The")
+    assert (line["references"], line["memory"]) == (["A"], ["B"])
