@@ -1,7 +1,8 @@
 """The paper's tables: their columns, values and N.
 
 paper.csv: `value` is the right value; if the paper misprints it, `printed` is the misprint and
-`note` the reason; `group` is for plan.py. paper_n.csv: how each N of a main table was inferred.
+`note` the reason; `group` is for plan.py. paper_columns.csv: the columns of the main tables.
+paper_n.csv: how each N of a main table was inferred.
 paper_heads.csv: retrieval scores by rank. paper_tests.csv: statistical tests, which
 docs/differences.md discusses."""
 
@@ -10,46 +11,6 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-EM = {"substring_match": "EM"}
-
-# Group → task → (the paper's name, {metric: heading in the main tables})
-GROUPS = {
-    "Faithfulness": {
-        "xsum": ("XSum", {"rougeL": "ROUGE-L", "bertscore_f1": "BERTScore-F1", "factkb": "factKB"}),
-        "memotrap": ("MemoTrap", {"macro": "macro", "micro": "micro"}),
-        "ifeval": ("IFEval", {"instruction_strict": "instruction", "prompt_strict": "prompt"}),
-        "nq-open": ("NQ-Open", EM),
-        "nq-swap": ("NQ-Swap", EM),
-    },
-    "Factuality": {
-        "truthfulqa-mc": ("TruthfulQA", {"mc1": "MC1", "mc2": "MC2", "mc3": "MC3"}),
-        "truthfulqa-gen": (
-            "TruthfulQA (Gen)",
-            {
-                "truth": "%Truth",
-                "info": "%Info",
-                "truth_and_info": "%T∩I",
-                "rejection": "%Reject",
-                "truth_not_rejected": "%T∩¬Reject",
-                "info_not_rejected": "%I∩¬Reject",
-                "truth_and_info_not_rejected": "%T∩I∩¬Reject",
-            },
-        ),
-        "triviaqa": ("TriviaQA", EM),
-        "popqa": ("PopQA", EM),
-        "nq-closed": ("NQ-Open closed book", EM),
-    },
-    "Multi-hop reasoning": {
-        "musique-direct-closed": ("MuSiQue direct closed book", EM),
-        "musique-direct-open": ("MuSiQue direct open book", EM),
-        "musique-cot-closed": ("MuSiQue CoT closed book", EM),
-        "musique-cot-open": ("MuSiQue CoT open book", EM),
-    },
-    "Other tasks": {"miniature": ("miniature", {"exact_match": "", "memory_match": "from memory"})},
-}
-TASKS = {}
-for tasks in GROUPS.values():
-    TASKS |= tasks
 # The metric of the paper's figures, if it is not the first of the table.
 HEADLINES = {"xsum": "factkb", "truthfulqa-mc": "mc2"}
 
@@ -58,6 +19,14 @@ HEADLINES = {"xsum": "factkb", "truthfulqa-mc": "mc2"}
 def table(name):
     with open(FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+# Task → (the paper's name, {metric: heading in the main tables}); group of tables → those of tasks
+TASKS, GROUPS = {}, {}
+for row in table("paper_columns"):
+    _, headings = TASKS.setdefault(row["task"], (row["name"], {}))
+    headings[row["metric"]] = row["heading"]
+    GROUPS.setdefault(row["group"], {})[row["task"]] = TASKS[row["task"]]
 
 
 def headline(task):

@@ -48,8 +48,7 @@ def draw_all(frame, folder):
                 continue
             for kind, (draw, caption) in FIGURES.items():
                 if figure := draw(shown):
-                    parts = dict.fromkeys([kind, title, group.lower()])
-                    name = "-".join(parts).replace(", ", "-").replace(" ", "-")
+                    name = f"{kind}-{title}-{group.lower()}".replace(",", "").replace(" ", "-")
                     path = folder / f"{name}.png"
                     figure.savefig(path)
                     pictures.append((path, f"{title}: {caption}"))
@@ -108,13 +107,14 @@ def curve_figure(frame, field):
         lines = lines[lines["alpha"].isna()]
     swept = lines.dropna(subset=field)
     names = [str(replace(run.setup, **{field: None})) for run in swept["run"]]
-    looks = itertools.cycle(zip(COLOURS, "ovDs^P<"))
-    panels, styles, runs = defaultdict(list), {}, []
+    looks = zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))
+    styles = {
+        name: {"color": colour, "marker": marker, "label": name}
+        for name, (colour, marker) in zip(dict.fromkeys(names), looks)
+    }
+    panels, runs = defaultdict(list), []
     for (task, name), curve in swept.groupby(["task", names], sort=False, observed=True):
         if curve[field].nunique() > 1 or curve["random_heads"].notna().all():
-            if name not in styles:
-                colour, marker = next(looks)
-                styles[name] = {"color": colour, "marker": marker, "label": name}
             panels[task].append((curve, styles[name]))
 
     def draw(ax, task, curves):

@@ -144,11 +144,11 @@ def describe(header):
     if header.get("sample_seed") is not None:
         inputs["items"] = f"sample of seed {header['sample_seed']}"
     heads = {"measure": None, "file": None}
-    file = header.get("head_file")
-    if file and not header.get("random_heads"):
-        heads = {"measure": f"{header['measure']} heads", "file": f"heads of {names_of([file])}"}
-    elif header.get("num_heads") and "head_file" in header and not header.get("random_heads"):
+    if header.get("num_heads") and not header.get("random_heads"):
         heads["file"] = "heads as listed"
+        if file := header.get("head_file"):
+            measure = f"{header['measure']} heads"
+            heads = {"measure": measure, "file": f"heads of {names_of([file])}"}
     return Run(
         header,
         f"{own} like {paper_model}" if like else paper_model,
