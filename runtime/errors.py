@@ -1,4 +1,4 @@
-"""Errors of the machine and of the network: which are out of memory, and why a download failed."""
+"""Recognise out-of-memory errors; explain failed downloads."""
 
 import re
 
