@@ -11,7 +11,7 @@ LINES = 8  # new words that are printed for an answer
 
 def sources_below(line, tokenizer, width):
     """Text below an answer, without sources nothing: for each of its words, the words of the prompt
-    that the heads attended to most. Of many words, those with the largest shares.
+    that the heads attended to most. Of many words it shows those with the largest shares.
 
     line: an object of --json."""
     if "sources" not in line:

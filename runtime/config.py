@@ -189,8 +189,8 @@ def read_rope(c, path, max_positions):
 
 
 def stretched(length, scaling):
-    """The context of a model of this `max_position_embeddings`. Of yarn's, the length may be
-    stretched already; of the other kinds' it is.
+    """The context of a model with this `max_position_embeddings`, which linear and dynamic scaling
+    multiply by their factor. Yarn may have multiplied it already, the other kinds have.
 
     scaling: rotary scaling by a configuration, or None."""
     scaling = scaling or {}

@@ -187,7 +187,7 @@ class HFModel(nn.Module):
         check_head_mask(head_mask, self)
 
         def silence(layer, heads, module, args, *output):
-            """Of the output projection the input is masked, of the query projection the output,
+            """Masks the input of an output projection, or the output of a query projection,
             [R·B, T, H·K]."""
             x, *others = output or args
             rows = head_mask[:, layer, None, :heads, None].to(x)  # [R, 1, H, 1]

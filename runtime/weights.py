@@ -195,7 +195,7 @@ def stored_dtype(files):
 
 
 def weight_files(folder):
-    """{name of a tensor: its safetensors file}. Of an index only the files' names are used."""
+    """{name of a tensor: its safetensors file}. An index only gives the files' names."""
     single = "model.safetensors"
     index = "model.safetensors.index.json"
     if os.path.lexists(folder / single):  # takes precedence, as in transformers

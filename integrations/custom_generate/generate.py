@@ -59,11 +59,11 @@ def generate(
     """As `model.generate(**arguments)`, with DeCoRe. Masking starts with the last prompt token.
 
     heads: (layer, head) pairs, "layer-head" texts, the path of a head file, or the name of a model
-    in the project's `heads/` (by default this model's own name), if that is on Python's path. Of a
-    file the best num_heads are masked: 10, at most an eighth of all. measure: "copy", "write" or
-    "mass", the scores of the file that count. method: decore-entropy
-    (α = H, Eq. 8), decore-static (α = alpha, 0.5) or masked (the masked model alone). alpha_cap:
-    α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" zeroes the heads' outputs (Eq. 5),
+    in the project's `heads/` (by default this model's own name), if that is on Python's path.
+    num_heads: how many of a file's best heads are masked; by default 10, at most an eighth of all.
+    measure: "copy", "write" or "mass", the scores of the file that count. method: decore-entropy (α
+    = H, Eq. 8), decore-static (α = alpha, 0.5) or masked (the masked model alone). alpha_cap: α =
+    min(α, cap). scale_alpha: α = H / ln V. mask: "output" zeroes the heads' outputs (Eq. 5),
     "query" their queries (the published runs).
 
     With return_dict_in_generate=True the result also has `alphas`, α as applied, and `entropies`,

@@ -206,7 +206,7 @@ def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core
 
 
 def test_streamed_pieces_are_whole_characters_and_join_to_the_text(core, tmp_path):
-    """Of texts, and of random ids: special tokens and unknown ids have no text."""
+    """The ids are those of texts, and random ones: special tokens and unknown ids have no text."""
     # As in the first Llama.
     core.add_special_tokens([AddedToken("<s>", normalized=True, special=True)])
     tokenizer = save(tmp_path, core)

@@ -149,8 +149,8 @@ def test_runs_are_compared_on_the_items_that_both_have(add, tmp_path):
 
 @pytest.mark.parametrize("right, bold", [(15, True), (14, False), (3, True), (4, False)])
 def test_only_what_is_separable_from_greedy_decoding_is_bold(add, tmp_path, right, bold):
-    """Of 40 items, greedy decoding has 9 right. Five other ones are too few, though the interval
-    leaves out 0."""
+    """Greedy decoding answers 9 of 40 items. Five more are too few, though the interval leaves
+    out 0."""
     add(right=9)
     add("masked", 1, right=right)
     texts, notes = table(frame_of(tmp_path), GROUP)
