@@ -28,9 +28,6 @@ from torch.nn.utils.rnn import pad_sequence
 from runtime import checks
 from runtime.graph import recorded
 
-METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
-UNMASKED = ()  # the heads of a row that masks none
-
 
 def contrast(base, other, alpha):
     """The exponent of Eq. 7. Log-probabilities [B, T, V], alpha [B, T] → [B, T, V], all float32."""
@@ -65,6 +62,9 @@ def decore(model, prompts, heads, n):
 
 
 # ---------------------------------------------------------- the same loop, with methods and options
+
+METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
+UNMASKED = ()  # the heads of a row that masks none
 
 
 class Step(NamedTuple):
