@@ -145,7 +145,7 @@ def written(model, read, tokens):
             values = values.flatten(1, 2).to(model.dtype)  # [B, H, K]
             alone = torch.eye(values.shape[1]).to(values)[..., None] * values[:, None]
             alone = alone.flatten(-2)  # [B, H, H·K]: row h has head h only
-            added = o(alone) - o(torch.zeros_like(alone))  # without a bias
+            added = o(alone) - o(torch.zeros_like(alone[:1, :1]))  # without a bias
             logits.append((added.to(rows) @ rows[:, s, :, None])[..., 0])
         steps.append(torch.stack(logits))
     return torch.stack(steps)

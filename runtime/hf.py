@@ -344,8 +344,10 @@ class HFCache:
 
     def values(self, n):
         """As `Cache.values`; None unless all layers have all heads, and stored values of their
-        width."""
+        width, and the language-model head is in memory."""
         attention = self.model.attention
+        if self.model.hf.get_output_embeddings().weight.is_meta:
+            return None
         places = self.places()[:, None, :, None]  # [B, 1, P, 1]
         found = []
         for layer, stored in enumerate(self.kv.layers):
