@@ -260,13 +260,8 @@ def places(chat_model, data, tmp_path_factory):
     "command, words",
     [
         ("{nq_closed} --seed 3", "--seed has no effect without --random-heads"),
-        (
-            "{nq_closed} --sample 2 --limit 3",
-            "argument --limit: not allowed with argument --sample",
-        ),
         ("{nq_closed} --sample 2 --seed 3,4", "several numbers with --random-heads only"),
         ("{truthfulqa_mc} --mask-prompt", "--mask-prompt has no effect on truthfulqa-mc"),
-        ("{memotrap} --demos {m}/2-b.csv", "--demos has no effect on memotrap"),
         ("--task miniature --layout chat", "--layout has no effect on miniature"),
         ("--task miniature", "--data: no file for miniature (*.jsonl); name one with --data"),
         ("{truthfulqa_mc} --method greedy --no-renormalise", "has no effect on greedy"),

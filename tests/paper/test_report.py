@@ -490,22 +490,22 @@ def test_retrieval_scores_by_rank_are_the_papers(call):
 
 
 def test_heads_in_common_are_counted_between_files_of_a_measure_and_measures_of_a_file(
-    call, tmp_path
+    call, tmp_path, monkeypatch
 ):
-    heads = [f"{layer}-{head}" for layer in range(6) for head in range(2)]
-    for name, first in (("a", 0), ("b", 2)):
-        turned = heads[first:] + heads[:first]
-        scores = {head: 1 - i / 100 for i, head in enumerate(turned)}
-        content = {"scores": scores, "write": dict(zip(heads[::-1], scores.values()))}
+    monkeypatch.setattr("paper.report.heads.COMPARED", (1, 3))
+    ranked = ["0-0", "0-1", "1-0", "1-1"]
+    for name, copied in (("a", ranked), ("b", [*ranked[1:], "0-0"])):
+        scores = [dict(zip(heads, (0.9, 0.5, 0.3, 0.1))) for heads in (copied, ranked[::-1])]
+        content = dict(zip(("scores", "write"), scores))
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     a, b = (str(tmp_path / f"{name}.json") for name in "ab")
     _, out, _ = call(evaluate.main, "report", "heads", a, b)
     rows = [re.split(r" *\| *", line)[1:4] for line in out.split("### ")[2].splitlines()[4:8]]
     assert rows == [
-        [f"{a} copy and {a} write", "0", "8"],
-        [f"{a} copy and {b} copy", "3", "8"],
-        [f"{a} write and {b} write", "5", "10"],
-        [f"{b} copy and {b} write", "0", "10"],
+        [f"{a} copy and {a} write", "0", "2"],
+        [f"{a} copy and {b} copy", "0", "2"],
+        [f"{a} write and {b} write", "1", "3"],
+        [f"{b} copy and {b} write", "0", "3"],
     ]
 
 
