@@ -1,12 +1,8 @@
-"""Configurations and weights are read as transformers reads them, or refused by field.
-
-DECORE_WEIGHTS=FOLDER pytest -m weights tests/runtime/test_checkpoint.py tests a trained model:
-karpathy's stories260K, a Llama. The folder holds safetensors and the tokenizer of 512 tokens."""
+"""Configurations and weights are read as transformers reads them, or refused by field."""
 
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -15,13 +11,11 @@ import transformers
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from decore import generate
 from model import Transformer
 from runtime.config import Config, find_dtype, rope_frequencies
 from runtime.hf import HFModel, describe, read_config
 from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
-from tokenizer import Tokenizer
 
 
 def configuration(folder, family, **changes):
@@ -31,10 +25,8 @@ def configuration(folder, family, **changes):
     return folder
 
 
-def load_theirs(folder, **more):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, **more
-    ).eval()
+def load_theirs(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize(
@@ -133,17 +125,6 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, tmp_
         reference = cls(transformers.AutoConfig.from_pretrained(folder))
         assert torch.equal(frequencies, reference.inv_freq) and reference.attention_scaling == 1
         assert frequencies.dtype == torch.float32
-
-
-def test_logits_match_transformers_at_position_4000(tmp_path):
-    """One bit in the last place of the frequencies changes logits by up to 2e-4."""
-    changes = ROPES["bands of Llama-3.1"] | dict(max_position_embeddings=8192)
-    folder = write_checkpoint(tmp_path, "qwen3", **changes)
-    ids = torch.tensor([random_ids(4000, seed=1)])
-    with torch.inference_mode():
-        reference = load_theirs(folder, attn_implementation="sdpa")(ids, logits_to_keep=100).logits
-    logits = Transformer.load(folder)(ids)[:, -100:]
-    torch.testing.assert_close(logits, reference, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -255,16 +236,3 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
     for size, expected in hashes.items():
         kind = dict(family="llama3.2", seed=3, shards=shards, vocab_size=size)
         assert fingerprint(write_checkpoint(tmp_path / str(size), **kind)) == expected
-
-
-@pytest.mark.weights
-@pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="DECORE_WEIGHTS names no folder")
-def test_a_trained_model_tells_the_published_story():
-    folder = Path(os.environ["DECORE_WEIGHTS"])
-    ids = generate(Transformer.load(folder), [1], "greedy", 100, eos_ids=()).ids
-    # The greedy text after BOS that the test of llama2.c expects.
-    story = (
-        "Once upon a time, there was a little girl named Lily. She loved to play outside in the "
-        "park. One day, she saw a big, red ball."
-    )
-    assert Tokenizer.load(folder).decode(ids).startswith(story)

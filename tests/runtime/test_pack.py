@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from decore import generate
 from model import Linear, Transformer
@@ -16,21 +15,6 @@ from tests.checkpoints import random_ids, write_checkpoint
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
 )
-
-
-@needs_onednn
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [Packed, Filled])
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str)
-def test_a_packed_layer_gives_the_numbers_of_the_plain_one(dtype, close, kind, bias):
-    torch.manual_seed(0)
-    weight, b = torch.randn(80, 48).to(dtype), torch.randn(80).to(dtype) if bias else None
-    for shape in ((1,), (2, 1, 1), (2, 3, 50)):
-        x = torch.randn(*shape, 48).to(dtype)
-        expected = F.linear(x, weight, b)
-        torch.testing.assert_close(
-            kind(weight, b)(x), expected, rtol=close, atol=close * expected.abs().max().item()
-        )
 
 
 @needs_onednn

@@ -215,15 +215,6 @@ def set_ranks(monkeypatch, **names):
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize("missing", torchrun_names.NAMES)
-def test_processes_are_ranks_only_with_all_that_torchrun_sets(monkeypatch, missing):
-    set_ranks(monkeypatch, WORLD_SIZE=2, RANK=1)
-    assert torchrun_names.rank_and_size() == (1, 2)
-    monkeypatch.delenv(missing)
-    assert torchrun_names.rank_and_size() == (0, 1)
-    assert Shard.from_environment().size == 1  # waits for nobody
-
-
 @pytest.mark.parametrize(
     "device, local, gpus, expected",
     [
