@@ -364,7 +364,7 @@ def test_a_kernel_that_config_json_asks_for_is_not_needed(family, tmp_path):
 def test_scoring_copies_the_keys_of_the_prompt_that_it_scores_alone(monkeypatch):
     model = HFModel(random_model("qwen3_next"))
     expected = [score(model, prompt, [3, 4], heads=HEADS) for prompt in PROMPTS]
-    monkeypatch.setattr(torch.Tensor, "__deepcopy__", None)
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda *_: 1 / 0)
     together = score(model, PROMPTS, [[[3, 4]]] * 3, heads=HEADS)
     assert sum(together, []) == pytest.approx(expected, abs=1e-4)
 
