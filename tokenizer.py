@@ -37,7 +37,6 @@ class Tokenizer:
         eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
         self.eos_ids = read_eos_ids(folder, eos_id) if eos_ids is None else tuple(eos_ids)
         self.chat_template = read_chat_template(folder)
-        self.has_chat_template = bool(self.chat_template)
 
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it.
@@ -61,7 +60,7 @@ class Tokenizer:
         If the template has no system turn, the system message precedes the first user message.
         template_args: more variables of the template, for example {"enable_thinking": False}.
         today: the date in templates; None: the clock's."""
-        if not self.has_chat_template:
+        if not self.chat_template:
             raise ValueError(
                 f"{self.name} has no chat template, like most base models: use plain text (--raw)"
             )

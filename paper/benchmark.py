@@ -40,7 +40,7 @@ def load_benchmark(task, args, model=None):
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"
-    native = native if model.tokenizer.has_chat_template else "plain"
+    native = native if model.tokenizer.chat_template else "plain"
     layout = task.layout or args.layout or native
     if layout == "chat" and not model.tokenizer.has_system_turn:
         layout = "user"

@@ -96,7 +96,7 @@ def prompts_to_ids(prompts, model, tokenizer, args):
             ids.append(prompt)
         elif not prompt.strip():
             raise ValueError("the prompt is empty")
-        elif args.raw or not tokenizer.has_chat_template:
+        elif args.raw or not tokenizer.chat_template:
             if args.system is not None or args.template_args:
                 raise ValueError(
                     "--system and --template-args need a chat template, and exclude --raw"

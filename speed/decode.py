@@ -183,7 +183,7 @@ def quartiles(values, digits=3):
 
 
 def summary(results, prompt, new):
-    """Rates and ratios of all contestants, and how many leading tokens of the first text agree.
+    """Quartiles of the rates and ratios of all contestants, and how many leading tokens of the first text agree.
 
     prompt, new: the number of tokens of all texts."""
     rates, prefill, texts = {}, {}, {}
@@ -200,13 +200,10 @@ def summary(results, prompt, new):
                 ratios[name] = quartiles(rates[a] / rates[b])
                 if b in SAME_TOKENS:
                     same[f"{a} and {b}"] = len(commonprefix([texts[a], texts[b]]))
-    spread = {name: quartiles(rate, 2) for name, rate in rates.items()}
     return dict(
-        tokens_per_second={name: median for name, (_, median, _) in spread.items()},
-        quartiles=spread,
+        tokens_per_second={name: quartiles(rate, 2) for name, rate in rates.items()},
         prompt_tokens_per_second=prefill,
-        **{name: median for name, (_, median, _) in ratios.items()},
-        ratio_quartiles=ratios,
+        ratios=ratios,
         same_tokens=same,
     )
 
@@ -214,7 +211,7 @@ def summary(results, prompt, new):
 def table(row):
     """A result for people."""
     lines = [f"{'':32}tokens/s  quartiles"]
-    for name, (low, median, high) in (row["quartiles"] | row["ratio_quartiles"]).items():
+    for name, (low, median, high) in (row["tokens_per_second"] | row["ratios"]).items():
         lines.append(f"{name.replace('_', ' '):32}{median:8.2f}  {low:.2f} to {high:.2f}")
     return "\n".join(lines)
 

@@ -11,7 +11,6 @@ about NCCL, which returns at once for one rank: `torchrun --nproc-per-node 2` ne
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -53,7 +52,7 @@ def main():
         raise ValueError("this machine has no CUDA device; --dry-run runs the script on a CPU")
     if args.out:
         args.out.touch()  # an error now, not after the tests
-    start, out = time.monotonic(), dict(dry_run=args.dry_run, failed=[])
+    out = dict(dry_run=args.dry_run, failed=[])
     for name, (seconds, command) in SECTIONS.items():
         command = [sys.executable, STRICT, *(dry(command) if args.dry_run else command).split()]
         try:
@@ -69,11 +68,9 @@ def main():
         except subprocess.SubprocessError as error:  # the other sections still count
             print(error.stdout, file=sys.stderr)
             out["failed"].append(f"{name}: {error}")
-        out["minutes"] = round((time.monotonic() - start) / 60, 1)
         print(name, json.dumps(out.get(name, out["failed"][-1:])), flush=True)
         if args.out:
             args.out.write_text(json.dumps(out, indent=1) + "\n")
-    print(f"{out['minutes']} minutes; failed: {len(out['failed'])}")
 
 
 if __name__ == "__main__":

@@ -254,7 +254,6 @@ def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_
         ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": [9, 5]}, (7, 9, 1, 5)),
         ({"eos_token_id": -1}, "</s>", {"eos_token_id": 5}, (1, 5)),  # none, as in transformers
         ({}, {"content": "</s>", "lstrip": False}, {"eos_token_id": 5}, (1, 5)),
-        (None, "</s>", {"eos_token_id": [7, 1, 9]}, (1, 7, 9)),
         (None, "<no-such-token>", {"eos_token_id": 0}, (0,)),
     ],
 )
@@ -265,13 +264,6 @@ def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_con
     tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
     assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos, eos)
     assert Tokenizer.load(tmp_path, eos_ids=[4]).eos_ids == (4,)
-
-
-def test_special_ids_are_those_of_the_tokenizer_or_without_one_of_the_configuration(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert special_ids(tmp_path) == (None, (3, 4), ())
-    save(tmp_path, byte_level(), pad_token="[INST]")
-    assert special_ids(tmp_path) == (0, (1, 3, 4), (4,))
 
 
 LISTED = ("<|tool|>", "<|pad|>", "<|turn|>", "<|plain|>")
@@ -330,7 +322,6 @@ def panicking_tokenizer():
 
 NO_DEFAULT = '{"chat_template": [{"name": "rag", "template": "x"}]}'
 OTHER_ID = '{"added_tokens_decoder": {"7": {"content": "<a>"}}}'
-SUBCLASSES = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
 
 
@@ -338,21 +329,16 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
     "name, content, words",
     [
         ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("tokenizer.json", "[]", "cannot read"),
         ("tokenizer.json", panicking_tokenizer(), "cannot read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", '{"bos_token": 1.0}', "bos_token is 1.0; it must be a text"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"7": "x"}}', "cannot read the added"),
         ("tokenizer_config.json", OTHER_ID, "'<a>' is listed as 7, but is 340"),
         ("tokenizer_config.json", '{"extra_special_tokens": ["<a>"]}', "'<a>' is special, but has"),
         ("added_tokens.json", '{"<a>": Infinity}', "cannot read the added tokens"),
         ("tokenizer_config.json", NO_DEFAULT, "chat_template must be a text"),
-        ("generation_config.json", "[]", "generation_config.json must contain a JSON object"),
         ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
         ("chat_template.jinja", "", "no chat template, like most base models: use plain text"),
         ("chat_template.jinja", "{{ raise_exception('no\nlines') }}", "no lines"),
-        ("chat_template.jinja", "{% if %}", "Expected an expression"),
-        ("chat_template.jinja", SUBCLASSES, "unsafe"),
         ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
         ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
         ("chat_template.jinja", "<bos>hello", NO_TOKEN),
