@@ -183,7 +183,7 @@ def quartiles(values, digits=3):
 
 
 def summary(results, prompt, new):
-    """Quartiles of the rates and ratios of all contestants, and how many leading tokens of the first text agree.
+    """Quartiles of all rates and ratios, and how many leading tokens of the first text agree.
 
     prompt, new: the number of tokens of all texts."""
     rates, prefill, texts = {}, {}, {}
