@@ -243,32 +243,25 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
     add, tmp_path
 ):
     add()
-    for number, (measure, file) in enumerate(itertools.product(("copy", "write"), "ab")):
-        record = {"file": f"{file}.json", "sha256": 64 * file}
+    labels = []
+    for number, (measure, name) in enumerate(itertools.product(("copy", "write"), "ab")):
+        labels.append(f"{measure} heads, heads of {name}.json {6 * name}")
+        run = {"head_file": {"file": f"{name}.json", "sha256": 64 * name}, "measure": measure}
         for n in (1, 2):
-            run = {"head_file": record, "measure": measure, "heads": ["0-0"]}
-            add("masked", n, right=number, **run)
-            for seed in (1, 2):
-                run["heads"] = [f"{number}-{seed}"]  # drawn beside other retrieval heads
-                add("masked", n, random_heads="uniform", seed=seed, right=number, **run)
+            add("masked", n, right=number, heads=["0-0"], **run)
+            drawn = [f"{number}-1"]  # beside other retrieval heads
+            add("masked", n, right=number, random_heads="uniform", heads=drawn, **run)
     add("masked", 1, head_file=None, heads=["1-1"])
     amateur = {"amateur": "small", "head_file": {"file": "small.json", "sha256": 64 * "c"}}
     add("decore-entropy-lite", 1, measure="copy", **amateur)
     frame = frame_of(tmp_path)
     texts, _ = table(frame, GROUP)
-    setups = list(dict.fromkeys(setup for setup, _ in texts))
-    labels = [f"{m} heads, heads of {f}.json {6 * f}" for m in ("copy", "write") for f in "ab"]
-    labels.append("heads as listed")
-    assert setups == [
-        "greedy",
-        *[f"masked, N = {n}, {label}" for label in labels[:2] for n in (1, 2)],
-        f"masked, N = 1, {labels[4]}",
-        *[f"masked, N = {n}, {label}" for label in labels[2:4] for n in (1, 2)],
-        "masked, N = 1, random heads",
-        "masked, N = 2, random heads",
-        "DeCoRe entropy-lite, N = 1, amateur small",  # other heads, but of another model
-    ]
-    assert "8 draws" in texts["masked, N = 1, random heads", COLUMN]
+    expected = {"greedy", "masked, N = 1, heads as listed"}
+    expected.add("DeCoRe entropy-lite, N = 1, amateur small")  # other heads, but of another model
+    for n, label in itertools.product((1, 2), [*labels, "random heads"]):
+        expected.add(f"masked, N = {n}, {label}")
+    assert {setup for setup, _ in texts} == expected
+    assert "4 draws" in texts["masked, N = 1, random heads", COLUMN]
     [ax] = draw("heads", frame).axes
     names = ax.get_legend_handles_labels()[1]
     assert "masked, random heads" in names and f"masked, {labels[3]}" in names
