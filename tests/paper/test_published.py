@@ -1,6 +1,7 @@
 """Tokens and scores of the authors' published classes, on tiny checkpoints with random weights.
 
-golden/published holds the checkpoints, prompts as token ids, and results in float32. In
+golden/published holds the checkpoints, prompts as token ids, and results in float32, each with the
+settings of `generate` or `score` that repeat it. In
 decoders.json `official_query`, `masked_baseline`, `cad`, `activation` and `greedy` are the
 published decoders, whose masked heads are those of `mask="query"`; `dola` is that of transformers
 4.51; `paper_output` and `strict_output` are the paper's equation, masked from the last prompt token
@@ -27,35 +28,11 @@ GENERATED = [(name, case) for name, golden in DECODED.items() for case in golden
 SUMS = [(item, name) for item in SCORED["items"] for name in item["scores"]]
 
 
-def settings(name, golden):
-    """From the name of a result, such as decore.official_query.static0.5.post_softmax=True."""
-    method, *rest = name.partition(".post_softmax")[0].split(".", 2)
-    if method == "decore":
-        static = rest[1].startswith("static")
-        return dict(
-            method="decore-static" if static else "decore-entropy",
-            heads=golden["heads"],
-            mask="query" if rest[0] == "official_query" else "output",
-            alpha=float(rest[1].removeprefix("static")) if static else 0.5,
-            alpha_cap=0.5 if rest[1] == "entropy_cap0.5" else None,
-            scale_alpha=rest[1] == "entropy_scaled",
-        )
-    if method == "masked_baseline":
-        return dict(method="masked", heads=golden["heads"], mask="query")
-    if method == "activation":
-        return dict(method="ad", info_layer=golden["info_layer"], alpha=0.5)
-    return dict(method=f"dola-{rest[0]}" if method == "dola" else method)
-
-
 @pytest.mark.parametrize("name, case", GENERATED)
 def test_tokens_alphas_and_entropies_are_the_published_ones(name, case):
-    model, prompt = MODELS[name], DECODED[name]["prompts"][case["prompt"]]
-    how = settings(case["id"], DECODED[name]) | dict(max_new_tokens=len(case["tokens"]))
-    if "strict_output" in case["id"]:
-        how["mask_prompt"] = True
-    if how["method"] == "cad":
-        how["ids_without_context"] = prompt["ids_nocontext"]
-    out = baselines.generate(model, prompt["ids"], **how)
+    model, how = MODELS[name], case["settings"]
+    prompt = DECODED[name]["prompts"][case["prompt"]]
+    out = baselines.generate(model, prompt, max_new_tokens=len(case["tokens"]), **how)
     assert out.ids == case["tokens"]
     # The published entropy is scaled too.
     unit = math.log(model.config.vocab_size) if how.get("scale_alpha") else 1
@@ -66,7 +43,7 @@ def test_tokens_alphas_and_entropies_are_the_published_ones(name, case):
 
 @pytest.mark.parametrize("item, name", SUMS)
 def test_scores_of_answers_are_the_published_ones(item, name):
-    how = settings(name, SCORED) | dict(renormalise="post_softmax=False" not in name)
+    how = dict(SCORED["settings"][name])
     if how["method"] == "cad":
         how["prompt_ids_without_context"] = item["prefix_nocontext_ids"]
     model = MODELS["mistral_full"]
