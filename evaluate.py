@@ -33,8 +33,8 @@ from paper import baselines, fetch, judges, plan, printed, report, rescore
 from paper.benchmark import load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import make_header, run_name
+from paper.settings import method_settings
 from paper.tasks import TASKS, Task, find_task, find_tasks, metrics, prompts
-from program.settings import method_settings
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 

@@ -14,7 +14,7 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
 
 import cli
 from paper import baselines
-from program.settings import method_settings
+from paper.settings import method_settings
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 import cli
+from paper.settings import used_head_file
 from paper.tasks import data
 from paper.tasks.items import field, located
-from program.settings import used_head_file
 from runtime.files import commit, json_lines, write
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions")

@@ -1,8 +1,7 @@
 """The program behind decore.py: decodes prompts by any method, and prints texts or JSON, or writes
 a page.
 
-settings.py makes the arguments of a method, prompts.py reads prompts, printing.py shows sources,
-page.py writes the page."""
+prompts.py reads prompts, printing.py shows sources, page.py writes the page."""
 
 import argparse
 import json
@@ -15,6 +14,7 @@ import cli
 import decore
 from heads.sources import find_sources
 from paper import baselines
+from paper.settings import method_settings
 from program.page import check_place, write_page
 from program.printing import sources_below
 from program.prompts import (
@@ -26,7 +26,6 @@ from program.prompts import (
     read_prompts,
     token_ids,
 )
-from program.settings import method_settings
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 

@@ -18,7 +18,7 @@ from heads import (
     random_heads,
 )
 from model import Transformer
-from program.settings import method_settings
+from paper.settings import method_settings
 from runtime.hf import HFModel
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
 
