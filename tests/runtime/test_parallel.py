@@ -58,7 +58,7 @@ def results(folder, name, shard=None):
         "logits": model(ids).tolist(),
         "rows": model(ids, head_mask=head_mask).tolist(),
         "score": score(model, PROMPTS[0], answers, heads=HEADS),
-        "write": answer_batch(model, [PROMPTS[2]], [(2, 8)], 3)[0].write.tolist(),
+        "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[2]], [(2, 8)], 3)[0][1:]],
     }
     for case in CASES if name == "llama3" else ["decore-entropy"]:
         texts = generate(model, PROMPTS, max_new_tokens=4, **settings(case, amateur))
@@ -161,7 +161,7 @@ def one_rank(folder):
 def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_rank, size, name):
     several, one = torchrun[0][size][name], one_rank[name]
     # A score is a sum over tokens of (1 + α) base − α masked, with an α of about 4.
-    for key in ("logits", "rows", "write", "score"):
+    for key in ("logits", "rows", "heads", "score"):
         atol = 10 * ATOL if key == "score" else ATOL
         np.testing.assert_allclose(several.pop(key), one[key], atol=atol, rtol=0)
     for case, (ids, alphas) in several.items():
