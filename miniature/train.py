@@ -4,10 +4,9 @@ remembers 320 facts.
     python -m miniature.train --out miniature/checkpoint
     python -m miniature.train --amateur --out miniature/miniature-amateur
 
-On one CPU thread the model takes about 25 minutes and the amateur 3. The output is a Llama
-checkpoint in float16."""
+The configurations are those of the bundled models. On one CPU thread the model takes about 25
+minutes and the amateur 3. The output is a Llama checkpoint in float16."""
 
-import json
 import sys
 from itertools import islice
 from pathlib import Path
@@ -28,44 +27,9 @@ from runtime.weights import named_tensors
 
 BOS, EOS = "<|begin|>", "<|end|>"
 VOCAB = 640
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 24,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float16",
-}
-GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
-TOKENIZER = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": BOS,
-    "eos_token": EOS,
-    "model_max_length": 256,
-    "clean_up_tokenization_spaces": False,
-}
 # The amateur of contrastive decoding and of DeCoRe entropy-lite has a quarter of the parameters. It
 # also trains for fewer steps: after 2,400 it knew as much as the miniature.
 AMATEUR_STEPS = 1000
-AMATEUR = CONFIG | {
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 STEPS, WARMUP, DECAY = 2800, 60, 0.4  # decay: linear, over the last share of the steps
 # First step: mixture of documents, largest numbers of facts and of filler sentences in a passage.
 # Short passages come first: the model then copies after 120 steps; with long passages it did not
@@ -213,14 +177,15 @@ def main():
     parser.add_argument("--amateur", action="store_true", help="the smaller model")
     args = parser.parse_args()
     folder = args.out
-    config, steps = (AMATEUR, AMATEUR_STEPS) if args.amateur else (CONFIG, STEPS)
+    bundled, steps = cli.MINIATURE, STEPS
+    if args.amateur:
+        bundled, steps = bundled / "miniature-amateur", AMATEUR_STEPS
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    contents = {"config": config, "generation_config": GENERATION, "tokenizer_config": TOKENIZER}
-    for name, content in contents.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        (folder / name).write_text((bundled / name).read_text())
     model = Transformer(Config.from_checkpoint(folder))
     train(model, tokenizer, steps)
     weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
