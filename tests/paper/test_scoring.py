@@ -3,7 +3,8 @@ compares the other decoders."""
 
 import pytest
 
-from decore import METHODS, generate
+from decore import METHODS
+from paper.baselines import generate
 from paper.scoring import loglikelihoods, score
 from tests.checkpoints import random_ids
 from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, next_logits
@@ -36,11 +37,13 @@ def test_many_answers_go_through_in_several_passes(llama, passes, monkeypatch):
         assert score(llama, [5], answer, method="greedy") == pytest.approx(value, abs=1e-2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "dola-high"])
 def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
-    how = dict(method=method, heads=HEADS)
-    text = generate(llama, PROMPTS[1], mask_prompt=True, max_new_tokens=5, **how).ids
+    more = dict(heads=HEADS, mask_prompt=True)
+    if method == "dola-high":
+        more = dict(dola_layers="halves", relative_top=0.9)  # few tokens are candidates
+    text = generate(llama, PROMPTS[1], method, max_new_tokens=5, **more).ids
     answers = [text, text[:4] + [text[4] ^ 1], text[:2]]
-    sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], **how)
+    sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], method, **more)
     assert greedy == [[True, False, True]]
-    assert sums == [score(llama, PROMPTS[1], answers, **how)]
+    assert sums == [score(llama, PROMPTS[1], answers, method, **more)]
