@@ -19,7 +19,7 @@ from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 from urllib.request import urlopen
 from zipfile import ZipFile
 
@@ -172,12 +172,11 @@ def read_demos(source, file):
 
 def download(url, mirror):
     """The content of an address."""
-    parts = urlsplit(url)
-    address = f"{mirror}/{parts.netloc}{parts.path}" if mirror else url
+    address = f"{mirror}/{url.removeprefix('https://')}" if mirror else url
     try:
         with (
             urlopen(address, timeout=60) as response,
-            tqdm.wrapattr(response, "read", response.length, desc=parts.path, leave=False) as body,
+            tqdm.wrapattr(response, "read", response.length, desc=address, leave=False) as body,
         ):
             content = b"".join(iter(partial(body.read, CHUNK), b""))
             if response.length:

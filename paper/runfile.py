@@ -26,7 +26,6 @@ SURROUNDINGS = ("device", "batch_size", "tp", "versions")
 GROWING = ("n", "limit", "sample", "command")
 FACTS = (*GROWING, "commit", "date", "paper", "product", "head_file", "measure", "continued")
 STOPS = ("eos", "length", "stop")  # of decore.Generation
-NOT_COMPARED = (*SURROUNDINGS, *FACTS)
 
 
 def make_header(job, bench, settings, model, fingerprints):
@@ -137,7 +136,7 @@ def open_run(path, header, items):
             "choose another --out"
         )
     if lines:
-        ignored = dict.fromkeys(NOT_COMPARED)
+        ignored = dict.fromkeys([*SURROUNDINGS, *FACTS])
         if field(stored, "n", "a whole number from 0") > header["n"]:
             del ignored["n"]
         if texts := list(differences(stored | ignored, header | ignored)):

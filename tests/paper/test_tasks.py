@@ -362,11 +362,11 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     demo = {"user": "Context: c\nQuestion: who won\nAnswer:", "answer": "Ann"}
     task = replace(TASKS["nq-swap"], shots=1, demos_hash=data.demos_hash([demo]))
     for context, expected in (("c", True), ("d", False)):
-        path = write(tmp_path / "d.jsonl", *[QA | {"context": context, "note": 1}] * 2)
-        record = data.load_data(task, write_data("nq-swap", tmp_path), path)[3]
+        path = write(tmp_path / "d.jsonl", QA | {"context": context, "note": 1})
+        *_, record = data.load_data(task, write_data("nq-swap", tmp_path), path)
         assert (record["source"], record["file"], record["paper"]) == ("file", "d.jsonl", expected)
     # The only demonstration of the paper that is part of this project is the dummy of NQ open book.
-    record = data.load_data(TASKS["nq-open"], write_data("nq-open", tmp_path))[3]
+    *_, record = data.load_data(TASKS["nq-open"], write_data("nq-open", tmp_path))
     assert record == {"source": "fixed", "paper": True}
 
 
