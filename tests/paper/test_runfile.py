@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paper.runfile import finish, open_run, read_run, remarks
-from runtime.files import append, locked, write
+from runtime.files import locked, write
 from tests.checkpoints import write_lines
 
 HEADER = {
@@ -38,15 +38,13 @@ def path(tmp_path):
     return tmp_path / "run.jsonl"
 
 
-def test_a_run_continues_with_the_rows_of_its_file_and_ends_in_the_datas_order(path):
-    assert open_run(path, HEADER, ITEMS) == {}
-    append(path, [row(2)])
-    assert open_run(path, HEADER | {"date": "2027-01-01", "commit": None}, ITEMS) == {2: row(2)}
-    append(path, [row(0), row(1)])
+def test_a_complete_run_is_in_the_datas_order_and_stays_as_it_is(path):
+    write_lines(path, [{"header": HEADER}, row(2), row(0), row(1)])
     assert finish(path) == [row(0), row(1), row(2)]
     before = path.read_bytes()
-    assert open_run(path, HEADER | {"device": "cuda (H100)"}, ITEMS).keys() == {0, 1, 2}
-    assert path.read_bytes() == before  # complete, so no row comes from the other device
+    later = HEADER | {"date": "2027-01-01", "commit": None, "device": "cuda (H100)"}
+    assert open_run(path, later, ITEMS).keys() == {0, 1, 2}
+    assert path.read_bytes() == before  # no row comes from the other device
 
 
 def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
