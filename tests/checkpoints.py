@@ -3,7 +3,10 @@
 The weights come from numpy's frozen RandomState stream: a seed means the same numbers on every
 machine and version."""
 
+import copy
 import json
+import math
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -182,3 +185,88 @@ def stand_in(n_layers=3, n_heads=4, name="tiny"):
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+# -------------------------------------------------------------------- random configurations, damage
+
+ODD = (None, True, False, 0, -1, 1, 3, 0.5, -0.0, 1e300, math.nan, math.inf)
+ODD += ("", "4", "x", [], {}, [1], {"a": 1}, "\ud800")
+
+
+def draw_configuration(dice):
+    """A random configuration that transformers accepts."""
+    groups = dice.choice([1, 2, 4])
+    heads = groups * dice.choice([1, 2, 3])
+    layers = dice.randint(1, 4)
+    c = TINY | dict(
+        model_type=dice.choice(["llama", "mistral", "qwen2", "qwen3"]),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        hidden_size=heads * dice.choice([2, 6, 8]),
+        num_hidden_layers=layers,
+        vocab_size=dice.randint(20, 150),
+        rms_norm_eps=10 ** dice.uniform(-8, -1),
+        tie_word_embeddings=dice.random() < 0.4,
+        max_window_layers=dice.randint(0, 5),
+        sliding_window=dice.choice([None, 1, 2, 5, 40, 4096]),
+    )
+    low = dice.uniform(0.1, 4)
+    bands = dict(low_freq_factor=low, high_freq_factor=low + dice.uniform(0.1, 8))
+    kinds = [dict(rope_type="default"), dict(type="linear"), dict(rope_type="llama3", **bands)]
+    scaling = dict(factor=dice.choice([1, 2, 4.0, 7.3, 0.5])) | dice.choice(kinds)
+    if dice.random() < 0.5:
+        scaling["original_max_position_embeddings"] = dice.choice([1, 16, 128, 4096])
+    c["rope_theta"] = dice.uniform(2, 1e7)
+    if dice.random() < 0.5:
+        c["rope_scaling"] = scaling
+    else:
+        c["rope_parameters"] = scaling | dict(rope_theta=c.pop("rope_theta"))
+    if dice.random() < 0.6 or c["model_type"] == "qwen3":
+        c["head_dim"] = 2 * dice.randint(1, 12)
+    if c["model_type"] != "mistral":
+        c |= dict(attention_bias=dice.random() < 0.4, use_sliding_window=dice.random() < 0.7)
+        windows = c["sliding_window"] and c["use_sliding_window"]
+        if c["model_type"].startswith("qwen") and windows and dice.random() < 0.5:
+            c["layer_types"] = dice.choices(["full_attention", "sliding_attention"], k=layers)
+    return c
+
+
+def places_in(value):
+    """Yields (parent, key) of every entry of a JSON value."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in list(entries):
+        yield value, key
+        if isinstance(child, dict | list):
+            yield from places_in(child)
+
+
+def change(dice, value, times, odd=ODD):
+    """Removes or replaces an entry of a JSON value, so many times."""
+    for _ in range(times):
+        places = list(islice(places_in(value), 3000)) if isinstance(value, dict | list) else []
+        if not places:
+            return copy.deepcopy(dice.choice(odd))
+        parent, key = dice.choice(places)
+        if dice.random() < 0.3:
+            del parent[key]
+        else:
+            parent[key] = copy.deepcopy(dice.choice(odd))
+    return value
+
+
+def damage(dice, content):
+    """Changes bytes as disks, editors and transfers do."""
+    if not content:
+        return b"\x00"
+    at = dice.randrange(len(content))
+    return dice.choice(
+        [
+            content[:at],
+            content[:at] + bytes([dice.randrange(256)]) + content[at + 1 :],
+            content[:at] + content[at + 1 :],
+            b"\xef\xbb\xbf" + content,
+            content + content,
+            content.replace(b'"', b"'"),
+            b"",
+        ]
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import program
+from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +109,8 @@ def test_imports_between_rooms_point_down(room):
     above = "|".join(ROOMS[ROOMS.index(room) + 1 :])
     for file in *ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py"):
         assert not re.search(rf"^(import|from) ({above})\b", file.read_text("utf-8"), re.M), file
+
+
+def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fuzz.fuzz(range(108), seed=1) == {kind.__name__ for kind in fuzz.KINDS}

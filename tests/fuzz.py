@@ -1,0 +1,208 @@
+"""Random and damaged input: configurations, checkpoints, command lines.
+
+    HF_HUB_OFFLINE=1 python -m tests.fuzz SEED CASES
+
+A case ends in a correct result, or in an error that `cli.run_program` prints as one line. If
+transformers accepts the same file, the correct result is its result. Anything else stops the run,
+and names the case."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers
+
+import cli
+import decore
+import evaluate
+import program
+from heads import load_heads
+from miniature.data import make_split
+from model import Transformer
+from runtime.config import Config
+from runtime.hf import HFModel
+from tests.checkpoints import (
+    ODD,
+    change,
+    damage,
+    draw_configuration,
+    write_checkpoint,
+    write_heads,
+    write_lines,
+    write_tokenizer,
+)
+
+LENGTH = 60  # tokens of the text whose logits are compared
+
+
+class World:
+    """The valid files that cases change copies of."""
+
+    def __init__(self, folder):
+        self.folder = folder / "model"
+        write_checkpoint(self.folder, vocab_size=259, shards=3)
+        write_tokenizer(self.folder, "{{ messages[0].content }}")
+        generation = dict(eos_token_id=257, max_new_tokens=5, do_sample=False)
+        (self.folder / "generation_config.json").write_text(json.dumps(generation))
+        heads = write_heads(self.folder / "heads.json")
+        self.ids = [5, 9, 7, 7, 30]
+        self.tokens = answer(Transformer, self.folder, self.ids)
+        self.model = ["--model", self.folder, "--heads", heads, "--device", "cpu"]
+        items = [item._asdict() for item in make_split("open", 2)]
+        self.task = ["--task", "miniature", "--data", write_lines(folder / "open.jsonl", items)]
+        self.task += ["--max-new-tokens", 2]
+
+
+def answer(engine, folder, ids):
+    model = engine.load(folder, dtype="float32")
+    heads = load_heads(model, 2, folder / "heads.json")
+    return decore.generate(model, ids, heads=heads, max_new_tokens=3, eos_ids=()).ids
+
+
+def attempt(function):
+    """The function's result; None if it raises an error that `cli.run_program` prints in a line."""
+    try:
+        return function()
+    except Exception as error:
+        message = cli.explain(error)
+        if message is None:
+            raise
+        assert len(message) > 5, repr(error)
+        return None
+
+
+def call(main, *arguments):
+    """What a program prints; None if it ends in one line."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = [main.__module__ + ".py", *map(str, arguments)]
+    status = 0
+    with (
+        open(os.devnull) as stdin,
+        mock.patch.multiple("sys", argv=argv, stdin=stdin),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.suppress(SystemExit),  # --help exits
+    ):
+        status = cli.run_program(main)
+    assert status == 0 or ": error: " in err.getvalue(), f"{argv}\n{err.getvalue()}"
+    return None if status else out.getvalue()
+
+
+def configuration(dice, world, folder):
+    """Logits and greedy tokens are those of transformers."""
+    c = draw_configuration(dice)
+    c = change(dice, c, dice.choice([0, 0, 1, 2]))
+    path = folder / "config.json"
+    path.write_text(json.dumps(c))
+    config = attempt(lambda: Config.from_checkpoint(folder))
+    reference = None
+    with contextlib.suppress(Exception):
+        reference = make_reference(folder)
+    if None in (config, reference) or config.max_positions < LENGTH:
+        return None
+    for parameter in reference.parameters():
+        parameter.data.normal_(std=0.15).add_(parameter.dim() == 1)
+    reference.save_pretrained(folder)
+    path.write_text(json.dumps(c))  # as it was, not as transformers writes it
+    model = Transformer.load(folder)
+    ids = torch.randint(0, config.vocab_size, (40,)).tolist()
+    n = LENGTH - len(ids)
+    tokens = decore.generate(model, ids, "greedy", max_new_tokens=n, eos_ids=()).ids
+    text = torch.tensor([ids + tokens])
+    with torch.inference_mode():
+        expected = reference(text).logits
+        largest = max(1, expected.abs().max())
+        assert (model(text) - expected).abs().max() <= 2e-5 * largest, c
+    before = expected[0, -n - 1 : -1]  # the logits that choose the tokens
+    behind = before.amax(-1) - before[range(n), tokens]
+    assert behind.max() < 1e-4 * largest, c
+    return tokens
+
+
+def make_reference(folder):
+    """A model of transformers, which has read a text: some configurations fail only then."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = transformers.AutoModelForCausalLM
+    reference = cls.from_config(config, attn_implementation="eager").eval()
+    reference(torch.ones(1, LENGTH, dtype=torch.long))
+    return reference
+
+
+def checkpoint(dice, world, folder):
+    """A file of a checkpoint changes: the engines agree, and other weights are never read."""
+    shutil.copytree(world.folder, folder, dirs_exist_ok=True)
+    path = dice.choice([*sorted(folder.glob("*config.json")), *sorted(folder.glob("[mh]*"))])
+    content = path.read_bytes()
+    header = content
+    if path.suffix == ".safetensors":
+        header = content[: 8 + int.from_bytes(content[:8], "little")]
+    if path.suffix == ".json" and dice.random() < 0.8:
+        odd = *ODD, "config.json", "../x", "/etc/passwd"
+        value = change(dice, json.loads(content), dice.choice([1, 2]), odd)
+        path.write_text(json.dumps(value))
+    else:
+        path.write_bytes(damage(dice, header) + content[len(header) :])
+    ours, theirs = (
+        attempt(lambda engine=engine: answer(engine, folder, world.ids))
+        for engine in (Transformer, HFModel)
+    )
+    assert None in (ours, theirs) or ours == theirs, f"{path.name}: {ours} and {theirs}"
+    assert path.name[0] != "m" or ours in (None, world.tokens), f"{path.name}: other weights"
+    return ours or theirs
+
+
+VALUES = "x 0 1 -1 0.5 nan inf 1e3 999 [ {} nowhere . output cpu float32 masked decore-static cad"
+VALUES = [*VALUES.split(), "dola-low", "chat", "1,2", "", "é \u200d 😀", "\n\n", "\x00", "--"]
+
+
+def command_line(dice, world, folder):
+    """Options that --help lists, with values of all kinds."""
+    chosen = dice.choice([program, evaluate])
+    options = sorted(set(re.findall(r"--[a-z-]+", call(chosen.main, "--help"))) - {"--help"})
+    argv = world.model[: dice.choice([2, 4, 6])]
+    argv += world.task if chosen is evaluate else ["--prompt", "Hi", "--max-new-tokens", 2]
+    for option in dice.sample(options, dice.randrange(3)):
+        value = dice.choice(VALUES)
+        argv += dice.choice([[option], [option, value], [f"{option}={value}"]])
+    with contextlib.chdir(folder):
+        return call(chosen.main, *argv)
+
+
+KINDS = configuration, checkpoint, command_line
+
+
+def fuzz(cases, seed):
+    """Runs cases, the kinds in turn. Returns the names of the kinds that gave results.
+
+    A kind takes random numbers, the valid files and an empty folder; it returns None if the input
+    is refused."""
+    transformers.logging.disable_progress_bar()
+    right = set()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        for number in cases:
+            kind = KINDS[number % len(KINDS)]
+            torch.manual_seed(number)
+            dice = random.Random(f"{seed}/{number}")
+            try:
+                result = kind(dice, world, Path(tempfile.mkdtemp(dir=folder)))
+            except BaseException as error:  # panics of Rust libraries are not Exceptions
+                error.add_note(f"{kind.__name__}: fuzz([{number}], {seed})")
+                raise
+            if result is not None:
+                right.add(kind.__name__)
+    return right
+
+
+if __name__ == "__main__":
+    seed, cases = map(int, sys.argv[1:])
+    print(fuzz(range(cases), seed))
