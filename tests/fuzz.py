@@ -1,4 +1,4 @@
-"""Random and damaged input: configurations, checkpoints, command lines.
+"""Random and damaged input: configurations, checkpoints, stored files, command lines, arguments.
 
     HF_HUB_OFFLINE=1 python -m tests.fuzz SEED CASES
 
@@ -9,6 +9,7 @@ and names the case."""
 import contextlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import transformers
 
@@ -28,6 +30,7 @@ import program
 from heads import load_heads
 from miniature.data import make_split
 from model import Transformer
+from paper import scoring
 from runtime.config import Config
 from runtime.hf import HFModel
 from tests.checkpoints import (
@@ -42,6 +45,7 @@ from tests.checkpoints import (
 )
 
 LENGTH = 60  # tokens of the text whose logits are compared
+HEADS = [(0, 1), (2, 3)]
 
 
 class World:
@@ -54,12 +58,15 @@ class World:
         generation = dict(eos_token_id=257, max_new_tokens=5, do_sample=False)
         (self.folder / "generation_config.json").write_text(json.dumps(generation))
         heads = write_heads(self.folder / "heads.json")
+        self.engines = [Transformer.load(self.folder), HFModel.load(self.folder)]
         self.ids = [5, 9, 7, 7, 30]
         self.tokens = answer(Transformer, self.folder, self.ids)
         self.model = ["--model", self.folder, "--heads", heads, "--device", "cpu"]
         items = [item._asdict() for item in make_split("open", 2)]
         self.task = ["--task", "miniature", "--data", write_lines(folder / "open.jsonl", items)]
         self.task += ["--max-new-tokens", 2]
+        call(evaluate.main, *self.task, *self.model, "--out", folder / "runs")
+        [self.run] = (folder / "runs").glob("*.jsonl")
 
 
 def answer(engine, folder, ids):
@@ -160,6 +167,22 @@ def checkpoint(dice, world, folder):
     return ours or theirs
 
 
+def stored_files(dice, world, folder):
+    """A changed run is continued, scored again or reported."""
+    run = folder / world.run.name
+    lines = world.run.read_text().splitlines()
+    line = lines.pop(dice.randrange(len(lines)))
+    changed = change(dice, json.loads(line), dice.choice([1, 2]))
+    lines.insert(dice.randint(0, len(lines)), json.dumps(changed))
+    run.write_text("\n".join(lines) + "\n")
+    commands = [
+        [*world.task, *world.model, "--out", folder],
+        ["rescore", "--rows", run],
+        ["report", folder],
+    ]
+    return call(evaluate.main, *dice.choice(commands))
+
+
 VALUES = "x 0 1 -1 0.5 nan inf 1e3 999 [ {} nowhere . output cpu float32 masked decore-static cad"
 VALUES = [*VALUES.split(), "dola-low", "chat", "1,2", "", "é \u200d 😀", "\n\n", "\x00", "--"]
 
@@ -177,7 +200,30 @@ def command_line(dice, world, folder):
         return call(chosen.main, *argv)
 
 
-KINDS = configuration, checkpoint, command_line
+def python_arguments(dice, world, folder):
+    """Arguments of any kind give finite numbers or an error."""
+    ids = world.ids
+    values = [*ODD, HEADS, [(0, 9)], "query", 2**70, [10**9], [[ids, "x"]], {1, 2}]
+    values += [[ids, []], [math.nan], iter(ids), np.array(["a"]), np.float32(0.5)]
+    prompts = [ids, np.array(ids), torch.tensor([ids, ids]), torch.ones(2, 2, 2)]
+    function = dice.choice([decore.generate, scoring.score])
+    if function is decore.generate:
+        arguments = dict(ids=dice.choice(prompts), max_new_tokens=3, eos_ids=())
+    else:
+        arguments = dict(prompt_ids=np.array(ids), answer_ids=[[1], [2, 3]])
+    arguments |= dict(method=dice.choice(decore.METHODS), heads=HEADS)
+    others = ["alpha", "alpha_cap", "scale_alpha", "mask", "mask_prompt", "attention_mask"]
+    for name in dice.sample([*arguments, *others], dice.choice([0, 1, 1, 2])):
+        arguments[name] = dice.choice(values)
+    result = attempt(lambda: function(dice.choice(world.engines), **arguments))
+    for out in result if isinstance(result, list) else [result]:
+        if isinstance(out, decore.Generation):
+            out = out.alphas + out.entropies
+        assert out is None or np.isfinite(out).all(), f"{out}: {arguments}"
+    return result
+
+
+KINDS = configuration, checkpoint, stored_files, command_line, python_arguments
 
 
 def fuzz(cases, seed):
