@@ -31,16 +31,17 @@ def with_oracle(model):
     """A model, and how transformers reads with its weights in float64."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         model.folder, dtype=torch.float64, attn_implementation="eager"
-    )
+    ).requires_grad_(False)
 
     @cache
-    @torch.inference_mode()
     def read(*ids):
-        """The oracle's logits of a text, [T, V], and those of each early exit."""
+        """The oracle's logits of a text, [T, V], and exits(layer, at), those of an early exit."""
         out = oracle(torch.tensor([ids]), output_hidden_states=True)
-        return out.logits[0].numpy(), [oracle.lm_head(x)[0].numpy() for x in out.hidden_states]
+        return out.logits[0].numpy(), lambda layer, at: oracle.lm_head(
+            out.hidden_states[layer][0, at]
+        ).numpy()
 
-    return SimpleNamespace(model=model, read=read)
+    return SimpleNamespace(model=model, read=read, oracle=oracle)
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +97,11 @@ def next_scores(
     if method == "cad":
         return (1 + alpha) * z - alpha * expert.read(*without)[0][at + len(without) - len(text)]
     if method == "ad":
-        log_p = log_softmax(exits[info_layer][:positions])  # over positions, [P, V]
+        log_p = log_softmax(exits(info_layer, slice(positions)))  # over positions, [P, V]
         return log_softmax(z) + alpha * (np.exp(log_p) * log_p).sum(0)
-    tied = expert.model.config.tied_embeddings and not scoring
-    layers = {"dola-low": [2] if tied else [0, 2], "dola-high": [3, 5]}[method]
-    early = [log_softmax(exits[layer][at]) for layer in layers]
+    L, tied = expert.model.config.n_layers, expert.model.config.tied_embeddings and not scoring
+    half = {"dola-low": (2 if tied else 0, L // 2), "dola-high": (L // 2, L)}[method]
+    early = [log_softmax(exits(layer, at)) for layer in range(*half, 2)]
     return log_softmax(z) - max(early, key=lambda log_q: divergence(log_softmax(z), log_q))
 
 

@@ -1,0 +1,219 @@
+"""A really trained model, SmolLM2-135M-Instruct, against transformers in float64.
+
+DECORE_WEIGHTS=FOLDER pytest -m weights, with the folder that integrations/gguf.py makes of
+SmolLM2-135M-Instruct.Q4_1.gguf. .ci/run does it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from model import Transformer
+from paper.baselines import DECODERS, generate
+from paper.scoring import score
+from runtime.hf import HFModel
+from tests.core.test_decore import contrast, log_softmax
+from tests.paper.test_baselines import next_scores, with_oracle
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(os.environ.get("DECORE_WEIGHTS", ""))
+pytestmark = [
+    pytest.mark.weights,
+    pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="DECORE_WEIGHTS names no folder"),
+]
+HEADS = [(18, 6), (18, 7), (23, 2), (17, 3), (20, 6), (23, 7), (17, 4), (22, 7), (21, 8), (24, 4)]
+NEW = 8
+QUESTION = "What does the drawer hold?"
+PASSAGE = "The drawer of the mayor holds a silver compass, two tickets and a map of Norway."
+TEXTS = [
+    "def f(x):\n    return x ** 2 + 10_000\n",
+    "Привет, мир! Сколько будет 12 + 30?",
+    "日本の首都は東京です。中国的首都是北京。",
+    "مرحبا بالعالم، नमस्ते दुनिया, γειά σου Κόσμε 🙂",
+]
+MASKING = ["masked", "decore-static", "decore-entropy"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_cores():
+    torch.set_num_threads(os.cpu_count())
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    """(prompts with a passage, the same without it), of different lengths."""
+
+    def encode(*passages):
+        message = {"role": "user", "content": "\n".join([*passages, QUESTION])}
+        return [
+            tokenizer.encode_chat([message]),
+            tokenizer.encode("\n".join([*passages, TEXTS[0]])),
+        ]
+
+    return encode(PASSAGE), encode()
+
+
+@pytest.fixture(scope="module")
+def expert():
+    return with_oracle(Transformer.load(FOLDER, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """An amateur: the first ten layers."""
+    folder = tmp_path_factory.mktemp("small")
+    c = json.loads((FOLDER / "config.json").read_text()) | dict(num_hidden_layers=10)
+    (folder / "config.json").write_text(json.dumps(c))
+    weights = load_file(FOLDER / "model.safetensors")
+    first = {n: w for n, w in weights.items() if "layers" not in n or int(n.split(".")[2]) < 10}
+    save_file(first, folder / "model.safetensors")
+    return with_oracle(Transformer.load(folder, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def hf():
+    return HFModel.load(FOLDER, dtype="float32")
+
+
+def settings(method, small, without):
+    needs = {"cd": dict(amateur=small.model), "cad": dict(ids_without_context=without)}
+    return needs.get(method, dict(heads=HEADS) if method in MASKING else {})
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def masked_logits(oracle, ids, start):
+    """Logits without HEADS in the tokens from `start` on, float64 [T, V]."""
+
+    def zero(head, _, args):
+        args[0].unflatten(-1, (9, 64))[:, start:, head] = 0
+
+    hooks = []
+    for layer, head in HEADS:
+        projection = oracle.model.layers[layer].self_attn.o_proj
+        hooks.append(projection.register_forward_pre_hook(partial(zero, head)))
+    logits = oracle(torch.tensor([ids])).logits[0].numpy()
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def test_logits_are_those_of_transformers_in_every_script_and_at_2000_tokens(expert, hf, tokenizer):
+    book = tokenizer.encode((ROOT / "heads" / "haystack" / "1-harbour.txt").read_text())[:2000]
+    for ids in [*map(tokenizer.encode, TEXTS), book]:
+        ids = torch.tensor([ids])
+        with torch.inference_mode():
+            expected = hf.hf(ids, logits_to_keep=100).logits
+        # Logits of up to 44 in float32.
+        torch.testing.assert_close(expert.model(ids)[:, -100:], expected, atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["greedy", *MASKING, *DECODERS])
+def test_tokens_of_a_padded_batch_are_those_of_the_equations_in_float64(
+    method, expert, small, prompts
+):
+    how = settings(method, small, prompts[1])
+    out = generate(expert.model, prompts[0], method, max_new_tokens=NEW, eos_ids=(), **how)
+    for prompt, without, g in zip(*prompts, out, strict=True):
+        text, first = prompt + g.ids, len(prompt) - 1
+        logits, _ = expert.read(*text)
+        if "heads" in how:
+            masked = masked_logits(expert.oracle, text, first)
+        for i, token in enumerate(g.ids):
+            log_p = log_softmax(logits[first + i])
+            if "heads" in how:
+                scores, *numbers = contrast(logits[first + i], masked[first + i], method)
+                assert (g.alphas[i], g.entropies[i]) == pytest.approx(numbers, abs=1e-3)
+            elif method == "greedy":
+                scores = log_p
+            else:
+                pair = text, expert, small, without + g.ids
+                scores = next_scores(method, first + i, *pair, len(prompt), info_layer=24)
+                top = 0 if method in ("cd", "cad") else 0.1
+                scores = np.where(np.exp(log_p) >= top * np.exp(log_p).max(), scores, -np.inf)
+            assert token == scores.argmax()
+
+
+@pytest.mark.parametrize("method", MASKING)
+def test_scores_of_answers_are_those_of_the_equations_in_float64(
+    method, expert, prompts, tokenizer
+):
+    prompt = prompts[0][0]
+    answers = [tokenizer.encode(text, bos=False) for text in (" a silver compass", " gold", "銀")]
+    expected = []
+    for answer in answers:
+        text = prompt + answer
+        logits, masked = expert.read(*text)[0], masked_logits(expert.oracle, text, 0)
+        rows = zip(logits[len(prompt) - 1 :], masked[len(prompt) - 1 :], answer)
+        expected.append(
+            sum(log_softmax(contrast(base, other, method)[0])[token] for base, other, token in rows)
+        )
+    sums = score(expert.model, prompt, answers, method, heads=HEADS)
+    assert sums == pytest.approx(expected, abs=3e-3)  # nats
+
+
+def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tmp_path):
+    """Ours, ours on three ranks (it has nine heads), HFModel, and custom_generate."""
+    how = dict(heads=HEADS, max_new_tokens=24)
+    ours = [g.ids for g in generate(expert.model, prompts[0], "decore-entropy", **how)]
+    assert "silver compass" in tokenizer.decode(ours[0])
+    assert [g.ids for g in generate(hf, prompts[0], "decore-entropy", **how)] == ours
+    for prompt, ids in zip(prompts[0], ours):
+        inputs = torch.tensor([prompt])
+        out = hf.hf.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            custom_generate=str(ROOT / "integrations"),
+            trust_remote_code=True,
+            do_sample=False,
+            **how,
+        )
+        assert out[0, len(prompt) :].tolist() == ids
+    (tmp_path / "prompt.txt").write_text(f"{PASSAGE}\n{QUESTION}")
+    heads = ",".join(f"{layer}-{head}" for layer, head in HEADS)
+    command = f"-m torch.distributed.run --nproc-per-node 3 --master-port {free_port()} decore.py"
+    command += f" --model {FOLDER} --dtype float32 --device cpu --json --max-new-tokens 24"
+    command += f" --heads {heads} --prompt-file {tmp_path / 'prompt.txt'}"
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout)["ids"] == ours[0], done.stderr
+
+
+def test_ids_chats_and_streams_are_those_of_transformers(expert, tokenizer):
+    theirs = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXTS[3]}]
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(chat) == expected
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text).input_ids
+        stream = tokenizer.stream()
+        pieces = [*map(stream.push, ids), stream.end()]
+        assert "".join(pieces) == tokenizer.decode(ids) == theirs.decode(ids) == text
