@@ -28,7 +28,7 @@ from tqdm import tqdm
 import cli
 from paper import judges
 from paper.printed import table
-from paper.tasks import PAPER, data, find_task, model_metrics
+from paper.tasks import PAPER, data, find_tasks, model_metrics
 from runtime.files import one_line
 
 AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
@@ -55,20 +55,20 @@ def main(argv):
     p = cli.parser("Download the data and demonstrations of the paper's tasks, and check them.")
     p.prog += " fetch"
     p.add_argument("folder", type=Path, metavar="DIR", help="what --data and --demos then name")
-    p.add_argument("--task", metavar="T[,T…]", help="only for these tasks (default: all)")
+    p.add_argument("--task", default="all", metavar="T[,T…]", help="only for these (default: all)")
     p.add_argument("--mirror", metavar="URL", help="read URL/HOST/PATH in place of every address")
     p.add_argument(
         "--metrics", action="store_true", help="also what metrics need: models, judges, nltk's data"
     )
     args = p.parse_args(argv)
-    tasks = PAPER if args.task is None else [find_task(name) for name in args.task.split(",")]
+    tasks = find_tasks(args.task)
     mirror = args.mirror and args.mirror.rstrip("/")
     works = {}  # name → function that downloads it, unless it is there
     for file in FILES:
-        if file.folder in {task.folder for task in tasks}:
+        if file.folder in {task.folder for task in tasks.values()}:
             works[f"{file.folder}/{file.name}"] = partial(fetch, args.folder, file, mirror)
     if args.metrics:
-        works |= requirements({task.name for task in tasks}, mirror)
+        works |= requirements(tasks, mirror)
     lacking = []
     for name, work in tqdm(works.items(), unit="download"):
         try:
