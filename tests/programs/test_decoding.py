@@ -180,34 +180,31 @@ def test_a_prompt_that_is_not_the_miniatures_names_a_real_model(call):
         assert ("the miniature knows invented facts" in err) == unknown
 
 
-def test_prompts_of_chat_models_pass_the_template_unless_raw(objects, tmp_path):
-    model = write_model(tmp_path / "thinking", THINKING)
-    encode = Tokenizer.load(model[1]).encode
-    user = "<|turn|>user:b<|end|><|turn|>assistant:"
-    for options, text in (
-        ([], user),
-        (["--system=S"], "<|turn|>system:S<|end|>" + user),
-        (["--raw"], "b"),
-        (['--template-args={"enable_thinking": false}'], user + "quiet"),
-    ):
-        assert objects(*model, *FLAGS, "--prompt=b", *options)[0]["prompt_ids"] == encode(text)
-
-
-def test_a_chat_of_several_turns_comes_from_a_file(call, objects, tmp_path):
+def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_chat_of_several_turns(
+    call, objects, tmp_path
+):
     model = write_model(tmp_path / "chat", THINKING)
     path = tmp_path / "chat.json"
+    several = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")
 
-    def write(*turns):
+    def write(turns):
         path.write_text(json.dumps([dict(role=role, content=text) for role, text in turns]))
 
-    turns = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")
-    write(*turns)
-    lines = objects(*model, *FLAGS, "--prompt=x", "--messages", path, "--prompt=y")
-    text = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in turns) + "<|turn|>assistant:"
-    assert lines[1]["prompt_ids"] == Tokenizer.load(model[1]).encode(text)
+    write(several)
+    encode = Tokenizer.load(model[1]).encode
+    user = "<|turn|>user:b<|end|><|turn|>assistant:"
+    chat = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in several)
+    for options, texts in (
+        (["--messages", path], [user, chat + "<|turn|>assistant:"]),
+        (["--system=S"], ["<|turn|>system:S<|end|>" + user]),
+        (["--raw"], ["b"]),
+        (['--template-args={"enable_thinking": false}'], [user + "quiet"]),
+    ):
+        lines = objects(*model, *FLAGS, "--prompt=b", *options)
+        assert [line["prompt_ids"] for line in lines] == [*map(encode, texts)]
     status, _, err = call(program.main, *model, "--messages", path, "--system=S")
     assert status == 2 and "--system has no effect on --prompt-ids and --messages" in err
-    write(*turns[:3])
+    write(several[:3])
     assert "must end in a message for" in call(program.main, *model, "--messages", path)[2]
     path.write_text('[{"role": "user"}]')
     assert "{'role': 'user'} must be" in call(program.main, *model, "--messages", path)[2]
