@@ -79,10 +79,7 @@ def did_you_mean(text, known):
 
 def json_object(text):
     """argparse type: a JSON object."""
-    try:
-        return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
-    except RecursionError:
-        raise argparse.ArgumentTypeError("the object is nested too deeply") from None
+    return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
 
 
 # ------------------------------------------------------------------------------- options of methods

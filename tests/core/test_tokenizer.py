@@ -3,7 +3,6 @@
 The tokenizers are of the two kinds that checkpoints use: byte-level (Llama 3, Qwen) and
 SentencePiece with byte fallback (Llama 2, Mistral)."""
 
-import datetime
 import itertools
 import json
 import random
@@ -184,13 +183,6 @@ def test_template_arguments_reach_the_template_and_unknown_ones_are_refused(tmp_
         assert tokenizer.encode_chat(CONVERSATIONS[1], template_args=arguments) == ids
     with pytest.raises(ValueError, match="the chat template has no argument 'thinking'"):
         tokenizer.render(CONVERSATIONS[1], template_args={"thinking": 1})
-
-
-def test_templates_print_today_or_the_given_date(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["llama-3"])
-    assert f"Today: {datetime.date.today():%d %b %Y}" in tokenizer.render(CONVERSATIONS[0])
-    ids = tokenizer.encode_chat(CONVERSATIONS[0], today=datetime.date(2024, 7, 26))
-    assert "Today: 26 Jul 2024" in tokenizer.decode(ids)
 
 
 def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model import Transformer
-from runtime.config import Config, find_dtype, rope_frequencies
+from runtime.config import Config, rope_frequencies
 from runtime.hf import HFModel, describe, read_config
 from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
@@ -64,11 +64,6 @@ def test_an_unsupported_or_malformed_field_is_named_in_one_line(change, words, t
         Config.from_checkpoint(tmp_path)
     message = str(error.value)
     assert message.startswith(str(tmp_path)) and words in message and "\n" not in message
-
-
-def test_a_dtype_is_a_name_or_one_of_torchs():
-    for name in "torch.float16", "float16", torch.float16:
-        assert find_dtype(name) is torch.float16
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2-window", "qwen3"])
