@@ -9,7 +9,7 @@ import torch
 import cli
 import decore
 import program
-from heads import load_heads, published_random_heads, random_heads
+from heads import load_heads
 from heads.sources import find_sources
 from model import Transformer
 from paper import baselines
@@ -226,28 +226,6 @@ def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tm
     assert all(f">{label}</h2>" in page.read_text() for label in labels)
 
 
-def test_options_reach_the_method(objects, base):
-    def line(*flags, model=base):
-        options = "--num-heads", 4, "--max-new-tokens", 24, "--prompt", "Who?"
-        return objects(*model, *options, *flags)[0]
-
-    plain = line()
-    assert max(plain["alphas"]) == max(plain["entropies"]) > 1
-    assert max(line("--alpha-cap", 0.25)["alphas"]) == 0.25
-    assert max(line("--scale-alpha")["alphas"]) <= 1
-    assert set(line("--method", "decore-static", "--alpha", 1.5)["alphas"]) == {1.5}
-    assert len(line("--num-heads", 7)["heads"]) == 7
-    masked = [
-        line("--method", "masked", *flags)["entropies"]
-        for flags in ([], ["--mask=query"], ["--mask-prompt"])
-    ]
-    assert masked[0] not in masked[1:]
-    random = line("--random-heads", "--seed", 0, "--num-heads", 2)
-    assert random["heads"] == labels(random_heads(load_heads(stand_in(), name=base[3]), 2, 0))
-    published = line("--random-heads=published", "--num-heads", 2, model=base[:2])
-    assert published["heads"] == labels(published_random_heads(2, 3, 4))
-
-
 def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, objects, monkeypatch):
     monkeypatch.chdir(cli.MINIATURE.parent)
     status, out, _ = call(program.main, "--model", "./miniature/")
@@ -270,7 +248,10 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
     [
         ("--method=cad --without-context=i --alpha=2", dict(ids_without_context=[72], alpha=2.0)),
         ("--method=ad --info-layer=2 --relative-top=0", dict(info_layer=2, relative_top=0)),
-        ("--method=dola-high --dola-layers=halves", dict(dola_layers="halves")),
+        (
+            "--method=dola-high --dola-layers=halves --repetition-penalty=1.3",
+            dict(dola_layers="halves", repetition_penalty=1.3),
+        ),
         ("--method=cd --amateur={base}", dict(amateur=True)),
     ],
 )
