@@ -8,7 +8,6 @@ FOLDER is the one that contains `custom_generate/`. Only the logits change: they
 of Eq. 7, plus a constant that keeps their scale, on which logits processors depend. So processors,
 sampling, streamers, stopping criteria and quantized weights work as without DeCoRe."""
 
-import importlib.util
 import json
 import math
 import re
@@ -282,26 +281,20 @@ def choose_heads(model, heads, num_heads, measure):
 
 def find_file(name):
     """The head file `name`, or that of the model of this name in the project's folder `heads/`."""
-    if Path(name).is_file():
-        return Path(name)
-    project = importlib.util.find_spec("heads")
-    for folder in project.submodule_search_locations if project else ():
-        for path in Path(folder).glob("*.json"):
-            if plain_name(path.stem) == plain_name(name):
-                return path
-    raise ValueError(
-        f"heads={name!r} is not a head file, nor a model of heads/ on Python's path: give pairs, "
-        "or a file that heads.detect made"
-    )
+    path = Path(name)
+    if not path.is_file():
+        try:
+            from heads import head_file  # the project's, if it is on Python's path
 
-
-def plain_name(model):
-    """A model's name without owner, case, "Meta-" and "-hf", in which names of one model differ."""
-    path = Path(model)
-    name = path.name
-    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/HASH
-        name = path.parent.parent.name.split("--", 2)[-1]
-    return name.lower().removeprefix("meta-").removesuffix("-hf")
+            path = head_file(name)
+        except ImportError:
+            path = None
+    if path is None:
+        raise ValueError(
+            f"heads={name!r} is not a head file, nor a model of heads/ on Python's path: "
+            "give pairs, or a file that heads.detect made"
+        )
+    return path
 
 
 def read_scores(path, measure):

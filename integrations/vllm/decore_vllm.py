@@ -19,7 +19,6 @@ import math
 import re
 from functools import partial, partialmethod
 from importlib.metadata import requires
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -318,26 +317,20 @@ def choose_heads(settings, model_config):
 
 def find_file(name):
     """The head file `name`, or that of the model of this name in the project's folder `heads/`."""
-    if Path(name).is_file():
-        return Path(name)
-    project = find_spec("heads")
-    for folder in project.submodule_search_locations if project else ():
-        for path in Path(folder).glob("*.json"):
-            if plain_name(path.stem) == plain_name(name):
-                return path
-    raise ValueError(
-        f"decore: heads={name!r} is not a head file, nor a model of heads/ on Python's path: give "
-        "the path of a file, or pairs"
-    )
+    path = Path(name)
+    if not path.is_file():
+        try:
+            from heads import head_file  # the project's, if it is on Python's path
 
-
-def plain_name(model):
-    """A model's name without owner, case, "Meta-" and "-hf", in which names of one model differ."""
-    path = Path(model)
-    name = path.name
-    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/HASH
-        name = path.parent.parent.name.split("--", 2)[-1]
-    return name.lower().removeprefix("meta-").removesuffix("-hf")
+            path = head_file(name)
+        except ImportError:
+            path = None
+    if path is None:
+        raise ValueError(
+            f"decore: heads={name!r} is not a head file, nor a model of heads/ on Python's path: "
+            "give the path of a file, or pairs"
+        )
+    return path
 
 
 def read_scores(path, measure):

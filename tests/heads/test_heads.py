@@ -10,8 +10,10 @@ import pytest
 
 from heads import (
     FOLDER,
+    MEASURES,
     choose_heads,
     head_file,
+    head_files,
     load_heads,
     load_scores,
     published_random_heads,
@@ -41,21 +43,14 @@ def test_the_best_heads_of_the_papers_models_are_in_the_authors_order(name, n_la
 
 def test_every_file_fits_its_row_of_the_readme():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+) \| (\w)", readme, re.M)
-    sources = dict(re.findall(r"^\* (\w): (.*)$", readme, re.M))
-    measures = {"needle": "needle in a haystack (Wu", "forced": "teacher-forced copy"}
-    measures["all"] = "needle in a haystack: copy, write and mass"
-    for model, name, *counts, measure, samples, letter in rows:
+    rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+)", readme, re.M)
+    for model, name, L, H, measure, samples in rows:
         content = json.loads((FOLDER / f"{name}.json").read_text())
-        L, H = map(int, counts)
-        assert len(load_heads(stand_in(L, H, model))) == L * H
         facts = [content[field] for field in ("model", "n_layers", "n_heads", "samples")]
-        assert facts == [model, L, H, int(samples)]
-        assert content["measure"].startswith(measures[measure])
-        assert measure != "all" or len(content["scores"]) == len(content["write"]) == L * H
-        source = content["source"]
-        commit = f" at {source['commit']}" if "commit" in source else ""
-        assert sources[letter] == source["repository"] + commit
+        assert facts == [model, int(L), int(H), int(samples)]
+        for kind in MEASURES if measure == "all" else ["copy"]:
+            assert load_heads(stand_in(int(L), int(H), model), measure=kind)
+    assert len(rows) == len(head_files()) - 2  # without the bundled models
 
 
 def test_every_hub_name_of_a_model_finds_its_file():
@@ -173,7 +168,6 @@ def test_a_wrong_file_is_refused(tmp_path, content, message):
     [
         (lambda: load_heads(stand_in()), "tiny is neither a head file nor a model of"),
         (lambda: load_heads(stand_in(), name="mistral-7b-v0.4"), "did you mean Mistral-7B-v0.3?"),
-        (lambda: load_heads(stand_in(4, 8, "miniature"), -1), "-1 heads are too many"),
         (lambda: load_heads(stand_in(4, 8, "miniature"), 33), "33 heads are too many"),
         (lambda: random_heads(RANKED[:32], 17), "17 random heads are too many"),
         (lambda: choose_heads(stand_in(), None, 13, "uniform"), "13 random heads are too many"),

@@ -6,7 +6,6 @@ process, in seconds."""
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.checkpoints import WRONG_HEAD_FILES
 from tests.integrations.vllm_tokens import HEADS, METHODS, N
 
 ROOT = Path(__file__).parents[2]
@@ -198,9 +196,6 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
     "options, words",
     [
         (dict(pipeline_parallel_size=2), "parallel_config.pipeline_parallel_size: see docs"),
-        (dict(enable_prompt_embeds=True), "model_config.enable_prompt_embeds: see docs"),
-        (dict(enable_lora=True), "lora_config: see docs"),
-        (dict(runner="pooling"), "model_config.pooler_config: see docs"),
         (dict(load_format="tensorizer"), "load_format: see docs"),
         (dict(speculative_config=DRAFTS | dict(method="ngram_gpu")), "other than ngram: see docs"),
         (dict(settings={"head": 1}), "decore head: Extra inputs"),
@@ -208,34 +203,14 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
         (dict(settings={"alpha": 1}), "alpha has no effect on decore-entropy"),
         (dict(settings={"num_heads": 0}), "decore num_heads: "),
         (dict(settings={"num_heads": 2}), "num_heads and measure have no effect without"),
-        (dict(settings={"measure": "mass"}), "num_heads and measure have no effect without"),
         (dict(settings={"measure": "all"}), "decore measure: Input should be 'copy', 'write' or"),
         (dict(settings={"heads": [[True, 0]]}), "decore heads.*: Input should be a valid"),
-        (dict(settings={"heads": ["01-1"]}), "decore heads.*: Input should be a valid"),
     ],
 )
 def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, words):
     one_line = rf"\A.*{words}.*\Z"
     with pytest.raises(ValueError, match=one_line), start(folder / "llama3", **options):
         pass
-
-
-@pytest.mark.parametrize("content, words", WRONG_HEAD_FILES)
-def test_a_wrong_head_file_is_refused_with_its_path(tmp_path, content, words):
-    path = tmp_path / "heads.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path} is not a head file: .*{re.escape(words)}"):
-        decore_vllm.read_scores(path, "copy")
-
-
-def test_files_are_read_as_by_the_programs(tmp_path):
-    """Another measure, the authors' lists, a byte order mark; by the name of a snapshot."""
-    path = tmp_path / "heads.json"
-    path.write_text("\ufeff" + json.dumps({"scores": {"0-1": 1}, "mass": {"0-1": [1, 2]}}))
-    assert decore_vllm.read_scores(path, "mass") == {(0, 1): 1.5}
-    assert decore_vllm.find_file("models--org--Miniature/snapshots/0af").name == "miniature.json"
-    with pytest.raises(ValueError, match='"write" must be an object'):
-        decore_vllm.read_scores(path, "write")
 
 
 def test_tokens_with_logits_of_minus_infinity_stay_out():
