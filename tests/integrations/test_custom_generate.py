@@ -192,8 +192,6 @@ def encoder_decoder(model):
         (dict(guidance_scale=1.5), "guidance_scale"),
         (dict(output_attentions=True), "output_attentions"),
         (dict(inputs_embeds=torch.ones(1, 12, 32)), "inputs_embeds"),
-        (dict(method="greedy"), "greedy"),
-        (dict(mask="both"), "both"),
         (dict(measure="other"), "measure 'other' is unknown; known: copy, write, mass"),
         (dict(measure="mass"), "measure have no effect"),
         (dict(alpha=1.0), "alpha"),

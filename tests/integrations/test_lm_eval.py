@@ -206,7 +206,6 @@ def command(arguments):
     "refuse, words",
     [
         (lambda lm: generate_text(lm, do_sample=True), "do_sample True, but decoding is greedy"),
-        (lambda lm: generate_text(lm, repetition_penalty=1.2), "repetition_penalty 1.2"),
         (lambda lm: generate_text(lm, until=[f"{END}\n"]), "can only be the special token"),
         (lambda lm: generate_text(lm, max_gen_toks=512), "a task needs 512 new tokens"),
         (lambda lm: run(lm, "loglikelihood_rolling", [("A text.",)]), "choose tasks with answers"),
@@ -215,7 +214,6 @@ def command(arguments):
         (command("--method cad --tasks x"), "method 'cad' is unknown"),
         (command("--method greedy --heads f"), "--heads has no effect on greedy"),
         (command("--tasks x --model_args a=y"), "--model_args has no effect"),
-        (command("--tasks x --use_cache f"), "--use_cache has no effect"),
         (command(""), "--tasks is missing"),
         (command('--tasks x --template-args {"a":1}'), "has no effect without --apply_chat"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from decore import DeCoRe, generate
+from decore import generate
 from model import Transformer
 from paper.scoring import score
 from runtime.hf import HFModel
@@ -19,7 +19,6 @@ from tests.families import random_model
 
 HEADS = [(0, 1), (1, 3), (2, 0), (2, 2)]
 N = 16  # new tokens
-A = ord("a") - ord("!")  # id of the letter a in the vocabulary of write_tokenizer
 SIZES = dict(hidden_size=64, head_dim=32, vocab_size=259)  # vLLM's CPU attention: 32 and more
 FAMILIES = {
     "llama3": "LlamaForCausalLM",
@@ -51,7 +50,6 @@ def main(folder):
         result[name] = decode(llama, prompts, **settings)
     result["longer"] = [p + t for p, t in zip(prompts, result["entropy"])]
     result["continued"] = decode(llama, result["longer"])
-    result["guided"] = decode_letters(llama, prompts[-1])
     pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]
     result["scores"] = [score(llama, p, a, heads=HEADS) for p, a in pairs]
     for family in FAMILIES:
@@ -64,17 +62,6 @@ def decode(model, prompts, method="decore-entropy", **settings):
     heads = None if method == "greedy" else HEADS
     out = generate(model, prompts, method, heads=heads, max_new_tokens=N, eos_ids=(), **settings)
     return [answer.ids for answer in out]
-
-
-@torch.inference_mode()
-def decode_letters(model, prompt):
-    """DeCoRe entropy among the letters a to h."""
-    decoding = DeCoRe(model, [prompt], N, heads=HEADS)
-    ids = prompt[-1:]
-    for _ in range(N):
-        scores = decoding.step(torch.tensor([ids[-1:]])).scores[0, 0]
-        ids.append(A + int(scores[A : A + 8].argmax()))
-    return ids[1:]
 
 
 if __name__ == "__main__":
