@@ -114,8 +114,9 @@ def answer_batch(
         positions = [position.gather(1, p.argmax(-1)) for p in layers]
         mass = [(p * inside[:, None]).sum(-1) for p in layers]
         values = cache.values(len(key))
+        # Not in float32: copies of the values fragment the memory, by gigabytes in 50 steps.
         read = values and [
-            (p * share[:, None]).unflatten(1, (v.shape[1], -1)).to(v.device) @ v.float()
+            (p * share[:, None]).unflatten(1, (v.shape[1], -1)).to(v) @ v
             for p, v in zip(layers, values)  # [B, G, H/G, K]
         ]
         steps.append((torch.stack(positions), torch.stack(mass), read, token))
