@@ -62,7 +62,8 @@ ELSEWHERE = (
     "python evaluate.py paper",  # test_plan
     "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
     "torchrun --nnodes",  # several machines
-    "python -m heads.detect --model meta-llama",  # test_detect
+    "python -m heads.detect --model M --lengths",  # test_detect
+    "python -m heads.detect --model meta-llama",
     "python -m miniature.train",  # 25 minutes
     "python -m nltk.downloader",  # the network
 )
