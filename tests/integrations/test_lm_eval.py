@@ -27,14 +27,11 @@ from model import Transformer
 from paper import baselines
 from paper.scoring import score
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
+from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<|begin|>", "<|end|>"
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
 HEADS = [(0, 1), (2, 3)]
 CHOICES = [
     ("Who wrote it? ", [" Ann", " Bo and Cy", " D"]),

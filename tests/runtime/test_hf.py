@@ -94,10 +94,6 @@ def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
     ids = generate(engines[0], PROMPTS[0], heads=HEADS, **N).ids
     ours, theirs = (find_sources(model, PROMPTS[0], ids, HEADS) for model in engines)
     assert ours == theirs
-    needles = [(1, 6), (0, 4), (2, 9)]
-    ours, theirs = (detect.answer_batch(model, PROMPTS, needles, 12) for model in engines)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.ids == other.ids and torch.equal(mine.positions, other.positions)
 
 
 def restricted(model, change):
