@@ -34,7 +34,6 @@ from pydantic import (
     NonNegativeFloat,
     PositiveInt,
     StrictInt,
-    TypeAdapter,
     ValidationError,
 )
 
@@ -276,14 +275,14 @@ class Settings(BaseModel, extra="forbid", allow_inf_nan=False):
     mask: Literal["output", "query"] = "output"
 
 
-def validate(schema, value, source):
-    """The value as a pydantic type. Raises ValueError, in one line."""
+def read_settings(value):
+    """`Settings` of a JSON value. Raises ValueError, in one line."""
     try:
-        return TypeAdapter(schema).validate_python(value)
+        return Settings.model_validate(value)
     except ValidationError as error:
         fault = error.errors()[-1]
         place = ".".join(map(str, fault["loc"]))
-        raise ValueError(f"{source} {place}: {fault['msg']}") from None
+        raise ValueError(f"decore {place}: {fault['msg']}") from None
 
 
 def choose_heads(settings, model_config):
@@ -408,7 +407,7 @@ def create_engine_config(args, original, *more, **kw):
         wrong.append("load_format")
     if wrong:
         raise ValueError(f"decore does not work with {', '.join(wrong)}: see docs/serving.md")
-    settings = validate(Settings, config.additional_config["decore"], "decore")
+    settings = read_settings(config.additional_config["decore"])
     if unused := settings.model_fields_set & UNUSED[settings.method]:
         raise ValueError(f"decore: {', '.join(unused)} has no effect on {settings.method}")
     settings.heads = choose_heads(settings, config.model_config)
