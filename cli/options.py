@@ -79,7 +79,10 @@ def did_you_mean(text, known):
 
 def json_object(text):
     """argparse type: a JSON object."""
-    return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+    try:
+        return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+    except RecursionError:
+        raise argparse.ArgumentTypeError("the object is nested too deeply") from None
 
 
 # ------------------------------------------------------------------------------- options of methods
