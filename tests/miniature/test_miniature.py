@@ -73,9 +73,7 @@ def accuracy(folder, split, n=96, heads=None):
     "folder, split, heads, low, high",
     [
         (FOLDER, "closed", None, 0.97, 1),
-        (FOLDER, "closed", "miniature", 0.5, 1),
         (FOLDER, "open", None, 0.9, 1),
-        (FOLDER, "open", "miniature", 0, 0.2),
         (FOLDER / "miniature-amateur", "closed", None, 0.1, 0.8),
         (FOLDER / "miniature-amateur", "open", None, 0.6, 1),
         (FOLDER / "miniature-amateur", "open", "miniature-amateur", 0, 0.2),
