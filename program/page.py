@@ -39,7 +39,7 @@ def write_page(path, model, tokenizer, answers, settings):
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
-        path.write_bytes(text.encode())  # a text that cannot be encoded leaves the file alone
+        path.write_text(text, encoding="utf-8")
 
 
 def check_place(path):

@@ -3,9 +3,7 @@
 import html
 import json
 import re
-from types import SimpleNamespace
 
-import pytest
 import torch
 
 import program
@@ -13,7 +11,6 @@ from decore import DeCoRe
 from heads import load_heads
 from model import Transformer
 from program import page
-from runtime.parallel import Shard
 from tokenizer import Tokenizer
 
 SPAN = re.compile(
@@ -58,19 +55,6 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     assert "--method greedy,decore-static --alpha 0.25" in beginning.partition("<ul")[0]
     assert "<script" not in text and "&lt;" in text and "Prompt 2" in text
     assert "entropy" in greedy and "favourite" not in greedy and "Blue" not in text
-
-
-def test_a_page_is_written_behind_a_link_and_one_that_cannot_be_encoded_leaves_the_old_one(
-    tmp_path,
-):
-    path, link = tmp_path / "page.html", tmp_path / "link"
-    link.symlink_to(path)
-    model = SimpleNamespace(name="old", shard=Shard())
-    page.write_page(link, model, None, {}, {})
-    model.name = "\ud800"
-    with pytest.raises(UnicodeEncodeError):
-        page.write_page(link, model, None, {}, {})
-    assert "old" in path.read_text() and {*tmp_path.iterdir()} == {path, link}
 
 
 class Bytes:
