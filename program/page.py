@@ -39,15 +39,35 @@ def write_page(path, model, tokenizer, answers, settings):
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
+        write(path, text)
+
+
+def write(path, text):
+    """Write to a device; or replace a file, a link's target too, in one step."""
+    if is_device(path):
         path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    draft = path.with_name(path.name + ".draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def check_place(path):
-    """ValueError if a page cannot be written to the path: a file, or a device like /dev/stdout."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    """ValueError if a page cannot be written to the path."""
+    place = path if is_device(path) else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
         raise ValueError(
             f"--html {path} cannot be written: give a file in a folder that you may write to"
         )
+
+
+def is_device(path):
+    """Whether something like /dev/stdout has this path: it cannot be replaced."""
+    return path.exists() and not path.is_file()
 
 
 def details(line, settings):

@@ -2,8 +2,11 @@
 
 import html
 import json
+import os
 import re
+from pathlib import Path
 
+import pytest
 import torch
 
 import program
@@ -55,6 +58,20 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     assert "--method greedy,decore-static --alpha 0.25" in beginning.partition("<ul")[0]
     assert "<script" not in text and "&lt;" in text and "Prompt 2" in text
     assert "entropy" in greedy and "favourite" not in greedy and "Blue" not in text
+
+
+def test_a_page_replaces_a_file_at_once_also_behind_a_link_and_is_written_to_a_device(tmp_path):
+    path, link = tmp_path / "page.html", tmp_path / "link"
+    link.symlink_to(path)
+    page.write(link, "before")
+    with pytest.raises(UnicodeEncodeError):
+        page.write(link, "a half, then an error \ud800")
+    assert path.read_text() == "before" and {*tmp_path.iterdir()} == {path, link}
+    terminal, device = os.openpty()
+    page.write(Path(os.ttyname(device)), "text")
+    assert os.read(terminal, 100) == b"text" and link.is_symlink()
+    os.close(terminal)
+    os.close(device)
 
 
 class Bytes:
