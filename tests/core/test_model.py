@@ -4,6 +4,7 @@ no cache."""
 import math
 import resource
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,8 +12,8 @@ import transformers
 from decore import make_head_mask, pad
 from model import Cache, Transformer
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.golden.make import FOLDER, PROMPTS
 
-PROMPTS = [random_ids(24, seed=2), random_ids(40, seed=3)]  # longer than the window of 8
 HEADS = [(1, 0), (1, 3), (2, 2)]
 ATOL = 1e-5  # float32: sums in another order; logits are of the order of 2
 
@@ -32,6 +33,12 @@ def assert_close(tensor, expected, atol=ATOL):
 
 
 # ------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("i", range(len(PROMPTS)))
+def test_logits_match_the_recorded_ones_of_transformers(model, family, i):
+    golden = torch.tensor(np.load(FOLDER / "logits.npz")[f"{family}/{i}"])
+    assert_close(model(torch.tensor([PROMPTS[i]]))[0], golden)
 
 
 GRID = {name: {} for name in FAMILIES} | {
@@ -79,14 +86,14 @@ def cached(model, ids, cut, head_mask=None, mask="output", steps=1):
 @pytest.mark.parametrize("cut", [0, 1, 13, 39])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_cached_logits_equal_the_full_forward(model, cut, steps):
-    ids = PROMPTS[1]
+    ids = PROMPTS[2]
     assert_close(cached(model, ids, cut, steps=steps)[0], model(torch.tensor([ids]))[:, cut:])
 
 
 @pytest.mark.parametrize("mask", ["output", "query"])
 def test_two_rows_equal_two_caches_of_one_row(model, mask):
     """Also after the first 64 slots, and several tokens at a time."""
-    prompt, new = PROMPTS[0], random_ids(70, seed=3)
+    prompt, new = PROMPTS[1], random_ids(70, seed=3)
     both, *alone = (
         cached(model, prompt + new, len(prompt), make_head_mask(rows, model), mask, steps=7)
         for rows in ([[], HEADS], [[]], [HEADS])
@@ -117,7 +124,7 @@ def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
 
 
 def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(family, tmp_path):
-    config, ids = FAMILIES[family], PROMPTS[1]
+    config, ids = FAMILIES[family], PROMPTS[2]
     weights = random_weights(config)
     whole = Transformer.load(write_checkpoint(tmp_path / "whole", family, weights=weights))
     for layer, head in HEADS:
@@ -181,6 +188,7 @@ def test_shards_hold_the_same_model_and_a_missing_one_is_named(tmp_path):
         ("norm.bias", [0.0] * 32, r"missing \[\], unused \['model.norm.bias'\]"),
         ("norm.weight", [0.0] * 31, r"model.norm.weight is F32 \[31\]; .* BF16 \[32\]"),
         ("norm.weight", [0.0] * 31 + [math.nan], "model.norm.weight is not finite"),
+        ("norm.weight", [math.inf] + [0.0] * 31, "model.norm.weight is not finite"),
     ],
 )
 def test_weights_are_strict_both_ways(name, value, words, tmp_path):
