@@ -56,13 +56,15 @@ ELSEWHERE = (
     "torchrun --nproc-per-node 2 -m speed.decode",
     "python -m integrations.lm_eval",  # test_lm_eval
     "python -m integrations.gguf",  # test_gguf
+    "python evaluate.py --task nq-swap",  # test_evaluate
+    "python evaluate.py --model models",  # runs of docs/results.md
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
     "python evaluate.py rescore results",
     "python evaluate.py fetch",  # test_fetch
     "python evaluate.py paper",  # test_plan
     "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
     "torchrun --nnodes",  # several machines
-    "python -m heads.detect --model M --lengths",  # test_detect
+    "python -m heads.detect --model M",  # test_detect
     "python -m heads.detect --model meta-llama",
     "python -m miniature.train",  # 25 minutes
     "python -m nltk.downloader",  # the network
