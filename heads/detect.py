@@ -408,7 +408,7 @@ def make_facts(args, model, needles, texts):
 
     model: a cli.Checkpoint. ValueError for options that do not fit."""
     published = args.published
-    chat = model.tokenizer.chat_template and not args.raw and not published
+    chat = bool(model.tokenizer.chat_template and not args.raw and not published)
     if published:
         unused = ["template", "raw", "eos"] + ["seed"] * (not args.runs)
         cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
