@@ -113,6 +113,16 @@ def test_families_choose_our_tokens(folder, ours, family):
         assert decode(llm, ours["prompts"]) == ours[family]
 
 
+@pytest.mark.weights
+@pytest.mark.skipif(not os.environ.get("DECORE_WEIGHTS"), reason="DECORE_WEIGHTS is no folder")
+def test_a_trained_model_writes_our_tokens_with_the_heads_of_its_name(ours):
+    prompts, tokens, greedy = ours["trained"]
+    assert tokens != greedy
+    options = dict(settings=dict(heads=None), kv_cache_memory_bytes=1 << 28)
+    with start(os.environ["DECORE_WEIGHTS"], **options) as llm:
+        assert decode(llm, prompts, prompts) == tokens + greedy
+
+
 def test_preempted_requests_choose_our_tokens(folder, ours):
     with start(folder / "llama3", num_gpu_blocks_override=10) as llm:
         assert decode(llm, ours["prompts"]) == ours["entropy"]

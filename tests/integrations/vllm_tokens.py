@@ -5,17 +5,21 @@
 runs in the project's own environment: vLLM brings versions of its own."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 
 from decore import generate
+from heads import load_heads
+from heads.detect import HAYSTACK
 from model import Transformer
 from paper.scoring import score
 from runtime.hf import HFModel
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
 from tests.families import random_model
+from tokenizer import Tokenizer
 
 HEADS = [(0, 1), (1, 3), (2, 0), (2, 2)]
 N = 16  # new tokens
@@ -55,11 +59,17 @@ def main(folder):
     for family in FAMILIES:
         result[family] = decode(Transformer.load(folder / family), prompts)
     result["qwen3_moe"] = decode(HFModel.load(folder / "qwen3_moe"), prompts)
+    if os.environ.get("DECORE_WEIGHTS"):
+        model = Transformer.load(os.environ["DECORE_WEIGHTS"], dtype="float32")
+        text = Tokenizer.load(model.folder).encode((HAYSTACK / "1-harbour.txt").read_text())
+        prompts = [text[:n] for n in LENGTHS]
+        tokens = decode(model, prompts, heads=load_heads(model, 10))
+        result["trained"] = prompts, tokens, decode(model, prompts, "greedy")
     (folder / "tokens.json").write_text(json.dumps(result))
 
 
-def decode(model, prompts, method="decore-entropy", **settings):
-    heads = None if method == "greedy" else HEADS
+def decode(model, prompts, method="decore-entropy", heads=HEADS, **settings):
+    heads = None if method == "greedy" else heads
     out = generate(model, prompts, method, heads=heads, max_new_tokens=N, eos_ids=(), **settings)
     return [answer.ids for answer in out]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from decore import Session
+from heads import load_heads, random_heads
+from heads.detect import HAYSTACK, mean_scores, run_batch
+from heads.needles import make_prompts, read_haystack, read_needles
 from model import Transformer
 from paper.baselines import DECODERS, generate
 from paper.scoring import score
@@ -29,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("DECORE_WEIGHTS", ""))
 pytestmark = [
     pytest.mark.weights,
-    pytest.mark.skipif("DECORE_WEIGHTS" not in os.environ, reason="DECORE_WEIGHTS names no folder"),
+    pytest.mark.skipif(not os.environ.get("DECORE_WEIGHTS"), reason="DECORE_WEIGHTS is no folder"),
 ]
 HEADS = [(18, 6), (18, 7), (23, 2), (17, 3), (20, 6), (23, 7), (17, 4), (22, 7), (21, 8), (24, 4)]
 NEW = 8
@@ -42,13 +47,6 @@ TEXTS = [
     "مرحبا بالعالم، नमस्ते दुनिया, γειά σου Κόσμε 🙂",
 ]
 MASKING = ["masked", "decore-static", "decore-entropy"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def all_cores():
-    torch.set_num_threads(os.cpu_count())
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +118,7 @@ def masked_logits(oracle, ids, start):
 
 
 def test_logits_are_those_of_transformers_in_every_script_and_at_2000_tokens(expert, hf, tokenizer):
-    book = tokenizer.encode((ROOT / "heads" / "haystack" / "1-harbour.txt").read_text())[:2000]
+    book = tokenizer.encode((HAYSTACK / "1-harbour.txt").read_text())[:2000]
     for ids in [*map(tokenizer.encode, TEXTS), book]:
         ids = torch.tensor([ids])
         with torch.inference_mode():
@@ -217,3 +215,37 @@ def test_ids_chats_and_streams_are_those_of_transformers(expert, tokenizer):
         stream = tokenizer.stream()
         pieces = [*map(stream.push, ids), stream.end()]
         assert "".join(pieces) == tokenizer.decode(ids) == theirs.decode(ids) == text
+
+
+@pytest.fixture(scope="module")
+def detect(tokenizer):
+    """detect(heads): the records of eight runs of a detection without these heads."""
+    model = Transformer.load(FOLDER, dtype="bfloat16")
+    facts = json.loads((ROOT / "heads" / f"{model.name}.json").read_text())["facts"]
+    facts |= dict(lengths=[300], runs=8)
+    needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
+    prompts = make_prompts(facts, needles, texts, tokenizer)
+    read = Session(model, [ids for ids, _ in prompts], facts["max_new_tokens"]).cache
+
+    def run(heads=()):
+        more = dict(cache=read.select(slice(None)), heads=heads)
+        return run_batch(model, tokenizer, prompts, needles, facts, **more)
+
+    return SimpleNamespace(model=model, facts=facts, run=run, records=run())
+
+
+def test_a_detection_of_eight_runs_finds_the_heads_of_the_head_file(detect, tmp_path):
+    found = mean_scores(detect.model, detect.records, detect.facts, min_success=4)
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    best = load_heads(detect.model, 10, tmp_path / "found.json")
+    assert len({*best} & {*load_heads(detect.model, 10)}) >= 8
+
+
+def test_masking_the_best_heads_loses_needles_that_masking_random_ones_does_not(detect):
+    ranked = load_heads(detect.model)
+    without = map(detect.run, (ranked[:10], random_heads(ranked, 10)))
+    right, best, others = (
+        {i for i, record in enumerate(records) if record["right"]}
+        for records in (detect.records, *without)
+    )
+    assert len(right - others) <= 1 and len(right - best) >= len(right) - 1 >= 4
