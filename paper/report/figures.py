@@ -126,6 +126,7 @@ def curve_figure(frame, field):
             ax.axhline(value, linestyle=":", linewidth=1, color="#000000", label=setup)
         xlabel = {"num_heads": "heads masked, N", "alpha": "α"}[field]
         ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=printed.headline(task)[1])
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=field == "num_heads"))
 
     panels = [
         (task, curves)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 from miniature.data import make_split
 from tests.checkpoints import write_lines
 
@@ -38,6 +39,7 @@ RUN_HERE = {
     "torchrun --nproc-per-node 8 decore.py": "decore.py --prompt-file miniature/example.txt",
     "python decore.py": "decore.py",
     "python evaluate.py --help": RUN,
+    "python evaluate.py report docs": "evaluate.py report docs/results --plots TMP/figures",
     "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
     "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
     "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore "
@@ -125,3 +127,10 @@ def test_a_python_block_of_the_pages_runs(block, monkeypatch, tmp_path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     block = re.sub(r"(meta-llama|Qwen)/[\w.-]+", str(folder), block)
     exec(block.replace('device="cuda"', 'device="cpu"'), {})
+
+
+def test_the_page_of_results_is_the_report_of_its_stored_runs(call, tmp_path):
+    options = "--plots", tmp_path / "results", "--commands"
+    status, out, _ = call(evaluate.main, "report", ROOT / "docs" / "results", *options)
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert status == 0 and out.strip() and page.endswith(out.strip() + "\n")

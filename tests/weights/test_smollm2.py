@@ -5,6 +5,7 @@ SmolLM2-135M-Instruct.Q4_1.gguf. .ci/run does it."""
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import program
 from decore import Session
 from heads import load_heads, random_heads
 from heads.detect import HAYSTACK, mean_scores, run_batch
@@ -47,6 +49,18 @@ TEXTS = [
     "مرحبا بالعالم، नमस्ते दुनिया, γειά σου Κόσμε 🙂",
 ]
 MASKING = ["masked", "decore-static", "decore-entropy"]
+
+
+def test_readme_shows_what_the_model_writes(call):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = readme.partition("SmolLM2-135M-Instruct --me")[2]
+    command, _, answers = block.partition("```text\n")
+    prompt = re.search('--prompt "(.*)"', command)[1]
+    arguments = "--method", "greedy,decore-entropy", "--prompt", prompt
+    status, out, _ = call(program.main, "--model", FOLDER, *arguments)
+    shown = [line.split(maxsplit=1) for line in answers.partition("\n```")[0].splitlines()]
+    assert status == 0
+    assert [line.split(maxsplit=1) for line in out.splitlines() if line] == shown
 
 
 @pytest.fixture(scope="module")
