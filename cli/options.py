@@ -26,10 +26,10 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
-def parser(description, **more):
+def parser(description, **options):
     """A parser. description: its first line is shown; None, as __doc__ under -OO, for nothing."""
     first = (description or "").partition("\n")[0]
-    return Parser(description=first, allow_abbrev=False, **more)
+    return Parser(description=first, allow_abbrev=False, **options)
 
 
 # ----------------------------------------------------------------------------------- argparse types

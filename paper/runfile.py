@@ -30,7 +30,7 @@ STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 def make_header(job, bench, settings, model, fingerprints):
     """The first line of a run's file: what determines its lines, the software, the machine."""
-    task, _, args, more = job
+    task, _, args, extra = job
     settings = dict(settings)
     heads = settings.pop("amateur_heads", settings.get("heads"))
     amateur = settings.get("amateur")
@@ -78,7 +78,7 @@ def make_header(job, bench, settings, model, fingerprints):
         "renormalise": not args.no_renormalise if task.choice else None,
         "product": model.product,
     }
-    return fields | more
+    return fields | extra
 
 
 def run_name(header):

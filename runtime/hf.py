@@ -8,7 +8,8 @@ H is that of the layer with most heads; a layer may have fewer, or no attention.
 
 A batch of transformers holds R·B texts: row 0's, then row 1's. All rows share a pass, but each has
 its own copy of the prompts' keys and values. Prompts are padded on the left. Hooks mask heads, at
-projections that `find_attention` finds in any family; `check` tries the model when it is loaded."""
+projections that `find_attentions` finds in any family; `check` tries the model when it is
+loaded."""
 
 import copy
 import inspect
@@ -70,8 +71,8 @@ class HFModel(nn.Module):
             decoder = hf.get_decoder()  # some families do not say what it is
             self.decoder = decoder if decoder not in (hf, None) else hf.model
             ids = (torch.arange(PROBE, device=self.device)[None] + c.vocab_size // 2) % c.vocab_size
-            run = partial(self.run, dict(input_ids=ids), output_attentions=True)
-            self.attention = find_attention(self.decoder, self.config.n_layers, run)
+            run = partial(self.run_hf, dict(input_ids=ids), output_attentions=True)
+            self.attention = find_attentions(self.decoder, self.config.n_layers, run)
             self.config.n_heads = max(a.heads for a in self.attention.values())
             self.has_exits = self.check(ids)
 
@@ -128,7 +129,7 @@ class HFModel(nn.Module):
         rows = 1 if head_mask is None else len(head_mask)
         texts = cache or HFCache(self, [0] * len(ids), rows)
         attentions = probabilities is not None
-        out = self.run(texts.inputs(ids), head_mask, mask, output_attentions=attentions)
+        out = self.run_hf(texts.inputs(ids), head_mask, mask, output_attentions=attentions)
         if attentions:
             probabilities += self.by_position(out.attentions, texts)
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
@@ -138,13 +139,13 @@ class HFModel(nn.Module):
         """As `Transformer.prefill`, but common prefixes are read with every prompt."""
         if ids.shape[1] == 0:
             return
-        self.run(cache.prompts(ids), head_mask, mask)
+        self.run_hf(cache.prompts(ids), head_mask, mask)
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
     def read_layers(self, ids, layers, cache=None):
         """As `Transformer.read_layers`, of one row."""
         inputs = cache.inputs(ids) if cache else dict(input_ids=ids, use_cache=False)
-        states = self.hidden_states(self.run(inputs, output_hidden_states=True))
+        states = self.hidden_states(self.run_hf(inputs, output_hidden_states=True))
         return states[-1], [states[layer] for layer in layers]
 
     def logits(self, x):
@@ -153,7 +154,7 @@ class HFModel(nn.Module):
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=x.device)
         output = Output(last_hidden_state=states)
         with patch.object(self.decoder, "forward", return_value=output):
-            out = self.run(dict(input_ids=ids, use_cache=False))
+            out = self.run_hf(dict(input_ids=ids, use_cache=False))
         return self.clean(out.logits).unflatten(0, x.shape[:2])
 
     def unembedding(self, ids):
@@ -169,16 +170,16 @@ class HFModel(nn.Module):
         return HFCache(self, lengths, rows)
 
     @torch.no_grad()
-    def run(self, inputs, head_mask=None, mask="output", output_attentions=False, **more):
+    def run_hf(self, inputs, head_mask=None, mask="output", output_attentions=False, **options):
         """A pass of transformers over R·B texts. Its changes of the model are undone afterwards."""
         with ExitStack() as changes:
             if output_attentions:  # fused kernels do not return probabilities
                 kind = "_attn_implementation_internal"
                 changes.enter_context(patch.object(self.decoder.config, kind, "eager"))
-                more["output_attentions"] = True
+                options["output_attentions"] = True
             if head_mask is not None:
                 self.mask_heads(head_mask, mask, changes)
-            return self.hf(**inputs, **more)
+            return self.hf(**inputs, **options)
 
     def mask_heads(self, head_mask, mask, changes):
         """Add hooks that mask heads in the next pass.
@@ -231,17 +232,17 @@ class HFModel(nn.Module):
         to its last key."""
         attentions = [p for p in attentions if p is not None]
         present = dict(zip(self.attention, attentions, strict=True))
-        places = cache.places()[:, None, None]  # [B, 1, 1, P]
+        keys_of_prompts = cache.prompt_keys()[:, None, None]  # [B, 1, 1, P]
         T, keys = attentions[0].shape[2:]
         for layer in range(self.config.n_layers):
             out = torch.zeros(
-                cache.rows, len(places), T, self.config.n_heads, keys, device=self.device
+                cache.rows, len(keys_of_prompts), T, self.config.n_heads, keys, device=self.device
             )
             out[..., -1] = 1
             if layer in present:
                 p = present[layer].to(out).unflatten(0, (cache.rows, -1))  # [R, B, H, T, C]
                 p = p.transpose(2, 3)  # [R, B, T, H, C]
-                prompt = p[..., : cache.P].gather(-1, places.expand(*p.shape[:-1], -1))
+                prompt = p[..., : cache.P].gather(-1, keys_of_prompts.expand(*p.shape[:-1], -1))
                 out[..., : p.shape[3], :] = torch.cat([prompt, p[..., cache.P :]], -1)
             yield out
 
@@ -261,8 +262,8 @@ class HFModel(nn.Module):
         for layer, a in self.attention.items():
             head_mask[1, layer, : a.heads] = 0
         both = self(ids[:, -2:].expand(2, -1), cache, head_mask)[0]
-        first = self.run(dict(input_ids=ids), output_hidden_states=True)
-        second = self.run(dict(input_ids=ids[:, 2:]))
+        first = self.run_hf(dict(input_ids=ids), output_hidden_states=True)
+        second = self.run_hf(dict(input_ids=ids[:, 2:]))
         alone = self.clean(torch.cat([first.logits[:, -2:], second.logits[:, -2:]]))
         if not alike(both, alone, self.dtype):
             raise ValueError(
@@ -326,9 +327,9 @@ class HFCache:
         seen = torch.arange(self.P + self.slots, device=ids.device) >= self.pad
         return self.arguments(*(x.repeat(self.rows, 1) for x in (ids, positions, seen)))
 
-    def arguments(self, ids, positions, seen, **more):
+    def arguments(self, ids, positions, seen, **values):
         """seen: the keys that are tokens, and not padding."""
-        more |= dict(
+        values |= dict(
             input_ids=ids,
             position_ids=positions,
             attention_mask=seen.long(),
@@ -336,9 +337,9 @@ class HFCache:
             past_key_values=self.kv,  # its name before transformers 5.24
             use_cache=True,
         )
-        return {name: value for name, value in more.items() if name in self.model.arguments}
+        return {name: value for name, value in values.items() if name in self.model.arguments}
 
-    def places(self):
+    def prompt_keys(self):
         """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
         return (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)
 
@@ -348,7 +349,7 @@ class HFCache:
         attention = self.model.attention
         if self.model.hf.get_output_embeddings().weight.is_meta:
             return None
-        places = self.places()[:, None, :, None]  # [B, 1, P, 1]
+        keys_of_prompts = self.prompt_keys()[:, None, :, None]  # [B, 1, P, 1]
         found = []
         for layer, stored in enumerate(self.kv.layers):
             v = getattr(stored, "values", None)  # [B, G, C, K]
@@ -357,7 +358,7 @@ class HFCache:
                 return None
             if v.shape[-1] != a.width or a.heads % v.shape[1]:
                 return None
-            prompt = v.gather(2, places.to(v.device).expand(-1, v.shape[1], -1, a.width))
+            prompt = v.gather(2, keys_of_prompts.to(v.device).expand(-1, v.shape[1], -1, a.width))
             found.append(torch.cat([prompt, v[:, :, self.P : n]], 2))
         return found if len(found) == len(attention) else None
 
@@ -430,7 +431,7 @@ def naming(model):
 # ----------------------------------------------------------------------------------- structure
 
 
-def find_attention(decoder, n_layers, run):
+def find_attentions(decoder, n_layers, run):
     """{layer: its attention's number of `heads`, their `width`, and for each mask the module in
     `projections` whose hook masks them}. ValueError if heads are not found.
 
