@@ -24,7 +24,7 @@ def check_generation(model, prompts, method, decoder, settings, max_new_tokens, 
     ids as a set, and the maximum number of new tokens of each text."""
     check_model(model)
     prompts = check_prompts(model, prompts)
-    settings = check_settings(model, check_names(method, decoder, settings))
+    settings = check_settings(model, check_argument_names(method, decoder, settings))
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
@@ -45,7 +45,7 @@ def check_scoring(model, prompts, answers, method, decoder, settings):
             f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
     answers = [check_prompts(model, one, "answer") for one in answers]
-    settings = check_settings(model, check_names(method, decoder, settings))
+    settings = check_settings(model, check_argument_names(method, decoder, settings))
     for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
             raise ValueError(
@@ -161,7 +161,7 @@ def check_method(method, known, elsewhere=""):
         raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}{elsewhere}")
 
 
-def check_names(method, decoder, settings):
+def check_argument_names(method, decoder, settings):
     """`settings` without those that are None. ValueError for one that the decoder does not take."""
     _, _, _, _, *known = inspect.signature(decoder).parameters  # model, prompts, capacity, method
     settings = {name: value for name, value in settings.items() if value is not None}

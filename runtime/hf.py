@@ -29,7 +29,7 @@ from runtime.pack import pack
 from runtime.parallel import Shard
 from runtime.special import end_ids, special_ids
 from runtime.torchrun import rank_and_size
-from runtime.weights import check_names, checkpoint_folder, weight_files
+from runtime.weights import check_tensor_names, checkpoint_folder, weight_files
 
 try:
     import transformers
@@ -115,7 +115,7 @@ class HFModel(nn.Module):
             raise ValueError(
                 f"{folder}: {tensor} is {list(stored)}; config.json requires {list(shape)}"
             )
-        check_names(folder, hf.state_dict(), info["missing_keys"], info["unexpected_keys"])
+        check_tensor_names(folder, hf.state_dict(), info["missing_keys"], info["unexpected_keys"])
         if not device_map:
             hf = hf.to(device)
         model = cls(

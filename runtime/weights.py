@@ -138,7 +138,7 @@ def load_weights(model, folder, device):
     if tied:
         unused.discard(HEAD)
     hint = " (HFModel, or --transformers, reads more kinds of files)"
-    check_names(folder, names | {HEAD}, names - files.keys(), unused, hint)
+    check_tensor_names(folder, names | {HEAD}, names - files.keys(), unused, hint)
     # Large matrices first: then the peak of the host's memory is the weights alone.
     for parameter, empty in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
         weight = torch.zeros(empty.shape, dtype=model.dtype, device=device)
@@ -157,7 +157,7 @@ def load_weights(model, folder, device):
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def check_names(folder, names, missing, unused, hint=""):
+def check_tensor_names(folder, names, missing, unused, hint=""):
     """ValueError if tensors are missing or unused. Warns of tensors beside the model, such as a
     value or a classification head, which transformers leaves out too.
 

@@ -219,7 +219,7 @@ def find_projection(model, layer, mask):
 
     It reads them for mask "output", and writes them for "query"."""
     c = model.config.get_text_config()
-    attention, module = find_attention(model.get_decoder() or model, layer, c.num_hidden_layers)
+    attention, module = attention_of_layer(model.get_decoder() or model, layer, c.num_hidden_layers)
     width = getattr(attention, "head_dim", None) or c.hidden_size // c.num_attention_heads
     K = getattr(attention, "v_head_dim", None) or width
     if module is not None and mask == "query":
@@ -236,7 +236,7 @@ def find_projection(model, layer, mask):
     return module, c.num_attention_heads, K
 
 
-def find_attention(decoder, layer, n_layers):
+def attention_of_layer(decoder, layer, n_layers):
     """(attention, its output projection) of a layer; (None, None) if they have other names."""
     lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList)]
     stacks = [m for m in lists if len(m) == n_layers]
