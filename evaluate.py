@@ -30,7 +30,7 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
 
 import cli
 from paper import baselines, fetch, judges, plan, printed, report, rescore
-from paper.benchmark import load_benchmark, run_benchmark
+from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import make_header, run_name
 from paper.settings import method_settings
@@ -143,17 +143,20 @@ def sweep(args, jobs, lenient=False):
     fingerprints = ranks.share(
         lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
     )
+    runs = {}
     for job, bench, settings in fitting:
         header = make_header(job, bench, settings, model, fingerprints)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
+        runs.setdefault(job.task, (bench, {}))[1][path] = Run(header, settings, path)
+    for task, (bench, of_task) in runs.items():
         try:
-            lines = run_benchmark(bench, header, settings, path, model, tokenizer, ranks)
+            lines = run_benchmark(bench, list(of_task.values()), model, tokenizer, ranks)
         except KeyboardInterrupt:
             print("\nstopped; the same command continues", file=sys.stderr)
             raise
-        if lines:
-            lines = judges.judge(lines, path, job.task)
-            rescore.print_means(stored.values_of(path, job.task, lines), {"run": str(path)})
+        for path, answers in zip(of_task, lines or []):
+            answers = judges.judge(answers, path, task)
+            rescore.print_means(stored.values_of(path, task, answers), {"run": str(path)})
 
 
 def add_run_arguments(p, required):

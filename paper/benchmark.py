@@ -1,14 +1,21 @@
-"""One run: a benchmark is decoded with one method, batch by batch, into a file (runfile.py)."""
+"""A benchmark's runs: each batch of items is decoded with each of them, into its file (runfile.py).
+
+The runs share the keys and values of a batch's prompts, so that a sweep over N and α costs little
+more than one run."""
 
 import json
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
+import torch
 from tqdm import tqdm
 
 import cli
+from model import Transformer
 from paper import baselines, runfile, scoring
 from paper.tasks import Task, data, prompts
 from runtime import files
@@ -52,38 +59,77 @@ def load_benchmark(task, args, model=None):
     return bench._replace(layout=layout, template_args=template_args, encoded=encoded)
 
 
-def run_benchmark(bench, header, settings, path, model, tokenizer, ranks):
-    """Answer the items that the file lacks. Returns all lines in the data's order; None on other
-    ranks than 0.
+class Run(NamedTuple):
+    header: dict  # the first line of its file
+    settings: dict  # the arguments of `generate` and `score`
+    path: Path
 
-    header: the first line of the file. settings: the arguments of `generate` and `score`."""
+
+def run_benchmark(bench, runs, model, tokenizer, ranks):
+    """Answer the items that the runs' files lack. Returns the lines of each run in the data's
+    order; None on other ranks than 0."""
     questions = {e.index: question_of(bench.items[e.index], e) for e in bench.encoded}
+    batches = in_batches(bench.encoded, runs[0].header["batch_size"])
+    batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
 
-    def lines_of(batch):
-        if not batch:
+    def lines_of(run, batch, done):
+        if all(e.index in done for e in batch):
             return []
         start = time.perf_counter()
-        answers = answer(bench, batch, header, settings, model, tokenizer)
+        answers = answer(bench, batch, run.header, run.settings, model, tokenizer)
         seconds = {"seconds": round((time.perf_counter() - start) / len(batch), 6)}
-        return [questions[e.index] | line | seconds for e, line in zip(batch, answers)]
+        lines = [questions[e.index] | line | seconds for e, line in zip(batch, answers)]
+        return [line for line in lines if line["index"] not in done]
 
-    with files.locked(path) if ranks.rank == 0 else nullcontext():
-        done = ranks.share(lambda: runfile.open_run(path, header, questions))
-        batches = [
-            batch
-            for batch in in_batches(bench.encoded, header["batch_size"])
-            if any(e.index not in done for e in batch)
-        ]
-        batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
-        with tqdm(total=len(bench.encoded), initial=len(done), desc=path.stem, unit="ex") as bar:
-            for first in range(0, len(batches), ranks.replicas):
-                lines = ranks.gather(partial(lines_of, batches[first + ranks.replica]))
-                lines = [line for line in lines if line["index"] not in done]
-                if ranks.rank == 0:
-                    files.append(path, lines)
-                bar.update(len(lines))
+    with ExitStack() as stack:
         if ranks.rank == 0:
-            return runfile.finish(path)
+            for run in runs:
+                stack.enter_context(files.locked(run.path))
+        done = ranks.share(lambda: [runfile.open_run(r.path, r.header, questions) for r in runs])
+        name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
+        total = len(bench.encoded) * len(runs)
+        bar = stack.enter_context(tqdm(total=total, desc=name, unit="ex"))
+        bar.update(sum(map(len, done)))
+        models = [model, *(run.settings["amateur"] for run in runs if "amateur" in run.settings)]
+        for first in range(0, len(batches), ranks.replicas):
+            with prompts_read_once(models if len(runs) > 1 else ()):
+                for run, lines in zip(runs, done):
+                    work = partial(lines_of, run, batches[first + ranks.replica], lines)
+                    lines = ranks.gather(work)
+                    if lines and ranks.rank == 0:
+                        files.append(run.path, lines)
+                    bar.update(len(lines))
+        if ranks.rank == 0:
+            return [runfile.finish(run.path) for run in runs]
+
+
+@contextmanager
+def prompts_read_once(models):
+    """Inside, prompts that a model of our own reads again, with no head masked, get the keys and
+    values of the first time."""
+    with ExitStack() as stack:
+        for model in dict.fromkeys(models):
+            if isinstance(model, Transformer):
+                memory = remembering(model.prefill)
+                stack.enter_context(patch.object(model, "prefill", memory))
+        yield
+
+
+def remembering(prefill):
+    known = []  # (ids, their cache)
+
+    def prefill_once(ids, cache, head_mask=None, mask="output"):
+        if head_mask is not None:
+            return prefill(ids, cache, head_mask, mask)
+        for read, other in known:
+            if torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths):
+                for new, old in zip(cache.kv, other.kv):
+                    new[..., : cache.P, :] = old[..., : cache.P, :]
+                return
+        prefill(ids, cache)
+        known.append((ids, cache))
+
+    return prefill_once
 
 
 def in_batches(encoded, size):

@@ -212,6 +212,30 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
         assert settings["amateur_fingerprint"] == (fingerprint(model[1]) if lite else None)
 
 
+@pytest.mark.parametrize("methods", ["greedy,masked,decore-static,decore-entropy,cad,dola-low"])
+def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
+    start, model, data, tmp_path, monkeypatch, methods
+):
+    read = Mock(return_value=None)
+    prefill = Transformer.prefill
+    monkeypatch.setattr(Transformer, "prefill", lambda *args: read() or prefill(*args))
+    options = [*model[:2], *data["nq-swap"], "--batch-size", 4, "--max-new-tokens", 3]
+    more = [*model[2:], "--num-heads", "1,3", "--alpha", "0.5,2", "--out", tmp_path / "sweep"]
+    _, out, err = start(*options, *more, "--method", methods)
+    batches = -(-out[0]["n"] // 4)
+    assert batches == 2 and len(out) == 12, err
+    assert read.call_count == 2 * batches  # cad has a second prompt
+    for one in out:
+        header, *lines = content(one["run"])
+        single = ["--method", header["method"], "--out", tmp_path / "single"]
+        if header["heads"]:
+            single += [*model[2:], "--num-heads", header["num_heads"]]
+        if header["alpha"]:
+            single += ["--alpha", header["alpha"]]
+        _, [again], err = start(*options, *single)
+        assert content(again["run"]) == [header, *lines]
+
+
 def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
     start, model, tmp_path, monkeypatch
 ):
@@ -228,7 +252,7 @@ def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
     assert set(runs) == {(task.name, "greedy") for task in PAPER} | {(x, "cad") for x in fitting}, (
         err
     )
-    first = err.index(Path(out[0]["run"]).stem)
+    first = err.index(f"{PAPER[0].name}, ")
     for task in PAPER:
         line = f"{task.name} with cad is left out: its prompts have no context to leave out"
         assert (line in err[:first]) == (task.name not in fitting)
