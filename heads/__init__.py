@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import checkpoint_name, read_json
+from runtime.files import checkpoint_name, read_json, read_text
 
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
@@ -87,9 +87,8 @@ def listed_heads(name):
     if the name is neither."""
     if re.fullmatch(rf"{KEY.pattern}(,{KEY.pattern})*", str(name)):
         return name.split(",")
-    if name and Path(name).is_file():
-        content = read_json(name, (dict, list))
-        return content if isinstance(content, list) else []
+    if name and Path(name).is_file() and read_text(name).lstrip().startswith("["):
+        return read_json(name, list)
     return []
 
 

@@ -214,38 +214,38 @@ def stored_runs(path, facts, prompts):
     return records
 
 
-def is_run(record, place):
-    """Whether a stored record is complete, and that of a prompt's `place`."""
+def is_run(record, run):
+    """Whether a stored record is complete, and that of a run of `make_prompts`."""
     kinds = {field: type(record.get(field)) for field in RESULT}
     return (
         kinds == RESULT
-        and place.items() <= record.items()
+        and run.items() <= record.items()
         and all(type(x) is float for key in MEASURES.values() for x in record[key].values())
     )
 
 
-def run_batch(model, tokenizer, prompts, needles, facts, **more):
+def run_batch(model, tokenizer, prompts, needles, facts, **settings):
     """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
-    that are not 0. more: arguments of `answer_batch`."""
+    that are not 0. settings: arguments of `answer_batch`."""
     from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
 
     rouge = RougeScorer(["rouge1"], use_stemmer=True)
     published = facts["published"]
     records = []
     stops = [144, tokenizer.core.token_to_id("<0x0A>")] if published else tokenizer.eos_ids
-    ids, places = zip(*prompts)
-    spans = [place["span"] for place in places]
-    answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published, **more)
-    for prompt, place, answer in zip(ids, places, answers):
+    ids, runs = zip(*prompts)
+    spans = [run["span"] for run in runs]
+    answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published, **settings)
+    for prompt, run, answer in zip(ids, runs, answers):
         text = tokenizer.decode(answer.ids).strip()
-        recall = rouge.score(needles[place["needle"]].real_needle, text)["rouge1"].recall
+        recall = rouge.score(needles[run["needle"]].real_needle, text)["rouge1"].recall
         result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
-        for measure, scores in head_scores(answer, prompt, place["span"], published).items():
+        for measure, scores in head_scores(answer, prompt, run["span"], published).items():
             result[MEASURES[measure]] = {
                 f"{layer}-{head}": round(scores[layer, head].item(), 6)
                 for layer, head in scores.nonzero().tolist()
             }
-        records.append(place | result)
+        records.append(run | result)
     return records
 
 
@@ -264,8 +264,8 @@ def count_masked(model, tokenizer, prompts, needles, facts, sizes):
         batch = prompts[i : i + size]
         cache = Session(model, [ids for ids, _ in batch], facts["max_new_tokens"]).cache
         for name, heads in masked.items():
-            more = dict(cache=cache.select(slice(None)), heads=heads)
-            records = run_batch(model, tokenizer, batch, needles, facts, **more)
+            settings = dict(cache=cache.select(slice(None)), heads=heads)
+            records = run_batch(model, tokenizer, batch, needles, facts, **settings)
             right[name] += sum(record["right"] for record in records)
     return dict(right)
 

@@ -100,8 +100,8 @@ def fetch(folder, file, mirror):
         source = from_hub(tasks, mirror)
         path = path.with_name(source.name)
         content = source.read_bytes()
-    with draft(path) as place:
-        place.write_bytes(content)
+    with draft(path) as new:
+        new.write_bytes(content)
 
 
 def from_hub(tasks, mirror):
@@ -117,7 +117,7 @@ def from_hub(tasks, mirror):
 
 @contextmanager
 def draft(path):
-    """Yields a place to write to, which then replaces `path`."""
+    """Yields a path to write to. Its file then replaces `path`."""
     folder = path.with_name(".draft")
     shutil.rmtree(folder, ignore_errors=True)  # a killed process leaves it
     folder.mkdir(parents=True)
@@ -217,5 +217,5 @@ def fetch_punkt(mirror):
 
     path = Path(nltk.downloader.Downloader().default_download_dir(), "tokenizers", "punkt_tab")
     if not path.exists():
-        with ZipFile(BytesIO(download(PUNKT, mirror))) as files, draft(path) as place:
-            files.extractall(place.parent)
+        with ZipFile(BytesIO(download(PUNKT, mirror))) as files, draft(path) as new:
+            files.extractall(new.parent)

@@ -15,7 +15,7 @@ import decore
 from heads.sources import find_sources
 from paper import baselines
 from paper.settings import method_settings
-from program.page import check_place, write_page
+from program.page import check_writable, write_page
 from program.printing import sources_below
 from program.prompts import (
     EXAMPLE,
@@ -251,7 +251,7 @@ def choose_methods(args):
     if "" in args.stop:
         raise ValueError("--stop: an empty text would end every answer before it begins")
     if args.html:
-        check_place(args.html)
+        check_writable(args.html)
     chosen = cli.full_names(args.method, args.amateur)
     if args.compare:
         chosen = []

@@ -56,10 +56,10 @@ def write(path, text):
         draft.unlink(missing_ok=True)
 
 
-def check_place(path):
+def check_writable(path):
     """ValueError if a page cannot be written to the path."""
-    place = path if is_device(path) else path.parent
-    if path.is_dir() or not os.access(place, os.W_OK):
+    written = path if is_device(path) else path.parent
+    if path.is_dir() or not os.access(written, os.W_OK):
         raise ValueError(
             f"--html {path} cannot be written: give a file in a folder that you may write to"
         )

@@ -25,9 +25,9 @@ def sources_below(line, tokenizer, width):
         shares = Counter()
         tokens = [line["sources"][p] for p in positions if line["sources"][p]]
         for sources in tokens:
-            for place, share in sources:
-                if place in word_of:
-                    shares[word_of[place]] += share / len(tokens)
+            for position, share in sources:
+                if position in word_of:
+                    shares[word_of[position]] += share / len(tokens)
         best = shares.most_common(SHOWN)
         if best:
             sources = ", ".join(f"{source} {share:.0%}" for source, share in best)

@@ -281,8 +281,8 @@ def read_settings(value):
         return Settings.model_validate(value)
     except ValidationError as error:
         fault = error.errors()[-1]
-        place = ".".join(map(str, fault["loc"]))
-        raise ValueError(f"decore {place}: {fault['msg']}") from None
+        name = ".".join(map(str, fault["loc"]))
+        raise ValueError(f"decore {name}: {fault['msg']}") from None
 
 
 def choose_heads(settings, model_config):
