@@ -128,16 +128,21 @@ class DeCoRe:
         self.alpha = alpha
         self.alpha_cap = alpha_cap
         self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
-        rows = {"greedy": [UNMASKED], "masked": [heads]}.get(method, [UNMASKED, heads])
+        self.rows = {"greedy": [UNMASKED], "masked": [heads]}.get(method, [UNMASKED, heads])
         # If prompts are masked, their keys differ from row to row.
-        passes = [[row] for row in rows] if mask_prompt else [rows]
-        self.sessions = [Session(model, prompts, capacity, r, mask, mask_prompt) for r in passes]
+        passes = [[row] for row in self.rows] if mask_prompt else [self.rows]
+        self.sessions = [
+            Session(model, prompts, capacity, rows, mask, mask_prompt) for rows in passes if prompts
+        ]
 
     def step(self, tokens):
         """Append tokens [B, T] to the texts → their `Step`.
 
         The first tokens are the prompts' last ones."""
-        log_p = self.logits(tokens).log_softmax(-1)  # [R, B, T, V]
+        return self.contrasted(self.logits(tokens).log_softmax(-1))
+
+    def contrasted(self, log_p):
+        """The `Step` of log-probabilities [R, B, T, V]."""
         base, other = log_p[0], log_p[-1]  # the same if R is 1
         h = entropy(base)
         if self.method == "decore-entropy":

@@ -14,6 +14,7 @@ of each layer: a `PrefillAttention` or a `DecodeAttention`.
 """
 
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from runtime.special import special_ids
 from runtime.weights import checkpoint_folder, load_weights, stored_dtype, untie, weight_files
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
-ALIGNMENT = 64  # P and S are multiples of this
+ALIGNMENT = 64  # P and S·R are multiples of this
 LEAST_PREFIX = 64  # tokens; a pass of its own for fewer costs more than it saves
 
 
@@ -143,8 +144,9 @@ class Transformer(nn.Module):
     ):
         """The last hidden states of ids [B, T], after the final norm, and a list of those of
         `layers`, in ascending order: [R, B, T, D] each. 0 is the embeddings, i the output of the
-        i-th layer. The other arguments are those of `forward`."""
-        T = ids.shape[1]
+        i-th layer. ids [R, B, T]: with a cache, tokens of their own in each row. The other
+        arguments are those of `forward`."""
+        T = ids.shape[-1]
         if cache is None:
             attend = PrefillAttention(self, 0, T)
         else:
@@ -312,13 +314,14 @@ class Cache:
 
     Rows alternate, so that the keys in use are one slice. For example, P = 64 and R = 2: slot 3 of
     row 1 is key 64 + 3·2 + 1 = 71, and in a text of 50 prompt tokens it has position 50 + 3 = 53.
-    `slots` counts the slots in use. P and S are rounded up to multiples of ALIGNMENT."""
+    `slots` counts the slots in use. P and S·R are rounded up to multiples of ALIGNMENT."""
 
     def __init__(self, model, lengths, capacity, rows=1):
         attn = model.layers[0].attn
         self.rows = rows
-        self.P = round_up(max(lengths))
-        self.S = round_up(capacity)
+        self.P = round_up(max(lengths), ALIGNMENT)
+        self.alignment = ALIGNMENT // math.gcd(ALIGNMENT, rows)  # of slots
+        self.S = round_up(capacity, self.alignment)
         shape = 2, len(lengths), attn.n_kv_heads, self.P + self.S * rows, attn.width
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
@@ -338,8 +341,8 @@ class Cache:
         return new
 
 
-def round_up(n):
-    return -(-n // ALIGNMENT) * ALIGNMENT
+def round_up(n, unit):
+    return -(-n // unit) * unit
 
 
 class PrefillAttention:
@@ -390,7 +393,7 @@ class DecodeAttention:
         if model.can_record:
             used = cache.S  # all recorded steps have the same shapes
         else:
-            used = round_up(int(cache.slots) + T)
+            used = round_up(int(cache.slots) + T, cache.alignment)
         self.C = cache.P + used * R
         self.biases = {window: self.bias(model, window) for window in set(self.windows)}
 

@@ -5,6 +5,7 @@ more than one run."""
 
 import json
 import time
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from tqdm import tqdm
 
 import cli
+import decore
+from decore import DeCoRe, Session, Step
 from model import Transformer
 from paper import baselines, runfile, scoring
 from paper.tasks import Task, data, prompts
@@ -72,35 +75,84 @@ def run_benchmark(bench, runs, model, tokenizer, ranks):
     batches = in_batches(bench.encoded, runs[0].header["batch_size"])
     batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
 
-    def lines_of(run, batch, done):
-        if all(e.index in done for e in batch):
+    def lines_of(group, batch):
+        """[(run's path, line)] of the runs that lack items of the batch."""
+        group = [run for run in group if any(e.index not in done[run.path] for e in batch)]
+        if not group:
             return []
         start = time.perf_counter()
-        answers = answer(bench, batch, run.header, run.settings, model, tokenizer)
-        seconds = {"seconds": round((time.perf_counter() - start) / len(batch), 6)}
-        lines = [questions[e.index] | line | seconds for e, line in zip(batch, answers)]
-        return [line for line in lines if line["index"] not in done]
+        lists = answers_of(bench, batch, group, model, tokenizer)
+        seconds = (time.perf_counter() - start) / (len(batch) * len(group))
+        return [
+            (run.path, questions[e.index] | line | {"seconds": round(seconds, 6)})
+            for run, answers in zip(group, lists)
+            for e, line in zip(batch, answers)
+            if e.index not in done[run.path]
+        ]
 
     with ExitStack() as stack:
         if ranks.rank == 0:
             for run in runs:
                 stack.enter_context(files.locked(run.path))
-        done = ranks.share(lambda: [runfile.open_run(r.path, r.header, questions) for r in runs])
+        done = ranks.share(
+            lambda: {r.path: set(runfile.open_run(r.path, r.header, questions)) for r in runs}
+        )
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
         total = len(bench.encoded) * len(runs)
         bar = stack.enter_context(tqdm(total=total, desc=name, unit="ex"))
-        bar.update(sum(map(len, done)))
+        bar.update(sum(map(len, done.values())))
         models = [model, *(run.settings["amateur"] for run in runs if "amateur" in run.settings)]
         for first in range(0, len(batches), ranks.replicas):
             with prompts_read_once(models if len(runs) > 1 else ()):
-                for run, lines in zip(runs, done):
-                    work = partial(lines_of, run, batches[first + ranks.replica], lines)
-                    lines = ranks.gather(work)
-                    if lines and ranks.rank == 0:
-                        files.append(run.path, lines)
-                    bar.update(len(lines))
+                for group in side_by_side(runs, bench.task, model):
+                    work = partial(lines_of, group, batches[first + ranks.replica])
+                    answered = ranks.gather(work)
+                    for run in group:
+                        lines = [line for path, line in answered if path == run.path]
+                        if lines and ranks.rank == 0:
+                            files.append(run.path, lines)
+                    bar.update(len(answered))
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
+
+
+def side_by_side(runs, task, model):
+    """The runs in groups: those of a `Sweep`, and each other run alone."""
+    groups = defaultdict(list)
+    for run in runs:
+        settings = run.settings
+        shares = isinstance(model, Transformer) and not task.choice
+        shares &= settings["method"] in decore.METHODS and "amateur" not in settings
+        shares &= not settings.get("mask_prompt")
+        groups[settings.get("mask", "output") if shares else run.path].append(run)
+    return groups.values()
+
+
+class Sweep:
+    """Runs of DeCoRe side by side: their rows are rows of one pass, which reads the keys of a
+    prompt once for all of them.
+
+    prompts: B prompts, K times: for each run. runs: the arguments of each run's `DeCoRe`. They mask
+    no prompts, and have one `mask`."""
+
+    def __init__(self, model, prompts, capacity, method, runs):
+        self.decoders = [DeCoRe(model, (), capacity, **run) for run in runs]
+        self.counts = [len(decoder.rows) for decoder in self.decoders]
+        rows = sum([decoder.rows for decoder in self.decoders], [])
+        mask = runs[0].get("mask", "output")
+        self.sessions = [Session(model, prompts[: len(prompts) // len(runs)], capacity, rows, mask)]
+        self.run_of_row = torch.arange(len(runs)).repeat_interleave(torch.tensor(self.counts))
+        self.run_of_row = self.run_of_row.to(model.device)
+
+    def step(self, tokens):
+        """As `DeCoRe.step`, for tokens [K·B, T]."""
+        ids = tokens.unflatten(0, (len(self.counts), -1))  # [K, B, T]
+        logits = self.sessions[0].logits(ids[self.run_of_row])  # [R, B, T, V]
+        steps = [
+            decoder.contrasted(z.log_softmax(-1))
+            for decoder, z in zip(self.decoders, logits.split(self.counts))
+        ]
+        return Step(*map(torch.cat, zip(*steps)))
 
 
 @contextmanager
@@ -146,43 +198,46 @@ def question_of(item, encoded):
     return json.loads(json.dumps(fields))
 
 
-def answer(bench, batch, header, settings, model, tokenizer):
-    """The answer to each item of a batch, as fields of its line: a text with its ids, alphas and
-    entropies; or the scores of the candidates, true ones first."""
-    ids = [e.prompt for e in batch]
-    settings = dict(settings)
+def answers_of(bench, batch, runs, model, tokenizer):
+    """For each run its answers to the items of a batch, as fields of their lines: a text with its
+    ids, alphas and entropies; or the scores of the candidates, true ones first."""
+    prompts = [e.prompt for e in batch]
+    settings = runs[0].settings
     if settings["method"] == "cad":
-        settings["ids_without_context"] = [e.without_context for e in batch]
-    if not bench.task.choice:
-        out = baselines.generate(
-            model,
-            ids,
-            max_new_tokens=header["max_new_tokens"],
-            eos_ids=tokenizer.eos_ids,
-            **settings,
-        )
-        return [
-            {
-                "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
-                "ids": g.ids,
-                "alphas": [round(alpha, 6) for alpha in g.alphas],
-                "entropies": [round(entropy, 6) for entropy in g.entropies],
-                "stop": g.stop,
-            }
-            for g in out
-        ]
-    settings.pop("mask_prompt", None)  # scoring masks every position
-    answers = [e.answers for e in batch]
-    sums, _ = scoring.loglikelihoods(
-        model, ids, answers, renormalise=header["renormalise"], **settings
-    )
+        settings = settings | {"ids_without_context": [e.without_context for e in batch]}
+    if bench.task.choice:
+        return [scores(bench, batch, prompts, settings, runs[0].header["renormalise"], model)]
+    how = dict(max_new_tokens=runs[0].header["max_new_tokens"], eos_ids=tokenizer.eos_ids)
+    if len(runs) == 1:
+        out = baselines.generate(model, prompts, **how, **settings)
+    else:
+        all_settings = [run.settings for run in runs]
+        out = decore.generate(model, prompts * len(runs), decoder=Sweep, runs=all_settings, **how)
+    lines = [
+        {
+            "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
+            "ids": g.ids,
+            "alphas": [round(alpha, 6) for alpha in g.alphas],
+            "entropies": [round(entropy, 6) for entropy in g.entropies],
+            "stop": g.stop,
+        }
+        for g in out
+    ]
+    return [lines[first : first + len(batch)] for first in range(0, len(lines), len(batch))]
+
+
+def scores(bench, batch, prompts, settings, renormalise, model):
+    """The fields of each line of a multiple choice."""
+    settings = {name: value for name, value in settings.items() if name != "mask_prompt"}
+    answers = [e.answers for e in batch]  # scoring masks every position
+    sums, _ = scoring.loglikelihoods(model, prompts, answers, renormalise=renormalise, **settings)
     lines = []
-    for e, scores in zip(batch, sums):
+    for e, values in zip(batch, sums):
         n_true = bench.items[e.index]["n_true"]
         lines.append(
             {
-                "scores_true": scores[:n_true],
-                "scores_false": scores[n_true:],
+                "scores_true": values[:n_true],
+                "scores_false": values[n_true:],
                 "merged": e.merged,
                 "tokens": sum(map(len, e.answers)),
             }
