@@ -118,7 +118,7 @@ def paper_job(planned, args):
     """The run of a row of the paper, with the settings of the published runs."""
     task = find_task(planned.task)
     args = copy(args)
-    for name in (*cli.SWEPT, "mask", "random_heads"):
+    for name in ("num_heads", "alpha", "seed", "mask", "random_heads"):
         setattr(args, name, getattr(planned, name))
     dola = planned.method.startswith("dola") and not task.choice
     if dola and "qwen2" in (args.like or args.model).lower():

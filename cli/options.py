@@ -115,8 +115,10 @@ OPTIONS = {
     ),
     "measure": Option(
         *MASKED_ROW,
-        choices=("copy", "write", "mass"),
-        help="how heads are ranked: see heads/README.md (default: copy, the paper's)",
+        type=method_name(("copy", "write", "mass"), "measure"),
+        metavar="M",
+        help="copy, write or mass: how heads are ranked, see heads/README.md (default: copy, the "
+        "paper's)",
     ),
     "random_heads": Option(
         *MASKING,
@@ -178,7 +180,8 @@ OPTIONS = {
     ),
     "without_context": Option("cad", action="append", help="the prompt without its context"),
 }
-SWEPT = {"num_heads": "N", "alpha": "α", "seed": "seed"}  # options that take a list → label
+# Options that take a list → label.
+SWEPT = {"measure": "heads by", "num_heads": "N", "alpha": "α", "seed": "seed"}
 DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
 SEED = 1234
 
@@ -243,7 +246,8 @@ def add_method_arguments(p, methods, single=False, exclude=()):
             continue
         arguments = dict(option.arguments)
         if name in SWEPT and not single:
-            arguments["metavar"] = "N[,N…]"
+            metavar = arguments.get("metavar", "N")
+            arguments["metavar"] = f"{metavar}[,{metavar}…]"
             arguments["type"] = comma_list(arguments["type"])
         arguments["help"] = f"{', '.join(users)}: {arguments['help']}"
         p.add_argument(flag(name), **arguments)

@@ -187,6 +187,11 @@ def test_two_ranks_write_the_same_rows_as_one(start, model, data, tmp_path, more
             3,
         ),
         (
+            "--method masked --num-heads 2 --measure copy,mass --heads {measured}",
+            "masked.n2 masked.n2.mass",
+            2,
+        ),
+        (
             "--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt "
             "--alpha-cap 2 --scale-alpha --amateur {model} --amateur-heads {heads}",
             "masked.n2.query.mask-prompt "
@@ -199,7 +204,11 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
     start, model, data, tmp_path, options, names, draws
 ):
     """draws: different sets of heads, none included."""
+    scores = json.loads(Path(model[3]).read_text())
+    reverse = dict(zip(scores, [*scores.values()][::-1]))
+    measured = write(tmp_path / "measured.json", {"scores": scores, "mass": reverse})
     places = {"model": model[1], "name": Path(model[1]).name, "heads": model[3]}
+    places["measured"] = measured
     options = f"{options} --max-new-tokens 2 --limit 1".format(**places).split()
     names = names.format(**places).split()
     _, out, err = start(*model, *data["nq-closed"], *options, "--out", tmp_path)
