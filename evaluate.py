@@ -129,7 +129,8 @@ def paper_job(planned, args):
 
 
 def sweep(args, jobs, lenient=False):
-    """Run the jobs, in order. Everything is checked before the first run.
+    """Run the jobs, in order, neighbours of one task together. Everything is checked before the
+    first run.
 
     lenient: leave out runs that do not fit the model, in place of a ValueError."""
     ranks = Ranks(args.tp, args.device)
@@ -143,18 +144,18 @@ def sweep(args, jobs, lenient=False):
     fingerprints = ranks.share(
         lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
     )
-    runs = {}
-    for job, bench, settings in fitting:
-        header = make_header(job, bench, settings, model, fingerprints)
-        path = Path(args.out) / f"{run_name(header)}.jsonl"
-        runs.setdefault(job.task, (bench, {}))[1][path] = Run(header, settings, path)
-    for task, (bench, of_task) in runs.items():
+    for task, neighbours in itertools.groupby(fitting, lambda one: one[0].task):
+        runs = {}
+        for job, bench, settings in neighbours:
+            header = make_header(job, bench, settings, model, fingerprints)
+            path = Path(args.out) / f"{run_name(header)}.jsonl"
+            runs[path] = Run(header, settings, path)
         try:
-            lines = run_benchmark(bench, list(of_task.values()), model, tokenizer, ranks)
+            lines = run_benchmark(bench, [*runs.values()], model, tokenizer, ranks)
         except KeyboardInterrupt:
             print("\nstopped; the same command continues", file=sys.stderr)
             raise
-        for path, answers in zip(of_task, lines or []):
+        for path, answers in zip(runs, lines or []):
             answers = judges.judge(answers, path, task)
             rescore.print_means(stored.values_of(path, task, answers), {"run": str(path)})
 
