@@ -96,14 +96,15 @@ class Session:
         model.prefill(ids, self.cache, self.head_mask if mask_prompt else None, mask)
 
     def logits(self, tokens):
-        """Append tokens [B, T] to the texts → logits of the next token after each, [R, B, T, V]
-        float32."""
+        """Append tokens [B, T], or [R, B, T], to the texts → logits of the next token after each,
+        [R, B, T, V] float32."""
         return self.model(tokens, self.cache, self.head_mask, self.mask)
 
 
 class DeCoRe:
     """Decodes by one of METHODS. Like every decoder, it has `sessions` and `step`.
 
+    prompts: without any it has no session, only `rows` and `contrasted` (for paper/sweep.py).
     capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
     alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
     (the published runs). mask_prompt: mask at every position, not only from the last prompt token
@@ -142,7 +143,7 @@ class DeCoRe:
         return self.contrasted(self.logits(tokens).log_softmax(-1))
 
     def contrasted(self, log_p):
-        """The `Step` of log-probabilities [R, B, T, V]."""
+        """The `Step` of the rows' log-probabilities, [R, B, T, V]."""
         base, other = log_p[0], log_p[-1]  # the same if R is 1
         h = entropy(base)
         if self.method == "decore-entropy":

@@ -1,25 +1,20 @@
 """A benchmark's runs: each batch of items is decoded with each of them, into its file (runfile.py).
 
-The runs share the keys and values of a batch's prompts, so that a sweep over N and α costs little
-more than one run."""
+sweep.py says what the runs of a batch share."""
 
 import json
 import time
-from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
-import torch
 from tqdm import tqdm
 
 import cli
 import decore
-from decore import DeCoRe, Session, Step
-from model import Transformer
 from paper import baselines, runfile, scoring
+from paper.sweep import Sweep, prompts_read_once, side_by_side
 from paper.tasks import Task, data, prompts
 from runtime import files
 
@@ -114,74 +109,6 @@ def run_benchmark(bench, runs, model, tokenizer, ranks):
                     bar.update(len(answered))
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
-
-
-def side_by_side(runs, task, model):
-    """The runs in groups: those of a `Sweep`, and each other run alone."""
-    groups = defaultdict(list)
-    for run in runs:
-        settings = run.settings
-        shares = isinstance(model, Transformer) and not task.choice
-        shares &= settings["method"] in decore.METHODS and "amateur" not in settings
-        shares &= not settings.get("mask_prompt")
-        groups[settings.get("mask", "output") if shares else run.path].append(run)
-    return groups.values()
-
-
-class Sweep:
-    """Runs of DeCoRe side by side: their rows are rows of one pass, which reads the keys of a
-    prompt once for all of them.
-
-    prompts: B prompts, K times: for each run. runs: the arguments of each run's `DeCoRe`. They mask
-    no prompts, and have one `mask`."""
-
-    def __init__(self, model, prompts, capacity, method, runs):
-        self.decoders = [DeCoRe(model, (), capacity, **run) for run in runs]
-        self.counts = [len(decoder.rows) for decoder in self.decoders]
-        rows = sum([decoder.rows for decoder in self.decoders], [])
-        mask = runs[0].get("mask", "output")
-        self.sessions = [Session(model, prompts[: len(prompts) // len(runs)], capacity, rows, mask)]
-        self.run_of_row = torch.arange(len(runs)).repeat_interleave(torch.tensor(self.counts))
-        self.run_of_row = self.run_of_row.to(model.device)
-
-    def step(self, tokens):
-        """As `DeCoRe.step`, for tokens [K·B, T]."""
-        ids = tokens.unflatten(0, (len(self.counts), -1))  # [K, B, T]
-        logits = self.sessions[0].logits(ids[self.run_of_row])  # [R, B, T, V]
-        steps = [
-            decoder.contrasted(z.log_softmax(-1))
-            for decoder, z in zip(self.decoders, logits.split(self.counts))
-        ]
-        return Step(*map(torch.cat, zip(*steps)))
-
-
-@contextmanager
-def prompts_read_once(models):
-    """Inside, prompts that a model of our own reads again, with no head masked, get the keys and
-    values of the first time."""
-    with ExitStack() as stack:
-        for model in dict.fromkeys(models):
-            if isinstance(model, Transformer):
-                memory = remembering(model.prefill)
-                stack.enter_context(patch.object(model, "prefill", memory))
-        yield
-
-
-def remembering(prefill):
-    known = []  # (ids, their cache)
-
-    def prefill_once(ids, cache, head_mask=None, mask="output"):
-        if head_mask is not None:
-            return prefill(ids, cache, head_mask, mask)
-        for read, other in known:
-            if torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths):
-                for new, old in zip(cache.kv, other.kv):
-                    new[..., : cache.P, :] = old[..., : cache.P, :]
-                return
-        prefill(ids, cache)
-        known.append((ids, cache))
-
-    return prefill_once
 
 
 def in_batches(encoded, size):

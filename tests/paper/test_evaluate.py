@@ -221,24 +221,32 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
         assert settings["amateur_fingerprint"] == (fingerprint(model[1]) if lite else None)
 
 
-@pytest.mark.parametrize("methods", ["greedy,masked,decore-static,decore-entropy,cad,dola-low"])
+@pytest.mark.parametrize(
+    "masking, reads",
+    [
+        ([], 2),  # each batch, and cad's prompts without context
+        (["--mask", "query"], 2),
+        (["--mask-prompt"], 2 + 8),  # masked rows read the prompts themselves
+    ],
+)
 def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
-    start, model, data, tmp_path, monkeypatch, methods
+    start, model, data, tmp_path, monkeypatch, masking, reads
 ):
     read = Mock(return_value=None)
     prefill = Transformer.prefill
     monkeypatch.setattr(Transformer, "prefill", lambda *args: read() or prefill(*args))
     options = [*model[:2], *data["nq-swap"], "--batch-size", 4, "--max-new-tokens", 3]
     more = [*model[2:], "--num-heads", "1,3", "--alpha", "0.5,2", "--out", tmp_path / "sweep"]
-    _, out, err = start(*options, *more, "--method", methods)
+    methods = "greedy,masked,decore-static,decore-entropy,cad,dola-low"
+    _, out, err = start(*options, *more, *masking, "--method", methods)
     batches = -(-out[0]["n"] // 4)
     assert batches == 2 and len(out) == 12, err
-    assert read.call_count == 2 * batches  # cad has a second prompt
+    assert read.call_count == reads * batches
     for one in out:
         header, *lines = content(one["run"])
         single = ["--method", header["method"], "--out", tmp_path / "single"]
         if header["heads"]:
-            single += [*model[2:], "--num-heads", header["num_heads"]]
+            single += [*model[2:], *masking, "--num-heads", header["num_heads"]]
         if header["alpha"]:
             single += ["--alpha", header["alpha"]]
         _, [again], err = start(*options, *single)
