@@ -67,8 +67,6 @@ def run_benchmark(bench, runs, model, tokenizer, ranks):
     """Answer the items that the runs' files lack. Returns the lines of each run in the data's
     order; None on other ranks than 0."""
     questions = {e.index: question_of(bench.items[e.index], e) for e in bench.encoded}
-    batches = in_batches(bench.encoded, runs[0].header["batch_size"])
-    batches += [[]] * (-len(batches) % ranks.replicas)  # for replicas without one at the end
 
     def lines_of(group, batch):
         """[(run's path, line)] of the runs that lack items of the batch."""
@@ -92,6 +90,8 @@ def run_benchmark(bench, runs, model, tokenizer, ranks):
         done = ranks.share(
             lambda: {r.path: set(runfile.open_run(r.path, r.header, questions)) for r in runs}
         )
+        known = set.intersection(*done.values())
+        batches = missing_batches(bench.encoded, runs[0].header["batch_size"], known, ranks)
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
         total = len(bench.encoded) * len(runs)
         bar = stack.enter_context(tqdm(total=total, desc=name, unit="ex"))
@@ -109,6 +109,17 @@ def run_benchmark(bench, runs, model, tokenizer, ranks):
                     bar.update(len(answered))
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
+
+
+def missing_batches(encoded, size, known, ranks):
+    """The batches with items whose indices are not known, a multiple of the replicas."""
+    batches = in_batches(encoded, size)
+    counts = [sum(e.index in known for e in batch) for batch in batches]
+    cut = sum(0 < n < len(batch) for n, batch in zip(counts, batches))
+    if cut > ranks.replicas:  # the run was not interrupted, but is to have more items
+        batches = in_batches([e for e in encoded if e.index not in known], size)
+    batches = [batch for batch in batches if not known.issuperset(e.index for e in batch)]
+    return batches + [[]] * (-len(batches) % ranks.replicas)
 
 
 def in_batches(encoded, size):

@@ -188,9 +188,9 @@ def settings_of(header, task, model):
 
 
 def differences(settings, paper):
-    """The settings that are not the paper's, as a text such as "mask prompt True"."""
+    """The settings that are not the paper's, as a text such as "alpha cap 0.5, scale alpha"."""
     return ", ".join(
-        f"{name.replace('_', ' ')} {settings[name]}"
+        name.replace("_", " ") + ("" if settings[name] is True else f" {settings[name]}")
         for name, value in paper.items()
         if settings.get(name) not in (None, {}, value)
     )

@@ -17,6 +17,7 @@ import cli
 import evaluate
 from model import Transformer
 from paper import baselines
+from paper.benchmark import missing_batches
 from paper.scoring import score
 from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
@@ -148,6 +149,20 @@ def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp
     assert command.endswith("--sample 4")  # not that of the first start
     status, _, err = start(*greedy, *arguments, "--sample", 4, "--seed", 3)
     assert status == 2 and "sample_seed: 1234 there, 3 now" in err
+
+
+@pytest.mark.parametrize(
+    "known, batches",
+    [
+        ([], [[5, 4], [3, 2], [1, 0]]),
+        ([5, 4, 3], [[3, 2], [1, 0]]),  # an interrupted run: the batches stay the same
+        ([5, 2, 1], [[4, 3], [0]]),  # a run that grows: no answer is computed again
+    ],
+)
+def test_batches_of_a_run_that_continues(known, batches):
+    encoded = [SimpleNamespace(index=i, prompt=[0] * i) for i in range(6)]
+    left = missing_batches(encoded, 2, {*known}, SimpleNamespace(replicas=1))
+    assert [[e.index for e in batch] for batch in left] == batches
 
 
 # Several ranks

@@ -129,8 +129,9 @@ def test_a_python_block_of_the_pages_runs(block, monkeypatch, tmp_path):
     exec(block.replace('device="cuda"', 'device="cpu"'), {})
 
 
-def test_the_page_of_results_is_the_report_of_its_stored_runs(call, tmp_path):
-    options = "--plots", tmp_path / "results", "--commands"
-    status, out, _ = call(evaluate.main, "report", ROOT / "docs" / "results", *options)
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["results", "results-bfloat16"])
+def test_a_page_of_results_is_the_report_of_its_stored_runs(call, tmp_path, name):
+    options = "--plots", tmp_path / name, "--commands"
+    status, out, _ = call(evaluate.main, "report", ROOT / "docs" / name, *options)
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert status == 0 and out.strip() and page.endswith(out.strip() + "\n")
