@@ -93,9 +93,8 @@ def run_benchmark(bench, runs, model, tokenizer, ranks):
         known = set.intersection(*done.values())
         batches = missing_batches(bench.encoded, runs[0].header["batch_size"], known, ranks)
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
-        total = len(bench.encoded) * len(runs)
-        bar = stack.enter_context(tqdm(total=total, desc=name, unit="ex"))
-        bar.update(sum(map(len, done.values())))
+        counts = dict(total=len(bench.encoded) * len(runs), initial=sum(map(len, done.values())))
+        bar = stack.enter_context(tqdm(desc=name, unit="ex", **counts))
         models = [model, *(run.settings["amateur"] for run in runs if "amateur" in run.settings)]
         for first in range(0, len(batches), ranks.replicas):
             with prompts_read_once(models if len(runs) > 1 else ()):
