@@ -276,6 +276,9 @@ def test_requests_whose_prompts_grow_are_refused(folder):
             llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=2))
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's caches of eight bits need AVX-512"
+)
 def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, ours, monkeypatch):
     """Without masked heads, the masked model is the base model."""
     prompts = ours["prompts"]
