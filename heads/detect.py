@@ -3,23 +3,8 @@
     python -m heads.detect --model M --out heads/M.json
 
 Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text,
-and the model is asked about it. It answers greedily. Three measures of each head in a run:
-
-* copy, that of the paper. A head *copies* at a step if the position with its largest attention
-  weight lies in the needle and contains the token that the step generates. The score is
-  |copied ∩ needle tokens| / |needle tokens|.
-* write (LOCOS, arXiv 2607.01002): what the head adds to the logit of the generated token y. Key j
-  with probability p_j and value v_j adds φ_j = p_j · u_y · W_O v_j, if u_y is y's row of the
-  language-model head. The score is Σ_needle φ − (needle's tokens / other tokens) · Σ_other φ,
-  the mean over the steps that generate a token of the needle.
-* mass: the head's attention to the needle, Σ_needle p, the mean over the same steps.
-
-A head's score is the mean over the runs whose answer is right.
-
-    S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
-    G key/value heads    K head width
-
-needles.py makes the prompts."""
+and the model is asked about it. It answers greedily. A head's score is the mean over the runs whose
+answer is right. measures.py says what a run measures; needles.py makes the prompts."""
 
 import argparse
 import json
@@ -30,17 +15,16 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch
 from tqdm import tqdm
 
 import cli
-from decore import Session, make_head_mask
+from decore import Session
 from heads import MEASURES, choose_heads, load_heads
+from heads.measures import answer_batch, head_scores, score_run  # noqa: F401
 from heads.needles import PUBLISHED, make_prompts, read_haystack, read_needles, spread
 from runtime import files
 from runtime.weights import fingerprint
@@ -55,123 +39,6 @@ EARLY = 20  # after so many runs, print how many answers are right
 
 # What a stored run has, besides the record of its prompt.
 RESULT = {"answer": str, "right": bool} | dict.fromkeys(MEASURES.values(), dict)
-
-
-class Answer(NamedTuple):
-    """A generated text, and numbers of each head at the step that generates each token,
-    [S, L, H]."""
-
-    ids: list
-    positions: torch.Tensor  # position of the largest attention weight
-    mass: torch.Tensor
-    write: torch.Tensor  # zeros if the model does not show its values
-
-
-def score_run(
-    model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False, measure="copy"
-):
-    """Scores of all heads in one run [L, H], and the generated ids.
-
-    needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as
-    the published runs did. measure: "copy", "write" or "mass"."""
-    prompt_ids = [int(i) for i in prompt_ids]
-    if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
-        raise ValueError(
-            f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
-            "give (first token, last token + 1)"
-        )
-    [answer] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
-    return head_scores(answer, prompt_ids, needle, published)[measure], answer.ids
-
-
-@torch.inference_mode()
-def answer_batch(
-    model, prompts, needles, max_new_tokens, eos_ids=(), published=False, cache=None, heads=()
-):
-    """Greedy answers to a batch of prompts: one `Answer` per prompt.
-
-    An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published, also once
-    it contains every token of the needle as often as the needle does. cache: that of the prompts,
-    if they are read. heads: masked from the prompts' last tokens on."""
-    cache = cache or Session(model, prompts, max_new_tokens).cache
-    head_mask = make_head_mask([heads], model)
-    token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
-    start, end = torch.tensor(needles, device=model.device).T[..., None]  # [B, 1] each
-    targets = [Counter(ids[start:end]) for ids, (start, end) in zip(prompts, needles)]
-    answers = [[] for _ in prompts]
-    running = set(range(len(prompts)))
-    steps = []
-    while running:
-        layers = []  # L × [1, B, 1, H, C]
-        token = model(token, cache, head_mask, probabilities=layers)[0].argmax(-1)
-        key = torch.arange(layers[0].shape[-1], device=model.device)
-        # Keys of new tokens are numbered from P on, after those of the padded prompts.
-        position = torch.where(key < cache.P, key, key - cache.P + cache.lengths[:, None])
-        inside = (position >= start) & (position < end)  # [B, C]
-        others = cache.lengths[:, None] + 1 + len(steps) - (end - start)
-        share = torch.where(inside, 1, (start - end) / others.clamp(min=1))
-        layers = [p[0, :, 0] for p in layers]  # [B, H, C]
-        positions = [position.gather(1, p.argmax(-1)) for p in layers]
-        mass = [(p * inside[:, None]).sum(-1) for p in layers]
-        values = cache.values(len(key))
-        # Not in float32: copies of the values fragment the memory, by gigabytes in 50 steps.
-        read = values and [
-            (p * share[:, None]).unflatten(1, (v.shape[1], -1)).to(v) @ v
-            for p, v in zip(layers, values)  # [B, G, H/G, K]
-        ]
-        steps.append((torch.stack(positions), torch.stack(mass), read, token))
-        for b, new in enumerate(token[:, 0].tolist()):
-            if b in running:
-                answers[b].append(new)
-                complete = targets[b] <= Counter(answers[b]) and not published
-                if complete or new in eos_ids or len(answers[b]) == max_new_tokens:
-                    running.remove(b)
-    positions, mass, read, tokens = zip(*steps)
-    mass = torch.stack(mass)  # [S, L, B, H]
-    write = written(model, read, torch.cat(tokens, 1)) if read[0] else torch.zeros_like(mass)
-    # Heads of all ranks.
-    numbers = [model.shard.all_gather(x).cpu() for x in (torch.stack(positions), mass, write)]
-    return [Answer(ids, *(x[: len(ids), :, b] for x in numbers)) for b, ids in enumerate(answers)]
-
-
-def written(model, read, tokens):
-    """What each head adds to the logit of each token: [S, L, B, H].
-
-    read: of each step, sums of values: L of [B, G, H/G, K]. tokens: [B, S]."""
-    rows = model.unembedding(tokens)  # [B, S, D]
-    steps = []
-    for s, layers in enumerate(read):
-        logits = []
-        for o, values in zip(model.output_projections(), layers):
-            values = values.flatten(1, 2).to(model.dtype)  # [B, H, K]
-            alone = torch.eye(values.shape[1]).to(values)[..., None] * values[:, None]
-            alone = alone.flatten(-2)  # [B, H, H·K]: row h has head h only
-            added = o(alone) - o(torch.zeros_like(alone[:1, :1]))  # without a bias
-            logits.append((added.to(rows) @ rows[:, s, :, None])[..., 0])
-        steps.append(torch.stack(logits))
-    return torch.stack(steps)
-
-
-def head_scores(answer, prompt_ids, needle, published=False):
-    """{measure: scores of every head in one run, float64 [L, H]}.
-
-    The paper's rule for copies counts each distinct token of the needle once, so a score is at most
-    1. The published runs added 1 / (tokens of the needle) at every copy, repeats included. A needle
-    that was not located, (-1, -1), scores 0."""
-    start, end = needle
-    ids, tokens = torch.tensor(prompt_ids), torch.tensor(answer.ids)
-    inside = (answer.positions >= start) & (answer.positions < end)
-    copies = inside & (ids[answer.positions.where(inside, 0)] == tokens[:, None, None])  # [S, L, H]
-    distinct = set(prompt_ids[start:end])
-    if published:
-        copy = copies.sum(0).double() / max(end - start, 1)
-    else:
-        copy = sum(copies[tokens == token].any(0).double() for token in distinct) / len(distinct)
-    steps = torch.tensor([token in distinct for token in answer.ids])
-    write, mass = (
-        x[steps].double().sum(0) / max(1, int(steps.sum())) for x in (answer.write, answer.mass)
-    )
-    return {"copy": copy, "write": write, "mass": mass}
 
 
 def run_all(model, tokenizer, prompts, needles, facts, path, min_success):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import cli
 from decore import generate
-from heads import FOLDER, detect, load_heads, needles
+from heads import FOLDER, detect, load_heads, measures, needles
 from heads.sources import find_sources
 from model import Transformer
 from runtime.hf import HFModel
@@ -281,8 +281,8 @@ def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
     # no scores.
     assert published(50, needle=needle._replace(real_needle="xz"))[1] is None
     zeros = torch.zeros(2, 1, 1, dtype=int)
-    nowhere = detect.Answer([5, 6], zeros, zeros, zeros)
-    assert not any(detect.head_scores(nowhere, [5, 6], (-1, -1), published=True).values())
+    nowhere = measures.Answer([5, 6], zeros, zeros, zeros)
+    assert not any(measures.head_scores(nowhere, [5, 6], (-1, -1), published=True).values())
     assert published(100, needle=needle._replace(needle="N n.", real_needle="aA"))[1] == "Aa"
 
 
@@ -352,7 +352,7 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
     def answer_batch(model, prompts, spans, max_new_tokens, stops, published):
         assert set(stops) == ({144, None} if published else {257})  # the vocabulary has no "<0x0A>"
         zeros = [torch.zeros(len(text), 1, 1, dtype=int) for text in texts]
-        return [detect.Answer(tokenizer.encode(text), x, x, x) for text, x in zip(texts, zeros)]
+        return [measures.Answer(tokenizer.encode(text), x, x, x) for text, x in zip(texts, zeros)]
 
     monkeypatch.setattr(detect, "answer_batch", answer_batch)
     for more in ([], ["--published"]):
