@@ -327,6 +327,13 @@ class Cache:
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
 
+    def copy_prompts(self, other):
+        """Take the keys and values of the same prompts from another cache. Returns whether that
+        can be done."""
+        for new, old in zip(self.kv, other.kv):
+            new[..., : self.P, :] = old[..., : self.P, :]
+        return True
+
     def values(self, n):
         """Each layer's values of the first n keys, [B, G, n, K]."""
         return [kv[1, ..., :n, :] for kv in self.kv]

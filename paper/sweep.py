@@ -56,13 +56,12 @@ class Sweep:
 
 @contextmanager
 def prompts_read_once(models):
-    """Inside, a model of our own that reads prompts again, with no head masked, copies their keys
-    and values."""
+    """Inside, a model that reads prompts again, with no head masked, copies their keys and
+    values."""
     with ExitStack() as stack:
         for model in dict.fromkeys(models):
-            if isinstance(model, Transformer):
-                memory = remembering(model.prefill)
-                stack.enter_context(patch.object(model, "prefill", memory))
+            memory = remembering(model.prefill)
+            stack.enter_context(patch.object(model, "prefill", memory))
         yield
 
 
@@ -73,9 +72,8 @@ def remembering(prefill):
         if head_mask is not None:
             return prefill(ids, cache, head_mask, mask)
         for read, other in known:
-            if torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths):
-                for new, old in zip(cache.kv, other.kv):
-                    new[..., : cache.P, :] = old[..., : cache.P, :]
+            same = torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths)
+            if same and cache.copy_prompts(other):
                 return
         prefill(ids, cache)
         known.append((ids, cache))

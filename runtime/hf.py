@@ -343,6 +343,16 @@ class HFCache:
         """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
         return (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)
 
+    def copy_prompts(self, other):
+        """As `Cache.copy_prompts`; False if a layer keeps more than keys and values."""
+        if any(type(layer) is not DynamicLayer for layer in other.kv.layers):
+            return False
+        for i, layer in enumerate(other.kv.layers):
+            if layer.is_initialized:  # a layer may use the keys of another
+                first = (x[: len(self.lengths), :, : self.P] for x in (layer.keys, layer.values))
+                self.kv.update(*(x.repeat(self.rows, 1, 1, 1) for x in first), i)
+        return True
+
     def values(self, n):
         """As `Cache.values`; None unless all layers have all heads, and stored values of their
         width, and the language-model head is in memory."""

@@ -22,6 +22,7 @@ from paper.scoring import score
 from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
+from runtime.hf import HFModel
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
@@ -237,20 +238,23 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
 
 
 @pytest.mark.parametrize(
-    "masking, reads",
+    "engine, masking, reads",
     [
-        ([], 2),  # each batch, and cad's prompts without context
-        (["--mask", "query"], 2),
-        (["--mask-prompt"], 2 + 8),  # masked rows read the prompts themselves
+        (Transformer, [], 2),  # each batch, and cad's prompts without context
+        (Transformer, ["--mask", "query"], 2),
+        (Transformer, ["--mask-prompt"], 2 + 8),  # masked rows read the prompts themselves
+        (HFModel, [], 2),
     ],
 )
 def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
-    start, model, data, tmp_path, monkeypatch, masking, reads
+    start, model, data, tmp_path, monkeypatch, engine, masking, reads
 ):
     read = Mock(return_value=None)
-    prefill = Transformer.prefill
-    monkeypatch.setattr(Transformer, "prefill", lambda *args: read() or prefill(*args))
+    prefill = engine.prefill
+    monkeypatch.setattr(HFModel, "check", lambda *args: True)  # reads two prompts
+    monkeypatch.setattr(engine, "prefill", lambda *args: read() or prefill(*args))
     options = [*model[:2], *data["nq-swap"], "--batch-size", 4, "--max-new-tokens", 3]
+    options += ["--transformers"] * (engine is HFModel)
     more = [*model[2:], "--num-heads", "1,3", "--alpha", "0.5,2", "--out", tmp_path / "sweep"]
     methods = "greedy,masked,decore-static,decore-entropy,cad,dola-low"
     _, out, err = start(*options, *more, *masking, "--method", methods)

@@ -22,6 +22,7 @@ from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from paper import baselines
 from paper.scoring import score
+from paper.sweep import prompts_read_once
 from runtime import pack, torchrun
 from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
@@ -47,6 +48,7 @@ BASELINES = [
     dict(method="ad", info_layer=3),
 ]
 N = dict(max_new_tokens=6, eos_ids=())
+RECURRENT = ["falcon_h1", "qwen3_next", "lfm2"]  # their layers keep a state
 
 
 @pytest.fixture(scope="module", params=["llama3.1", "mistral-window", "qwen2-window", "qwen3"])
@@ -195,6 +197,28 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
     total = contrast(base, log_p(other, answer), entropy(base)).log_softmax(-1)[0]
     expected = sum(total[i, token].item() for i, token in enumerate(answer))
     assert score(model, prompt, answer, heads=HEADS) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
+    model = HFModel(random_model(family))
+    runs = [
+        dict(method=method, heads=HEADS) for method in ("decore-entropy", "masked", "decore-static")
+    ]
+    expected = [generate(model, PROMPTS, **run, **N) for run in runs]
+    lengths = []
+    run_hf = model.run_hf
+
+    def counted(inputs, *args, **more):
+        lengths.append(inputs["input_ids"].shape[1])
+        return run_hf(inputs, *args, **more)
+
+    monkeypatch.setattr(model, "run_hf", counted)
+    with prompts_read_once([model]):
+        for run, alone in zip(runs, expected):
+            assert_equal(generate(model, PROMPTS, **run, **N), alone)
+    longest = max(map(len, PROMPTS)) - 1
+    assert lengths.count(longest) == (3 if family in RECURRENT else 1)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_QUERY])
