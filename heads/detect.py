@@ -246,20 +246,21 @@ def parse_args():
         "(default: the text, then the question)",
     )
     add("--max-new-tokens", type=cli.positive, default=50, help="of an answer (default 50)")
-    add(
+    purpose = p.add_mutually_exclusive_group()
+    purpose.add_argument(
         "--masked",
         type=cli.comma_list(cli.positive),
         metavar="N[,N…]",
         help="measure no heads: count right answers without the N best of this model's head file, "
         "by each measure, and without random ones",
     )
-    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
-    add(
+    purpose.add_argument(
         "--min-success",
         type=cli.number(int, 0),
         default=10,
         help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
     )
+    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
     add(
         "--published",
         action="store_true",

@@ -455,6 +455,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
         (["--haystack", "/proc/self/fdinfo"], "holds no text"),
         (["--needles", "/dev/null"], "/dev/null holds no needles"),
         (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
+        (["--masked", "1", "--min-success", "3"], "not allowed with argument --masked"),
         (["--published", "--raw"], "--raw has no effect"),
         (["--published", "--seed", "1"], "--seed has no effect"),
         (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
