@@ -72,8 +72,9 @@ def remembering(prefill):
         if head_mask is not None:
             return prefill(ids, cache, head_mask, mask)
         for read, other in known:
-            same = torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths)
-            if same and cache.copy_prompts(other):
+            if torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths):
+                if not cache.copy_prompts(other):
+                    prefill(ids, cache)
                 return
         prefill(ids, cache)
         known.append((ids, cache))

@@ -2,9 +2,11 @@
 copies of a model whose output projections have zeros for the masked heads."""
 
 import copy
+import gc
 import json
 import math
 import sys
+import weakref
 from functools import partial
 from importlib.util import find_spec
 
@@ -206,17 +208,25 @@ def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
         dict(method=method, heads=HEADS) for method in ("decore-entropy", "masked", "decore-static")
     ]
     expected = [generate(model, PROMPTS, **run, **N) for run in runs]
-    lengths = []
-    run_hf = model.run_hf
+    lengths, caches = [], []
+    run_hf, new_cache = model.run_hf, model.new_cache
+
+    def kept(*args):
+        cache = new_cache(*args)
+        caches.append(weakref.ref(cache))
+        return cache
 
     def counted(inputs, *args, **more):
         lengths.append(inputs["input_ids"].shape[1])
         return run_hf(inputs, *args, **more)
 
     monkeypatch.setattr(model, "run_hf", counted)
+    monkeypatch.setattr(model, "new_cache", kept)
     with prompts_read_once([model]):
         for run, alone in zip(runs, expected):
             assert_equal(generate(model, PROMPTS, **run, **N), alone)
+        gc.collect()
+        assert [cache() is not None for cache in caches] == [True, False, False]
     longest = max(map(len, PROMPTS)) - 1
     assert lengths.count(longest) == (3 if family in RECURRENT else 1)
 
