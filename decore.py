@@ -104,7 +104,7 @@ class Session:
 class DeCoRe:
     """Decodes by one of METHODS. Like every decoder, it has `sessions` and `step`.
 
-    prompts: without any it has no session, only `rows` and `contrasted` (for paper/sweep.py).
+    prompts: without any it has no session, only `rows` and `contrasted` (for decoders/sweep.py).
     capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
     alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
     (the published runs). mask_prompt: mask at every position, not only from the last prompt token
@@ -186,7 +186,7 @@ def generate(
 
     eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy)
     is called for each token and ends text b by returning True. graph: record a step as a CUDA
-    graph, if the models can. decoder: `DeCoRe` or one of paper/baselines.py. attention_mask: 0
+    graph, if the models can. decoder: `DeCoRe` or one of decoders/baselines.py. attention_mask: 0
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
     prompts, as_given = checks.unpack(ids, attention_mask, input_ids)
@@ -239,4 +239,4 @@ def pad(sequences, device="cpu"):
 
 
 if __name__ == "__main__":
-    runpy.run_module("program", run_name="__main__")  # the command line: program/__init__.py
+    runpy.run_module("cli.decode", run_name="__main__")  # the command line

@@ -29,7 +29,8 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import cli
-from paper import baselines, fetch, judges, plan, printed, report, rescore
+from decoders import baselines
+from paper import fetch, judges, plan, printed, report, rescore
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import make_header, run_name

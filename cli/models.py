@@ -42,7 +42,7 @@ def read_model(name, args):
     choose_device(args)
     folder = checkpoint_folder(name, weights=False)
     if args.transformers:
-        from runtime.hf import describe, read_config
+        from hf import describe, read_config
 
         config = describe(read_config(folder))
     else:
@@ -66,7 +66,7 @@ def load_model(name, args, shard=None):
     device = choose_device(args)
     dtype = None if args.dtype == "auto" else args.dtype
     if args.transformers:
-        from runtime.hf import HFModel
+        from hf import HFModel
 
         return HFModel.load(name, device, dtype, args.device_map)
     return Transformer.load(name, device, dtype, shard)

@@ -11,10 +11,16 @@ import warnings
 from bisect import bisect_left, bisect_right
 from functools import lru_cache, partial
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 from runtime.files import json_lines, read_text
 
+HAYSTACK = Path(__file__).parent / "haystack"
+TEMPLATE = (
+    "{context}\n\nBased on the content of the text, answer the question.\n"
+    "Question: {question}\nAnswer:"
+)
 NEAR = 5  # largest distance of the needle from its depth, in % of the context
 PUBLISHED = "{context}Based on the content of the book, Question: {question}\nAnswer:"
 FULL_STOPS = (29889, 869)  # the published runs' ids of a full stop: Llama 2's, for every vocabulary

@@ -13,7 +13,7 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import cli
-from paper import baselines
+from decoders import baselines
 from paper.settings import method_settings
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line

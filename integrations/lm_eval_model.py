@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from tqdm import tqdm
 
-from paper import baselines, scoring
+from decoders import baselines, scoring
 from runtime.files import one_line
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}

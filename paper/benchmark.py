@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 import cli
 import decore
-from paper import baselines, runfile, scoring
-from paper.sweep import Sweep, prompts_read_once, side_by_side
+from decoders import baselines, scoring
+from decoders.sweep import Sweep, prompts_read_once, side_by_side
+from paper import runfile
 from paper.tasks import Task, data, prompts
 from runtime import files
 

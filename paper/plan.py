@@ -14,9 +14,9 @@ from os.path import commonprefix
 from pathlib import Path
 
 import cli
+from decoders import baselines
 from heads import head_file
 from model import LEAST_PREFIX, Transformer
-from paper import baselines
 from paper.benchmark import in_batches, load_benchmark
 from paper.printed import TASKS, cells, headline, table
 from paper.report.stored import ITI

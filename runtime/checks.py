@@ -10,7 +10,7 @@ import torch
 from runtime.files import one_line
 
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
-ELSEWHERE = "; an amateur and other methods: paper.baselines.generate"
+ELSEWHERE = "; an amateur and other methods: decoders.baselines.generate"
 HUGE = 10**9  # far above any α, and still safe to multiply with
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (
@@ -63,7 +63,7 @@ def check_model(model):
     if not hasattr(model, "new_cache"):
         raise ValueError(
             f"{type(model).__name__} is not a model of ours; wrap a causal model of transformers: "
-            "HFModel(model), from runtime.hf"
+            "HFModel(model), from hf"
         )
 
 

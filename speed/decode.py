@@ -54,7 +54,7 @@ def this_project(model, new, heads, method, graph=True):
 
 def on_hf_model(hf_model, new, heads, method):
     """Packed, as `HFModel.load` does. hf_model: its modules are this contestant's own."""
-    from runtime.hf import HFModel
+    from hf import HFModel
 
     if hf_model.device.type == "cpu":
         pack(hf_model, torch.nn.Linear)

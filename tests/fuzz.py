@@ -26,13 +26,13 @@ import transformers
 import cli
 import decore
 import evaluate
-import program
+from cli import decode as program
+from decoders import scoring
 from heads import load_heads
+from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
-from paper import scoring
 from runtime.config import Config
-from runtime.hf import HFModel
 from tests.checkpoints import (
     ODD,
     change,

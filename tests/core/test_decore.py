@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from decoders import baselines
+from decoders.scoring import score
 from decore import METHODS, decore, generate, make_head_mask
 from model import Cache, Transformer
-from paper import baselines
-from paper.scoring import score
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
@@ -218,8 +218,8 @@ REFUSED = {
     "one vocabulary": AMATEUR | dict(amateur=stand_in(64)),
     "takes no heads, but amateur, .* mask_prompt$": AMATEUR | dict(heads=HEADS),
     "needs amateur_heads": AMATEUR | dict(amateur_heads=None),
-    "takes no amateur, .*: paper.baselines.generate": AMATEUR | dict(function=generate),
-    "'cad' is unknown; .*: paper.baselines.generate": dict(method="cad", function=generate),
+    "takes no amateur, .*: decoders.baselines.generate": AMATEUR | dict(function=generate),
+    "'cad' is unknown; .*: decoders.baselines.generate": dict(method="cad", function=generate),
     "takes no n, but heads, alpha, ": dict(n=4),
     "13 tokens; short reads 12": AMATEUR | dict(ids=[5] * 13),
     "longest answer has 13 tokens; short reads 12": AMATEUR | dict(answer_ids=[6] * 13),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from decoders import baselines
 from decore import generate
 from heads import detect
 from model import Cache, Transformer
-from paper import baselines
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, settings
 

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from decoders import baselines
 from decore import METHODS, DeCoRe, generate
 from model import Transformer
-from paper import baselines
 from runtime import attention
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import decore
+from decoders import baselines
+from decoders.scoring import score
 from model import common_prefix
-from paper import baselines
-from paper.scoring import score
 from tests.checkpoints import random_ids
 from tests.core.test_gpu_on_cpu import CASES, HEADS, settings
 

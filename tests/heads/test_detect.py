@@ -15,11 +15,12 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import cli
+from cli import detect as program
 from decore import generate
 from heads import FOLDER, detect, load_heads, measures, needles
 from heads.sources import find_sources
+from hf import HFModel
 from model import Transformer
-from runtime.hf import HFModel
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
@@ -29,7 +30,7 @@ NEEDLE = needles.Needle(
     "Where did the night watch hide the keys?",
     "under the blue stone",
 )
-BOOKS = needles.read_haystack(detect.HAYSTACK)
+BOOKS = needles.read_haystack(needles.HAYSTACK)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
 ):
     book = needles.make_book(tokenizer, BOOKS, 0, 3000)
     sample = needles.Sample(0, 3000, depth, 0)
-    facts = dict(template="Text: " + detect.TEMPLATE, template_args=template_args, seed=0)
+    facts = dict(template="Text: " + needles.TEMPLATE, template_args=template_args, seed=0)
     ids, span, at = prompt = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
     before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
     assert re.search(r'([.!?]"?\s+|: ?|^)$', before)
@@ -213,7 +214,7 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
 def test_a_haystack_of_any_script_fills_the_prompt_or_is_refused(tokenizer, text, end):
     book = needles.make_book(tokenizer, [text * 9], 0, 1500)
     sample = needles.Sample(0, 1500, 50, 0)
-    facts = dict(template=detect.TEMPLATE, template_args=None, seed=0)
+    facts = dict(template=needles.TEMPLATE, template_args=None, seed=0)
     if end is None:
         with pytest.raises(ValueError, match="the prompt of 1500 tokens .* has 165; give other"):
             needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
@@ -302,10 +303,10 @@ def prepare(chat_model, monkeypatch):
     def run(*arguments):
         argv = ["detect", "--model", chat_model, "--out", "x", *arguments]
         monkeypatch.setattr(sys, "argv", [*map(str, argv)])
-        args = detect.parse_args()
+        args = program.parse_args()
         items = needles.read_needles(args.needles)
         checkpoint = cli.read_model(args.model, args)
-        facts = detect.make_facts(args, checkpoint, items, BOOKS)
+        facts = program.make_facts(args, checkpoint, items, BOOKS)
         return facts, needles.make_prompts(facts, items, BOOKS, checkpoint.tokenizer)
 
     return run
@@ -327,7 +328,7 @@ def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, re
     with pytest.warns(UserWarning, match="13 runs instead of 15"):
         facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE)
     assert facts["lengths"] == [154, 167, 180, 193, 206]
-    assert facts["template"] == detect.TEMPLATE
+    assert facts["template"] == needles.TEMPLATE
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 13
 
 
@@ -373,7 +374,7 @@ SHORT += ["--max-new-tokens", 9]
 def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written
-    status, _, err = call(detect.main, *SHORT, "--min-success", 9, "--out", path)
+    status, _, err = call(program.main, *SHORT, "--min-success", 9, "--out", path)
     assert status == 2 and "of 8 answers are right (--min-success 9)" in err
     assert not path.exists()
     header, *lines = runs.read_bytes().splitlines(keepends=True)
@@ -381,7 +382,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
     for stored_lines in ([*lines[:4], lines[4][:-9]], lines):
         runs.write_bytes(b"".join([header, *stored_lines]))
-        status, out, err = call(detect.main, *SHORT, "--min-success", 4, "--out", path)
+        status, out, err = call(program.main, *SHORT, "--min-success", 4, "--out", path)
         assert status == 0 and out.endswith(f"wrote {path}\n"), err
         assert runs.read_bytes().startswith(b"".join([header, *stored_lines[:4]]))
         for line, text in zip(runs.read_bytes().splitlines()[1:], lines, strict=True):
@@ -398,18 +399,18 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     assert content["facts"] == json.loads(header)["header"]
     assert content["facts"]["fingerprint"]["weights"]
     runs.unlink()
-    status, _, err = call(detect.main, *SHORT, "--out", path)
+    status, _, err = call(program.main, *SHORT, "--out", path)
     assert status == 2 and f"--out {path} exists, and its runs" in err
     assert json.loads(path.read_text()) == content
     monkeypatch.setattr(detect, "run_batch", Mock(side_effect=KeyboardInterrupt))
-    status, _, err = call(detect.main, *SHORT, "--out", tmp_path / "other.json")
+    status, _, err = call(program.main, *SHORT, "--out", tmp_path / "other.json")
     assert status == 130 and "the same command continues" in err
 
 
 def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answers_are_counted(
     call, tmp_path
 ):
-    status, _, err = call(detect.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
+    status, _, err = call(program.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
     counted = re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err)
     assert (status, counted) == (0, ["20"]), err
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
@@ -422,7 +423,7 @@ def test_masked_heads_lose_needles_that_random_ones_do_not(call, tmp_path):
     counts = []
     for sizes in ("1,3", "3"):
         path = tmp_path / f"{sizes}.json"
-        status, _, err = call(detect.main, *SHORT, "--masked", sizes, "--out", path)
+        status, _, err = call(program.main, *SHORT, "--masked", sizes, "--out", path)
         assert status == 0, err
         counts.append(json.loads(path.read_text())["right"])
     right, alone = counts
@@ -436,12 +437,12 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
     monkeypatch.setattr(detect, "SUCCESS", 1)
     path = tmp_path / "h.json"
     for _ in range(2):  # also if it is continued
-        status, _, err = call(detect.main, *LONG, "--runs", 28, "--out", path)
+        status, _, err = call(program.main, *LONG, "--runs", 28, "--out", path)
         last = err.splitlines()[-1]
         assert status == 2 and "error: 0 of 20 answers are right; the first one is '" in last
         assert last.endswith("; --min-success 0 goes on")
         assert len(Path(f"{path}.runs.jsonl").read_text().splitlines()) == 21
-    status, _, err = call(detect.main, *LONG, "--runs", 28, "--out", path, "--min-success", 0)
+    status, _, err = call(program.main, *LONG, "--runs", 28, "--out", path, "--min-success", 0)
     assert status == 2 and "0 of 28 answers are right" in err
 
 
@@ -464,7 +465,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
 def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_path, more, message):
     model = shutil.copytree(chat_model, tmp_path / "model")
     (model / "model.safetensors").write_text("damaged")
-    status, out, err = call(detect.main, "--model", model, "--out", tmp_path / "h.json", *more)
+    status, out, err = call(program.main, "--model", model, "--out", tmp_path / "h.json", *more)
     assert (status, out) == (2, "") and message in err.splitlines()[-1]
     assert [*tmp_path.iterdir()] == [model]
 

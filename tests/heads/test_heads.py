@@ -19,9 +19,9 @@ from heads import (
     published_random_heads,
     random_heads,
 )
+from hf import HFModel
 from model import Transformer
 from paper.settings import method_settings
-from runtime.hf import HFModel
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
 
 # 40 layers of 8 heads

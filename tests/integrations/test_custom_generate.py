@@ -17,7 +17,7 @@ from model import Transformer
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
-from runtime.hf import HFModel  # noqa: E402
+from hf import HFModel  # noqa: E402
 from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model  # noqa: E402
 

@@ -9,10 +9,10 @@ from tokenizers import pre_tokenizers as splits
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-import program
+from cli import decode as program
+from hf import HFModel
 from integrations import gguf as conversion
 from model import Transformer
-from runtime.hf import HFModel
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights
 from tokenizer import Tokenizer
 

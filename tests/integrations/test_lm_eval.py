@@ -20,12 +20,12 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
+from decoders import baselines
+from decoders.scoring import score
 from integrations import lm_eval as harness
 from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
 from model import Transformer
-from paper import baselines
-from paper.scoring import score
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer

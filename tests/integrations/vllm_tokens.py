@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from decoders.scoring import score
 from decore import generate
 from heads import load_heads
-from heads.detect import HAYSTACK
+from heads.needles import HAYSTACK
+from hf import HFModel
 from model import Transformer
-from paper.scoring import score
-from runtime.hf import HFModel
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
 from tests.families import random_model
 from tokenizer import Tokenizer

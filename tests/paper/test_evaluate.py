@@ -15,14 +15,14 @@ import pytest
 
 import cli
 import evaluate
+from decoders import baselines
+from decoders.scoring import score
+from hf import HFModel
 from model import Transformer
-from paper import baselines
 from paper.benchmark import missing_batches
-from paper.scoring import score
 from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
-from runtime.hf import HFModel
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE

@@ -11,9 +11,9 @@ import transformers
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from hf import HFModel, describe, read_config
 from model import Transformer
 from runtime.config import Config, rope_frequencies
-from runtime.hf import HFModel, describe, read_config
 from runtime.weights import fingerprint, weight_files
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from decore import generate
+from hf import HFModel
 from model import Linear, Transformer
 from runtime import pack
-from runtime.hf import HFModel
 from runtime.pack import Filled, Packed, fastest
 from tests.checkpoints import random_ids, write_checkpoint
 

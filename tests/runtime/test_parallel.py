@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 import cli
-import program
+from cli import decode as program
+from decoders.baselines import generate
+from decoders.scoring import score
 from decore import make_head_mask
 from heads.detect import answer_batch
 from model import Transformer
-from paper.baselines import generate
-from paper.scoring import score
 from runtime import torchrun as torchrun_names
 from runtime.config import Config
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device

@@ -19,15 +19,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import program
+from cli import decode as program
+from decoders.baselines import DECODERS, generate
+from decoders.scoring import score
 from decore import Session
 from heads import load_heads, random_heads
-from heads.detect import HAYSTACK, mean_scores, run_batch
-from heads.needles import make_prompts, read_haystack, read_needles
+from heads.detect import mean_scores, run_batch
+from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
+from hf import HFModel
 from model import Transformer
-from paper.baselines import DECODERS, generate
-from paper.scoring import score
-from runtime.hf import HFModel
 from tests.core.test_decore import contrast, log_softmax
 from tests.paper.test_baselines import next_scores, with_oracle
 from tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from jinja2 import Template
 
-from paper.baselines import find_decoder
+from decoders.baselines import find_decoder
 
 PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # (title=…, parts=[…], command=…) → the page as a text

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from decoders.baselines import DECODERS, exit_layers, generate, most_divergent
+from decoders.scoring import score
 from model import Transformer
-from paper.baselines import DECODERS, exit_layers, generate, most_divergent
-from paper.scoring import score
 from tests.checkpoints import FAMILIES, random_ids, random_weights, write_checkpoint
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]

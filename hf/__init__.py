@@ -36,7 +36,7 @@ try:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast
 except ImportError:
-    raise ImportError("runtime.hf needs transformers: pip install transformers") from None
+    raise ImportError("hf needs transformers: pip install transformers") from None
 
 PROBE = 7  # tokens that the model reads when it is loaded
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from heapq import nlargest
 
-from program.page import pieces
+from cli.page import pieces
 
 SHOWN = 3  # words of the prompt that are printed for a new word
 LINES = 8  # new words that are printed for an answer

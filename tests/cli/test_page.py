@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import program
+from cli import decode as program
+from cli import page
 from decore import DeCoRe
 from heads import load_heads
 from model import Transformer
-from program import page
 from tokenizer import Tokenizer
 
 SPAN = re.compile(

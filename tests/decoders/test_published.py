@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from decoders import baselines
+from decoders.scoring import score
 from model import Transformer
-from paper import baselines
-from paper.scoring import score
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
 DECODED = {

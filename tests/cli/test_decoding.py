@@ -8,13 +8,13 @@ import torch
 
 import cli
 import decore
-import program
+from cli import decode as program
+from cli.printing import sources_below
+from cli.prompts import EXAMPLE
+from decoders import baselines
 from heads import load_heads
 from heads.sources import find_sources
 from model import Transformer
-from paper import baselines
-from program.printing import sources_below
-from program.prompts import EXAMPLE
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
 
 
 def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
-    monkeypatch.setattr("program.printing.LINES", 2)
+    monkeypatch.setattr("cli.printing.LINES", 2)
     text = "--raw", "--prompt", EXAMPLE.read_text().partition("Answer")[0]
     _, out, _ = call(program.main, *text, "--max-new-tokens", 60, "--sources")
     shares = re.findall(r"← \S+ (\d+)%", out)

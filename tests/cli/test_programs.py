@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-import program
+from cli import decode as program
 from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
-ROOMS = "runtime", "tokenizer", "model", "decore", "cli", "heads", "paper", "program"  # upwards
+ROOMS = (
+    "runtime",
+    "tokenizer",
+    "model",
+    "decore",
+    "hf",
+    "heads",
+    "decoders",
+    "cli",
+    "paper",
+)  # upwards
 PROGRAMS = []
 for path in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/*.py")):
     # lm_eval.py passes unknown options on.
@@ -84,7 +94,7 @@ MISTAKES = [
 def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words):
     status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("program.py: error: ") and words in err
+    assert err.startswith("cli/decode.py: error: ") and words in err
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=str)

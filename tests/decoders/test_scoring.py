@@ -3,9 +3,9 @@ compares the other decoders."""
 
 import pytest
 
+from decoders.baselines import generate
+from decoders.scoring import loglikelihoods, score
 from decore import METHODS
-from paper.baselines import generate
-from paper.scoring import loglikelihoods, score
 from tests.checkpoints import random_ids
 from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, next_logits
 

@@ -10,8 +10,8 @@ import math
 
 import torch
 
+from decoders.baselines import AD, DECODERS, DoLa, activations, find_decoder, plausible, threshold
 from decore import pad
-from paper.baselines import AD, DECODERS, DoLa, activations, find_decoder, plausible, threshold
 from runtime import checks
 
 SCORED_AT_ONCE = 512  # answer tokens per pass

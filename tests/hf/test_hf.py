@@ -16,22 +16,22 @@ import torch
 import cli
 import decore
 import evaluate
-import program
+from cli import decode as program
+from decoders import baselines
+from decoders.scoring import score
+from decoders.sweep import prompts_read_once
 from decore import contrast, entropy, generate, make_head_mask, pad
 from heads import detect
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
-from paper import baselines
-from paper.scoring import score
-from paper.sweep import prompts_read_once
 from runtime import pack, torchrun
 from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from runtime.hf import HFModel, describe, read_config  # noqa: E402
+from hf import HFModel, describe, read_config  # noqa: E402
 from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -444,7 +444,7 @@ def test_a_run_has_the_same_answers_with_both_engines(call, data, chat_model, tm
 
 def test_transformers_needs_its_package(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "runtime.hf")
+    monkeypatch.delitem(sys.modules, "hf")
     status, _, err = call(program.main, "--prompt", "x", "--transformers")
     assert status == 2 and err.endswith("needs transformers: pip install transformers\n")
 

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import cli
 import decore
-from heads.sources import find_sources
-from paper import baselines
-from paper.settings import method_settings
-from program.page import check_writable, write_page
-from program.printing import sources_below
-from program.prompts import (
+from cli.page import check_writable, write_page
+from cli.printing import sources_below
+from cli.prompts import (
     EXAMPLE,
     is_chat,
     messages,
@@ -26,6 +23,9 @@ from program.prompts import (
     read_prompts,
     token_ids,
 )
+from decoders import baselines
+from heads.sources import find_sources
+from paper.settings import method_settings
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
@@ -262,3 +262,7 @@ def choose_methods(args):
     if not set(chosen) & set(cli.OPTIONS["num_heads"].methods):
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
     return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

@@ -1,0 +1,1 @@
+"""Decoders besides DeCoRe's own, scoring, and sweeps."""
