@@ -94,7 +94,7 @@ MISTAKES = [
 def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words):
     status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("cli/decode.py: error: ") and words in err
+    assert err.startswith("decode.py: error: ") and words in err
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=str)
