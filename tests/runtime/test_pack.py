@@ -1,15 +1,14 @@
-"""Loading times the matrix products and chooses the fastest of those that equal torch's."""
-
-import time
+"""A CPU's linear layers: a rule chooses their product, and each gives the same tokens."""
 
 import pytest
 import torch
+from torch import nn
 
 from decore import generate
 from hf import HFModel
 from model import Linear, Transformer
 from runtime import pack
-from runtime.pack import Filled, Packed, fastest
+from runtime.pack import Filled, Packed
 from tests.checkpoints import random_ids, write_checkpoint
 
 needs_onednn = pytest.mark.skipif(
@@ -23,7 +22,8 @@ needs_onednn = pytest.mark.skipif(
 @pytest.mark.parametrize("family", ["llama3", "llama3-iti", "qwen2"])
 def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, family)
-    monkeypatch.setattr(pack, "fastest", lambda weight: kind)
+    kinds = {pack.processor(): {torch.float32: kind}}
+    monkeypatch.setattr(pack, "KINDS", kinds)
     plain = engine.load(folder)
     assert plain.product == "plain"  # all of its matrices are small
     monkeypatch.setattr(pack, "SMALL", 0)
@@ -42,33 +42,26 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "plain_seconds, packed_seconds, factor, error, is_chosen",
+    "maker, instructions, dtype, kind",
     [
-        (0.02, 0, 1, None, True),
-        (0, 0.02, 1, None, False),
-        (0.02, 0, 1.001, None, False),  # wrong
-        (0.02, 0, 1, RuntimeError, False),  # unsupported dtype
-        (0.02, 0, 1, AttributeError, False),  # another torch
+        ("AMD", "AVX2", torch.float32, "packed"),
+        ("AMD", "AVX2", torch.bfloat16, "plain"),
+        ("AMD", "AVX512", torch.float32, "filled"),
+        ("Intel", "AVX512", torch.float32, "plain"),
+        (None, "DEFAULT", torch.float32, "plain"),
     ],
 )
-@pytest.mark.parametrize("name, other", [("Packed", "Filled"), ("Filled", "Packed")])
-def test_the_faster_product_is_chosen_if_it_is_right(
-    monkeypatch, plain_seconds, packed_seconds, factor, error, is_chosen, name, other
+@needs_onednn
+def test_the_product_follows_from_processor_and_dtype(
+    monkeypatch, maker, instructions, dtype, kind
 ):
-    def plain(x, weight):
-        time.sleep(plain_seconds)
-        return x @ weight.T
+    monkeypatch.setattr(pack, "processor", lambda: (maker, instructions))
+    layers = nn.ModuleDict({"small": Linear(8, 8), "large": Linear(512, 1025)}).to(dtype)
+    assert pack.pack(layers, Linear) == kind
+    kinds = {"packed": Packed, "filled": Filled, "plain": Linear}
+    assert [type(layer) for layer in layers.values()] == [Linear, kinds[kind]]
 
-    def packed(weight, bias):
-        def product(x):
-            time.sleep(packed_seconds)
-            return factor * (x @ weight.T)
 
-        if error:
-            raise error
-        return product
-
-    monkeypatch.setattr(pack.F, "linear", plain)
-    monkeypatch.setattr(pack, name, packed)
-    monkeypatch.setattr(pack, other, lambda weight, bias: lambda x: torch.zeros(2, 80))  # wrong
-    assert fastest(torch.randn(80, 48)) is (packed if is_chosen else None)
+def test_the_processor_of_this_machine_is_known():
+    maker, instructions = pack.processor()
+    assert maker in ("AMD", "Intel", None) and instructions in ("DEFAULT", "AVX2", "AVX512")
