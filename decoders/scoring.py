@@ -11,7 +11,8 @@ import math
 import torch
 
 from decoders.baselines import AD, DECODERS, DoLa, activations, find_decoder, plausible, threshold
-from decore import pad
+from decoders.sweep import SharedRows
+from decore import DeCoRe, pad
 from runtime import checks
 
 SCORED_AT_ONCE = 512  # answer tokens per pass
@@ -62,42 +63,73 @@ def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise
         settings = dict(dola_layers="halves") | settings | dict(repetition_penalty=1)
     capacity = max(map(len, sum(answers, []))) + (decoder is AD)  # it reads the last token too
     decoding = decoder(model, prompts, capacity, method, **settings)
+    normalise = renormalise and decoder is not AD
+    [result] = score_answers(decoding, prompts, answers, normalise, top)
+    return result
+
+
+@torch.inference_mode()
+def loglikelihoods_of_runs(model, prompts, answers, runs, renormalise=True):
+    """The scores of `loglikelihoods` for each of several runs of DeCoRe with one `mask`; base and
+    masked rows are read once for all. runs: the settings of each, its method included."""
+    checked = []
+    for settings in runs:
+        method = settings["method"]
+        others = {name: value for name, value in settings.items() if name != "method"}
+        prompts, answers, others = checks.check_scoring(
+            model, prompts, answers, method, DeCoRe, others
+        )
+        checked.append(dict(method=method) | others)
+    capacity = max(map(len, sum(answers, [])))
+    decoding = SharedRows(model, prompts, capacity, checked)
+    return [sums for sums, _ in score_answers(decoding, prompts, answers, renormalise)]
+
+
+def score_answers(decoding, prompts, answers, renormalise, top=0):
+    """The two lists of `loglikelihoods` for each run: the decoder's, or those of `SharedRows`."""
+    steps = getattr(decoding, "steps", lambda tokens: [decoding.step(tokens)])
     caches = [session.cache for session in decoding.sessions]
-    sums = []
-    greedy = []
+    results = []
     for b, prompt in enumerate(prompts):
         for session, cache in zip(decoding.sessions, caches):
             session.cache = cache.select(torch.full([len(answers[b])], b))
-        if decoder is AD:
+        if isinstance(decoding, AD):
             read_answers(decoding, decoding.activations[b], prompt[-1:], answers[b])
-        normalise = renormalise and decoder is not AD
-        values, chosen = score_tokens(decoding, prompt[-1:], answers[b], normalise, top)
-        sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
-        greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
-        checks.check_finite(sum(sums[b]), model)
-    return sums, greedy
+        # No more numbers at once than the two rows of one run have.
+        size = SCORED_AT_ONCE // (len(answers[b]) * max(1, len(caches) // 2))
+        device = decoding.sessions[0].model.device
+        passes = []
+        for ids, tokens in passes_of(prompt[-1:], answers[b], max(1, size), device):
+            passes.append([token_scores(x, ids, renormalise, top) for x in steps(tokens)])
+        for run, parts in enumerate(zip(*passes)):
+            values, chosen = (torch.cat(x, 1).tolist() for x in zip(*parts))
+            if b == 0:
+                results.append(([], []))
+            sums, greedy = results[run]
+            sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
+            greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
+            checks.check_finite(sum(sums[b]), decoding.sessions[0].model)
+    return results
 
 
-def score_tokens(decoding, last, answers, renormalise, top):
-    """The score of each token of A answers, and whether greedy decoding chooses it among those
-    that are `plausible`: [A][T] each.
+def passes_of(last, answers, size, device):
+    """Pairs (tokens of A answers, the tokens before each), [A, t] both, with t at most `size`.
 
     last: the prompt's last token, a list of one."""
-    device = decoding.sessions[0].model.device
     ids = pad(answers, device)  # [A, T]
     before = pad([last + answer[:-1] for answer in answers], device)
-    values = []
-    chosen = []
-    size = max(1, SCORED_AT_ONCE // len(answers))
-    for part, tokens in zip(ids.split(size, 1), before.split(size, 1)):
-        result = decoding.step(tokens)
-        scores = result.scores  # [A, T, V]
-        candidates = scores.where(plausible(result.base, top), -math.inf) if top else scores
-        chosen.append(candidates.argmax(-1) == part)
-        if renormalise:
-            scores = scores.log_softmax(-1)
-        values.append(scores.gather(-1, part[..., None])[..., 0])
-    return torch.cat(values, 1).tolist(), torch.cat(chosen, 1).tolist()
+    return zip(ids.split(size, 1), before.split(size, 1))
+
+
+def token_scores(result, ids, renormalise, top):
+    """The score of each token of ids [A, t], by the `Step` before it, and whether greedy decoding
+    chooses it among those that are `plausible`: [A, t] each."""
+    scores = result.scores  # [A, t, V]
+    candidates = scores.where(plausible(result.base, top), -math.inf) if top else scores
+    chosen = candidates.argmax(-1) == ids
+    if renormalise:
+        scores = scores.log_softmax(-1)
+    return scores.gather(-1, ids[..., None])[..., 0], chosen
 
 
 def read_answers(decoding, prompt, last, answers):

@@ -1,7 +1,7 @@
 """What the runs of a sweep share on a batch of prompts: the keys and values of the prompts, and, if
 the runs are DeCoRe's own, their passes. So a sweep over N and α costs little more than one run.
 
-    K runs   B prompts   R rows, of all runs   T new tokens   V vocabulary
+    K runs   B prompts   R rows, of all runs   T new tokens   A answers   V vocabulary
 """
 
 from collections import defaultdict
@@ -16,13 +16,13 @@ from model import Transformer
 
 
 def side_by_side(runs, task, model):
-    """The runs in groups: those of a `Sweep`, and each other run alone."""
+    """The runs in groups: those of a `Sweep` or of `SharedRows`, and each other run alone."""
     groups = defaultdict(list)
     for run in runs:
         settings = run.settings
-        shares = isinstance(model, Transformer) and not task.choice
-        shares &= settings["method"] in decore.METHODS and "amateur" not in settings
-        shares &= not settings.get("mask_prompt")
+        shares = settings["method"] in decore.METHODS and "amateur" not in settings
+        if not task.choice:
+            shares &= isinstance(model, Transformer) and not settings.get("mask_prompt")
         groups[settings.get("mask", "output") if shares else run.path].append(run)
     return groups.values()
 
@@ -52,6 +52,29 @@ class Sweep:
             for decoder, z in zip(self.decoders, logits.split(self.counts))
         ]
         return Step(*map(torch.cat, zip(*steps)))
+
+
+class SharedRows:
+    """Runs of DeCoRe that score given answers: their rows read the same texts, so each row is read
+    once, whichever runs have it.
+
+    runs: as for `Sweep`. Heads are masked at every position."""
+
+    def __init__(self, model, prompts, capacity, runs):
+        self.decoders = [DeCoRe(model, (), capacity, **run) for run in runs]
+        rows = dict.fromkeys(tuple(row) for decoder in self.decoders for row in decoder.rows)
+        numbers = {row: i for i, row in enumerate(rows)}
+        self.rows = [[numbers[tuple(row)] for row in decoder.rows] for decoder in self.decoders]
+        mask = runs[0].get("mask", "output")
+        self.sessions = [
+            Session(model, prompts, capacity, [row], mask, mask_prompt=True) for row in rows
+        ]
+
+    def steps(self, tokens):
+        """The `Step` of each run, for tokens [A, T]."""
+        log_p = [session.logits(tokens)[0].log_softmax(-1) for session in self.sessions]
+        for decoder, rows in zip(self.decoders, self.rows):
+            yield decoder.contrasted(torch.stack([log_p[row] for row in rows]))
 
 
 @contextmanager

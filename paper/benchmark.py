@@ -140,11 +140,9 @@ def answers_of(bench, batch, runs, model, tokenizer):
     """For each run its answers to the items of a batch, as fields of their lines: a text with its
     ids, alphas and entropies; or the scores of the candidates, true ones first."""
     prompts = [e.prompt for e in batch]
-    settings = runs[0].settings
-    if settings["method"] == "cad":
-        settings = settings | {"ids_without_context": [e.without_context for e in batch]}
     if bench.task.choice:
-        return [scores(bench, batch, prompts, settings, runs[0].header["renormalise"], model)]
+        return scores(bench, batch, prompts, runs, model)
+    settings = with_context_free_prompts(runs[0].settings, batch)
     how = dict(max_new_tokens=runs[0].header["max_new_tokens"], eos_ids=tokenizer.eos_ids)
     if len(runs) == 1:
         out = baselines.generate(model, prompts, **how, **settings)
@@ -164,20 +162,39 @@ def answers_of(bench, batch, runs, model, tokenizer):
     return [lines[first : first + len(batch)] for first in range(0, len(lines), len(batch))]
 
 
-def scores(bench, batch, prompts, settings, renormalise, model):
-    """The fields of each line of a multiple choice."""
-    settings = {name: value for name, value in settings.items() if name != "mask_prompt"}
-    answers = [e.answers for e in batch]  # scoring masks every position
-    sums, _ = scoring.loglikelihoods(model, prompts, answers, renormalise=renormalise, **settings)
-    lines = []
-    for e, values in zip(batch, sums):
-        n_true = bench.items[e.index]["n_true"]
-        lines.append(
-            {
-                "scores_true": values[:n_true],
-                "scores_false": values[n_true:],
-                "merged": e.merged,
-                "tokens": sum(map(len, e.answers)),
-            }
+def with_context_free_prompts(settings, batch):
+    """The settings of a run; those of cad with the batch's prompts without context."""
+    if settings["method"] != "cad":
+        return settings
+    return settings | {"ids_without_context": [e.without_context for e in batch]}
+
+
+def scores(bench, batch, prompts, runs, model):
+    """The fields of each line of a multiple choice, for each run."""
+    answers = [e.answers for e in batch]
+    renormalise = runs[0].header["renormalise"]
+    all_settings = []
+    for run in runs:
+        settings = with_context_free_prompts(run.settings, batch) | {"mask_prompt": None}
+        all_settings.append(settings)  # scoring masks every position
+    if len(runs) == 1:
+        sums, _ = scoring.loglikelihoods(
+            model, prompts, answers, renormalise=renormalise, **all_settings[0]
         )
-    return lines
+        results = [sums]
+    else:
+        results = scoring.loglikelihoods_of_runs(model, prompts, answers, all_settings, renormalise)
+    return [
+        [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)] for sums in results
+    ]
+
+
+def fields_of_choice(bench, encoded, values):
+    """The fields of a line: the scores of an item's candidates, true ones first."""
+    n_true = bench.items[encoded.index]["n_true"]
+    return {
+        "scores_true": values[:n_true],
+        "scores_false": values[n_true:],
+        "merged": encoded.merged,
+        "tokens": sum(map(len, encoded.answers)),
+    }
