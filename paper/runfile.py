@@ -76,7 +76,7 @@ def make_header(job, bench, settings, model, fingerprints):
         # Scoring masks every position.
         "mask_prompt": None if task.choice else settings.get("mask_prompt"),
         "renormalise": not args.no_renormalise if task.choice else None,
-        "product": model.product,
+        "product": model.kernel,
     }
     return fields | extra
 
