@@ -24,8 +24,8 @@ from cli.prompts import (
     token_ids,
 )
 from decoders import baselines
+from decoders.setup import MASKED_ROW
 from heads.sources import find_sources
-from paper.settings import method_settings
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
@@ -86,20 +86,22 @@ def prepare(args, chosen, model, tokenizer, amateur):
         args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
     ids = prompts_to_ids(prompts, model, tokenizer, args)
     methods, settings = {}, {}
-    for method in chosen:
-        for label, values in cli.single_values(method, args):
-            with may_be_left_out(label, method, args):
-                arguments = method_settings(method, values, model, amateur)
-                baselines.check(model, arguments["method"], arguments)
-                if method == "cad":
-                    if not args.without_context:
-                        raise ValueError("cad needs --without-context for each prompt")
-                    without = prompts_to_ids(args.without_context, model, tokenizer, args)
-                    arguments["ids_without_context"] = without
-                if "amateur" in arguments:
-                    arguments["amateur"] = None  # its weights come later
-                methods[label] = method
-                settings[label] = arguments
+    setups = list(cli.setups(args, chosen))
+    for setup, label in zip(setups, cli.titles(setups)):
+        method = setup.method
+        with may_be_left_out(label, method, args):
+            setup = cli.fit(setup, args, model, amateur)
+            baselines.check(model, setup.arguments(amateur))
+            arguments = setup.arguments()
+            if method == "cad":
+                if not args.without_context:
+                    raise ValueError("cad needs --without-context for each prompt")
+                without = prompts_to_ids(args.without_context, model, tokenizer, args)
+                arguments["ids_without_context"] = without
+            if setup.amateur:
+                arguments["amateur"] = None  # its weights come later
+            methods[label] = method
+            settings[label] = arguments
     if not given and not args.json:
         print(prompts[0], end="\n\n", flush=True)
     titles = []
@@ -215,7 +217,7 @@ def make_parser():
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
-    cli.add_method_arguments(group, baselines.METHODS)
+    cli.add_method_arguments(group, baselines.METHODS, exclude=["renormalise"])
     group.add_argument(
         "--compare",
         action="store_true",
@@ -259,7 +261,7 @@ def choose_methods(args):
             chosen += [method, *cli.full_names([method], args.amateur)]
     chosen = list(dict.fromkeys(chosen))
     cli.check_options(args, chosen)
-    if not set(chosen) & set(cli.OPTIONS["num_heads"].methods):
+    if not set(chosen) & set(MASKED_ROW):
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
     return chosen
 

@@ -1,14 +1,19 @@
-"""Command-line options: argument types, and which method uses which option."""
+"""Command-line options: argument types, the options of models and methods, and from the options of
+methods their setups."""
 
 import argparse
 import itertools
 import json
 import math
 import re
+import shlex
 import sys
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+
+from decoders.setup import LITE, MASKED_ROW, MASKING, OPTIONS, SETTINGS, Setup, no_effect, short
+from heads import find_file, head_file, model_names, similar_models
 
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 
@@ -44,7 +49,8 @@ def number(kind, low=-math.inf, high=math.inf):
             if low <= value <= high and abs(value) < math.inf:
                 return value
         name = "whole" if kind is int else "finite"
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name} number in [{low}, {high}]")
+        range = f" in [{low}, {high}]" * ((low, high) != (-math.inf, math.inf))
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {name} number{range}")
 
     return parse
 
@@ -57,8 +63,8 @@ def comma_list(parse):
     return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
 
 
-def method_name(known, what="method"):
-    """argparse type: the name of a method, or of something else."""
+def one_of(known, what):
+    """argparse type: a known name. what: of what, for the error."""
 
     def parse(text):
         if text not in known:
@@ -85,109 +91,12 @@ def json_object(text):
         raise argparse.ArgumentTypeError("the object is nested too deeply") from None
 
 
-# ------------------------------------------------------------------------------- options of methods
-
-MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
-LITE = ("decore-static-lite", "decore-entropy-lite")  # mask heads of the amateur
-MASKED_ROW = (*MASKING, *LITE)
-DOLA = ("dola-low", "dola-high")
-
-
-class Option:
-    """An option of methods. arguments: of add_argument."""
-
-    def __init__(self, *methods, **arguments):
-        self.methods = methods
-        self.arguments = arguments
-
-
-# The value of an option that is not on the command line is None or False.
-OPTIONS = {
-    "heads": Option(
-        *MASKING,
-        help="a file of head scores, a model's name, or the heads to mask, such as 18-6,23-2 "
-        "(default: by the model's name)",
-    ),
-    "num_heads": Option(
-        *MASKED_ROW,
-        type=positive,
-        help="retrieval heads to mask (default: 10; of a tiny model, an eighth)",
-    ),
-    "measure": Option(
-        *MASKED_ROW,
-        type=method_name(("copy", "write", "mass"), "measure"),
-        metavar="M",
-        help="copy, write or mass: how heads are ranked, see heads/README.md (default: copy, the "
-        "paper's)",
-    ),
-    "random_heads": Option(
-        *MASKING,
-        nargs="?",
-        const="uniform",
-        choices=("uniform", "published"),
-        help="mask random heads instead of retrieval heads; published: with the paper's sampler",
-    ),
-    "seed": Option(*MASKING, type=number(int), help="of random heads (default: 1234)"),
-    "alpha": Option(
-        "decore-static",
-        "cd",
-        "cad",
-        "ad",
-        "decore-static-lite",
-        type=number(float),
-        help="a constant α (default: 0.5)",
-    ),
-    "alpha_cap": Option(*MASKED_ROW[1:], type=number(float, 0), help="the largest α"),
-    "scale_alpha": Option(
-        "decore-entropy", "decore-entropy-lite", action="store_true", help="α = H / ln V"
-    ),
-    "mask": Option(
-        *MASKED_ROW,
-        choices=("output", "query"),
-        help="output: the paper's equation; query: its runs (default: output)",
-    ),
-    "mask_prompt": Option(
-        *MASKED_ROW,
-        action="store_true",
-        help="mask heads at every position, those of the prompt included",
-    ),
-    "amateur": Option(
-        *LITE,
-        "cd",
-        help="a smaller model of the same vocabulary: decore-entropy becomes decore-entropy-lite",
-    ),
-    "amateur_heads": Option(*LITE, help="those of the amateur, in the forms of --heads"),
-    "relative_top": Option(
-        "cd",
-        "cad",
-        *DOLA,
-        "ad",
-        type=number(float, 0, 1),
-        help="drop tokens below this fraction of the largest probability (default: 0.1 for dola "
-        "and ad, else 0)",
-    ),
-    "info_layer": Option("ad", type=positive, help="the information layer (default: 24)"),
-    "dola_layers": Option(
-        *DOLA,
-        choices=("capped", "halves"),
-        help="capped: of models with more than 40 layers the lowest or uppermost 20, else a half; "
-        "halves: a half of any depth (default: as published, capped to generate, halves to score)",
-    ),
-    "repetition_penalty": Option(
-        *DOLA,
-        type=number(float, 0),
-        help="tokens already in the text count less; 1.05 in Qwen2's published runs (default: 1)",
-    ),
-    "without_context": Option("cad", action="append", help="the prompt without its context"),
-}
-# Options that take a list → label.
-SWEPT = {"measure": "heads by", "num_heads": "N", "alpha": "α", "seed": "seed"}
-DEFAULTS = dict(alpha=0.5, alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
-SEED = 1234
+# -------------------------------------------------------------------------- options of the programs
 
 
 def flag(name):
-    return "--" + name.replace("_", "-")
+    negated = name in OPTIONS and OPTIONS[name].default is True
+    return "--" + "no-" * negated + name.replace("_", "-")
 
 
 def add_model_arguments(p):
@@ -229,10 +138,11 @@ def add_model_arguments(p):
 
 
 def add_method_arguments(p, methods, single=False, exclude=()):
-    """Add --method and the options that the methods use, except those of `exclude`.
+    """Add --method and the options that the methods use, except those of `exclude`. The value of an
+    option that is not on the command line is None.
 
-    single: --method and the options of SWEPT take one value, not a list."""
-    method = method_name(methods)
+    single: --method and the options that take a list take one value."""
+    method = one_of(methods, "method")
     p.add_argument(
         "--method",
         type=method if single else comma_list(method),
@@ -241,27 +151,116 @@ def add_method_arguments(p, methods, single=False, exclude=()):
         help=f"{', '.join(methods)} (default: decore-entropy)",
     )
     for name, option in OPTIONS.items():
-        users = named(option.methods)
+        users = short(option.methods)
         if not set(users) & set(methods) or name in exclude:
             continue
-        arguments = dict(option.arguments)
-        if name in SWEPT and not single:
-            metavar = arguments.get("metavar", "N")
-            arguments["metavar"] = f"{metavar}[,{metavar}…]"
-            arguments["type"] = comma_list(arguments["type"])
-        arguments["help"] = f"{', '.join(users)}: {arguments['help']}"
-        p.add_argument(flag(name), **arguments)
+        text = f"{', '.join(users)}: {option.help}"
+        if option.default and option.kind is not bool:
+            text += f" (default: {option.default})"
+        p.add_argument(flag(name), dest=name, help=text, **parsing(name, option, single))
 
 
-def single_values(method, args):
-    """Yields (label, options) for each combination of the values of SWEPT: options with one value
-    each, and the method with the values that vary."""
-    lists = [method in OPTIONS[name].methods and getattr(args, name) or [None] for name in SWEPT]
-    for values in itertools.product(*lists):
-        label = method
-        for short, value, choices in zip(SWEPT.values(), values, lists):
-            label += f" {short} {value}" * (len(choices) > 1)
-        yield label, argparse.Namespace(**vars(args) | dict(zip(SWEPT, values)))
+def parsing(name, option, single):
+    """How an option of methods is parsed, as arguments of add_argument."""
+    if option.kind is bool:
+        return dict(action="store_const", const=not option.default)
+    if option.kind is list:
+        return dict(action="append")
+    if option.kind is str:
+        return {}
+    if isinstance(option.kind, tuple):
+        parse, metavar = one_of(option.kind, name.replace("_", " ")), "|".join(option.kind)
+    else:
+        parse, metavar = number(option.kind), "N"
+    if option.listed and not single:
+        parse, metavar = comma_list(parse), f"{metavar}[,…]"
+    bare = dict(nargs="?", const=option.bare) if option.bare else {}
+    return dict(type=parse, metavar=metavar) | bare
+
+
+# ------------------------------------------------------------------------- from options to setups
+
+
+def full_names(methods, amateur):
+    """The names of methods in outputs: with an amateur, decore-entropy is called
+    decore-entropy-lite."""
+    return [f"{name}-lite" if amateur and f"{name}-lite" in LITE else name for name in methods]
+
+
+def setups(args, methods, choice=False):
+    """Yields the setups of the command line: for each method, every combination of the values of
+    lists. choice: whether they score answers."""
+    for method in methods:
+        lists = {}
+        for name in SETTINGS:
+            value = getattr(args, name, None)
+            if value is not None and not no_effect(name, [method], choice, args.random_heads):
+                lists[name] = value if isinstance(value, list) else [value]
+        for values in itertools.product(*lists.values()):
+            yield Setup.of(method, choice, **dict(zip(lists, values)))
+
+
+def titles(setups):
+    """A title for each setup of a sweep: its method and the settings that vary among the setups of
+    the method."""
+    titles = []
+    for setup in setups:
+        others = [other for other in setups if other.method == setup.method]
+        varied = [n for n in SETTINGS if len({getattr(other, n) for other in others}) > 1]
+        words = setup.words(varied)
+        titles.append(", ".join([setup.method, *(words[n] for n in varied if n in words)]))
+    return titles
+
+
+def fit(setup, args, model, amateur=None):
+    """`Setup.fit` with the head scores that the command line names. model, amateur: or their
+    `Checkpoint`."""
+    if setup.method in OPTIONS["amateur"].methods and amateur is None:
+        raise ValueError(
+            f"{setup.method} needs --amateur M2, a smaller model of the same vocabulary"
+        )
+    source = source_of(setup, args)
+    if setup.method in LITE:
+        check_known(amateur, source, "--amateur-heads", args.amateur, args)
+    elif setup.method in MASKING and not setup.random_heads:
+        check_known(model, source, "--heads", args.model, args)
+    return setup.fit(model, amateur, source)
+
+
+def source_of(setup, args):
+    """The option that names the head scores of a setup."""
+    return getattr(args, "amateur_heads" if setup.method in LITE else "heads", None)
+
+
+def used_head_file(setup, args, model):
+    """The head file that ranks the heads of a setup; None without one.
+
+    model: the one whose heads are masked."""
+    if setup.method not in MASKED_ROW or setup.random_heads == "published":
+        return None
+    name = source_of(setup, args)
+    with suppress(FileNotFoundError):  # of random heads
+        return find_file(*[name] if name else model_names(model))
+
+
+def check_known(model, heads, option, name, args):
+    """ValueError without a head file: with related models, and the command that measures scores.
+
+    name: that of the model on the command line."""
+    if heads or any(map(head_file, model_names(model))):
+        return
+    similar = ", ".join(f"{option} {name}" for name in similar_models(model))
+    hints = f"try those of a related model ({similar}), " if similar else ""
+    command = ["python", "-m", "heads.detect", "--model", name]
+    command += ["--transformers"] * args.transformers
+    command += ["--out", f"heads/{Path(model.name).name}.json"]
+    raise ValueError(
+        f"no head scores are known for {model.name}: {hints}give {option} FILE, "
+        f"or measure them: {shlex.join(command)}"
+    )
+
+
+# ------------------------------------------------------------------------------ options in errors
 
 
 def with_flags(message):
@@ -270,23 +269,12 @@ def with_flags(message):
     return re.sub(rf"\b(?:ids_)?({names})\b", lambda match: flag(match[1]), message)
 
 
-def named(methods):
-    """The names that --method takes for these methods."""
-    return list(dict.fromkeys(method.removesuffix("-lite") for method in methods))
-
-
-def full_names(methods, amateur):
-    """The names of methods in outputs: with an amateur, decore-entropy is called
-    decore-entropy-lite."""
-    return [f"{method}-lite" if amateur and method in MASKING[1:] else method for method in methods]
-
-
 def refuse_unused(args, reasons):
     """ValueError for an option that is given and has no effect. reasons: {option without effect:
     why, to be read after "--option has no effect"}."""
     for name, reason in reasons.items():
-        value = getattr(args, name, None)
-        if value is not None and value is not False:
+        absent = [None] if name in OPTIONS else [None, False]
+        if getattr(args, name, None) not in absent:
             raise ValueError(f"{flag(name)} has no effect {reason}")
 
 
@@ -294,12 +282,7 @@ def check_options(args, methods, seeded=False):
     """ValueError for an option that none of the methods uses.
 
     seeded: --seed has another effect too."""
-    for name, option in OPTIONS.items():
-        if not set(option.methods) & set(methods):
-            users = ", ".join(named(option.methods))
-            refuse_unused(args, {name: f"on {', '.join(methods)}; it is an option of {users}"})
-    if not args.random_heads and not seeded:
-        refuse_unused(args, {"seed": "without --random-heads"})
-    if args.random_heads == "published":
-        reason = "with --random-heads published, which draws from all heads"
-        refuse_unused(args, {"heads": reason, "measure": reason})
+    for name in OPTIONS:
+        reason = no_effect(name, methods, random_heads=args.random_heads)
+        if reason and not (seeded and name == "seed"):
+            refuse_unused(args, {name: reason})

@@ -77,7 +77,7 @@ def details(line, settings):
         parts.append(f"α = {settings['alpha']:g}")
     elif "scale_alpha" in settings:
         rule = "H / ln V" if settings["scale_alpha"] else "H"
-        cap = settings["alpha_cap"]
+        cap = settings.get("alpha_cap")
         parts.append(f"α = {rule}" if cap is None else f"α = min({rule}, {cap:g})")
     if "amateur" in line:
         parts.append(f"amateur {line['amateur']}")

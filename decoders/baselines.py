@@ -16,6 +16,7 @@ B prompts   T new tokens   P prompt tokens   V vocabulary   D model width   E ea
 """
 
 import math
+from numbers import Integral
 
 import torch
 
@@ -172,7 +173,6 @@ class DoLa(Baseline):
         repetition_penalty=1,
         relative_top=None,
     ):
-        check_number(repetition_penalty, "repetition_penalty", 0.01)
         self.exits = exit_layers(model, method.removeprefix("dola-"), dola_layers)
         super().__init__([Session(model, prompts, capacity)], method, 1, relative_top)
         self.model = model
@@ -290,7 +290,6 @@ def threshold(method, relative_top):
     """relative_top as a number; None: that of the published runs."""
     if relative_top is None:
         return 0 if method in ("cd", "cad") else 0.1
-    check_number(relative_top, "relative_top", 0, 1)
     return relative_top
 
 
@@ -314,11 +313,12 @@ def find_decoder(method, settings):
     return DECODERS.get(method, DeCoRe)
 
 
-def check(model, method, settings):
-    """ValueError if the settings of `generate` do not fit a model, or its facts: `name`, `config`.
+def check(model, settings):
+    """ValueError if the arguments of `generate` do not fit a model, or its facts: `name`, `config`.
 
     The prompts without context of cad are not needed yet."""
     settings = check_settings(model, settings)
+    method = settings["method"]
     reads_layers = method == "ad" or method.startswith("dola")
     if reads_layers and not getattr(model, "has_exits", True):
         raise ValueError(f"{model.name}: the layers cannot be read, as {method} does")
@@ -343,7 +343,8 @@ def check_amateur(method, amateur, amateur_heads=()):
 
 
 def check_layer(model, layer):
-    if not 1 <= layer <= model.config.n_layers:
+    check_number(layer, "info_layer", 1, kind=Integral)
+    if layer > model.config.n_layers:
         raise ValueError(
             f"info_layer {layer} is outside {model.name} (layers 1 to {model.config.n_layers}); "
             "choose another"

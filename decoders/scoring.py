@@ -69,13 +69,15 @@ def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise
 
 
 @torch.inference_mode()
-def loglikelihoods_of_runs(model, prompts, answers, runs, renormalise=True):
-    """The scores of `loglikelihoods` for each of several runs of DeCoRe with one `mask`; base and
-    masked rows are read once for all. runs: the settings of each, its method included."""
+def loglikelihoods_of_runs(model, prompts, answers, runs):
+    """The scores of `loglikelihoods` for each of several runs of DeCoRe with one `mask` and one
+    `renormalise`; base and masked rows are read once for all. runs: the arguments of each, its
+    method included."""
     checked = []
+    renormalise = all(settings.get("renormalise", True) for settings in runs)
     for settings in runs:
         method = settings["method"]
-        others = {name: value for name, value in settings.items() if name != "method"}
+        others = {name: v for name, v in settings.items() if name not in ("method", "renormalise")}
         prompts, answers, others = checks.check_scoring(
             model, prompts, answers, method, DeCoRe, others
         )

@@ -67,7 +67,7 @@ class HFModel(nn.Module):
             self.config = describe(c)
             head = hf.get_output_embeddings()
             self.config.tied_embeddings = hf.get_input_embeddings().weight is head.weight
-            self.kernel = pack(hf, nn.Linear) if packs else None  # as in `Transformer`
+            self.product = pack(hf, nn.Linear) if packs else None  # as in `Transformer`
             decoder = hf.get_decoder()  # some families do not say what it is
             self.decoder = decoder if decoder not in (hf, None) else hf.model
             ids = (torch.arange(PROBE, device=self.device)[None] + c.vocab_size // 2) % c.vocab_size

@@ -14,7 +14,6 @@ if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
 
 import cli
 from decoders import baselines
-from paper.settings import method_settings
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line
 
@@ -52,12 +51,16 @@ def main():
             )
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
-    _, tokenizer, _ = cli.read_models(args)
+    checkpoint, tokenizer, of_amateur = cli.read_models(args)
+    [setup] = cli.setups(args, [method])
+    setup = cli.fit(setup, args, checkpoint, of_amateur)
+    baselines.check(checkpoint, setup.arguments(of_amateur))
     model, amateur = cli.load_weights(args)
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    settings = method_settings(method, args, model, amateur)
+    settings = setup.arguments(amateur)
+    renormalise = args.renormalise is None  # --no-renormalise is the only value
     run.model = HarnessModel(
-        model, tokenizer, args.batch_size, args.renormalise, template_args, **settings
+        model, tokenizer, args.batch_size, renormalise, template_args, **settings
     )
     libraries = ["torch", "tokenizers", *["transformers"] * args.transformers]
     run.batch_size = args.batch_size
@@ -68,7 +71,7 @@ def main():
         "pretrained": args.model,
         "amateur": args.amateur,
         "dtype": str(model.dtype),
-        "renormalise": args.renormalise,
+        "renormalise": renormalise,
         "template_args": template_args,
         "eos": args.eos,
     }
@@ -88,12 +91,6 @@ def make_parser():
     )
     cli.add_model_arguments(p)
     cli.add_method_arguments(p, METHODS, single=True)
-    p.add_argument(
-        "--no-renormalise",
-        dest="renormalise",
-        action="store_false",
-        help="answers of a task: sum the contrasted scores without normalising them",
-    )
     p.add_argument(
         "--batch-size",
         "--batch_size",

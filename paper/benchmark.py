@@ -19,6 +19,7 @@ from paper import runfile
 from paper.tasks import Task, data, prompts
 from runtime import files
 
+SAMPLE_SEED = 1234
 # Not stored: the data hold them.
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")
 
@@ -32,7 +33,10 @@ class Benchmark(NamedTuple):
     demo_record: dict | None
     layout: str | None = None
     template_args: dict | None = None  # arguments of the chat template
+    max_new_tokens: int | None = None  # None for multiple choice
+    sample_seed: int | None = None  # None if the items are no sample
     encoded: list = ()  # the token ids of each item, a prompts.Encoded
+    questions: dict = {}  # index → the fields of a line that do not depend on the answer
 
 
 def load_benchmark(task, args, model=None):
@@ -40,14 +44,14 @@ def load_benchmark(task, args, model=None):
 
     model: a `cli.Checkpoint`; None: without the layout and the token ids of the prompts."""
     items, *rest = data.load_data(task, args.data, args.demos)
-    seed = args.sample_seed if args.sample else None
+    seed = sample_seed(args)
     drawn = data.draw_items(items, args.sample or args.limit, seed)
-    bench = Benchmark(task, len(items), drawn, *rest)
+    bench = Benchmark(task, len(items), drawn, *rest, sample_seed=seed)
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"
     native = native if model.tokenizer.chat_template else "plain"
-    layout = task.layout or args.layout or native
+    layout = task.layout or getattr(args, "layout", None) or native
     if layout == "chat" and not model.tokenizer.has_system_turn:
         layout = "user"
     template_args = None
@@ -55,19 +59,37 @@ def load_benchmark(task, args, model=None):
         template_args = cli.benchmark_template_args(model.tokenizer, args.template_args)
     how = bench.demos, model.tokenizer, layout, template_args
     encoded = [prompts.item_to_ids(task, item, *how) for item in drawn]
-    return bench._replace(layout=layout, template_args=template_args, encoded=encoded)
+    limit = getattr(args, "max_new_tokens", None) or task.max_new_tokens
+    return bench._replace(
+        layout=layout,
+        template_args=template_args,
+        max_new_tokens=None if task.choice else limit,
+        encoded=encoded,
+        questions={e.index: question_of(drawn[e.index], e) for e in encoded},
+    )
+
+
+def sample_seed(args):
+    """The seed of --sample: --seed, if that is not the seed of random heads. None without
+    --sample."""
+    if not args.sample:
+        return None
+    seeds = getattr(args, "seed", None)
+    return seeds[0] if seeds and not args.random_heads else SAMPLE_SEED
 
 
 class Run(NamedTuple):
+    bench: Benchmark
     header: dict  # the first line of its file
     settings: dict  # the arguments of `generate` and `score`
     path: Path
 
 
-def run_benchmark(bench, runs, model, tokenizer, ranks):
-    """Answer the items that the runs' files lack. Returns the lines of each run in the data's
-    order; None on other ranks than 0."""
-    questions = {e.index: question_of(bench.items[e.index], e) for e in bench.encoded}
+def run_benchmark(runs, model, tokenizer, ranks):
+    """Answer the items of one benchmark that the runs' files lack. Returns the lines of each run in
+    the data's order; None on other ranks than 0."""
+    bench = runs[0].bench
+    questions = bench.questions
 
     def lines_of(group, batch):
         """[(run's path, line)] of the runs that lack items of the batch."""
@@ -143,7 +165,7 @@ def answers_of(bench, batch, runs, model, tokenizer):
     if bench.task.choice:
         return scores(bench, batch, prompts, runs, model)
     settings = with_context_free_prompts(runs[0].settings, batch)
-    how = dict(max_new_tokens=runs[0].header["max_new_tokens"], eos_ids=tokenizer.eos_ids)
+    how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
     if len(runs) == 1:
         out = baselines.generate(model, prompts, **how, **settings)
     else:
@@ -172,18 +194,12 @@ def with_context_free_prompts(settings, batch):
 def scores(bench, batch, prompts, runs, model):
     """The fields of each line of a multiple choice, for each run."""
     answers = [e.answers for e in batch]
-    renormalise = runs[0].header["renormalise"]
-    all_settings = []
-    for run in runs:
-        settings = with_context_free_prompts(run.settings, batch) | {"mask_prompt": None}
-        all_settings.append(settings)  # scoring masks every position
+    all_settings = [with_context_free_prompts(run.settings, batch) for run in runs]
     if len(runs) == 1:
-        sums, _ = scoring.loglikelihoods(
-            model, prompts, answers, renormalise=renormalise, **all_settings[0]
-        )
+        sums, _ = scoring.loglikelihoods(model, prompts, answers, **all_settings[0])
         results = [sums]
     else:
-        results = scoring.loglikelihoods_of_runs(model, prompts, answers, all_settings, renormalise)
+        results = scoring.loglikelihoods_of_runs(model, prompts, answers, all_settings)
     return [
         [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)] for sums in results
     ]

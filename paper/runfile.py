@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-import cli
-from paper.settings import used_head_file
+from decoders.setup import Setup
 from paper.tasks import data
 from paper.tasks.items import field, located
 from runtime.files import commit, json_lines, write
@@ -28,28 +27,20 @@ FACTS = (*GROWING, "commit", "date", "paper", "product", "head_file", "measure",
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
-def make_header(job, bench, settings, model, fingerprints):
-    """The first line of a run's file: what determines its lines, the software, the machine."""
-    task, _, args, extra = job
-    settings = dict(settings)
-    heads = settings.pop("amateur_heads", settings.get("heads"))
-    amateur = settings.get("amateur")
-    head_file = used_head_file(job.method, args, amateur or model)
+def make_header(bench, setup, args, model, fingerprints, head_file, more):
+    """The first line of a run's file: what determines its lines, the software, the machine.
+
+    setup: fitted to the model. fingerprints: of the model and its amateur. head_file: that ranked
+    the heads, or None. more: further fields."""
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
-    fields = settings | {
-        "num_heads": heads and len(heads),
-        "alpha": settings.get("alpha"),
-        "seed": cli.SEED if args.seed is None else args.seed,
-        "method": job.method,
-        "heads": heads and [f"{layer}-{head}" for layer, head in heads],
-        "random_heads": args.random_heads if "heads" in settings else None,
+    return {
+        **setup.header(),
         "head_file": head_file and data.file_record(head_file),
-        "measure": (args.measure or "copy") if head_file else None,
-        "amateur": amateur and amateur.name,
         "model": model.name,
         "fingerprint": fingerprints[0],
+        "amateur_fingerprint": fingerprints[1] if setup.amateur else None,
         "tp": args.tp,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": f"{model.device.type} ({device})",
@@ -59,48 +50,28 @@ def make_header(job, bench, settings, model, fingerprints):
         "commit": commit(),
         "date": str(datetime.date.today()),
         "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
-        "task": task.name,
-        "version": task.version,
+        "task": bench.task.name,
+        "version": bench.task.version,
         "layout": bench.layout,
         "eos": args.eos,
         "template_args": bench.template_args,
         "n": len(bench.items),
         "limit": args.limit,
         "sample": args.sample,
-        "sample_seed": args.sample_seed if args.sample else None,
+        "sample_seed": bench.sample_seed,
         "data": bench.data,
         "demos": bench.demo_record,
-        "amateur_fingerprint": amateur and fingerprints[1],
         "batch_size": args.batch_size,
-        "max_new_tokens": None if task.choice else args.max_new_tokens or task.max_new_tokens,
-        # Scoring masks every position.
-        "mask_prompt": None if task.choice else settings.get("mask_prompt"),
-        "renormalise": not args.no_renormalise if task.choice else None,
-        "product": model.kernel,
+        "max_new_tokens": bench.max_new_tokens,
+        "product": model.product,
+        **more,
     }
-    return fields | extra
 
 
 def run_name(header):
-    """The name of a run's file: task, model, method and some of its options."""
-    options = {
-        "num_heads": "n{num_heads}",
-        "measure": "{measure}",
-        "random_heads": "random-{random_heads}-seed{seed}",
-        "alpha": "a{alpha:g}",
-        "alpha_cap": "cap{alpha_cap:g}",
-        "scale_alpha": "scaled",
-        "mask": "query",
-        "mask_prompt": "mask-prompt",
-        "amateur": "{amateur}",
-    }
-    names = {name: Path(header[name] or "").name for name in ("model", "amateur")}
-    parts = [
-        text.format(**header | names)
-        for name, text in options.items()
-        if header.get(name) not in (None, "output", "copy") and header[name] is not False
-    ]
-    return ".".join([header["task"], names["model"], header["method"], *parts])
+    """The name of a run's file: task, model, method and its settings."""
+    setup = Setup.from_header(header)
+    return ".".join([header["task"], Path(header["model"]).name, setup.file_name])
 
 
 def read_run(path):
@@ -125,44 +96,53 @@ def read_run(path):
 
 def open_run(path, header, items):
     """Start a run, or continue it. Returns its lines by index. A last line that was cut off is
-    removed from the file.
+    removed from the file. header, items: as in `continued`."""
+    header, lines = continued(path, header, items)
+    save(path, header, lines)
+    return {line["index"]: line for line in lines}
 
-    items: index → the fields that do not depend on the answer. Raises ValueError if the file is not
-    a run, or was made with another header or other items."""
+
+def continued(path, header, items):
+    """(header, lines) of a run with which its file begins. Writes nothing.
+
+    items: index → the fields that do not depend on the answer. ValueError if there is a file that
+    is not a run, or was made with another header or other items."""
     stored, lines = read_run(path) if path.exists() else ({}, [])
     if stored is None:
         raise ValueError(
             f"{path}: its first line has no header, so it is not a run of evaluate.py; "
             "choose another --out"
         )
-    if lines:
-        ignored = dict.fromkeys([*SURROUNDINGS, *FACTS])
-        if field(stored, "n", "a whole number from 0") > header["n"]:
-            del ignored["n"]
-        if texts := list(differences(stored | ignored, header | ignored)):
+    if not lines:
+        return header, lines
+    with located(path):
+        same = stored | Setup.from_header(stored).header()
+    ignored = dict.fromkeys([*SURROUNDINGS, *FACTS])
+    if field(stored, "n", "a whole number from 0") > header["n"]:
+        del ignored["n"]
+    if texts := list(differences(same | ignored, header | ignored)):
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(texts[:4])}); "
+            "choose another --out or remove the file"
+        )
+    for line in lines:
+        item = items.get(line["index"])
+        problem = None
+        if item is None or line | item != line:
+            problem = "is not that of the data"
+        elif not is_answer(line, header["max_new_tokens"] is None):
+            problem = "has no complete answer"
+        if problem:
             raise ValueError(
-                f"{path} was made with other settings ({'; '.join(texts[:4])}); "
+                f"{line['place']}: item {line['index']} {problem}; "
                 "choose another --out or remove the file"
             )
-        for line in lines:
-            item = items.get(line["index"])
-            problem = None
-            if item is None or line | item != line:
-                problem = "is not that of the data"
-            elif not is_answer(line, header["max_new_tokens"] is None):
-                problem = "has no complete answer"
-            if problem:
-                raise ValueError(
-                    f"{line['place']}: item {line['index']} {problem}; "
-                    "choose another --out or remove the file"
-                )
-        changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
-        grown = GROWING if header["n"] > stored["n"] else ()
-        header = stored | {name: header[name] for name in grown}
-        if changes and len(lines) < len(items):
-            header["continued"] = [*stored.get("continued", []), changes]
-    save(path, header, lines)
-    return {line["index"]: line for line in lines}
+    changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
+    grown = GROWING if header["n"] > stored["n"] else ()
+    header = stored | {name: header[name] for name in grown}
+    if changes and len(lines) < len(items):
+        header["continued"] = [*stored.get("continued", []), changes]
+    return header, lines
 
 
 def is_answer(line, choice):

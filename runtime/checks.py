@@ -12,6 +12,12 @@ from runtime.files import one_line
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
 ELSEWHERE = "; an amateur and other methods: decoders.baselines.generate"
 HUGE = 10**9  # far above any α, and still safe to multiply with
+NUMBERS = {  # settings of decoders → the least and the greatest value
+    "alpha": (-HUGE, HUGE),
+    "alpha_cap": (0, HUGE),
+    "relative_top": (0, 1),
+    "repetition_penalty": (0.01, HUGE),
+}
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (
     ", or use a model that reads more, such as Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in "
@@ -196,9 +202,9 @@ def check_settings(model, settings):
     """`settings` with heads as pairs.
 
     ValueError for numbers out of range and an amateur of another vocabulary."""
-    check_number(settings.get("alpha", 0), "alpha", -HUGE)
-    if settings.get("alpha_cap") is not None:
-        check_number(settings["alpha_cap"], "alpha_cap", 0)
+    for name, (low, high) in NUMBERS.items():
+        if settings.get(name) is not None:
+            check_number(settings[name], name, low, high)
     check_mask(settings.get("mask", MASKS[0]))
     amateur = settings.get("amateur")
     if amateur is not None:

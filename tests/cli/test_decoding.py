@@ -221,7 +221,7 @@ def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tm
         assert [line] == objects(*base, *SHORT, "--prompt=Hi", "--num-heads", n)
     page = tmp_path / "page.html"
     _, out, _ = call(program.main, *options, "--html", page)
-    labels = [f"decore-entropy N {n}" for n in (2, 5)]
+    labels = [f"decore-entropy, N = {n}" for n in (2, 5)]
     assert [line.partition("  ")[0] for line in out.splitlines()] == labels
     assert all(f">{label}</h2>" in page.read_text() for label in labels)
 

@@ -8,6 +8,8 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
+import cli
+from decoders.setup import Setup
 from heads import (
     FOLDER,
     MEASURES,
@@ -21,7 +23,6 @@ from heads import (
 )
 from hf import HFModel
 from model import Transformer
-from paper.settings import method_settings
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
 
 # 40 layers of 8 heads
@@ -93,16 +94,9 @@ def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path,
 def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_that_measures(
     name, shape, hint, transformers
 ):
-    args = Namespace(
-        model=name,
-        heads=None,
-        num_heads=None,
-        measure=None,
-        random_heads=None,
-        transformers=transformers,
-    )
+    args = Namespace(model=name, heads=None, transformers=transformers)
     with pytest.raises(ValueError) as error:
-        method_settings("masked", args, stand_in(*shape, name), None)
+        cli.fit(Setup.of("masked"), args, stand_in(*shape, name))
     message, _, command = str(error.value).partition("measure them: ")
     assert hint in message
     more = "--transformers " * transformers
@@ -127,9 +121,8 @@ def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):
     path = write_lines(tmp_path / "m.json", [{"scores": scores, "write": write}])
     model = stand_in(1, 3)
     for measure, best in ((None, (0, 2)), ("copy", (0, 2)), ("write", (0, 1))):
-        args = Namespace(model="", heads=path, num_heads=1, measure=measure, random_heads=None)
-        args.seed = None
-        assert method_settings("masked", args, model, None)["heads"] == [best]
+        setup = Setup.of("masked", num_heads=1, measure=measure).fit(model, source=path)
+        assert setup.arguments()["heads"] == (best,)
     with pytest.raises(ValueError, match='"mass" must be an object .* heads.detect measures it'):
         load_heads(model, name=path, measure="mass")
     # Random heads are none of the best ones of the measure.

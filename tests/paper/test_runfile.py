@@ -10,6 +10,7 @@ from tests.checkpoints import write_lines
 
 HEADER = {
     "task": "nq-swap",
+    "method": "cad",
     "n": 3,
     "limit": None,
     "sample": None,

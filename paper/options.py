@@ -1,0 +1,156 @@
+"""The command lines of evaluate.py: benchmarks, and the paper's rows."""
+
+from pathlib import Path
+
+import cli
+from decoders import baselines
+from decoders.setup import OPTIONS
+from paper import plan, printed
+from paper.tasks import TASKS, find_tasks, prompts
+
+
+def parse(argv):
+    """The options of a sweep. ValueError for those without effect."""
+    args = make_parser().parse_args(argv)
+    tasks = find_tasks(args.task).values()
+    methods = cli.full_names(args.method, args.amateur)
+    unused = set.intersection(*map(unused_by, tasks))
+    if args.demos and args.demos.is_dir():
+        unused.discard("demos")  # a folder for all tasks
+    names = ", ".join(task.name for task in tasks)
+    cli.refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
+    if args.sample and not args.random_heads and len(args.seed or ()) > 1:
+        raise ValueError("--seed takes several numbers with --random-heads only")
+    cli.check_options(args, methods, seeded=args.sample)
+    return args
+
+
+def unused_by(task):
+    """The options of a sweep without effect on a task."""
+    unused = {"max_new_tokens", "eos"} if task.choice else set()
+    unused |= {name for name, option in OPTIONS.items() if option.choice is (not task.choice)}
+    if task.layout:
+        unused.add("layout")
+    if not task.shots:
+        unused.add("demos")
+    return unused
+
+
+def make_parser():
+    p = cli.parser(
+        "Run benchmarks: a task × a method × a model.",
+        epilog="More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
+        "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
+        "runs again, report DIR makes tables of a folder's runs.",
+    )
+    add_run_arguments(p, required="--task")
+    cli.add_method_arguments(p, baselines.METHODS, exclude=["without_context"])
+    p.add_argument(
+        "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"
+    )
+    p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the prompts as JSON lines, by default in the layout chat, and load no model",
+    )
+    return p
+
+
+def parse_paper(argv):
+    """The options of the paper's rows. ValueError for those without effect."""
+    args = paper_parser().parse_args(argv)
+    if not args.plan:
+        cli.refuse_unused(args, dict.fromkeys(["json", "timed"], "without --plan"))
+    return args
+
+
+def paper_parser():
+    p = cli.parser("Run what the paper's tables hold of a model; with --plan, list the runs.")
+    p.prog += " paper"
+    add_run_arguments(p, required="--data")
+    tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
+    p.add_argument(
+        "--table",
+        type=cli.comma_list(cli.one_of(tables, "table")),
+        default=["main"],
+        metavar="NAME[,NAME…]",
+        help=f"{', '.join(plan.ORDER)}, all, or a table of paper/paper.csv (default: main)",
+    )
+    p.add_argument(
+        "--method",
+        type=cli.comma_list(cli.one_of(plan.METHODS, "method")),
+        default=plan.METHODS,
+        metavar="M[,M…]",
+        help=f"only these methods: {', '.join(plan.METHODS)}",
+    )
+    p.add_argument("--like", metavar="MODEL", help="the runs of this model of the paper")
+    p.add_argument(
+        "--amateur", default=plan.AMATEUR, metavar="M2", help=f"(default: {plan.AMATEUR})"
+    )
+    p.add_argument(
+        "--plan", action="store_true", help="list the runs, and what is missing for them"
+    )
+    p.add_argument("--json", action="store_true", help="with --plan: a JSON line for each run")
+    p.add_argument(
+        "--timed",
+        action="store_true",
+        help="with --plan: load the model, time for some seconds how fast it is here, and say how "
+        "long the runs take",
+    )
+    return p
+
+
+def add_run_arguments(p, required):
+    """Add the options of both command lines. required: "--task" or "--data"."""
+    cli.add_model_arguments(p)
+    p.add_argument(
+        "--task",
+        required=required == "--task",
+        default="all",
+        metavar="T[,T…]",
+        help=f"{', '.join(TASKS)}; all: those of the paper",
+    )
+    p.add_argument(
+        "--data",
+        required=required == "--data",
+        type=Path,
+        metavar="FILE",
+        help="the data: a file, or a folder that contains it, as `fetch` makes it (default: "
+        "downloaded, if it is on the Hugging Face hub)",
+    )
+    p.add_argument(
+        "--demos",
+        type=Path,
+        metavar="FILE",
+        help="demonstrations: JSON lines, or a folder (default: from "
+        "the data's folder, else the task's own, else the first items of the data)",
+    )
+    items = p.add_mutually_exclusive_group()
+    items.add_argument(
+        "--limit", type=cli.positive, metavar="K", help="the first K items (default: all)"
+    )
+    items.add_argument(
+        "--sample",
+        type=cli.positive,
+        metavar="K",
+        help="K random items, each split in its share; a larger K continues the runs. Without "
+        "--random-heads, --seed is the sample's (default, and with --random-heads: 1234)",
+    )
+    p.add_argument(
+        "--batch-size",
+        type=cli.positive,
+        default=16,
+        metavar="B",
+        help="prompts at once (default: 16)",
+    )
+    p.add_argument(
+        "--tp",
+        type=cli.positive,
+        default=1,
+        metavar="K",
+        help="ranks that share one model (torchrun)",
+    )
+    p.add_argument(
+        "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
+    )
