@@ -1,7 +1,7 @@
 """The program behind decore.py: decodes prompts by any method, and prints texts or JSON, or writes
 a page.
 
-prompts.py reads prompts, printing.py shows sources, page.py writes the page."""
+prompts.py reads prompts, printing.py prints texts and their sources, page.py writes the page."""
 
 import argparse
 import json
@@ -13,23 +13,30 @@ from pathlib import Path
 import cli
 import decore
 from cli.page import check_writable, write_page
-from cli.printing import sources_below
+from cli.printing import Texts, sources_below
 from cli.prompts import (
+    CHAT,
     EXAMPLE,
-    is_chat,
-    messages,
-    prompts_to_ids,
+    chat_prompt,
+    encode,
+    encode_all,
+    file_prompt,
+    ids_prompt,
+    line_prompts,
     read_prompt,
     read_prompts,
-    token_ids,
+    text_prompt,
+    without_context,
 )
 from decoders import baselines
-from decoders.setup import MASKED_ROW
+from decoders.setup import LITE, MASKED_ROW, Setup
 from heads.sources import find_sources
-from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
 COMPARED = ("greedy", "masked")
+# What --json says of an answer, besides the fields of its prompt.
+NAMES = {"index", "prompt_ids", "text", "model", "sources"}
+NAMES |= vars(decore.Generation()).keys() | Setup("greedy").header().keys()
 EXAMPLES = """examples:
   python decore.py                                            the built-in example
   python decore.py --model Qwen/Qwen2.5-3B-Instruct --prompt-file passage.txt --compare
@@ -48,19 +55,17 @@ def main():
     if rank_and_size()[0] == 0:  # it has standard input
         job = prepare(args, chosen, facts, tokenizer, amateur_facts)
     model, amateur = cli.load_weights(args)
-    prompts, methods, settings = model.shard.broadcast(job)
-    width = max(14, *map(len, settings)) if len(settings) > 1 else 0
+    prompts, setups = model.shard.broadcast(job)
+    width = max(14, *map(len, setups)) if len(setups) > 1 else 0
     answers = {}
-    for label, arguments in settings.items():
-        method = methods[label]
-        if "amateur" in arguments:
-            arguments["amateur"] = amateur
-        with may_be_left_out(label, method, args):
+    for label, setup in setups.items():
+        with may_be_left_out(label, setup.method, args):
             answers[label] = answer(
-                label, method, prompts, arguments, model, tokenizer, args, width
+                label, setup, prompts, model, amateur, tokenizer, args, width
             )
     if args.html:
-        write_page(args.html, model, tokenizer, answers, settings)
+        answers = [(label, setups[label], lines) for label, lines in answers.items()]
+        write_page(args.html, model, amateur, tokenizer, prompts, answers)
         print(f"wrote {args.html}", file=sys.stderr)
 
 
@@ -76,103 +81,111 @@ def may_be_left_out(label, method, args):
 
 
 def prepare(args, chosen, model, tokenizer, amateur):
-    """([(text, ids) of each prompt], {label: method}, {label: its settings}), from the options and
-    the facts of the models. A label is a method, with the values of options that are lists. Prints
-    the built-in example if there is no prompt."""
-    given = read_prompts(args)
-    prompts = given or [read_prompt(EXAMPLE)]
-    if not given:
+    """([`Prompt`], {label: setup}), from the options and the facts of the models. Prints the
+    built-in example if there is no prompt."""
+    objects = read_prompts(args)
+    texts = args.without_context or []
+    is_example = not objects
+    if is_example:
+        objects = text_prompt(read_prompt(EXAMPLE))
         chosen = list(dict.fromkeys(["greedy", *chosen]))
-        args.without_context = args.without_context or [prompts[0].rpartition("\n")[2]]
-    ids = prompts_to_ids(prompts, model, tokenizer, args)
-    methods, settings = {}, {}
+        texts = texts or [objects[0]["prompt"].rpartition("\n")[2]]
+    prompts = encode(objects, model, tokenizer, args)
+    if args.json:
+        check_fields(prompts)
     setups = list(cli.setups(args, chosen))
+    fitted = {}
     for setup, label in zip(setups, cli.titles(setups)):
-        method = setup.method
-        with may_be_left_out(label, method, args):
-            setup = cli.fit(setup, args, model, amateur)
-            baselines.check(model, setup.arguments(amateur))
-            arguments = setup.arguments()
-            if method == "cad":
-                if not args.without_context:
-                    raise ValueError("cad needs --without-context for each prompt")
-                without = prompts_to_ids(args.without_context, model, tokenizer, args)
-                arguments["ids_without_context"] = without
-            if setup.amateur:
-                arguments["amateur"] = None  # its weights come later
-            methods[label] = method
-            settings[label] = arguments
-    if not given and not args.json:
-        print(prompts[0], end="\n\n", flush=True)
-    titles = []
+        with may_be_left_out(label, setup.method, args):
+            fitted[label] = cli.fit(setup, args, model, amateur)
+            baselines.check(model, fitted[label].arguments(amateur))
+    if "cad" in chosen:
+        without = without_context(objects, texts)
+        ids = encode_all(without, model, tokenizer, args, "context-free prompt")
+        prompts = [p._replace(ids_without_context=x) for p, x in zip(prompts, ids)]
+    if is_example and not args.json:
+        print(objects[0]["prompt"], end="\n\n", flush=True)
+    return prompts, fitted
+
+
+def check_fields(prompts):
+    """ValueError for a field of a prompt that --json could not give back."""
+>>>>>>> aa1cc7c (decore.py --prompts: a file of prompts, whose fields --json gives back; answers in the order of prompts, titles that tell prompts apart; a page whose prompt follows what is pointed at)
     for prompt in prompts:
-        if is_chat(prompt):
-            prompt = prompt[-1]["content"]
-        titles.append(prompt if isinstance(prompt, str) else tokenizer.decode(prompt))
-    return list(zip(titles, ids)), methods, settings
+        for name in NAMES & prompt.fields.keys():
+            raise ValueError(
+                f"prompt {prompt.index + 1} has a field {name!r}, as the answer in --json has: "
+                "rename it"
+            )
 
 
-def answer(name, method, prompts, settings, model, tokenizer, args, width):
-    """Decode prompts, pairs of text and ids, by one method → an object of --json per prompt.
+def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
+    """Decode prompts by a setup, in batches → an object of --json for each of them.
 
-    Prints the objects; or the only answer while it is decoded; or each of several answers when it
-    ends. width: of the name before an answer; 0: no name."""
-    ids = [prompt for _, prompt in prompts]
-    streams = [tokenizer.stream(args.stop) for _ in ids]
-    label = f"{name:>{width}}  " if width else ""
-    is_live = len(ids) == 1 and not args.json
-
-    def on_token(b, token, entropy):
-        stream = streams[b]
-        is_first = not stream.ids
-        is_end = token in tokenizer.eos_ids
-        text = "" if is_end else stream.push(token)
-        if is_live:
-            print(label * is_first + text, end="", flush=True)
-        elif (is_end or stream.ended) and not args.json and not args.sources:
-            print_answer(b)
-        return stream.ended
-
-    def print_answer(b, sources=""):
-        streams[b].end()
-        title = one_line(prompts[b][0], 60)
-        print(f"[{b + 1}] {title}\n{label}{streams[b].text}{sources}\n", flush=True)
-
-    start = time.perf_counter()
-    out = decore.generate(
-        model,
-        ids,
-        decoder=baselines.find_decoder(settings["method"], settings),
-        max_new_tokens=args.max_new_tokens,
-        eos_ids=tokenizer.eos_ids,
-        on_token=on_token,
-        **settings,
-    )
-    seconds = time.perf_counter() - start
-    heads = settings.get("amateur_heads", settings.get("heads", ()))
+    Prints the objects, or each answer as it grows. width: of the label before an answer; 0: no
+    label."""
+    several = len(prompts) > 1
+    before = f"{label:>{width}}  " if width else ""
+    arguments = setup.arguments(amateur)
     lines = []
-    for b, (prompt, g, stream) in enumerate(zip(ids, out, streams)):
-        rest = stream.end()
-        line = dict(prompt_ids=prompt, ids=g.ids, text=stream.text) | vars(g)
-        names = [f"{layer}-{head}" for layer, head in heads]
-        line |= dict(method=method, heads=names, model=model.name)
-        if args.sources and heads:
-            masked = settings.get("amateur") or model
-            line["sources"] = find_sources(masked, prompt, g.ids, heads, tokenizer.hidden)
-        if "amateur" in settings:
-            line["amateur"] = settings["amateur"].name
-        if args.json:
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        elif is_live:
-            print(rest + sources_below(line, tokenizer, width), flush=True)
-        elif args.sources or g.stop == "length":
-            print_answer(b, sources_below(line, tokenizer, width))
-        lines.append(line)
-    n = sum(len(g.ids) for g in out)
-    print(f"{name}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
-    if any(g.stop == "length" and len(g.ids) < args.max_new_tokens for g in out):
-        print(f"{name}: an answer ended because the context is full", file=sys.stderr)
+    seconds = 0
+    for first in range(0, len(prompts), args.batch_size):
+        batch = prompts[first : first + args.batch_size]
+        if setup.method == "cad":
+            arguments["ids_without_context"] = [p.ids_without_context for p in batch]
+        titles = [f"[{p.index + 1}] {p.title}\n" if several else "" for p in batch]
+        texts = Texts(
+            tokenizer,
+            args.stop,
+            beginnings=[title + before for title in titles],
+            end="\n\n" if several else "\n",
+            holds_ends=args.sources,
+            quiet=args.json,
+        )
+        start = time.perf_counter()
+        try:
+            out = baselines.generate(
+                model,
+                [prompt.ids for prompt in batch],
+                max_new_tokens=args.max_new_tokens,
+                eos_ids=tokenizer.eos_ids,
+                on_token=texts.push,
+                **arguments,
+            )
+        except KeyboardInterrupt:
+            texts.interrupt()
+            raise
+        seconds += time.perf_counter() - start
+        for b, (prompt, g) in enumerate(zip(batch, out)):
+            line = json_object(prompt, g, texts.text(b), setup, model)
+            if args.sources and setup.heads:
+                masked = amateur if setup.method in LITE else model
+                line["sources"] = find_sources(
+                    masked, prompt.ids, g.ids, setup.heads, tokenizer.hidden
+                )
+            texts.complete(b, sources_below(line, tokenizer, width))
+            if args.json:
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+            lines.append(line)
+    report(label, lines, seconds, args)
     return lines
+
+
+def json_object(prompt, g, text, setup, model):
+    """An object of --json: the prompt's index and fields, its answer, and the model and setup."""
+    line = {"index": prompt.index} | prompt.fields
+    line |= dict(prompt_ids=prompt.ids, ids=g.ids, text=text) | vars(g)
+    settings = {name: value for name, value in setup.header().items() if value is not None}
+    return line | {"model": model.name, "heads": []} | settings
+
+
+def report(name, lines, seconds, args):
+    """Say on standard error how fast a method was, and how answers ended early."""
+    n = sum(len(line["ids"]) for line in lines)
+    print(f"{name}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
+    full = [x for x in lines if x["stop"] == "length" and len(x["ids"]) < args.max_new_tokens]
+    if full:
+        print(f"{name}: an answer ended because the context is full", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -185,31 +198,39 @@ def make_parser():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_model_arguments(p.add_argument_group("model"))
-    several = dict(action="append", default=[])
     add = p.add_argument_group("prompt").add_argument
-    prompts = dict(several, dest="prompts")
+    prompts = dict(action="extend", default=[], dest="prompts")
     add(
         "--prompt",
+        type=text_prompt,
         **prompts,
-        help="several prompts are decoded as one batch; without a prompt, standard input is one",
+        help="may be repeated; without a prompt, standard input is one",
     )
     add(
         "--prompt-file",
-        type=Path,
+        type=file_prompt,
         metavar="FILE",
         **prompts,
         help="a file that is one prompt; - is standard input",
     )
     add(
         "--messages",
-        type=messages,
+        type=chat_prompt,
         metavar="FILE",
         **prompts,
-        help='a JSON file that is a chat: [{"role": "user", "content": "…"}, …]',
+        help=f'a JSON file that is a chat: {CHAT}, or {{"messages": […]}}',
+    )
+    add(
+        "--prompts",
+        type=line_prompts,
+        metavar="FILE.jsonl",
+        **prompts,
+        help='a JSON object in each line, with "prompt" or "messages", and "without_context" for '
+        "cad; --json gives back all of its fields",
     )
     add(
         "--prompt-ids",
-        type=token_ids,
+        type=ids_prompt,
         metavar="ID,…",
         **prompts,
         help="token ids separated by commas, used as they are",
@@ -230,7 +251,14 @@ def make_parser():
         default=64,
         help="maximum number of new tokens (default: 64)",
     )
-    add("--stop", **several, help="an answer ends before this text")
+    add("--stop", action="append", default=[], help="an answer ends before this text")
+    add(
+        "--batch-size",
+        type=cli.positive,
+        default=16,
+        metavar="B",
+        help="prompts that are decoded at once (default: 16)",
+    )
     add("--json", action="store_true", help="one JSON object per prompt")
     add(
         "--html",

@@ -264,9 +264,11 @@ def check_known(model, heads, option, name, args):
 
 
 def with_flags(message):
-    """An error of the library, with options in place of its arguments."""
+    """An error of the library, with options in place of its arguments. Names in quotation marks
+    stay: they are fields."""
     names = "|".join(name for name in OPTIONS if "_" in name)
-    return re.sub(rf"\b(?:ids_)?({names})\b", lambda match: flag(match[1]), message)
+    pattern = rf"(?<!['\"])\b(?:ids_)?({names})\b"
+    return re.sub(pattern, lambda match: flag(match[1]), message)
 
 
 def refuse_unused(args, reasons):

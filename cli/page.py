@@ -1,13 +1,14 @@
 """Decoded texts as an HTML page, page.html.
 
 Tokens are shaded by base entropy. If the sources of answers are known, they are marked in the
-prompt. Pointing at a token shows its numbers and marks its own sources, and pointing at a token of
-the prompt marks what was copied from it. `page.html#g1h` opens the page as if you pointed at the
-title of the second answer, #g1t0 at its first token."""
+prompt. Pointing at a token shows its numbers, marks its own sources and scrolls the prompt to the
+strongest; pointing at a token of the prompt marks what was copied from it. `page.html#g1h` opens
+the page as if you pointed at the title of the second answer, #g1t0 at its first token."""
 
 import os
 import shlex
 import sys
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -21,21 +22,22 @@ PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 render = Template(PAGE, autoescape=True, trim_blocks=True).render
 
 
-def write_page(path, model, tokenizer, answers, settings):
+def write_page(path, model, amateur, tokenizer, prompts, answers):
     """Write each prompt and its answers, if this is the first rank.
 
-    answers, settings: label → an object of --json for each prompt, and the method's arguments."""
+    answers: (label, setup, an object of --json for each prompt) of each setup."""
     parts = []
-    for b, lines in enumerate(zip(*answers.values())):
-        prompt = dict(name=f"p{b}", pieces=pieces(tokenizer, lines[0]["prompt_ids"]))
+    for b, prompt in enumerate(prompts):
+        title = f"[{b + 1}] {prompt.title}" if len(prompts) > 1 else ""
+        prompt = dict(name=f"p{b}", title=title, pieces=pieces(tokenizer, prompt.ids))
         parts.append(prompt)
-        for i, (label, line) in enumerate(zip(answers, lines)):
+        for i, (label, setup, lines) in enumerate(answers):
             favourites = None
-            if line["method"].startswith("decore"):
-                favourites = masked_favourites(model, line, settings[label])
-            name = f"g{i * len(answers[label]) + b}"
-            part = answer_part(tokenizer, name, line, prompt, favourites)
-            parts.append(part | dict(title=label, details=details(line, settings[label])))
+            if setup.method.startswith("decore"):
+                favourites = masked_favourites(model, lines[b], setup.arguments(amateur))
+            name = f"g{i * len(prompts) + b}"
+            part = answer_part(tokenizer, name, lines[b], prompt, favourites)
+            parts.append(part | dict(title=label, details=details(setup)))
     if model.shard.rank == 0:
         command = shlex.join(["python", "decore.py", *sys.argv[1:]])
         text = render(title=model.name, parts=parts, command=command)
@@ -70,20 +72,12 @@ def is_device(path):
     return path.exists() and not path.is_file()
 
 
-def details(line, settings):
-    """A method's α and heads in words."""
-    parts = []
-    if "alpha" in settings:
-        parts.append(f"α = {settings['alpha']:g}")
-    elif "scale_alpha" in settings:
-        rule = "H / ln V" if settings["scale_alpha"] else "H"
-        cap = settings.get("alpha_cap")
-        parts.append(f"α = {rule}" if cap is None else f"α = min({rule}, {cap:g})")
-    if "amateur" in line:
-        parts.append(f"amateur {line['amateur']}")
-    if line["heads"]:
-        parts.append(f"N = {len(line['heads'])} heads masked: {', '.join(line['heads'])}")
-    return "; ".join(parts)
+def details(setup):
+    """A method's settings and heads in words."""
+    words = list(setup.words().values())
+    if setup.heads:
+        words.append("heads masked: " + ", ".join(setup.header()["heads"]))
+    return "; ".join(words)
 
 
 @torch.inference_mode()
@@ -104,8 +98,10 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
     those of `masked_favourites`."""
     ids, entropies = line["ids"], line["entropies"]
     written = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids)
+    links = find_links(name, written, prompt, line["sources"]) if "sources" in line else {}
+    strongest = dict(pair for pair, _ in sorted(links.items(), key=itemgetter(1)))
     tokens = []
-    for text, positions in written:
+    for t, (text, positions) in enumerate(written):
         word = text.lstrip(" ")  # blanks are not shaded
         tokens.append(
             dict(
@@ -113,6 +109,7 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
                 text=word,
                 note="\n".join(notes_on(tokenizer, line, positions, favourites)),
                 entropy=max(entropies[p] for p in positions),
+                source=strongest.get(f"{name}t{t}"),
                 differs=favourites and any(favourites[p][0] != ids[p] for p in positions),
             )
         )
@@ -124,7 +121,8 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
         tokens=tokens,
         footer=footer,
         contrasted=favourites,
-        links=find_links(name, written, prompt, line["sources"]) if "sources" in line else {},
+        links=links,
+        source=strongest.get(f"{name}h"),
     )
 
 

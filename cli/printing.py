@@ -1,4 +1,4 @@
-"""The words of the prompt that an answer was copied from, for people."""
+"""Answers in a terminal, and the words of the prompt that they were copied from."""
 
 from collections import Counter
 from heapq import nlargest
@@ -7,6 +7,62 @@ from cli.page import pieces
 
 SHOWN = 3  # words of the prompt that are printed for a new word
 LINES = 8  # new words that are printed for an answer
+
+
+class Texts:
+    """Decodes the tokens of a batch's answers. Prints the texts in the order of the prompts: each
+    as it grows, once those before it are complete.
+
+    stop: strings that end a text. beginnings: what is printed before each text; end: after it.
+    holds_ends: a text is complete when `complete` says so, not at its end token. quiet: nothing is
+    printed."""
+
+    def __init__(self, tokenizer, stop, beginnings, end, holds_ends, quiet):
+        self.streams = [tokenizer.stream(stop) for _ in beginnings]
+        self.eos_ids = tokenizer.eos_ids
+        self.end = end
+        self.holds_ends = holds_ends
+        self.waiting = list(beginnings)  # to be printed, of each text
+        self.completed = set()
+        self.current = len(beginnings) if quiet else 0  # the text that is printed as it grows
+
+    def push(self, b, token, entropy):
+        """The argument `on_token` of `generate`."""
+        stream = self.streams[b]
+        is_end = token in self.eos_ids
+        if not is_end:
+            self.waiting[b] += stream.push(token)
+        if (is_end or stream.ended) and not self.holds_ends:
+            self.complete(b)
+        self.print()
+        return stream.ended
+
+    def text(self, b):
+        """A whole text."""
+        self.waiting[b] += self.streams[b].end()
+        return self.streams[b].text
+
+    def complete(self, b, below=""):
+        """End a text, with more text below it."""
+        if b not in self.completed:
+            self.text(b)
+            self.waiting[b] += below + self.end
+            self.completed.add(b)
+            self.print()
+
+    def interrupt(self):
+        """Print what the texts are by now."""
+        if any(stream.ids for stream in self.streams):
+            for b in range(len(self.streams)):
+                self.complete(b)
+
+    def print(self):
+        while self.current < len(self.waiting):
+            print(self.waiting[self.current], end="", flush=True)
+            self.waiting[self.current] = ""
+            if self.current not in self.completed:
+                break
+            self.current += 1
 
 
 def sources_below(line, tokenizer, width):

@@ -1,39 +1,157 @@
-"""Prompts from the command line: options, files, standard input."""
+"""Prompts from the command line: options, files, standard input.
+
+Before it is encoded, a prompt is an object, as in a line of --prompts: "prompt" (a text),
+"messages" (a chat) or "prompt_ids"; "without_context", for cad, a text or a chat; and fields of the
+user, which --json gives back."""
 
 import argparse
+import json
+import os
+import re
 import select
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import count, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import cli
 from runtime.checks import check_prompts
-from runtime.files import one_line, read_json, read_text
+from runtime.files import json_lines, one_line, read_json, read_text
 
 EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
+CHAT = '[{"role": "user", "content": "…"}, …]'
+AHEAD = 30  # at most so many characters of a title precede what differs from other prompts
+
+
+class Prompt(NamedTuple):
+    index: int  # among the prompts, from 0
+    fields: dict  # those of its object, for --json
+    title: str
+    ids: list
+    ids_without_context: list | None = None  # for cad
+
+
+# ------------------------------------------ argparse types: the value of an option → its prompts
+
+
+def text_prompt(text):
+    return [{"prompt": text}]
+
+
+def file_prompt(path):
+    return [Path(path)]  # to be read later: of the ranks only one has standard input
+
+
+def ids_prompt(text):
+    """Token ids separated by commas."""
+    return [{"prompt_ids": [cli.number(int, 0)(part) for part in text.split(",")]}]
+
+
+def chat_prompt(path):
+    """A JSON file of messages, in a list or in an object."""
+    with argument_errors():
+        value = read_json(path, object)
+        prompt = {"messages": value} if isinstance(value, list) else value
+        if not isinstance(prompt, dict) or "messages" not in prompt:
+            raise ValueError(f'{path} must be a chat: {CHAT}, or {{"messages": [{{…}}, …]}}')
+        check_prompt(prompt, path)
+        return [prompt]
+
+
+def line_prompts(path):
+    """A file of JSON lines, a prompt each."""
+    with argument_errors():
+        prompts = []
+        for number, prompt in json_lines(path, complete=True):
+            check_prompt(prompt, f"{path}, line {number}")
+            prompts.append(prompt)
+        if not prompts:
+            raise ValueError(f"{path} is empty; give a line for each prompt")
+        return prompts
+
+
+@contextmanager
+def argument_errors():
+    """argparse shows the message of an ArgumentTypeError, and not that of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from None
+
+
+def check_prompt(prompt, place):
+    """ValueError for an object that is not a prompt. place: where it is, for the message."""
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: half of a surrogate pair is not text ({error})") from None
+    if ("prompt" in prompt) == ("messages" in prompt):
+        raise ValueError(f'{place} must have either "prompt", a text, or "messages", a chat')
+    if "messages" in prompt:
+        check_chat(prompt["messages"], place)
+    elif not isinstance(prompt["prompt"], str):
+        raise ValueError(f'{place}: "prompt" must be a text')
+    without = prompt.get("without_context")
+    if isinstance(without, list):
+        check_chat(without, f'{place}: "without_context"')
+    elif not isinstance(without, str | None):
+        raise ValueError(f'{place}: "without_context" must be a text, or a chat as in "messages"')
+
+
+def check_chat(chat, place):
+    """ValueError for what is not a chat that a model can answer."""
+    if not isinstance(chat, list):
+        raise ValueError(f"{place}: a chat is a list of messages: {CHAT}")
+    for message in chat:
+        if not is_message(message):
+            raise ValueError(
+                f'{place}: {one_line(repr(message), 60)} must be {{"role": …, "content": …}}, '
+                'texts, or content a list of {"type": "text", "text": …}'
+            )
+    if not chat or chat[-1]["role"] == "assistant":
+        raise ValueError(f"{place} must end in a message for the model to answer")
+
+
+def is_message(message):
+    """Whether it is {"role": …, "content": …}, both texts, or the content a list of text parts."""
+    kinds = {name: type(value) for name, value in message.items()} if type(message) is dict else {}
+    if kinds == {"role": str, "content": list}:
+        return all(map(is_text_part, message["content"]))
+    return kinds == {"role": str, "content": str}
+
+
+def is_text_part(part):
+    return type(part) is dict and part.get("type") == "text" and type(part.get("text")) is str
+
+
+# ---------------------------------------------------------------------------- reading and encoding
 
 
 def read_prompts(args):
-    """Texts, chats (lists of messages) and lists of ids; none of them for the built-in example."""
-    prompts = [read_prompt(p) if isinstance(p, Path) else p for p in args.prompts]
+    """The objects of the options; none for the built-in example."""
+    prompts = []
+    for prompt in args.prompts:
+        prompts += text_prompt(read_prompt(prompt)) if isinstance(prompt, Path) else [prompt]
     piped = not sys.stdin.isatty()
     if piped and not prompts:
-        prompts = [text for text in [read_prompt("-")] if text.strip()]
+        text = read_prompt("-")
+        prompts = text_prompt(text) if text.strip() else []
     elif piped and has_text(sys.stdin):
         raise ValueError(
             "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
             "leave it"
         )
-    texts = [p for p in prompts if isinstance(p, str)]
+    texts = [p["prompt"] for p in prompts if "prompt" in p]
     if prompts and not texts:
         reasons = dict.fromkeys(("system", "raw"), "on --prompt-ids and --messages")
-        if not any(map(is_chat, prompts)):
+        if not any("messages" in p for p in prompts):
             reasons["template_args"] = "on --prompt-ids"
         cli.refuse_unused(args, reasons)
     is_miniature = Path(args.model).resolve() == cli.MINIATURE
     if not prompts and not is_miniature:
         raise ValueError(
-            "nothing to answer: give --prompt, --prompt-file, --messages or --prompt-ids"
+            "nothing to answer: give --prompt, --prompt-file, --messages, --prompts or --prompt-ids"
         )
     if is_miniature and texts not in ([], [read_prompt(EXAMPLE)]):
         print(
@@ -51,59 +169,84 @@ def has_text(stdin):
     return False
 
 
-def token_ids(text):
-    """argparse type: token ids separated by commas."""
-    return [cli.number(int, 0)(part) for part in text.split(",")]
-
-
-def messages(path):
-    """argparse type: a JSON file of messages, [{"role": …, "content": …}, …]."""
-    try:
-        chat = read_json(path, list)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(error) from None
-    kinds = {"role": str, "content": str}
-    for message in chat:
-        if not isinstance(message, dict) or {k: type(v) for k, v in message.items()} != kinds:
-            raise argparse.ArgumentTypeError(
-                f'{path}: {one_line(repr(message), 60)} must be {{"role": …, "content": …}}, texts'
-            )
-    if not chat or chat[-1]["role"] == "assistant":
-        raise argparse.ArgumentTypeError(f"{path} must end in a message for the model to answer")
-    return chat
-
-
-def is_chat(prompt):
-    """Whether a prompt is a list of messages, neither a text nor ids."""
-    return isinstance(prompt, list) and isinstance(prompt[0], dict)
-
-
 def read_prompt(path):
     """The text of a file, or of the standard input, without one final newline."""
     return read_text(sys.stdin.fileno() if str(path) == "-" else path).removesuffix("\n")
 
 
-def prompts_to_ids(prompts, model, tokenizer, args):
-    """The token ids of texts, through the chat template if there is one, and of chats. Ids stay as
-    they are.
+def encode(objects, model, tokenizer, args):
+    """Objects → `Prompt`s.
 
     model: its config and name are known; its weights are not needed."""
-    ids = []
-    for prompt in prompts:
-        if is_chat(prompt):
-            ids.append(tokenizer.encode_chat(prompt, template_args=args.template_args))
-        elif not isinstance(prompt, str):
-            ids.append(prompt)
-        elif not prompt.strip():
-            raise ValueError("the prompt is empty")
-        elif args.raw or not tokenizer.chat_template:
-            if args.system is not None or args.template_args:
-                raise ValueError(
-                    "--system and --template-args need a chat template, and exclude --raw"
-                )
-            ids.append(tokenizer.encode(prompt))
-        else:
-            system = [] if args.system is None else [{"role": "system", "content": args.system}]
-            messages = [*system, {"role": "user", "content": prompt}]
-            ids.append(tokenizer.encode_chat(messages, template_args=args.template_args))
-    return check_prompts(model, ids)
+    all_ids = encode_all(objects, model, tokenizer, args)
+    all_fields, texts = [], []
+    for fields, ids in zip(objects, all_ids):
+        if not {"prompt", "messages"} & fields.keys():  # of --prompt-ids
+            fields = {"prompt": tokenizer.decode(ids)}
+        text = fields["messages"][-1]["content"] if "messages" in fields else fields["prompt"]
+        if isinstance(text, list):
+            text = " ".join(part["text"] for part in text)
+        all_fields.append(fields)
+        texts.append(text)
+    return list(map(Prompt, count(), all_fields, titles(texts), all_ids))
+
+
+def encode_all(objects, model, tokenizer, args, what="prompt"):
+    """The ids of each object. what: the objects are called in messages."""
+    all_ids = []
+    for i, prompt in enumerate(objects, 1):
+        try:
+            all_ids.append(encode_one(prompt, tokenizer, args))
+        except ValueError as error:
+            place = f"{what} {i} of {len(objects)}: " if len(objects) > 1 else ""
+            raise ValueError(f"{place}{error}") from None
+    return check_prompts(model, all_ids, what)
+
+
+def encode_one(prompt, tokenizer, args):
+    """The ids of an object: a text passes through the chat template, if there is one."""
+    if "messages" in prompt:
+        chat = prompt["messages"]
+    elif "prompt" not in prompt:
+        return prompt["prompt_ids"]
+    elif not prompt["prompt"].strip():
+        raise ValueError("the prompt is empty")
+    elif args.raw or not tokenizer.chat_template:
+        if args.system is not None or args.template_args:
+            raise ValueError("--system and --template-args need a chat template, and exclude --raw")
+        return tokenizer.encode(prompt["prompt"])
+    else:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        chat = [*system, {"role": "user", "content": prompt["prompt"]}]
+    return tokenizer.encode_chat(chat, template_args=args.template_args)
+
+
+def without_context(objects, texts):
+    """The prompts without their contexts, as objects. texts: of --without-context, in the order of
+    the prompts whose lines have none."""
+    lines = [prompt.get("without_context") for prompt in objects]
+    if len(texts) != lines.count(None):
+        raise ValueError(
+            'cad needs --without-context for each prompt, or "without_context" in its line: '
+            f"{lines.count(None)} prompts have none, and the option is given {len(texts)} times"
+        )
+    rest = iter(texts)
+    lines = [next(rest) if line is None else line for line in lines]
+    return [{"messages" if isinstance(line, list) else "prompt": line} for line in lines]
+
+
+def titles(texts):
+    """Each text from the line or the word on in which it differs from all other texts."""
+    starts = dict.fromkeys(texts, 0)
+    for one, other in pairwise(sorted(starts)):  # neighbours have the longest common prefixes
+        common = len(os.path.commonprefix([one, other]))
+        for text in one, other:
+            starts[text] = max(starts[text], common)
+    out = []
+    for text in texts:
+        before = text[: starts[text]]
+        line = before.rfind("\n") + 1
+        word = line + re.search(r"\S*$", before[line:]).start()
+        start = line if word - line <= AHEAD else word
+        out.append(one_line("…" * (start > line) + text[start:], 60))
+    return out

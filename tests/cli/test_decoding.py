@@ -9,13 +9,14 @@ import torch
 import cli
 import decore
 from cli import decode as program
-from cli.printing import sources_below
+from cli import prompts
+from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
 from decoders import baselines
 from heads import load_heads
 from heads.sources import find_sources
 from model import Transformer
-from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_tokenizer
+from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
 from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
@@ -54,17 +55,39 @@ def labels(heads):
     return [f"{layer}-{head}" for layer, head in heads]
 
 
-def test_each_of_several_answers_is_printed_when_it_ends(call, base, monkeypatch):
+def test_texts_are_printed_in_the_order_of_the_prompts_each_as_it_grows(capsys):
+    tokenizer = Tokenizer.load(cli.MINIATURE)
+    end = tokenizer.eos_ids[0]
+    ids = tokenizer.encode(" Dasholm is", bos=False)
+    for holds_ends in False, True:
+        texts = Texts(tokenizer, [], ["[1] ", "[2] "], "|", holds_ends, quiet=False)
+        printed = []
+        for b, token in [(1, ids[0]), (0, ids[0]), (1, end), (0, ids[1]), (0, end)]:
+            assert texts.push(b, token, 0.0) is False
+            printed.append(capsys.readouterr().out)
+        one, two = (tokenizer.decode(ids[:n]) for n in (1, 2))
+        rest = "" if holds_ends else f"|[2] {one}|"
+        assert printed == ["[1] ", one, "", two.removeprefix(one), rest]
+        for b in 0, 1:
+            texts.complete(b, "below" * holds_ends)
+        assert capsys.readouterr().out == f"below|[2] {one}below|" * holds_ends
+
+
+def test_an_interruption_prints_what_there_is_of_all_answers(call, base, monkeypatch):
+    tokens = []
+
     def generate(model, ids, method, on_token, **settings):
-        for b, token in [(0, 72), (1, 72), (1, 257)]:  # 257 ends an answer
+        for b, token in tokens:
             on_token(b, token, 0.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("decore.generate", generate)
-    two = "--prompt", "Hi", "--prompt", "Ho", "--stop", "some text"  # characters are held back
-    status, out, _ = call(program.main, *base, *FLAGS, *two)
-    letter = Tokenizer.load(base[1]).decode([72])
-    assert (status, out) == (130, f"[2] Ho\n{letter}\n\n")
+    two = *base, *FLAGS, "--prompt", "Hi", "--prompt", "Ho", "--stop", "some text"  # holds back
+    assert call(program.main, *two)[:2] == (130, "")
+    tokens += [(0, 72), (1, 73), (1, 257)]  # 257 ends an answer
+    one, other = (Tokenizer.load(base[1]).decode([i]) for i in (72, 73))
+    assert call(program.main, *two)[:2] == (130, f"[1] Hi\n{one}\n\n[2] Ho\n{other}\n\n")
+    assert call(program.main, *two, "--json")[:2] == (130, "")
 
 
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
@@ -74,12 +97,16 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
     heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
     g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
-    assert line == vars(g) | dict(
+    settings = dict(alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
+    assert line == vars(g) | settings | dict(
+        index=0,
+        prompt=text,
         prompt_ids=prompt,
         text=tokenizer.decode(g.ids),
         method="decore-entropy",
         model=model.name,
         heads=labels(heads),
+        num_heads=2,
         sources=json.loads(json.dumps(sources)),
     )
 
@@ -111,6 +138,92 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     assert run()[1] == lines[1]["text"] + "\n"
     status, _, err = run(*several)
     assert status == 2 and "add --prompt-file - to decode it" in err
+
+
+def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
+    call, objects, tmp_path
+):
+    base = write_model(tmp_path / "model", THINKING)
+    chat = [dict(role="user", content="Who?"), dict(role="assistant", content="I")]
+    chat.append(dict(role="user", content="And?"))
+    given = [
+        dict(id=7, prompt="A document. Who is it?", without_context="Who is it?", gold=["x"]),
+        dict(prompt="A document. What is it?", without_context=[dict(role="user", content="it?")]),
+        dict(messages=chat, without_context="And?"),
+    ]
+    path = write_lines(tmp_path / "prompts.jsonl", given)
+    command = *base, *FLAGS, "--prompts", path, "--method", "cad,decore-entropy"
+    for more in [], ["--batch-size", 2]:
+        lines = objects(*command, *more)
+        assert [line["index"] for line in lines] == [0, 1, 2] * 2
+        for line, prompt in zip(lines, given * 2, strict=True):
+            assert line | prompt == line and list(line)[1 : 1 + len(prompt)] == list(prompt)
+        for i in range(2):
+            [line] = objects(*base, *FLAGS, "--prompt", given[i]["prompt"])
+            assert line["ids"] == lines[3 + i]["ids"]
+    encode = Tokenizer.load(base[1]).encode
+    texts = "user:A document. What is it?", "user:it?"
+    ids, without = (encode(f"<|turn|>{text}<|end|><|turn|>assistant:") for text in texts)
+    more = dict(ids_without_context=without, max_new_tokens=6, eos_ids=[257])
+    g = baselines.generate(Transformer.load(base[1]), ids, "cad", **more)
+    assert lines[1]["ids"] == g.ids and lines[1]["alpha"] == 0.5
+    _, out, _ = call(program.main, *command[:-1], "decore-entropy")
+    titles = "A document. Who is it?", "A document. What is it?", "And?"
+    assert out == "".join(
+        f"[{i}] {title}\n{line['text']}\n\n"
+        for i, (title, line) in enumerate(zip(titles, lines[3:], strict=True), 1)
+    )
+    command = *base[:2], *SHORT, "--method=cad", "--prompt=b", "--without-context=it?"
+    both = objects(*command, "--prompts", write_lines(tmp_path / "one.jsonl", given[:1]))
+    assert [both[0]["ids"], both[1]["ids"]] == [objects(*command)[0]["ids"], lines[0]["ids"]]
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("[]", "p.jsonl, line 2: not JSON in UTF-8 (a list instead of an object)"),
+        ('{"prompt": "\\ud800"}', "p.jsonl, line 2: not JSON in UTF-8 ("),
+        ('{"text": "a"}', 'p.jsonl, line 2 must have either "prompt", a text, or "messages", a'),
+        ('{"prompt": "a", "messages": []}', "p.jsonl, line 2 must have either"),
+        ('{"prompt": 5}', 'p.jsonl, line 2: "prompt" must be a text'),
+        ('{"messages": "a"}', "p.jsonl, line 2: a chat is a list of messages: [{"),
+        ('{"messages": []}', "p.jsonl, line 2 must end in a message for"),
+        ('{"prompt": "a", "without_context": 5}', 'p.jsonl, line 2: "without_context" must be'),
+        (
+            '{"prompt": "a", "without_context": [5]}',
+            'p.jsonl, line 2: "without_context": 5 must be',
+        ),
+        ('{"prompt": " "}', "prompt 2 of 2: the prompt is empty"),
+        (
+            '{"prompt": "a", "num_heads": 5}',
+            "prompt 2 has a field 'num_heads', as the answer in --json has",
+        ),
+        ('{"prompt": "a"}', "cad needs --without-context for each prompt, or"),
+    ],
+)
+def test_a_line_that_is_not_a_prompt_is_named(call, base, tmp_path, line, words):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "a", "without_context": "b"}}\n{line}\n')
+    status, out, err = call(program.main, *base[:2], "--prompts", path, "--method=cad", "--json")
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+    path.write_text("\n")
+    assert "p.jsonl is empty" in call(program.main, *base[:2], "--prompts", path)[2]
+
+
+def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
+    document = "Long ago there was a document. " * 9
+    one, other = f"{document}\nQ: Who was he?\nA:", f"{document}\nQ: When did he live?\nA:"
+    third = f"{document}When was it?"
+    texts = [one, other, one, third, "Hi", "Hi there"]
+    assert prompts.titles(texts) == [
+        "Q: Who was he? A:",
+        "Q: When did he live? A:",
+        "Q: Who was he? A:",
+        "…When was it?",
+        "Hi",
+        "Hi there",
+    ]
+    assert prompts.titles([document]) == [document[:60] + "…"]
 
 
 def test_an_answer_that_fills_the_context_says_so(call):
@@ -193,9 +306,10 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     write(several)
     encode = Tokenizer.load(model[1]).encode
     user = "<|turn|>user:b<|end|><|turn|>assistant:"
-    chat = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in several)
+    text = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in several)
+    text += "<|turn|>assistant:"
     for options, texts in (
-        (["--messages", path], [user, chat + "<|turn|>assistant:"]),
+        (["--messages", path], [user, text]),
         (["--system=S"], ["<|turn|>system:S<|end|>" + user]),
         (["--raw"], ["b"]),
         (['--template-args={"enable_thinking": false}'], [user + "quiet"]),
@@ -204,6 +318,11 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
         assert [line["prompt_ids"] for line in lines] == [*map(encode, texts)]
     status, _, err = call(program.main, *model, "--messages", path, "--system=S")
     assert status == 2 and "--system has no effect on --prompt-ids and --messages" in err
+    chat = json.loads(path.read_text())
+    chat[1]["content"] = [dict(type="text", text="a")]
+    path.write_text(json.dumps(dict(messages=chat, id=7)))
+    [line] = objects(*model, *FLAGS, "--messages", path)
+    assert line["prompt_ids"] == encode(text) and line["id"] == 7 and line["messages"] == chat
     write(several[:3])
     assert "must end in a message for" in call(program.main, *model, "--messages", path)[2]
     path.write_text('[{"role": "user"}]')

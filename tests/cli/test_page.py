@@ -18,7 +18,7 @@ from tokenizer import Tokenizer
 
 SPAN = re.compile(
     r'( *)<span class="t( differs)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
-    r'data-note="([^"]*)">([^<]*)</span>'
+    r'(?:data-source="\w+" )?data-note="([^"]*)">([^<]*)</span>'
 )
 
 
@@ -56,7 +56,8 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     assert any(differ) == (ids != favourites) and set(shades) != {0.0}
     assert "α = 0.25; N = 2 heads masked: " + ", ".join(line["heads"]) in section
     assert "--method greedy,decore-static --alpha 0.25" in beginning.partition("<ul")[0]
-    assert "<script" not in text and "&lt;" in text and "Prompt 2" in text
+    assert "<script>1" not in text and "&lt;" in text and text.count("<article>") == 2
+    assert re.findall("<h3>(.*)</h3>", text) == ["[1] Hi", "[2] &lt;script&gt;1&lt;/script&gt;"]
     assert "entropy" in greedy and "favourite" not in greedy and "Blue" not in text
 
 
@@ -112,6 +113,9 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
         if pointed != "g0h":
             expected.add((marked, pointed, share))
     assert set(re.findall(rule, text)) == expected
+    # The prompt scrolls to the strongest source.
+    scrolled = re.findall(r'id="(\w+)"[^>]*?data-source="(\w+)"', text)
+    assert scrolled == [("g0h", "p0s2"), ("g0t0", "p0s2"), ("g0t2", "p0s1")]
     on_opening = {("p0s0", "0.75"), ("p0s1", "0.50"), ("p0s2", "1.00")}
     assert set(re.findall(r"#(\w+) { --share: ([\d.]+) }", text)) == on_opening
     assert "Blue" in text and "<title>" not in text.split("<h1>")[1] and "Dotted" not in text
