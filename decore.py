@@ -174,6 +174,7 @@ def generate(
     method="decore-entropy",
     max_new_tokens=64,
     eos_ids=None,
+    min_new_tokens=0,
     on_token=None,
     graph=True,
     decoder=DeCoRe,
@@ -184,23 +185,28 @@ def generate(
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a
     list), as one batch.
 
-    eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy)
-    is called for each token and ends text b by returning True. graph: record a step as a CUDA
+    eos_ids: ids that end a text; None: the checkpoint's own, (): none. min_new_tokens: before so
+    many tokens they score −∞. on_token(b, token, entropy) is called for each token and ends text b
+    by returning True. graph: record a step as a CUDA
     graph, if the models can. decoder: `DeCoRe` or one of decoders/baselines.py. attention_mask: 0
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
     prompts, as_given = checks.unpack(ids, attention_mask, input_ids)
     prompts, settings, eos_ids, limits = checks.check_generation(
-        model, prompts, method, decoder, settings, max_new_tokens, eos_ids
+        model, prompts, method, decoder, settings, max_new_tokens, eos_ids, min_new_tokens
     )
     decoding = decoder(model, prompts, max(limits), method, **settings)
     token = pad([p[-1:] for p in prompts], model.device)
     graph = graph and all(session.model.can_record for session in decoding.sessions)
     step = recorded(decoding, token) if graph else decoding.step
     out = [Generation() for _ in prompts]
-    for _ in range(max(limits)):
+    for i in range(max(limits)):
         result = step(token)
-        highest, token = result.scores.max(-1)  # greedy
+        scores = result.scores
+        if i < min_new_tokens:
+            is_end = torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*eos_ids]))
+            scores = scores.masked_fill(is_end.to(scores.device), -math.inf)
+        highest, token = scores.max(-1)  # greedy
         numbers = torch.stack([highest, result.alpha, result.entropy], -1)  # [B, 1, 3]
         on_host = zip(token[:, 0].tolist(), numbers[:, 0].tolist())
         for b, (token_id, (score, alpha, h)) in enumerate(on_host):

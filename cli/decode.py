@@ -148,6 +148,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
                 model,
                 [prompt.ids for prompt in batch],
                 max_new_tokens=args.max_new_tokens,
+                min_new_tokens=args.min_new_tokens,
                 eos_ids=tokenizer.eos_ids,
                 on_token=texts.push,
                 **arguments,
@@ -186,6 +187,13 @@ def report(name, lines, seconds, args):
     full = [x for x in lines if x["stop"] == "length" and len(x["ids"]) < args.max_new_tokens]
     if full:
         print(f"{name}: an answer ended because the context is full", file=sys.stderr)
+    empty = [x for x in lines if x["stop"] == "eos" and len(x["ids"]) == 1]
+    if empty:
+        print(
+            f"{name}: {len(empty)} of {len(lines)} answers are empty, as their first token is an "
+            "end id (--min-new-tokens 1 forbids it)",
+            file=sys.stderr,
+        )
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -251,6 +259,13 @@ def make_parser():
         default=64,
         help="maximum number of new tokens (default: 64)",
     )
+    add(
+        "--min-new-tokens",
+        type=cli.number(int, 0),
+        default=0,
+        metavar="N",
+        help="new tokens before which no end id is chosen (default: 0)",
+    )
     add("--stop", action="append", default=[], help="an answer ends before this text")
     add(
         "--batch-size",
@@ -280,6 +295,11 @@ def choose_methods(args):
     ValueError for an option that none of them uses, and for a page that cannot be written."""
     if "" in args.stop:
         raise ValueError("--stop: an empty text would end every answer before it begins")
+    if args.min_new_tokens > args.max_new_tokens:
+        raise ValueError(
+            f"--min-new-tokens {args.min_new_tokens} is above --max-new-tokens "
+            f"{args.max_new_tokens}"
+        )
     if args.html:
         check_writable(args.html)
     chosen = cli.full_names(args.method, args.amateur)

@@ -25,7 +25,9 @@ LONGER = (
 )
 
 
-def check_generation(model, prompts, method, decoder, settings, max_new_tokens, eos_ids):
+def check_generation(
+    model, prompts, method, decoder, settings, max_new_tokens, eos_ids, min_new_tokens=0
+):
     """The arguments of `generate` → prompts as lists of ints, `settings` with heads as pairs, end
     ids as a set, and the maximum number of new tokens of each text."""
     check_model(model)
@@ -34,6 +36,7 @@ def check_generation(model, prompts, method, decoder, settings, max_new_tokens, 
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
+    check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
     context = min(model.config.max_positions, amateur.config.max_positions)
     limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
     eos_ids = model.eos_ids if eos_ids is None else eos_ids

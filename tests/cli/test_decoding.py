@@ -397,6 +397,19 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
     assert line["ids"] == first["ids"][: first["ids"].index(eos) + 1] and line["stop"] == "eos"
 
 
+def test_an_empty_answer_is_reported_and_min_new_tokens_prevents_it(call, objects, base):
+    command = *base, *FLAGS, "--prompt", "Who?", "--prompt", "What is it?"
+    token = objects(*command)[1]["ids"][0]
+    _, out, err = call(program.main, *command, "--eos", token)
+    assert out.endswith("[2] What is it?\n\n\n") and "1 of 2 answers are empty" in err
+    longer = *command, "--eos", token, "--min-new-tokens", 2
+    lines = objects(*longer)
+    assert token not in lines[1]["ids"][:2] and len(lines[1]["ids"]) > 2
+    assert "empty" not in call(program.main, *longer)[2]
+    status, _, err = call(program.main, *command, "--min-new-tokens", 7)
+    assert status == 2 and "--min-new-tokens 7 is above --max-new-tokens 6" in err
+
+
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):
     chosen, model = [], Transformer.load(base[1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)

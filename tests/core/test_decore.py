@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from decoders import baselines
 from decoders.scoring import score
 from decore import METHODS, decore, generate, make_head_mask
+from hf import HFModel
 from model import Cache, Transformer
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
@@ -146,6 +148,36 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
 
 
+@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
+def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(
+    llama, amateur, tmp_path, engine, method
+):
+    settings = {} if method in baselines.DECODERS else dict(heads=HEADS)
+    settings |= {"ad": dict(info_layer=2), "cd": dict(amateur=amateur)}.get(method, {})
+    if method == "cad":
+        settings |= dict(ids_without_context=[p[-1:] for p in PROMPTS])
+    model = engine.load(write_checkpoint(tmp_path, "llama3"))
+    how = dict(method=method, max_new_tokens=NEW, **settings)
+    free = baselines.generate(model, PROMPTS, eos_ids=(), **how)
+    ends = sorted({g.ids[i] for g in free for i in (0, 2, 5)})  # those that would come early
+    expected = []
+    for prompt in PROMPTS:
+        own = settings | ({"ids_without_context": [prompt[-1:]]} if method == "cad" else {})
+        decoder = baselines.find_decoder(method, own)(model, [prompt], NEW, method, **own)
+        process = MinNewTokensLengthLogitsProcessor(len(prompt), 4, ends, device="cpu")
+        ids = list(prompt)
+        while len(ids) < len(prompt) + NEW and (ids[len(prompt) :] or [None])[-1] not in ends:
+            with torch.inference_mode():
+                scores = decoder.step(torch.tensor([ids[-1:]])).scores[:, -1]
+            ids.append(process(torch.tensor([ids]), scores).argmax().item())
+        expected.append(ids[len(prompt) :])
+    out = baselines.generate(model, PROMPTS, eos_ids=ends, min_new_tokens=4, **how)
+    assert [g.ids for g in out] == expected and min(map(len, expected)) > 4
+    early = baselines.generate(model, PROMPTS, eos_ids=ends, **how)
+    assert [len(g.ids) for g in early] == [1] * len(PROMPTS)
+
+
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):
     short = Transformer.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
     prompts = [random_ids(n) for n in (20, 18, 5)]
@@ -215,6 +247,7 @@ REFUSED = {
     "alpha_cap -1 is not .* at least 0": dict(alpha_cap=-1),
     "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
     "eos_ids is '2'": dict(eos_ids="2"),
+    "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
     "one vocabulary": AMATEUR | dict(amateur=stand_in(64)),
     "takes no heads, but amateur, .* mask_prompt$": AMATEUR | dict(heads=HEADS),
     "needs amateur_heads": AMATEUR | dict(amateur_heads=None),
