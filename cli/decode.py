@@ -60,9 +60,7 @@ def main():
     answers = {}
     for label, setup in setups.items():
         with may_be_left_out(label, setup.method, args):
-            answers[label] = answer(
-                label, setup, prompts, model, amateur, tokenizer, args, width
-            )
+            answers[label] = answer(label, setup, prompts, model, amateur, tokenizer, args, width)
     if args.html:
         answers = [(label, setups[label], lines) for label, lines in answers.items()]
         write_page(args.html, model, amateur, tokenizer, prompts, answers)
@@ -97,8 +95,9 @@ def prepare(args, chosen, model, tokenizer, amateur):
     fitted = {}
     for setup, label in zip(setups, cli.titles(setups)):
         with may_be_left_out(label, setup.method, args):
-            fitted[label] = cli.fit(setup, args, model, amateur)
-            baselines.check(model, fitted[label].arguments(amateur))
+            setup = cli.fit(setup, args, model, amateur)
+            baselines.check(model, setup.arguments(amateur))
+            fitted[label] = setup
     if "cad" in chosen:
         without = without_context(objects, texts)
         ids = encode_all(without, model, tokenizer, args, "context-free prompt")
@@ -110,7 +109,6 @@ def prepare(args, chosen, model, tokenizer, amateur):
 
 def check_fields(prompts):
     """ValueError for a field of a prompt that --json could not give back."""
->>>>>>> aa1cc7c (decore.py --prompts: a file of prompts, whose fields --json gives back; answers in the order of prompts, titles that tell prompts apart; a page whose prompt follows what is pointed at)
     for prompt in prompts:
         for name in NAMES & prompt.fields.keys():
             raise ValueError(
