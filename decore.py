@@ -15,12 +15,11 @@ pass: see model.py.
 
 import math
 import runpy
-import signal
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    runpy.run_module("cli.decode", run_name="__main__")  # the command line, which exits
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -242,7 +241,3 @@ def pad(sequences, device="cpu"):
     """Lists of ints → [B, T], padded on the right with 0."""
     tensors = [torch.tensor(s, dtype=torch.long) for s in sequences]
     return pad_sequence(tensors, batch_first=True).to(device)
-
-
-if __name__ == "__main__":
-    runpy.run_module("cli.decode", run_name="__main__")  # the command line

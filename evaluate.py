@@ -18,12 +18,8 @@ paper's rows, paper/benchmark.py decodes runs, paper/runfile.py writes their fil
 import argparse
 import itertools
 import json
-import signal
 import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import cli
 from decoders import baselines

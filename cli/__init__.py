@@ -1,5 +1,10 @@
 """What the programs share: the way into each of them, their options, and loading models."""
-# ruff: noqa: F401, I001
+# ruff: noqa: E402, F401, I001
+
+import signal
+
+# Ctrl-C during these imports, which take seconds, leaves no traceback.
+handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from cli.entry import explain, run_program
 from cli.models import (
@@ -29,3 +34,5 @@ from cli.options import (
     used_head_file,
     with_flags,
 )
+
+signal.signal(signal.SIGINT, handler)

@@ -1,7 +1,6 @@
 """Runs a program: its streams and ranks, its exit status, and one line for a user's mistake."""
 
 import os
-import signal
 import sys
 import time
 import traceback
@@ -25,7 +24,6 @@ def run_program(main):
     DECORE_TRACEBACK=1 prints the traceback of a mistake too. Under torchrun rank 0 alone prints.
     Another rank prints its error after ten seconds: if rank 0 has failed too, torchrun has ended
     that rank by then."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # imports are over
     program = Path(sys.argv[0]).name
     rank = 0
     with open(os.devnull, "r+") as nowhere:

@@ -7,13 +7,12 @@ and the model is asked about it. It answers greedily. A head's score is the mean
 answer is right. measures.py says what a run measures; needles.py makes the prompts."""
 
 import runpy
-import signal
 import sys
 from collections import Counter
 from itertools import product
 
-if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    runpy.run_module("cli.detect", run_name="__main__")  # the command line, which exits
 
 from tqdm import tqdm
 
@@ -163,7 +162,3 @@ def mean_scores(model, records, facts, min_success):
         for key, total in totals.items()
         if total
     }
-
-
-if __name__ == "__main__":
-    runpy.run_module("cli.detect", run_name="__main__")  # the command line

@@ -8,20 +8,18 @@ llama.cpp does: scaled rotary frequencies, how text is split into words, BOS, an
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+import cli  # before torch, which it imports so that Ctrl-C leaves no traceback
 
+# isort: split
 import torch
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers as splits
 
-import cli
 from runtime.config import DTYPES, rope_frequencies
 from runtime.errors import out_of_memory
 from runtime.files import one_line

@@ -4,13 +4,9 @@
 
 takes the options of decore.py, and passes all others to `lm_eval run`."""
 
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
-
-if __name__ == "__main__":  # Ctrl-C ends the imports without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import cli
 from decoders import baselines
