@@ -34,8 +34,7 @@ def checkpoint_folder(name, weights=True):
     if name and folder.is_dir():
         return folder
     if name.lower().endswith(".gguf") and folder.is_file():
-        model = re.sub(r"[-.](I?Q\d\w*|B?F(16|32))$", "", folder.stem, flags=re.IGNORECASE)
-        command = shlex.join(["python", "-m", "integrations.gguf", str(folder), model])
+        command = shlex.join(["python", "-m", "integrations.gguf", str(folder), gguf_name(folder)])
         raise ValueError(f"{name} is not a checkpoint folder; make one: {command}")
     if not HUB_ID.fullmatch(name) or folder.exists():
         raise FileNotFoundError(
@@ -55,6 +54,11 @@ def checkpoint_folder(name, weights=True):
             "or give a folder; a gated one needs its terms accepted and HF_TOKEN"
         ) from None
     return Path(folder)
+
+
+def gguf_name(path):
+    """The model's name in that of a GGUF file: Qwen2.5-3B-Instruct-Q4_K_M.gguf."""
+    return re.sub(r"[-.](I?Q\d\w*|B?F(16|32))$", "", path.stem, flags=re.IGNORECASE)
 
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
