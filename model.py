@@ -27,7 +27,14 @@ from runtime.files import checkpoint_name
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
 from runtime.special import special_ids
-from runtime.weights import checkpoint_folder, load_weights, stored_dtype, untie, weight_files
+from runtime.weights import (
+    check_layers,
+    checkpoint_folder,
+    load_weights,
+    stored_dtype,
+    untie,
+    weight_files,
+)
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
 ALIGNMENT = 64  # P and S·R are multiples of this
@@ -229,6 +236,7 @@ class Transformer(nn.Module):
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)
         files = weight_files(folder)
+        check_layers(folder, files)
         config = untie(Config.from_checkpoint(folder), files)
         if dtype:
             dtype = find_dtype(dtype)

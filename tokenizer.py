@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.files import one_line, read_text
+from runtime.files import check_unicode, one_line, read_text
 from runtime.special import read_eos_ids, read_optional, read_special_tokens, read_tokenizer
 from runtime.weights import checkpoint_folder
 
@@ -44,7 +44,7 @@ class Tokenizer:
         bos=False: without (for answers)."""
         if len(text) > LONGEST:  # without memory, the library aborts the process
             raise ValueError(f"a text of {len(text)} characters: at most {LONGEST} are encoded")
-        text.encode()  # UnicodeEncodeError for half of a surrogate pair
+        check_unicode(text, "the text")
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and ids[:2] == [self.bos_id] * 2 else ids
 
@@ -67,6 +67,7 @@ class Tokenizer:
         for key in template_args or ():
             if not self.template_reads(key):
                 raise ValueError(f"{self.name}: the chat template has no argument {key!r}")
+        messages = [join_parts(message) for message in messages]
         roles = [message.get("role") for message in messages[:2]]
         if roles == ["system", "user"] and not self.has_system_turn:
             messages = join_system(messages)
@@ -161,6 +162,22 @@ class Stream:
         self.ended |= bool(places)
         self.text = text[: min(places, default=max(before, len(text) - held_back))]
         return self.text[before:]
+
+
+def join_parts(message):
+    """The message, with a list of text parts [{"type": "text", "text": …}, …] joined to one text.
+    ValueError for other parts."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        fields = part if isinstance(part, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            raise ValueError(
+                f"a message has the part {one_line(repr(part), 60)}; only texts are read: "
+                '{"type": "text", "text": …}'
+            )
+    return message | {"content": "".join(part["text"] for part in parts)}
 
 
 def join_system(messages):

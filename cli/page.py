@@ -16,6 +16,7 @@ import torch
 from jinja2 import Template
 
 from decoders.baselines import find_decoder
+from runtime.files import draft
 
 PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # (title=…, parts=[…], command=…) → the page as a text
@@ -45,17 +46,12 @@ def write_page(path, model, amateur, tokenizer, prompts, answers):
 
 
 def write(path, text):
-    """Write to a device; or replace a file, a link's target too, in one step."""
+    """Write to a device, or replace a file."""
     if is_device(path):
         path.write_text(text, encoding="utf-8")
         return
-    path = path.resolve()
-    draft = path.with_name(path.name + ".draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with draft(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def check_writable(path):

@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from difflib import get_close_matches
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -163,9 +164,28 @@ def scores_in(content, path, measure):
 
 
 def model_names(model):
-    """A model's name and, of a link to a folder, that of its target."""
+    """A model's names: its own; of a link to a folder, that of its target; those of the GGUF file
+    that it was converted from; or, if there are no heads of these, that of the same weights."""
     folder = getattr(model, "folder", None)
-    return [model.name, checkpoint_name(folder.resolve())] if folder else [model.name]
+    if not folder:
+        return [model.name]
+    stated = read_json(folder / "config.json").get("gguf_names", [])
+    names = [model.name, checkpoint_name(folder.resolve()), *stated]
+    return names if any(map(head_file, names)) else names + same_weights(folder)
+
+
+@cache
+def same_weights(folder):
+    """The names of head files that were measured with the weights of this checkpoint."""
+    from runtime.weights import fingerprint  # imports torch
+
+    weights = fingerprint(folder)["weights"]
+    names = []
+    for path in head_files().values():
+        facts = read_json(path).get("facts", {})
+        if facts.get("fingerprint", {}).get("weights") == weights:
+            names.append(path.stem)
+    return names
 
 
 def find_file(*names):

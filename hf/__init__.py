@@ -29,7 +29,13 @@ from runtime.pack import pack
 from runtime.parallel import Shard
 from runtime.special import end_ids, special_ids
 from runtime.torchrun import rank_and_size
-from runtime.weights import check_tensor_names, checkpoint_folder, weight_files
+from runtime.weights import (
+    WRAPPERS,
+    check_layers,
+    check_tensor_names,
+    checkpoint_folder,
+    weight_files,
+)
 
 try:
     import transformers
@@ -93,8 +99,8 @@ class HFModel(nn.Module):
                 'use device_map="auto" for several devices'
             )
         folder = checkpoint_folder(name)
+        check_layers(folder, weight_files(folder))
         c = read_config(folder)
-        weight_files(folder)  # refuses pickles
         default = None if device_map else default_dtype(folder, device)
         dtype = find_dtype(dtype) if dtype else default or "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
@@ -109,6 +115,7 @@ class HFModel(nn.Module):
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                key_mapping={WRAPPERS: ""},
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
         for tensor, stored, shape in sorted(info["mismatched_keys"]):

@@ -6,10 +6,8 @@ transformers dequantizes the weights and builds the tokenizer. Added here is wha
 llama.cpp does: scaled rotary frequencies, how text is split into words, BOS, and the end ids."""
 
 import json
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +20,8 @@ from tokenizers import pre_tokenizers as splits
 
 from runtime.config import DTYPES, rope_frequencies
 from runtime.errors import out_of_memory
-from runtime.files import one_line
+from runtime.files import draft, one_line
+from runtime.weights import gguf_name
 
 CONTROL, UNUSED = 3, 5  # in tokenizer.ggml.token_type
 # llama.cpp also ends a text at these tokens, if they are control tokens.
@@ -40,29 +39,69 @@ def convert(file, out, dtype="bfloat16"):
 
     ValueError or ImportError, if the file cannot be converted."""
     import accelerate  # noqa: F401  transformers needs it for GGUF
-    import gguf
 
-    file, out = Path(file), Path(out)
+    file, out = Path(file), Path(out).resolve()
+    check_output(out)
+    metadata, tensors = read_file(file)
+    with draft(out) as folder:
+        folder.mkdir()  # an error now, not after the conversion
+        try:
+            check_metadata(metadata)
+            write_model(file, folder, getattr(torch, dtype), metadata, tensors)
+            write_tokenizer(file, folder, metadata)
+        except Exception as error:  # transformers raises many kinds
+            if out_of_memory(error) or isinstance(error, OSError | ImportError):
+                raise
+            raise ValueError(f"{file} cannot be converted: {one_line(error)}") from None
+
+
+def check_output(out):
+    """ValueError unless a new folder can take this place."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists; choose a new or an empty folder")
+    if out == Path.cwd() or out.is_mount():
+        raise ValueError(
+            f"{out} is the current folder, or one where a disk is mounted, and cannot be replaced; "
+            "choose a new folder in it"
+        )
+
+
+class Metadata(dict):
+    """The metadata of a GGUF file."""
+
+    def __missing__(self, key):
+        raise ValueError(f"it has no {key}; use a file that llama.cpp reads")
+
+
+def read_file(file):
+    """The metadata and the tensors of a GGUF file. ValueError if it is damaged."""
+    import gguf
+
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name):
         raise ValueError(
             f"{file} is one of several parts; join them with llama.cpp: "
             "llama-gguf-split --merge FIRST-PART WHOLE.gguf"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as folder:
-        draft = Path(folder) / "draft"
-        try:
-            reader = gguf.GGUFReader(file)
-            metadata = {name: field.contents() for name, field in reader.fields.items()}
-            write_model(file, draft, getattr(torch, dtype), metadata, reader.tensors)
-            write_tokenizer(file, draft, metadata)
-        except Exception as error:  # unknown and damaged files raise many kinds
-            if out_of_memory(error) or isinstance(error, OSError | ImportError):
-                raise
-            raise ValueError(f"{file} cannot be converted: {one_line(error)}") from None
-        os.replace(draft, out)
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a file")
+    try:
+        reader = gguf.GGUFReader(file)
+        metadata = Metadata({name: field.contents() for name, field in reader.fields.items()})
+    except OSError:
+        raise
+    except Exception as error:  # numpy's, of many kinds
+        raise ValueError(
+            f"{file} is cut off, or not a GGUF file ({one_line(error)}); download it again"
+        ) from None
+    return metadata, reader.tensors
+
+
+def check_metadata(metadata):
+    """ValueError for a missing entry that the conversion needs later."""
+    metadata["general.architecture"]
+    needed = {"gpt2": "merges", "llama": "scores"}.get(metadata["tokenizer.ggml.model"])
+    for name in filter(None, ("tokens", "token_type", needed)):
+        metadata[f"tokenizer.ggml.{name}"]
 
 
 def warn(message):
@@ -79,7 +118,13 @@ def write_model(file, folder, dtype, metadata, tensors):
         dtype=dtype,
         quantization_config=GgufConfig(dequantize=True),  # or they stay packed, and unsaveable
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
     )
+    for name, stored, shape in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{name} is {list(stored)}, but transformers reads {list(shape)} from the metadata, of "
+            "the head width for example; use the original checkpoint"
+        )
     if info["missing_keys"]:
         raise ValueError(f"it has no {sorted(info['missing_keys'])[:4]}")
     tensors = {tensor.name: tensor for tensor in tensors}
@@ -94,6 +139,8 @@ def write_model(file, folder, dtype, metadata, tensors):
     model.tie_weights()
     scale_rope(c, metadata, factors)
     c._name_or_path = ""
+    # heads/ finds the scores of the model by these, whatever OUT is called.
+    c.gguf_names = [metadata.get("general.name", "").replace(" ", "-"), gguf_name(file)]
     ends = end_ids(metadata)
     if not ends:
         warn(f"{file} names no end token; answers end only at the limit of new tokens")

@@ -10,10 +10,8 @@ import ast
 import hashlib
 import json
 import re
-import shutil
 import sys
 from collections import defaultdict
-from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPException
 from io import BytesIO
@@ -29,7 +27,7 @@ import cli
 from paper import judges
 from paper.printed import table
 from paper.tasks import PAPER, data, find_tasks, model_metrics
-from runtime.files import one_line
+from runtime.files import draft, one_line
 
 AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
 PUNKT = (
@@ -113,19 +111,6 @@ def from_hub(tasks, mirror):
         if rows != task.n:
             raise ValueError(f"{path} has {rows} rows, not {task.n}; delete it")
     return path
-
-
-@contextmanager
-def draft(path):
-    """Yields a path to write to. Its file then replaces `path`."""
-    folder = path.with_name(".draft")
-    shutil.rmtree(folder, ignore_errors=True)  # a killed process leaves it
-    folder.mkdir(parents=True)
-    try:
-        yield folder / path.name
-        (folder / path.name).replace(path)
-    finally:
-        shutil.rmtree(folder)
 
 
 def is_there(path, file):
@@ -218,4 +203,7 @@ def fetch_punkt(mirror):
     path = Path(nltk.downloader.Downloader().default_download_dir(), "tokenizers", "punkt_tab")
     if not path.exists():
         with ZipFile(BytesIO(download(PUNKT, mirror))) as files, draft(path) as new:
-            files.extractall(new.parent)
+            for member in files.infolist():
+                member.filename = member.filename.removeprefix("punkt_tab/")
+                if member.filename:
+                    files.extract(member, new)

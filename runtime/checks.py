@@ -153,7 +153,10 @@ def as_ints(ids, what, single=False):
 
     single: also one number, or a set."""
     try:
-        x = torch.as_tensor(list(ids) if single and isinstance(ids, set | frozenset) else ids)
+        values = list(ids) if single and isinstance(ids, set | frozenset) else ids
+        if isinstance(values, list | tuple) and bool in map(type, values):
+            raise TypeError  # as_tensor counts True as 1
+        x = torch.as_tensor(values)
         x = x[None] if single and x.ndim == 0 else x
         if x.ndim == 1 and (len(x) == 0 or not x.is_floating_point() and x.dtype != torch.bool):
             return x.tolist()
@@ -229,6 +232,8 @@ def check_heads(heads, model):
         for head in heads:
             pair = head.split("-") if isinstance(head, str) else as_ints(head, "a head")
             layer, number = map(int, pair)
+            if isinstance(head, str) and head != f"{layer}-{number}":
+                raise ValueError  # "00-3" is not the key of a head file
             pairs.append((layer, number))
     except (TypeError, ValueError):
         raise ValueError(

@@ -185,6 +185,11 @@ def read_rope(c, path, max_positions):
     rope_type = need("rope_type", [*SCALINGS])
     theta = float(need("rope_theta", float))
     scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
+    low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", 1)
+    if low >= high:
+        raise ValueError(
+            f"{path}: {key}: low_freq_factor {low} must be below high_freq_factor {high}"
+        )
     return theta, {"rope_type": rope_type} | scaling if scaling else None
 
 

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import zlib
 from contextlib import contextmanager, suppress
@@ -33,7 +34,17 @@ def read_json(path, kinds=dict):
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, kinds):
         raise ValueError(f"{path} must contain a JSON object")
+    check_unicode(json.dumps(value, ensure_ascii=False), path)
     return value
+
+
+def check_unicode(text, name):
+    """ValueError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{name}: {half!r} is half of a surrogate pair, not a character") from None
 
 
 def checkpoint_name(name):
@@ -74,11 +85,11 @@ def json_lines(path, complete=False):
         yield number, value
 
 
-def append(path, rows, mode="a"):
+def append(path, rows):
     """Append the rows to a file of JSON lines in one call, and sync it to the disk."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     content = "".join(lines).encode()  # before the file is opened, since it may fail
-    with open(path, mode + "b") as file:
+    with open(path, "ab") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -86,9 +97,31 @@ def append(path, rows, mode="a"):
 
 def write(path, rows):
     """Replace a file of JSON lines in one step: a reader gets the old file or the new one."""
-    draft = path.with_name(path.name + ".draft")
-    append(draft, rows, mode="w")
-    os.replace(draft, path)
+    with draft(path) as new:
+        append(new, rows)
+
+
+@contextmanager
+def draft(path):
+    """Yields a path for a new file or folder, which then replaces `path`, or a link's target, in
+    one step. After an error, `path` is as before. A draft that a killed process left is removed."""
+    path = Path(path).resolve()
+    new = path.with_name(path.name + ".draft")
+    remove(new)
+    new.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        remove(new)
+
+
+def remove(path):
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,13 +1,28 @@
 """The ids that a checkpoint's tokenizer and configuration mark as special."""
 
 import os
+import warnings
 from contextlib import contextmanager
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from runtime.checks import as_ints
 from runtime.files import one_line, read_json, read_text
 
+MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")  # model types
+# Into which words Mistral's tokenizers with more than 100,000 tokens split a text.
+MISTRAL_WORDS = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
@@ -90,7 +105,50 @@ def read_tokenizer(folder):
     core.no_truncation()  # some files still contain the settings of a training run
     core.no_padding()
     add_tokens(core, folder)
+    core.encode_special_tokens = read_settings(folder).get("split_special_tokens") is True
+    check_spaces(core, folder)
+    correct_mistral(core, folder)
     return core
+
+
+def check_spaces(core, folder):
+    """ValueError if "add_prefix_space" of tokenizer_config.json contradicts tokenizer.json."""
+    adds_space = first_word(core, "a") != "a"
+    if read_settings(folder).get("add_prefix_space") not in (None, adds_space):
+        raise ValueError(
+            f"{folder}/tokenizer_config.json: add_prefix_space is {str(not adds_space).lower()}, "
+            f"but tokenizer.json puts {'a' if adds_space else 'no'} space before a text; correct "
+            "one of them"
+        )
+
+
+def correct_mistral(core, folder):
+    """Split words by Mistral's pattern if "fix_mistral_regex" of tokenizer_config.json demands it.
+    Otherwise warn of a wrong one, in the folders in which transformers does."""
+    c = read_optional(folder / "config.json")
+    is_old = str(c.get("transformers_version") or "") < "5"
+    is_large = core.pre_tokenizer is not None and core.get_vocab_size() > 100_000
+    if not (is_old and is_large and c.get("model_type") in MISTRAL):
+        return
+    if read_settings(folder).get("fix_mistral_regex"):
+        words = pre_tokenizers.Split(tokenizers.Regex(MISTRAL_WORDS), "isolated")
+        if isinstance(core.pre_tokenizer, pre_tokenizers.Sequence):
+            core.pre_tokenizer[0] = words
+        else:
+            core.pre_tokenizer = pre_tokenizers.Sequence([words, core.pre_tokenizer])
+    elif first_word(core, "aB") != "a":
+        warnings.warn(
+            f"{folder}: tokenizer.json splits words by a wrong pattern; to correct it, add "
+            '"fix_mistral_regex": true to tokenizer_config.json',
+            stacklevel=2,
+        )
+
+
+def first_word(core, text):
+    """The first word into which a text is split, with a space that is put before it."""
+    if core.normalizer:
+        text = core.normalizer.normalize_str(text)
+    return core.pre_tokenizer.pre_tokenize_str(text)[0][0] if core.pre_tokenizer else text
 
 
 def add_tokens(core, folder):

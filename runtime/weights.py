@@ -9,6 +9,7 @@ import re
 import shlex
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from runtime.errors import hub_reason
 from runtime.files import read_json, short_hash
+from runtime.special import read_optional
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FILE = re.compile(r"[^/\\]+\.safetensors")
@@ -32,8 +34,7 @@ def checkpoint_folder(name, weights=True):
     if name and folder.is_dir():
         return folder
     if name.lower().endswith(".gguf") and folder.is_file():
-        model = re.sub(r"[-.](I?Q\d\w*|B?F(16|32))$", "", folder.stem, flags=re.IGNORECASE)
-        command = shlex.join(["python", "-m", "integrations.gguf", str(folder), model])
+        command = shlex.join(["python", "-m", "integrations.gguf", str(folder), gguf_name(folder)])
         raise ValueError(f"{name} is not a checkpoint folder; make one: {command}")
     if not HUB_ID.fullmatch(name) or folder.exists():
         raise FileNotFoundError(
@@ -55,10 +56,17 @@ def checkpoint_folder(name, weights=True):
     return Path(folder)
 
 
+def gguf_name(path):
+    """The model's name in that of a GGUF file: Qwen2.5-3B-Instruct-Q4_K_M.gguf."""
+    return re.sub(r"[-.](I?Q\d\w*|B?F(16|32))$", "", path.stem, flags=re.IGNORECASE)
+
+
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBEDDING = "model.embed_tokens.weight"
 PREFIX = "model."  # absent from a checkpoint of the model without its head
 HEAD = "lm_head.weight"
+# Before the names of a model in torch.compile, PEFT, DataParallel or a module of one's own.
+WRAPPERS = r"^((_orig_mod|base_model\.model|module|transformer)\.)+(?=model\.|lm_head\.)"
 
 # Parameter → its tensors in a checkpoint and their axes. Several tensors are concatenated.
 #     D model width          F feed-forward width   V vocabulary
@@ -124,21 +132,21 @@ def named_tensors(model, of=lambda parameter: parameter):
 def load_weights(model, folder, device):
     """Fills the parameters from safetensors. ValueError for missing, unused or odd tensors."""
     files = weight_files(folder)
+    stored = partial(stored_name, files=files)
     table = weight_table(model)
-    if PREFIX + "norm.weight" not in files and "norm.weight" in files:
-        for parameter, pieces in table.items():
-            table[parameter] = {name.removeprefix(PREFIX): x for name, x in pieces.items()}
+    for parameter, pieces in table.items():
+        table[parameter] = {stored(name): x for name, x in pieces.items()}
     tied = model.config.tied_embeddings
     [(embedding, place)] = table["embed.weight"].items()
+    head = stored(HEAD)
     if tied and embedding not in files:  # the matrix may be stored under its other name
-        table["embed.weight"] = {HEAD: place}
+        table["embed.weight"] = {head: place}
     names = {name for pieces in table.values() for name in pieces}
     # Old checkpoints store buffers of rotary frequencies.
     unused = {name for name in files.keys() - names if not name.endswith("inv_freq")}
     if tied:
-        unused.discard(HEAD)
-    hint = " (HFModel, or --transformers, reads more kinds of files)"
-    check_tensor_names(folder, names | {HEAD}, names - files.keys(), unused, hint)
+        unused.discard(head)
+    check_tensor_names(folder, names | {head}, names - files.keys(), unused)
     # Large matrices first: then the peak of the host's memory is the weights alone.
     for parameter, empty in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
         weight = torch.zeros(empty.shape, dtype=model.dtype, device=device)
@@ -157,18 +165,44 @@ def load_weights(model, folder, device):
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def check_tensor_names(folder, names, missing, unused, hint=""):
+def stored_name(name, files):
+    """A name of NAMES as these files spell it: with the prefix of wrappers, or without PREFIX."""
+    wrappers = re.match(WRAPPERS, min(files))
+    if wrappers:
+        return wrappers[0] + name
+    bare = "norm.weight" in files and PREFIX + "norm.weight" not in files
+    return name.removeprefix(PREFIX) if bare else name
+
+
+def check_layers(folder, files):
+    """ValueError if config.json has more layers than the tensors of `weight_files`.
+
+    Such a model would take minutes to build before its first missing tensor is found."""
+    config = read_optional(folder / "config.json")
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config = text_config
+    n_layers = config.get("num_hidden_layers")
+    numbers = [int(part) for name in files for part in name.split(".") if part.isdecimal()]
+    stored = max(numbers, default=-1) + 1
+    if isinstance(n_layers, int) and n_layers > stored:
+        raise ValueError(
+            f"{folder}: config.json has {n_layers} layers, the safetensors files have {stored}; do "
+            "they belong together?"
+        )
+
+
+def check_tensor_names(folder, names, missing, unused):
     """ValueError if tensors are missing or unused. Warns of tensors beside the model, such as a
     value or a classification head, which transformers leaves out too.
 
     names: those of the model's tensors."""
     inside = {part for name in names for part in name.split(".")[:2]}
     beside = {name for name in unused if name.split(".")[0] not in inside}
-    unused -= beside
-    if missing or unused:
+    if missing or unused - beside:
         raise ValueError(
             f"{folder}: missing {sorted(missing)[:4]}, unused {sorted(unused)[:4]}; "
-            f"do config.json and the safetensors files belong together?{hint}"
+            "do config.json and the safetensors files belong together?"
         )
     if beside:
         warnings.warn(f"{folder}: {sorted(beside)[:4]} are not part of the model", stacklevel=2)
@@ -231,10 +265,10 @@ def weight_files(folder):
 
 def untie(config, files):
     """The configuration; as in transformers, without tied embeddings if the stored head differs."""
-    embedding = EMBEDDING if EMBEDDING in files else EMBEDDING.removeprefix(PREFIX)
-    if not config.tied_embeddings or embedding not in files or HEAD not in files:
+    names = [stored_name(name, files) for name in (EMBEDDING, HEAD)]
+    if not config.tied_embeddings or not files.keys() >= {*names}:
         return config
-    embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in (embedding, HEAD))
+    embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in names)
     same = embedding.dtype == head.dtype and torch.equal(embedding, head)
     return replace(config, tied_embeddings=same)
 

@@ -9,10 +9,19 @@ import random
 
 import pytest
 import transformers
-from tokenizers import AddedToken, ByteLevelBPETokenizer, decoders, models, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    ByteLevelBPETokenizer,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers import Tokenizer as Core
 
-from runtime.special import special_ids
+from runtime.special import MISTRAL_WORDS, special_ids
 from tokenizer import Tokenizer
 
 WORDS = (
@@ -290,6 +299,91 @@ def test_tokens_that_only_other_files_list_are_read_as_by_transformers(file, tmp
     assert tokenizer.eos_ids == ends and special_ids(tmp_path)[1:] == (ends, (first + 1,))
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_special_tokens_in_a_text_are_split_if_the_configuration_says_so(split, core, tmp_path):
+    tokenizer = save(tmp_path, core, split_special_tokens=split)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = tokenizer.encode("the <|end|> river")
+    assert ids == theirs("the <|end|> river").input_ids
+    assert (core.token_to_id("<|end|>") in ids) != split
+
+
+def test_a_contradiction_about_the_first_space_is_refused(core, tmp_path):
+    """transformers follows one file or the other, by the class of the tokenizer."""
+    adds = core.normalizer is not None
+    for value in adds, None:
+        save(tmp_path, core, add_prefix_space=value)
+    words = f"add_prefix_space is {'false' if adds else 'true'}, but tokenizer.json puts"
+    with pytest.raises(ValueError, match=words):
+        save(tmp_path, core, add_prefix_space=not adds)
+
+
+def mistral(pattern):
+    """A tokenizer of more than 100,000 tokens with the words of ENGLISH, but for " NaOH"."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate(alphabet)}
+    merges = []
+    for word in "The Ġp Ġof ĠNa OH Ġin Ġm Ġat Ġe Bay Ġand ĠGit Hub".split():
+        merges += [(word[:i], word[i]) for i in range(1, len(word))]
+    merges += [("Ġp", "H"), ("Ġm", "L"), ("Ġe", "Bay"), ("ĠGit", "Hub")]
+    for pair in merges:
+        vocab.setdefault("".join(pair), len(vocab))
+    for i in range(100_001):
+        vocab[f"<{i}>"] = len(vocab)
+    core = Core(models.BPE(vocab=vocab, merges=merges))
+    words = pre_tokenizers.Split(Regex(pattern), "isolated")
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([words, spell])
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<s>", "</s>"])
+    return core
+
+
+ENGLISH = "The pH of NaOH, in mL, at eBay and GitHub"
+PLAIN_WORDS = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
+OLD = {"model_type": "mistral", "transformers_version": "4.50.0.dev0"}
+
+
+@pytest.mark.parametrize(
+    "pattern, config, correct, tokens, warned",
+    [
+        (PLAIN_WORDS, OLD, None, 13, True),
+        (PLAIN_WORDS, OLD, True, 17, False),
+        (PLAIN_WORDS, {"model_type": "mistral"}, None, 13, True),
+        (PLAIN_WORDS, OLD | {"transformers_version": "5.0.0"}, True, 13, False),
+        (PLAIN_WORDS, OLD | {"model_type": "llama"}, True, 13, False),
+        (MISTRAL_WORDS, OLD, None, 17, False),
+    ],
+)
+def test_mistrals_wrong_pattern_of_words_is_a_warning_or_corrected_as_by_transformers(
+    pattern, config, correct, tokens, warned, tmp_path, recwarn
+):
+    settings = {} if correct is None else {"fix_mistral_regex": correct}
+    tokenizer = save(tmp_path, mistral(pattern), {"config": config}, bos=False, **settings)
+    ids = tokenizer.encode(ENGLISH)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ids == theirs(ENGLISH).input_ids and len(ids) == tokens
+    assert tokenizer.decode(ids) == ENGLISH
+    assert any('add "fix_mistral_regex": true' in str(w.message) for w in recwarn) == warned
+
+
+PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "one"}]
+
+
+@pytest.mark.parametrize("system", ["", "<{{ m.content }}>"])
+def test_lists_of_text_parts_are_joined_and_other_parts_are_refused(system, tmp_path):
+    template = (
+        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    chat = [{"role": role, "content": PARTS} for role in ("system", "user")]
+    assert tokenizer.render(chat) == ("<the one>the one" if system else "the one\n\nthe one")
+    for part in {"type": "image", "text": "x"}, {"type": "text"}, "x":
+        with pytest.raises(ValueError, match="only texts are read"):
+            tokenizer.render([{"role": "user", "content": [*PARTS, part]}])
+
+
 def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(
     tmp_path,
 ):
@@ -330,7 +424,7 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
         ("chat_template.jinja", "<bos>hello", NO_TOKEN),
         ("chat_template.jinja", "{{ '%99999999d' % 1 }}", "a text of 99999999 characters"),
-        ("chat_template.jinja", "{{ messages[1].content }}", "surrogates not allowed"),
+        ("chat_template.jinja", "{{ messages[1].content }}", "half of a surrogate pair"),
     ],
 )
 def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_line(

@@ -3,10 +3,12 @@
 import json
 import random
 import re
+import shutil
 from argparse import Namespace
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import cli
 from decoders.setup import Setup
@@ -52,6 +54,23 @@ def test_every_file_fits_its_row_of_the_readme():
         for kind in MEASURES if measure == "all" else ["copy"]:
             assert load_heads(stand_in(int(L), int(H), model), measure=kind)
     assert len(rows) == len(head_files()) - 2  # without the bundled models
+
+
+@pytest.mark.parametrize("change", [0, 0.5])
+def test_the_same_weights_find_their_heads_under_any_name(change, tmp_path, recwarn):
+    folder = tmp_path / "other"
+    shutil.copytree(FOLDER.parent / "miniature", folder)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += change
+    save_file(weights, folder / "model.safetensors")
+    model = Transformer.load(folder)
+    if change:
+        with pytest.raises(FileNotFoundError, match="other is neither a head file nor a model"):
+            load_heads(model)
+    else:
+        assert load_heads(model) == load_heads(Transformer.load(FOLDER.parent / "miniature"))
+        assert not recwarn.list
 
 
 def test_every_hub_name_of_a_model_finds_its_file():

@@ -1,5 +1,7 @@
 """Files of gguf's own writer become checkpoints with the same values and ids, for both engines."""
 
+from pathlib import Path
+
 import gguf
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cli import decode as program
+from heads import find_file, model_names
 from hf import HFModel
 from integrations import gguf as conversion
 from model import Transformer
@@ -38,13 +41,15 @@ SENTENCE_PIECE = {
 }
 
 
-def write_file(path, arch="llama", tokenizer=BYTE_LEVEL, head=None, tensors=(), **metadata):
+def write_file(
+    path, arch="llama", tokenizer=BYTE_LEVEL, head=None, tensors=(), width=16, **metadata
+):
     """Write a GGUF file as llama.cpp does → {name in the checkpoint: its dequantized values}.
 
     head: how the embedding is quantized where it is stored again, as the output matrix.
-    tensors: more of them. metadata: more entries, or None to leave one out."""
+    tensors: more of them. width: of a head. metadata: more entries, or None to leave one out."""
     c = FAMILIES["llama3" if arch == "llama" else arch] | dict(hidden_size=64, intermediate_size=64)
-    c |= dict(vocab_size=len(tokenizer["tokens"]), tie_word_embeddings=True)
+    c |= dict(vocab_size=len(tokenizer["tokens"]), tie_word_embeddings=True, head_dim=width)
     weights = random_weights(c) | dict(tensors)
     if head is not None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -211,20 +216,69 @@ def test_tensors_that_are_not_read_are_a_warning(convert):
     assert (status, "a.gguf has tensors that transformers does not read" in err) == (0, True)
 
 
-def test_damaged_files_parts_of_files_and_folders_in_use_are_refused(call, tmp_path):
+@pytest.mark.parametrize("name", ["Qwen2.5 3B Instruct", None])
+def test_the_heads_of_the_model_are_found_whatever_the_folder_is_called(name, tmp_path):
+    """By the name in the metadata, else by that of the file."""
+    file = "x" if name else "qwen2.5-3b-instruct-Q4_K_M"
+    write_file(tmp_path / f"{file}.gguf", **{"general.name": name})
+    conversion.convert(tmp_path / f"{file}.gguf", tmp_path / "out")
+    for engine in Transformer, HFModel:
+        names = model_names(engine.load(tmp_path / "out"))
+        assert find_file(*names).stem == "Qwen2.5-3B-Instruct"
+
+
+@pytest.mark.parametrize(
+    "arch, tensor", [("llama", "weight is [64, 64]"), ("qwen2", "bias is [64]")]
+)
+def test_a_head_width_that_transformers_does_not_read_is_refused(arch, tensor, convert):
+    widths = {f"{arch}.attention.key_length": 32, f"{arch}.attention.value_length": 32}
+    *_, status, err = convert(arch=arch, width=32, **widths)
+    words = f"k_proj.{tensor}, but transformers reads [32"
+    assert status == 2 and words in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "key", [f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type", "merges")]
+)
+def test_a_missing_entry_is_named(key, convert):
+    *_, status, err = convert(**{key: None})
+    assert status == 2 and err.endswith(f"it has no {key}; use a file that llama.cpp reads\n")
+
+
+def test_damaged_files_parts_of_files_and_folders_in_use_are_refused(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
     write_file(tmp_path / "a.gguf")
     content = (tmp_path / "a.gguf").read_bytes()
-    (tmp_path / "b.gguf").write_bytes(content[: len(content) // 2])
+    for i, share in enumerate([0, 0.001, 0.02, 0.5, 0.99]):
+        (tmp_path / f"b{i}.gguf").write_bytes(content[: int(len(content) * share)])
+    (tmp_path / "mine").mkdir()
+    files = {*tmp_path.iterdir()}
     for file, out, words in [
         ("a.gguf", "", "exists; choose a new or an empty folder"),
         ("a.gguf", "a.gguf", "exists; choose a new or an empty folder"),
+        ("a.gguf", "disk", "disk is the current folder, or one where a disk is mounted"),
         ("a-00001-of-00002.gguf", "out", "is one of several parts"),
-        ("b.gguf", "out", "b.gguf cannot be converted"),
+        *((f"b{i}.gguf", "out", f"b{i}.gguf is cut off, or not a GGUF file") for i in range(5)),
+        ("/dev/null", "out", "/dev/null is not a file"),
+        ("mine", "out", "mine is not a file"),
         ("c.gguf", "out", "c.gguf: no such file"),
     ]:
         status, _, err = call(conversion.main, tmp_path / file, tmp_path / out)
         assert status == 2 and words in err and err.count("\n") == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"a.gguf", "b.gguf"}
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.setattr(conversion, "read_file", None)  # refused first
+    for out in ".", tmp_path / "mine":
+        status, _, err = call(conversion.main, tmp_path / "a.gguf", out)
+        assert status == 2 and "mine is the current folder" in err
+    assert {*tmp_path.iterdir()} == files
+
+
+def test_an_empty_folder_behind_a_link_is_filled(call, tmp_path):
+    write_file(tmp_path / "a.gguf")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert call(conversion.main, tmp_path / "a.gguf", tmp_path / "link")[0] == 0
+    assert (tmp_path / "there" / "tokenizer.json").exists() and (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("engine", [[], ["--transformers"]])

@@ -176,9 +176,9 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
     ):
         status, err = run("--task", "popqa")
         assert status == 2 and words in err and tree(tmp_path / "data") == []
-    left = tmp_path / "data" / "popqa" / ".draft"
-    left.mkdir(parents=True)
-    (left / "test.tsv").write_text("of a killed process")
+    left = tmp_path / "data" / "popqa" / "test.tsv.draft"
+    left.parent.mkdir(parents=True)
+    left.write_text("of a killed process")
     assert run("--task", "popqa")[0] == 0
     assert tree(tmp_path / "data") == ["popqa/test.tsv"] and not left.exists()
 

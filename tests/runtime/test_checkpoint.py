@@ -54,6 +54,10 @@ def load_theirs(folder):
             dict(model_type="qwen2", layer_types=["sliding_attention"] * 3),
             "with sliding_window None it must be 3 times full_attention",
         ),
+        (
+            dict(rope_scaling=BANDS | dict(low_freq_factor=4.0)),
+            "rope_scaling: low_freq_factor 4.0 must be below high_freq_factor 4.0",
+        ),
         (None, "config.json is missing; convert a .gguf file (python -m integrations.gguf"),
     ],
 )
@@ -184,11 +188,47 @@ def test_other_heads_are_left_out_and_the_prefix_may_be_absent(family, beside, t
             torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
     for name in "lm_head.bias", "norm.bias", "layers.0.self_attn.o_proj.bias":
         write_checkpoint(folder, family, weights=bare | {name: torch.ones(96)})
-        with pytest.raises(ValueError, match=rf"unused \['{name}'\].*or --transformers, reads"):
+        with pytest.raises(ValueError, match=rf"unused \['{name}'\]; do config.json"):
             Transformer.load(folder)
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     with pytest.raises(FileNotFoundError, match="take model.safetensors or model-"):
         Transformer.load(folder)
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama3.2"])
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod", "base_model.model", "transformer", "module.module"]
+)
+def test_the_names_of_known_wrappers_are_left_out(prefix, family, tmp_path):
+    """torch.compile, PEFT, DataParallel and modules of one's own put them before every name."""
+    weights = random_weights(FAMILIES[family])
+    ids = torch.tensor([random_ids(20)])
+    expected = Transformer.load(write_checkpoint(tmp_path / "1", family, weights=weights))(ids)
+    weights = {f"{prefix}.{name}": x for name, x in weights.items()}
+    folder = write_checkpoint(tmp_path / "2", family, weights=weights)
+    for load in Transformer.load, HFModel.load:
+        torch.testing.assert_close(load(folder)(ids), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("load", [Transformer.load, HFModel.load])
+def test_tensors_under_other_names_are_named(load, tmp_path):
+    weights = {f"mine.{name}": x for name, x in random_weights(FAMILIES["llama3"]).items()}
+    folder = write_checkpoint(tmp_path, weights=weights)
+    with pytest.raises(
+        ValueError, match=r"missing \['lm_head.*unused \['mine.lm_head.*together\?$"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", [Transformer.load, HFModel.load])
+@pytest.mark.parametrize("n", [4, 10**6, 10**12])
+def test_more_layers_than_the_files_hold_are_refused_before_they_are_built(n, load, tmp_path):
+    folder = write_checkpoint(tmp_path, weights=random_weights(FAMILIES["llama3"]))
+    configuration(folder, "llama3", num_hidden_layers=n)
+    with pytest.raises(
+        ValueError, match=f"config.json has {n} layers, the safetensors files have 3;"
+    ):
+        load(folder)
 
 
 def write_index(folder, weight_map):

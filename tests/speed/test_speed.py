@@ -63,16 +63,31 @@ def test_a_checkpoint_is_measured_as_a_table(call, llama):
     assert names == ["greedy", "transformers", "greedy"]
 
 
-def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_goes_on_after_a_failure(
+def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_keeps_each_section(
     call, monkeypatch, tmp_path
 ):
-    sections = {name: gpu.SECTIONS[name] for name in ("tests", "short")}
-    monkeypatch.setattr(gpu, "SECTIONS", {"bad": (60, "-c raise(ValueError)")} | sections)
-    call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
+    sections = {
+        "slow": (5, "-c print('begun',flush=True)or(__import__('time').sleep(99))"),
+        "fails": (60, "-c raise(ValueError('why'))"),
+        "empty": (60, "-c pass"),
+        "bad JSON": (60, "-c print('{')"),
+    }
+    sections |= {name: gpu.SECTIONS[name] for name in ("tests", "short")}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    status, _, _ = call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
-    assert [failure.split(":")[0] for failure in result["failed"]] == ["bad"]
+    failed = result["failed"]
+    assert status == 0 and [*failed] == [*sections][:4]
+    assert failed["fails"].startswith("exit status 1\n") and failed["fails"].endswith("why")
+    assert failed["empty"] == "no result" and failed["bad JSON"] == "no result\n{"
+    assert failed["slow"] == "stopped after 5 seconds\nbegun"
     assert "tests collected" in result["tests"]
     assert len(result["short"]["tokens_per_second"]) == 6
+
+
+def test_the_sections_of_the_run_on_a_gpu_end_in_the_promised_time():
+    assert "in at most ten minutes" in gpu.__doc__
+    assert sum(seconds for seconds, _ in gpu.SECTIONS.values()) <= 600
 
 
 def test_the_suite_compares_the_same_answers_in_turns(call, monkeypatch, tmp_path):
