@@ -5,7 +5,6 @@ Before it is encoded, a prompt is an object, as in a line of --prompts: "prompt"
 user, which --json gives back."""
 
 import argparse
-import json
 import os
 import re
 import select
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import cli
 from runtime.checks import check_prompts
 from runtime.files import json_lines, one_line, read_json, read_text
+from tokenizer import join_parts
 
 EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
 CHAT = '[{"role": "user", "content": "…"}, …]'
@@ -50,79 +50,67 @@ def ids_prompt(text):
 
 def chat_prompt(path):
     """A JSON file of messages, in a list or in an object."""
-    with argument_errors():
+    with errors_at(path):
         value = read_json(path, object)
         prompt = {"messages": value} if isinstance(value, list) else value
         if not isinstance(prompt, dict) or "messages" not in prompt:
-            raise ValueError(f'{path} must be a chat: {CHAT}, or {{"messages": [{{…}}, …]}}')
-        check_prompt(prompt, path)
-        return [prompt]
+            raise ValueError(f'it must be a chat: {CHAT}, or {{"messages": [{{…}}, …]}}')
+        check_prompt(prompt)
+    return [prompt]
 
 
 def line_prompts(path):
     """A file of JSON lines, a prompt each."""
-    with argument_errors():
-        prompts = []
-        for number, prompt in json_lines(path, complete=True):
-            check_prompt(prompt, f"{path}, line {number}")
-            prompts.append(prompt)
-        if not prompts:
-            raise ValueError(f"{path} is empty; give a line for each prompt")
-        return prompts
+    with errors_at(path):
+        lines = list(json_lines(path, complete=True))
+        if not lines:
+            raise ValueError("it is empty; give a line for each prompt")
+    for number, prompt in lines:
+        with errors_at(f"{path}, line {number}"):
+            check_prompt(prompt)
+    return [prompt for _, prompt in lines]
 
 
 @contextmanager
-def argument_errors():
-    """argparse shows the message of an ArgumentTypeError, and not that of a ValueError."""
+def errors_at(place):
+    """A ValueError becomes one that argparse shows, and that names the place."""
     try:
         yield
     except ValueError as error:
-        raise argparse.ArgumentTypeError(error) from None
+        message = str(error)
+        named = message if message.startswith(str(place)) else f"{place}: {message}"
+        raise argparse.ArgumentTypeError(named) from None
 
 
-def check_prompt(prompt, place):
-    """ValueError for an object that is not a prompt. place: where it is, for the message."""
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: half of a surrogate pair is not text ({error})") from None
+def check_prompt(prompt):
+    """ValueError for an object that is not a prompt."""
     if ("prompt" in prompt) == ("messages" in prompt):
-        raise ValueError(f'{place} must have either "prompt", a text, or "messages", a chat')
+        raise ValueError('it must have either "prompt", a text, or "messages", a chat')
     if "messages" in prompt:
-        check_chat(prompt["messages"], place)
+        check_chat(prompt["messages"])
     elif not isinstance(prompt["prompt"], str):
-        raise ValueError(f'{place}: "prompt" must be a text')
+        raise ValueError('"prompt" must be a text')
     without = prompt.get("without_context")
     if isinstance(without, list):
-        check_chat(without, f'{place}: "without_context"')
+        check_chat(without)
     elif not isinstance(without, str | None):
-        raise ValueError(f'{place}: "without_context" must be a text, or a chat as in "messages"')
+        raise ValueError('"without_context" must be a text, or a chat as in "messages"')
 
 
-def check_chat(chat, place):
+def check_chat(chat):
     """ValueError for what is not a chat that a model can answer."""
     if not isinstance(chat, list):
-        raise ValueError(f"{place}: a chat is a list of messages: {CHAT}")
+        raise ValueError(f"a chat is a list of messages: {CHAT}")
     for message in chat:
-        if not is_message(message):
+        kinds = {}
+        if isinstance(message, dict):
+            kinds = {name: type(value) for name, value in join_parts(message).items()}
+        if kinds != {"role": str, "content": str}:
             raise ValueError(
-                f'{place}: {one_line(repr(message), 60)} must be {{"role": …, "content": …}}, '
-                'texts, or content a list of {"type": "text", "text": …}'
+                f'{one_line(repr(message), 60)} must be {{"role": …, "content": …}}, texts'
             )
     if not chat or chat[-1]["role"] == "assistant":
-        raise ValueError(f"{place} must end in a message for the model to answer")
-
-
-def is_message(message):
-    """Whether it is {"role": …, "content": …}, both texts, or the content a list of text parts."""
-    kinds = {name: type(value) for name, value in message.items()} if type(message) is dict else {}
-    if kinds == {"role": str, "content": list}:
-        return all(map(is_text_part, message["content"]))
-    return kinds == {"role": str, "content": str}
-
-
-def is_text_part(part):
-    return type(part) is dict and part.get("type") == "text" and type(part.get("text")) is str
+        raise ValueError("the chat must end in a message for the model to answer")
 
 
 # ---------------------------------------------------------------------------- reading and encoding
@@ -183,11 +171,9 @@ def encode(objects, model, tokenizer, args):
     for fields, ids in zip(objects, all_ids):
         if not {"prompt", "messages"} & fields.keys():  # of --prompt-ids
             fields = {"prompt": tokenizer.decode(ids)}
-        text = fields["messages"][-1]["content"] if "messages" in fields else fields["prompt"]
-        if isinstance(text, list):
-            text = " ".join(part["text"] for part in text)
+        last = join_parts(fields["messages"][-1])["content"] if "messages" in fields else None
         all_fields.append(fields)
-        texts.append(text)
+        texts.append(fields["prompt"] if last is None else last)
     return list(map(Prompt, count(), all_fields, titles(texts), all_ids))
 
 

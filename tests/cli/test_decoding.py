@@ -97,7 +97,7 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
     heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
     g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
-    settings = dict(alpha_cap=None, scale_alpha=False, mask="output", mask_prompt=False)
+    settings = dict(measure="copy", scale_alpha=False, mask="output", mask_prompt=False)
     assert line == vars(g) | settings | dict(
         index=0,
         prompt=text,
@@ -183,16 +183,16 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
     [
         ("[]", "p.jsonl, line 2: not JSON in UTF-8 (a list instead of an object)"),
         ('{"prompt": "\\ud800"}', "p.jsonl, line 2: not JSON in UTF-8 ("),
-        ('{"text": "a"}', 'p.jsonl, line 2 must have either "prompt", a text, or "messages", a'),
-        ('{"prompt": "a", "messages": []}', "p.jsonl, line 2 must have either"),
+        (
+            '{"text": "a"}',
+            'p.jsonl, line 2: it must have either "prompt", a text, or "messages", a',
+        ),
+        ('{"prompt": "a", "messages": []}', "p.jsonl, line 2: it must have either"),
         ('{"prompt": 5}', 'p.jsonl, line 2: "prompt" must be a text'),
         ('{"messages": "a"}', "p.jsonl, line 2: a chat is a list of messages: [{"),
-        ('{"messages": []}', "p.jsonl, line 2 must end in a message for"),
+        ('{"messages": []}', "p.jsonl, line 2: the chat must end in a message for"),
         ('{"prompt": "a", "without_context": 5}', 'p.jsonl, line 2: "without_context" must be'),
-        (
-            '{"prompt": "a", "without_context": [5]}',
-            'p.jsonl, line 2: "without_context": 5 must be',
-        ),
+        ('{"prompt": "a", "without_context": [5]}', 'p.jsonl, line 2: 5 must be {"role"'),
         ('{"prompt": " "}', "prompt 2 of 2: the prompt is empty"),
         (
             '{"prompt": "a", "num_heads": 5}',
@@ -207,7 +207,7 @@ def test_a_line_that_is_not_a_prompt_is_named(call, base, tmp_path, line, words)
     status, out, err = call(program.main, *base[:2], "--prompts", path, "--method=cad", "--json")
     assert (status, out, err.count("\n")) == (2, "", 1) and words in err
     path.write_text("\n")
-    assert "p.jsonl is empty" in call(program.main, *base[:2], "--prompts", path)[2]
+    assert "p.jsonl: it is empty" in call(program.main, *base[:2], "--prompts", path)[2]
 
 
 def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
@@ -327,6 +327,16 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     assert "must end in a message for" in call(program.main, *model, "--messages", path)[2]
     path.write_text('[{"role": "user"}]')
     assert "{'role': 'user'} must be" in call(program.main, *model, "--messages", path)[2]
+    for text, words in (
+        ("5", 'chat.json: it must be a chat: [{"role": "user", "content": "…"}, …], or {"mess'),
+        ('{"role": "user"}', "chat.json: it must be a chat"),
+        ("{", "chat.json is not valid JSON"),
+        ('[{"role": "user", "content": "\\ud800"}]', "chat.json: '\\ud800' is half of a"),
+        ('[{"role": "user", "content": [{"type": "image"}]}]', "chat.json: a message has the part"),
+    ):
+        path.write_text(text)
+        status, _, err = call(program.main, *model, "--messages", path)
+        assert (status, err.count("\n")) == (2, 1) and words in err
 
 
 def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tmp_path):

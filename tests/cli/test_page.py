@@ -54,7 +54,7 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
         assert note.startswith(begin)
     assert "".join(tokens) == tokenizer.decode(ids) and len(ids) > 2
     assert any(differ) == (ids != favourites) and set(shades) != {0.0}
-    assert "α = 0.25; N = 2 heads masked: " + ", ".join(line["heads"]) in section
+    assert "N = 2; α = 0.25; heads masked: " + ", ".join(line["heads"]) in section
     assert "--method greedy,decore-static --alpha 0.25" in beginning.partition("<ul")[0]
     assert (
         "<script>1" not in text
