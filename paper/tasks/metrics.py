@@ -55,8 +55,8 @@ def matches(answer, references):
     filled = [reference for reference in references if reference]
     return {
         "exact_match": float(answer in filled),
-        "substring_match": float(any(reference in answer for reference in filled)),
-        "substring_match_published": float(any(reference in answer for reference in references)),
+        "answer_contained": float(any(reference in answer for reference in filled)),
+        "answer_contained_published": float(any(reference in answer for reference in references)),
     }
 
 
@@ -64,7 +64,7 @@ def compare(prediction, references):
     """A reference that normalises to nothing ("*") must be the complete answer."""
     values = matches(normalise(prediction), list(map(normalise, references)))
     if prediction.strip() in map(str.strip, references):
-        values |= {"exact_match": 1.0, "substring_match": 1.0}
+        values |= {"exact_match": 1.0, "answer_contained": 1.0}
     return values
 
 
@@ -78,7 +78,7 @@ def short_answer(line):
     """PopQA's demonstrations are test items, which count in the published score only."""
     values = compare(first_line(line), texts(line, "references"))
     if line.get("demonstration"):
-        values |= {"exact_match": None, "substring_match": None}
+        values |= {"exact_match": None, "answer_contained": None}
     return values
 
 
@@ -93,7 +93,7 @@ def memory(line):
     """Whether the answer is the memorised one; None if the line has none."""
     if not line.get("memory"):
         return {"memory_match": None}
-    return {"memory_match": compare(first_line(line), texts(line, "memory"))["substring_match"]}
+    return {"memory_match": compare(first_line(line), texts(line, "memory"))["answer_contained"]}
 
 
 def musique_answer(prediction):

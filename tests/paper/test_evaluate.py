@@ -67,7 +67,7 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
         settings, *rows = content(out["run"])
         results.append([(row["ids"], row["prompt_sha256"]) for row in rows])
     assert results[0] == results[1]
-    assert out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "substring_match"}
+    assert out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "answer_contained"}
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
     assert settings["version"] == TASKS["nq-closed"].version

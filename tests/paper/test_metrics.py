@@ -54,8 +54,8 @@ def test_short_answers_as_worked_out_by_hand(
         values.pop("memory_match", None)
         assert values == {
             "exact_match": exact,
-            "substring_match": contained,
-            "substring_match_published": published,
+            "answer_contained": contained,
+            "answer_contained_published": published,
         }
 
 
@@ -64,8 +64,8 @@ def test_popqas_demonstrations_count_only_as_published_and_lines_without_memory_
     other = {"prediction": "cook", "references": ["actor"]}
     assert many("popqa", shown, other) == {
         "exact_match": 0,
-        "substring_match": 0,
-        "substring_match_published": 0.5,
+        "answer_contained": 0,
+        "answer_contained_published": 0.5,
     }
     assert many("nq-swap", other | {"memory": ["Cook"]}, other)["memory_match"] == 1
 
