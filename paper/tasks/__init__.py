@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import cli
 from paper.tasks import items, metrics, model_metrics
+from runtime.files import read_text
 
 
 class HubFile(NamedTuple):
@@ -63,6 +64,11 @@ class Task:
     layout: str | None = None  # None: the model's
     own: bool = False  # the questions are the user's, and so may be the prompt (`with_prompt`)
     version: int = 1
+
+    @property
+    def template(self):
+        """The last user turn."""
+        return self.front + self.context + self.question
 
 
 TRIVIA_QA = HubFile(
@@ -327,7 +333,7 @@ def find_task(name):
 def with_prompt(task, template=None, system=None):
     """The task with another prompt, if its questions are the user's.
 
-    template: the text of the last user turn, which names {question}, and {context} on a line of its
+    template: a file with the last user turn, which names {question}, and {context} on a line of its
     own; prompts without a context leave out this line and empty ones after it. None: the task's.
     system: the system turn; None: the task's. ValueError for a template with other fields."""
     if not task.own:
@@ -336,14 +342,15 @@ def with_prompt(task, template=None, system=None):
         task = replace(task, instruction=system)
     if template is None:
         return task
-    template = template.rstrip("\n")
-    fields = [name for _, name, *_ in string.Formatter().parse(template) if name is not None]
-    front, context, question = template, "", ""
+    text = read_text(template).rstrip("\n")
+    with items.located(template):
+        fields = [name for _, name, *_ in string.Formatter().parse(text) if name is not None]
+    front, context, question = text, "", ""
     if "context" in fields:
-        front, context, question = re.split(r"(.*{context}.*\n*)", template, maxsplit=1)
+        front, context, question = re.split(r"(.*{context}.*\n*)", text, maxsplit=1)
     if sorted(fields) not in (["question"], ["context", "question"]) or "{question}" in context:
         raise ValueError(
-            "a template must name {question} once, and {context} at most once, on another line "
+            f"{template} must name {question} once, and {context} at most once, on another line "
             f"(found: {', '.join(fields) or 'neither'}); other braces are written twice"
         )
     bare = "passage" if context else ""

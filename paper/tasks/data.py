@@ -259,7 +259,7 @@ def demonstration(task, entry):
     if task.own:
         item = task.read(entry)
         return item | {"user": last_turn(task, item), "answer": item["references"][0]}
-    template = task.demo or task.context + task.question
+    template = task.demo or task.template
     fields = {name: field(entry, name) for name in re.findall(r"{(\w+)}", template)}
     answer = field(entry, task.demo_answer)
     return fields | {"user": template.format_map(fields), "answer": answer}

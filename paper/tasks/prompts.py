@@ -27,7 +27,7 @@ def shown_of(task, item, demos, with_context):
 def last_turn(task, item, with_context=True):
     """The last user turn."""
     if with_context and item.get("context") != "":
-        return (task.front + task.context + task.question).format_map(item)
+        return task.template.format_map(item)
     return item.get("without_context", (task.front + task.question).format_map(item))
 
 
