@@ -364,7 +364,7 @@ def places(chat_model, data, tmp_path_factory):
         (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
         (OF_PAPER + " --task=", "unknown task ''"),
         (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
-        (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl); evaluate.py fetch"),
+        (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl, there or in xsum/); evaluate.py"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):
