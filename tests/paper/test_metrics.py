@@ -198,6 +198,11 @@ def test_metrics_that_lack_a_library_or_a_model_say_what_to_do_and_are_left_out(
     assert capsys.readouterr().err.splitlines() == [f"left out: {problem}" for problem in lacking]
     [problem] = metrics.problems(TASKS["ifeval"])
     assert problem == "IFEval needs lm_eval, nltk: pip install -e '.[evaluate]'"
+    missing.clear()
+    monkeypatch.setattr("nltk.data.find", Mock(side_effect=LookupError))
+    [problem] = metrics.problems(TASKS["ifeval"])
+    assert "python -m nltk.downloader punkt_tab" in problem and "llama-index-core" in problem
+    missing.add("bert_score")
     cached.add(f"{ROBERTA}/vocab.json")
     assert metrics.problems(TASKS["xsum"]) == lacking[:1]
 
