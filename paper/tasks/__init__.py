@@ -350,8 +350,8 @@ def with_prompt(task, template=None, system=None):
         front, context, question = re.split(r"(.*{context}.*\n*)", text, maxsplit=1)
     if sorted(fields) not in (["question"], ["context", "question"]) or "{question}" in context:
         raise ValueError(
-            f"{template} must name {question} once, and {context} at most once, on another line "
-            f"(found: {', '.join(fields) or 'neither'}); other braces are written twice"
+            f"{template} must name {{question}} once, and {{context}} at most once, on another "
+            f"line (found: {', '.join(fields) or 'neither'}); other braces are written twice"
         )
     bare = "passage" if context else ""
     return replace(task, front=front, context=context, question=question, without_context=bare)
