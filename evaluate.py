@@ -27,7 +27,7 @@ from paper import fetch, judges, options, plan, report, rescore
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import continued, make_header, run_name
-from paper.tasks import find_tasks, metrics, prompts
+from paper.tasks import find_tasks, metrics, prompts, with_prompt
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
@@ -45,6 +45,7 @@ def evaluate(argv):
     """The tasks and setups of the command line."""
     args = options.parse(argv)
     tasks = find_tasks(args.task).values()
+    tasks = [with_prompt(task, args.template, args.system) for task in tasks]
     if args.dry_run:
         print_prompts(tasks, args)
         return

@@ -177,6 +177,16 @@ def digests(content):
     return hashlib.sha256(content).hexdigest(), hashlib.sha1(blob).hexdigest()
 
 
+def of_paper(record):
+    """Whether the data of a run are the paper's, by the record of a file in the run's header."""
+    return "hub" in record or any(
+        record.get("sha256") == file.digest
+        # git's id cannot be compared with a sha256.
+        or (record["file"] == file.name and len(file.digest) == 40)
+        for file in FILES
+    )
+
+
 def requirements(names, mirror):
     """Name → function that downloads it, of what the metrics of these tasks need."""
     from huggingface_hub import snapshot_download

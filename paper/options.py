@@ -31,8 +31,10 @@ def unused_by(task):
     unused |= {name for name, option in OPTIONS.items() if option.choice is (not task.choice)}
     if task.layout:
         unused.add("layout")
-    if not task.shots:
+    if task.shots == 0:
         unused.add("demos")
+    if not task.own:
+        unused |= {"template", "system"}
     return unused
 
 
@@ -48,6 +50,13 @@ def make_parser():
     p.add_argument(
         "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"
     )
+    p.add_argument(
+        "--template",
+        type=Path,
+        metavar="FILE",
+        help="qa: the prompt, a text with {question} and, on a line of its own, {context}",
+    )
+    p.add_argument("--system", metavar="TEXT", help="qa: the system turn; '' for none")
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
     p.add_argument(
         "--dry-run",

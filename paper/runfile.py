@@ -53,6 +53,8 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "task": bench.task.name,
         "version": bench.task.version,
         "layout": bench.layout,
+        "template": bench.task.template if bench.task.own else None,
+        "system": bench.task.instruction if bench.task.own else None,
         "eos": args.eos,
         "template_args": bench.template_args,
         "n": len(bench.items),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paper import judges
+from paper import fetch, judges
 from paper.runfile import beside, brief, read_run, remarks
 from paper.tasks import find_task, metrics
 from paper.tasks.items import field, located
@@ -140,7 +140,11 @@ def describe(header):
         if demos.get("paper")
         else f"demonstrations: {names_of([demos])}",
         "items": "all or the first items",
+        "prompt": None,
     }
+    if header.get("template"):
+        prompt = header["template"], header["system"]
+        inputs["prompt"] = f"prompt {short_hash(json.dumps(prompt).encode())[:6]}"
     if header.get("sample_seed") is not None:
         inputs["items"] = f"sample of seed {header['sample_seed']}"
     heads = {"measure": None, "file": None}
@@ -255,12 +259,15 @@ def unlike_the_paper(run, task):
     done = len(run.lines)
     if done < n:
         yield f"{run.path.name} is unfinished, {done:,} of {n:,}"
-    if task.n and n != task.n:
+    data = run.header.get("data") or []
+    if own := [record["file"] for record in data if not fetch.of_paper(record)]:
+        yield f"{task.name}, {n:,} items of {', '.join(own)}"
+    elif task.n and n != task.n:
         yield f"{task.name}, {n:,} items of {task.n:,}"
     if task.splits and (missing := metrics.SPLITS - {line.get("split") for line in run.lines}):
         yield f"{task.name}, without the splits {', '.join(sorted(missing))}"
     demos = run.header.get("demos")
-    if demos and not demos.get("paper"):
+    if task.n and demos and not demos.get("paper"):
         yield f"{task.name}, demonstrations other than the paper's"
     verdicts = judges.read_store(beside(run.path, judges.STORE)).values()
     for model in dict.fromkeys(verdict["model"] for verdict in verdicts):

@@ -146,10 +146,10 @@ def score_notes(text, runs, n_compared):
             f"and at least {FEWEST} items differ; of {n_compared} comparisons without any real "
             f"difference, about {0.05 * n_compared:.1f} would be bold."
         )
-    if " EM (n" in text:
+    if " answer contained (n" in text:
         notes.append(
-            "EM: the answer contains a reference. The paper calls this exact match, and its code "
-            "counts it. The share of answers that equal a reference is `exact_match` in --csv."
+            "answer contained: the answer contains a reference. The paper calls this EM. The share "
+            "of answers that equal a reference is `exact_match` in --csv."
         )
     if any(run.setup.mask == "query" for run in runs):
         notes.append(

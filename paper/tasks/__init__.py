@@ -8,12 +8,15 @@ never mixed.
 data.py loads a task's data, items.py reads their entries, prompts.py makes prompts of them,
 metrics.py compares the answers with the references."""
 
+import re
+import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cli
 from paper.tasks import items, metrics, model_metrics
+from runtime.files import read_text
 
 
 class HubFile(NamedTuple):
@@ -36,14 +39,15 @@ class Task:
     origin: HubFile | None = None  # of the data; None: docs/data.md says where to fetch them
     folder: str = ""  # subfolder in which data and demonstrations are looked for first
     question: str = "{question}"  # the last user turn, after the context
-    context: str = ""  # precedes the question; CAD leaves it out
+    context: str = ""  # precedes the question; CAD leaves it out, and so does an empty {context}
+    front: str = ""  # precedes the context
     instruction: str = ""  # the system turn
     # CAD's second prompt: "" none; "passage" drops the context, unless the item has a field
     # `without_context`; "demos" drops the demonstrations too.
     without_context: str = ""
     gap: str = "\n\n"  # plain text: between the instruction and the next part
     gap_without_context: str = "\n\n"
-    shots: int = 0  # demonstrations
+    shots: int | None = 0  # demonstrations; None: those of --demos, if it is given
     demo: str = ""  # a demonstration's user turn, if it is not worded like the last one
     demo_answer: str = "answer"  # field of a demonstration's answer
     demo_file: str = "demos.jsonl"
@@ -58,7 +62,13 @@ class Task:
     max_new_tokens: int = 12  # the paper's
     n: int = 0  # items in the paper's table; 0: the paper has no such task
     layout: str | None = None  # None: the model's
+    own: bool = False  # the questions are the user's, and so may be the prompt (`with_prompt`)
     version: int = 1
+
+    @property
+    def template(self):
+        """The last user turn."""
+        return self.front + self.context + self.question
 
 
 TRIVIA_QA = HubFile(
@@ -285,6 +295,19 @@ OTHERS = (
         without_context="passage",
         layout="plain",
     ),
+    Task(
+        "qa",
+        items.own_question,
+        (metrics.own_answer,),
+        files=("qa.csv", "qa.tsv", "qa.jsonl", "qa.json", "qa.parquet"),
+        instruction="Answer the question in a few words. If there is a context, answer from it.",
+        context="Context: {context}\n",
+        question="Question: {question}\nAnswer:",
+        without_context="passage",
+        shots=None,
+        max_new_tokens=32,
+        own=True,
+    ),
 )
 
 TASKS = {task.name: task for task in PAPER + OTHERS}
@@ -305,3 +328,30 @@ def find_task(name):
         near = cli.did_you_mean(str(name), TASKS)
         raise ValueError(f"unknown task {name!r}{near}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def with_prompt(task, template=None, system=None):
+    """The task with another prompt, if its questions are the user's.
+
+    template: a file with the last user turn, which names {question}, and {context} on a line of its
+    own; prompts without a context leave out this line and empty ones after it. None: the task's.
+    system: the system turn; None: the task's. ValueError for a template with other fields."""
+    if not task.own:
+        return task
+    if system is not None:
+        task = replace(task, instruction=system)
+    if template is None:
+        return task
+    text = read_text(template).rstrip("\n")
+    with items.located(template):
+        fields = [name for _, name, *_ in string.Formatter().parse(text) if name is not None]
+    front, context, question = text, "", ""
+    if "context" in fields:
+        front, context, question = re.split(r"(.*{context}.*\n*)", text, maxsplit=1)
+    if sorted(fields) not in (["question"], ["context", "question"]) or "{question}" in context:
+        raise ValueError(
+            f"{template} must name {{question}} once, and {{context}} at most once, on another "
+            f"line (found: {', '.join(fields) or 'neither'}); other braces are written twice"
+        )
+    bare = "passage" if context else ""
+    return replace(task, front=front, context=context, question=question, without_context=bare)

@@ -12,24 +12,27 @@ from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
-from paper.tasks.items import field, located
+from paper.tasks.items import field, list_of, located
+from paper.tasks.prompts import last_turn
 from runtime.errors import hub_reason, offline_if_unreachable
-from runtime.files import json_lines, short_hash
+from runtime.files import json_lines, read_json, short_hash
 
 
 def read_entries(path):
     """Yields (line or row number, entry as a dict) of a data file.
 
     ValueError or OSError with its path."""
-    kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    name = path.name.lower()
+    kind = "jsonl" if name.endswith(".jsonl.gz") else name.rpartition(".")[2]
     if kind == "jsonl":
         yield from json_lines(path, complete=True)
+    elif kind == "json":
+        rows = read_json(path, object)
+        if not list_of(dict)(rows):
+            raise ValueError(f"{path} must contain a JSON list of objects")
+        yield from enumerate(rows, 1)
     elif kind in ("csv", "tsv"):
-        # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
-        with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
-            for row in reader:
-                yield reader.line_num, row
+        yield from read_table(path)
     elif kind in ("parquet", "arrow"):
         from pyarrow import ipc, parquet  # optional
 
@@ -41,8 +44,33 @@ def read_entries(path):
             yield from enumerate(table.to_pylist(), 1)
     else:
         raise ValueError(
-            f"{path}: unknown kind of file; known: .jsonl, .jsonl.gz, .csv, .tsv, .parquet, .arrow"
+            f"{path}: unknown kind of file; known: .csv, .tsv (a spreadsheet is saved as one), "
+            ".json, .jsonl, .jsonl.gz, .parquet, .arrow"
         )
+
+
+def read_table(path):
+    """Yields (line number, row) of a table in text, without empty rows.
+
+    Cells are separated by commas, semicolons or tabs, the most frequent of these in the first line:
+    spreadsheets write semicolons where the comma is the decimal sign."""
+    csv.field_size_limit(2**31 - 1)  # by default, 131,072 characters
+    # "utf-8-sig": a byte order mark would otherwise be part of the first column's name.
+    with located(path), open(path, encoding="utf-8-sig", newline="") as lines:
+        try:
+            delimiter = max(",;\t", key=lines.readline().count)
+            lines.seek(0)
+            reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"line {reader.line_num} has not as many cells as the first line; "
+                        f"a cell that contains {delimiter!r} must be in double quotes"
+                    )
+                if any(row.values()):
+                    yield reader.line_num, row
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 ({error}); save the table as “CSV UTF-8”") from None
 
 
 def find_files(path, task, patterns):
@@ -110,10 +138,11 @@ def load_data(task, data=None, demos=None):
     `data`; the prompt; the training split; the first items of the data with different questions.
     Their record says which ("source": "file", "fixed", "train" or "first items"), and whether they
     are the paper's. Items with the question of a first item are not scored, except in PopQA, whose
-    first nine items are the published demonstrations."""
+    first nine items are the published demonstrations. Own questions have demonstrations only from
+    `demos`."""
     items, records = load_items(task, data)
     demonstrations, record = [], None
-    if task.shots:
+    if task.shots or task.own and demos:
         demonstrations, record = find_demos(task, demos, data, items, records)
         questions = {demo["question"] for demo in demonstrations}
         if task.demos_are_items:
@@ -124,9 +153,11 @@ def load_data(task, data=None, demos=None):
             items = [item for item in items if item["question"] not in questions]
         record["paper"] = demos_hash(demonstrations) == task.demos_hash
         origin = f"{record['source']} {record.get('file', '')}".strip()
-        verdict = "the paper's" if record["paper"] else "not the paper's (give those with --demos)"
+        verdict = ", the paper's" if record["paper"] else ""
+        if task.n and not record["paper"]:
+            verdict = ", not the paper's (give those with --demos)"
         print(
-            f"{task.name}: {len(demonstrations)} demonstrations ({origin}), {verdict}",
+            f"{task.name}: {len(demonstrations)} demonstrations ({origin}){verdict}",
             file=sys.stderr,
         )
     if not items:
@@ -162,9 +193,10 @@ def load_items(task, data):
     Prints whether there are as many items as the paper scores."""
     files = {path: file_record(path) for path in find_files(data, task, task.files)}
     if not files:
-        if task.origin is None:
+        if data or task.origin is None:
+            names = ", ".join(task.files) + f", there or in {task.folder}/" * bool(task.folder)
             raise ValueError(
-                f"{data or '--data'}: no file for {task.name} ({task.files[0]}); "
+                f"{data or '--data'}: no file for {task.name} ({names}); "
                 + ("evaluate.py fetch downloads it" if task.n else "name one with --data")
             )
         files = dict([from_hub(task.origin)])
@@ -175,7 +207,7 @@ def load_items(task, data):
     for path in files:
         split = re.sub(r"^\d+-", "", path.name.split(".")[0])
         for count, (entry, item) in enumerate(read_with(task.read, path)):
-            number = entry.get("question_id", entry.get("key", entry.get("id", count)))
+            number = entry.get("id", entry.get("question_id", entry.get("key", count)))
             if task.splits:
                 item |= {"id": f"{split}-{count}", "split": split}
             items.append({"id": number} | item)
@@ -224,7 +256,10 @@ def read_demos(task, path):
 
 def demonstration(task, entry):
     """The fields that the task's template names, with the turns "user" and "answer"."""
-    template = task.demo or task.context + task.question
+    if task.own:
+        item = task.read(entry)
+        return item | {"user": last_turn(task, item), "answer": item["references"][0]}
+    template = task.demo or task.template
     fields = {name: field(entry, name) for name in re.findall(r"{(\w+)}", template)}
     answer = field(entry, task.demo_answer)
     return fields | {"user": template.format_map(fields), "answer": answer}

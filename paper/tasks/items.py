@@ -9,6 +9,7 @@ missing or of the wrong kind; `located` adds file and line."""
 
 import ast
 import json
+import re
 from contextlib import contextmanager
 
 from runtime.files import one_line
@@ -50,7 +51,18 @@ def field(entry, name, kind="a text"):
 
 
 def texts(entry, name):
-    return field(entry, name, "a list of texts")
+    """A list of texts. One text is a list of one, unless it is a JSON list in a table's cell."""
+    value = entry.get(name)
+    if not isinstance(value, str):
+        return field(entry, name, "a list of texts")
+    if not re.match(r"""\[\s*["'\]]""", value):
+        return [value]
+    try:
+        return field({name: json.loads(value)}, name, "a list of texts")
+    except json.JSONDecodeError:
+        raise ValueError(
+            f'field {name!r} is not a JSON list, as ["one answer", "another"]: {value[:60]}'
+        ) from None
 
 
 def qa(entry, name):
@@ -162,15 +174,14 @@ def popqa(entry):
     """`possible_answers` is a JSON list in a string.
 
     A repackaged data set has a list, `golden_answers`."""
-    answers = entry.get("golden_answers") or json.loads(field(entry, "possible_answers"))
-    return qa(entry | {"possible_answers": answers}, "possible_answers")
+    return qa(entry, "golden_answers" if entry.get("golden_answers") else "possible_answers")
 
 
 def musique_closed(entry):
     if entry.get("answerable") is False:
         raise ValueError("this is the full MuSiQue; use the answerable one (musique_ans)")
-    answers = [field(entry, "answer"), *(entry.get("answer_aliases") or [])]
-    return qa(entry | {"answers": answers}, "answers")
+    aliases = texts(entry, "answer_aliases") if entry.get("answer_aliases") else []
+    return qa(entry | {"answers": [field(entry, "answer"), *aliases]}, "answers")
 
 
 def musique_open(entry):
@@ -195,3 +206,14 @@ def miniature(entry):
     if entry.get("memory") not in (None, answer):
         item["memory"] = [field(entry, "memory")]
     return item
+
+
+def own_question(entry):
+    """A question of the user's. Its field `context` may be empty."""
+    item = qa(entry, "answers")
+    for name, values in (("question", [item["question"]]), ("answers", item["references"])):
+        if not all(map(str.strip, values)):
+            raise ValueError(f"field {name!r} is empty")
+    is_null = "context" in entry and entry["context"] is None
+    context = "" if is_null else field(entry, "context")
+    return item | {"context": context if context.strip() else ""}

@@ -11,6 +11,7 @@ lines."""
 import re
 import string
 import sys
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -55,8 +56,8 @@ def matches(answer, references):
     filled = [reference for reference in references if reference]
     return {
         "exact_match": float(answer in filled),
-        "substring_match": float(any(reference in answer for reference in filled)),
-        "substring_match_published": float(any(reference in answer for reference in references)),
+        "answer_contained": float(any(reference in answer for reference in filled)),
+        "answer_contained_published": float(any(reference in answer for reference in references)),
     }
 
 
@@ -64,7 +65,7 @@ def compare(prediction, references):
     """A reference that normalises to nothing ("*") must be the complete answer."""
     values = matches(normalise(prediction), list(map(normalise, references)))
     if prediction.strip() in map(str.strip, references):
-        values |= {"exact_match": 1.0, "substring_match": 1.0}
+        values |= {"exact_match": 1.0, "answer_contained": 1.0}
     return values
 
 
@@ -78,8 +79,26 @@ def short_answer(line):
     """PopQA's demonstrations are test items, which count in the published score only."""
     values = compare(first_line(line), texts(line, "references"))
     if line.get("demonstration"):
-        values |= {"exact_match": None, "substring_match": None}
+        values |= {"exact_match": None, "answer_contained": None}
     return values
+
+
+@per_line
+def own_answer(line):
+    """The first line that is not empty counts."""
+    answer = field(line, "prediction").strip().split("\n")[0]
+    references = texts(line, "references")
+    values = compare(answer, references)
+    del values["answer_contained_published"]
+    overlaps = [f1(normalise(answer), normalise(reference)) for reference in references]
+    return values | {"f1": max(values["exact_match"], *overlaps)}
+
+
+def f1(answer, reference):
+    """SQuAD's: the harmonic mean of precision and recall of the words of two normalised texts."""
+    words, expected = Counter(answer.split()), Counter(reference.split())
+    common = (words & expected).total()
+    return 2 * common / (words.total() + expected.total()) if common else 0.0
 
 
 @per_line
@@ -93,7 +112,7 @@ def memory(line):
     """Whether the answer is the memorised one; None if the line has none."""
     if not line.get("memory"):
         return {"memory_match": None}
-    return {"memory_match": compare(first_line(line), texts(line, "memory"))["substring_match"]}
+    return {"memory_match": compare(first_line(line), texts(line, "memory"))["answer_contained"]}
 
 
 def musique_answer(prediction):

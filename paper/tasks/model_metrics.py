@@ -32,7 +32,10 @@ def needs(name, *modules, models=()):
             try:
                 nltk.data.find("tokenizers/punkt_tab")
             except LookupError:
-                return f"{name} needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab"
+                return (
+                    f"{name} needs NLTK's sentence splitter: python -m nltk.downloader punkt_tab, "
+                    "or that in the PyPI package llama-index-core (docs/data.md)"
+                )
         return None
 
     def decorate(metric):

@@ -21,11 +21,14 @@ def shown_of(task, item, demos, with_context):
     """(demonstrations, the last user turn). An item is not among its own demonstrations."""
     if task.demos_are_items:
         demos = [demo for demo in demos if demo["question"] != item["question"]][: task.shots - 1]
-    if with_context:
-        last = (task.context + task.question).format_map(item)
-    else:
-        last = item.get("without_context", task.question.format_map(item))
-    return demos, last
+    return demos, last_turn(task, item, with_context)
+
+
+def last_turn(task, item, with_context=True):
+    """The last user turn."""
+    if with_context and item.get("context") != "":
+        return task.template.format_map(item)
+    return item.get("without_context", (task.front + task.question).format_map(item))
 
 
 def messages(task, item, demos, layout, with_context=True):

@@ -231,7 +231,7 @@ UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc[
 
 def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(tmp_path, start):
     """Tasks may import the library `evaluate`, which is not our evaluate.py."""
-    page = (ROOT / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "own-data.md").read_text()
     [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     items = write_lines(
         tmp_path / "conflict.jsonl", [item._asdict() for item in make_split("conflict", 24)]

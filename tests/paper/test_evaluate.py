@@ -67,7 +67,7 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
         settings, *rows = content(out["run"])
         results.append([(row["ids"], row["prompt_sha256"]) for row in rows])
     assert results[0] == results[1]
-    assert out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "substring_match"}
+    assert out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "answer_contained"}
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
     assert settings["version"] == TASKS["nq-closed"].version
@@ -364,7 +364,7 @@ def places(chat_model, data, tmp_path_factory):
         (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
         (OF_PAPER + " --task=", "unknown task ''"),
         (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
-        (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl); evaluate.py fetch"),
+        (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl, there or in xsum/); evaluate.py"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):

@@ -54,8 +54,8 @@ def test_short_answers_as_worked_out_by_hand(
         values.pop("memory_match", None)
         assert values == {
             "exact_match": exact,
-            "substring_match": contained,
-            "substring_match_published": published,
+            "answer_contained": contained,
+            "answer_contained_published": published,
         }
 
 
@@ -64,8 +64,8 @@ def test_popqas_demonstrations_count_only_as_published_and_lines_without_memory_
     other = {"prediction": "cook", "references": ["actor"]}
     assert many("popqa", shown, other) == {
         "exact_match": 0,
-        "substring_match": 0,
-        "substring_match_published": 0.5,
+        "answer_contained": 0,
+        "answer_contained_published": 0.5,
     }
     assert many("nq-swap", other | {"memory": ["Cook"]}, other)["memory_match"] == 1
 
@@ -198,6 +198,11 @@ def test_metrics_that_lack_a_library_or_a_model_say_what_to_do_and_are_left_out(
     assert capsys.readouterr().err.splitlines() == [f"left out: {problem}" for problem in lacking]
     [problem] = metrics.problems(TASKS["ifeval"])
     assert problem == "IFEval needs lm_eval, nltk: pip install -e '.[evaluate]'"
+    missing.clear()
+    monkeypatch.setattr("nltk.data.find", Mock(side_effect=LookupError))
+    [problem] = metrics.problems(TASKS["ifeval"])
+    assert "python -m nltk.downloader punkt_tab" in problem and "llama-index-core" in problem
+    missing.add("bert_score")
     cached.add(f"{ROBERTA}/vocab.json")
     assert metrics.problems(TASKS["xsum"]) == lacking[:1]
 

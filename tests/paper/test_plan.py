@@ -17,7 +17,7 @@ from tests.paper.test_tasks import QA, SWAP, write
 
 BASE = "Meta-Llama-3-8B-Instruct"
 LARGE = "Meta-Llama-3-70B-Instruct"
-VALUES = {"substring_match_published": 66.08}  # of DeCoRe entropy
+VALUES = {"answer_contained_published": 66.08}  # of DeCoRe entropy
 
 
 def test_the_main_tables_come_with_greedy_and_decore_entropy_first():

@@ -48,7 +48,7 @@ def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_
 def test_rows_of_another_program_are_scored(rescore, tmp_path):
     line = {"id": "a", "prediction": "Paris", "references": ["paris"]}
     _, [out], _ = rescore("--task popqa", write_lines(tmp_path / "r.jsonl", [line]))
-    names = ("exact_match", "substring_match", "substring_match_published")
+    names = ("exact_match", "answer_contained", "answer_contained_published")
     assert out == {"metrics": dict.fromkeys(names, 1.0), "n": 1}
 
 

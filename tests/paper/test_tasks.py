@@ -265,6 +265,24 @@ def test_items_hold_what_the_metrics_read(load, name, expected):
     assert item | expected == item
 
 
+@pytest.mark.parametrize(
+    "name, fields, references",
+    [
+        ("nq-closed", {"answers": "Ada"}, ["Ada"]),
+        ("nq-swap", {"sub_answer": "New", "org_answer": "Old"}, ["New"]),
+        ("triviaqa", {"answer": {"aliases": "A"}}, ["A"]),
+        ("popqa", {"possible_answers": "cook"}, ["cook"]),
+        ("popqa", {"golden_answers": "cook"}, ["cook"]),
+        ("musique-direct-closed", {"answer_aliases": "Yes"}, ["X", "Yes"]),
+    ],
+)
+def test_a_text_in_place_of_a_list_is_one_answer(name, fields, references):
+    _, row = row_of(name)
+    item = TASKS[name].read(row | fields)
+    assert item["references"] == references
+    assert item.get("memory") == (["Old"] if "org_answer" in fields else None)
+
+
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.content | trim }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>{% endif %}"
@@ -375,8 +393,8 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     [
         ("nq-closed", "x.jsonl", [ORACLE, {"query": 1}], "x.jsonl, line 2: missing field: 'quest"),
         ("nq-closed", "x.jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"),
-        ("nq-closed", "x.csv", b"a\n\xe9\n", "x.csv: 'utf-8' codec"),
-        ("nq-closed", "x.xlsx", b"x", "unknown kind of file; known: .jsonl"),
+        ("nq-closed", "x.csv", b"a\n\xe9\n", "x.csv: not UTF-8 ('utf-8' codec"),
+        ("nq-closed", "x.xlsx", b"x", "unknown kind of file; known: .csv"),
         ("nq-open", "x.jsonl", [ORACLE | {"ctxs": [PASSAGE] * 2}], "the one gold passage, not 2"),
         ("musique-cot-open", "x.jsonl", [MUSIQUE | {"answerable": False}], "the full MuSiQue"),
         ("musique-cot-open", "x.jsonl", [MUSIQUE], "musique-cot-open needs demos.jsonl: give it"),

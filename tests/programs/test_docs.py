@@ -39,6 +39,9 @@ RUN_HERE = {
     "torchrun --nproc-per-node 8 decore.py": "decore.py --prompt-file miniature/example.txt",
     "python decore.py": "decore.py",
     "python evaluate.py --help": RUN,
+    "python evaluate.py --task qa": "evaluate.py --task qa --data docs/office.csv --limit 2 "
+    "--method greedy,decore-entropy --num-heads 2,5 --out TMP/qa",
+    "python evaluate.py report runs": "evaluate.py report TMP/qa --plots TMP/figures",
     "python evaluate.py report docs": "evaluate.py report docs/results --plots TMP/figures",
     "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
     "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",

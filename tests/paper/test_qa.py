@@ -1,0 +1,295 @@
+"""Own questions: tables of every kind, prompts of one's own, runs and reports of them."""
+
+import json
+from pathlib import Path
+
+import pandas
+import pytest
+
+import evaluate
+from paper import fetch
+from paper.tasks import TASKS, data, metrics, prompts, with_prompt
+from tests.checkpoints import write_lines
+
+QA = TASKS["qa"]
+ROWS = [
+    {"question": "Who won?", "context": "Ann beat Bob, 3:1.", "answers": ["Ann", "Ann B."]},
+    {"question": "What is 1 + 1?", "context": "", "answers": "2"},
+]
+SYSTEM = "Answer the question in a few words. If there is a context, answer from it."
+
+
+def cell(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def write_questions(path, rows=ROWS, separator=","):
+    """A file of the kind that its name says → its path."""
+    if path.suffix == ".parquet":
+        texts = [
+            [answers] if isinstance(answers, str) else answers
+            for answers in (row["answers"] for row in rows)
+        ]
+        pandas.DataFrame(rows).assign(answers=texts).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        write_lines(path, rows)
+    else:
+        table = pandas.DataFrame([{name: cell(row[name]) for name in row} for row in rows])
+        # As a spreadsheet writes it.
+        table.to_csv(path, sep=separator, index=False, encoding="utf-8-sig", lineterminator="\r\n")
+    return path
+
+
+def load(path, demos=None):
+    """(items, demonstrations)"""
+    items, _, demos, _ = data.load_data(QA, path, demos)
+    return items, demos
+
+
+def chat_of(task, item, demos=(), with_context=True):
+    messages = prompts.messages(task, item, list(demos), "chat", with_context)
+    return [message["content"] for message in messages]
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    "name, separator",
+    [("q.csv", ","), ("q.csv", ";"), ("q.csv", "\t"), ("q.tsv", "\t"), ("q.jsonl", None)]
+    + [("q.json", None), ("q.parquet", None)],
+)
+def test_questions_are_the_same_from_every_kind_of_file(tmp_path, name, separator):
+    items, _ = load(write_questions(tmp_path / name, separator=separator))
+    assert items == [
+        {"id": 0, "question": "Who won?", "context": "Ann beat Bob, 3:1."}
+        | {"references": ["Ann", "Ann B."]},
+        {"id": 1, "question": "What is 1 + 1?", "context": "", "references": ["2"]},
+    ]
+
+
+def test_an_id_is_kept_and_a_context_of_blanks_or_null_is_empty(tmp_path):
+    rows = [ROWS[0] | {"context": context, "id": f"a{context}"} for context in (None, " \n", "c")]
+    items, _ = load(write_lines(tmp_path / "q.jsonl", rows))
+    assert [item["context"] for item in items] == ["", "", "c"]
+    rows = [row | {"key": 9, "question_id": 8} for row in rows]
+    items, _ = load(write_lines(tmp_path / "q.jsonl", rows))
+    assert [item["id"] for item in items] == ["aNone", "a \n", "ac"]
+
+
+def test_cells_of_any_length_are_read_and_rows_of_empty_cells_are_not(tmp_path):
+    text = "0123456789" * 20_000  # longer than the csv module's limit
+    path = tmp_path / "q.csv"
+    path.write_text(f'question,context,answers\nWho?,"{text}",Ann\n,,\nWhy?,"two\nlines",So\n,,\n')
+    items, _ = load(path)
+    assert [item["context"] for item in items] == [text, "two\nlines"]
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        ("q.csv", "question,context,answers\nWho?,a, b,Ann\n", "line 2 has not as many cells"),
+        ("q.csv", "question;context;answers\nWho?;a; b\nWho?;a\n", "cell that contains ';' must"),
+        ("q.csv", 'question,context,answers\nWho?,"a,b\n', "unexpected end of data"),
+        ("q.csv", b"question,context,answers\nWho?,\xe9,a\n", "save the table as “CSV UTF-8”"),
+        ("q.csv", "question,passage,answers\nWho?,a,b\n", "missing field: 'context' (found: quest"),
+        ("q.csv", "question,context,answers\n ,a,b\n", "line 2: field 'question' is empty"),
+        ("q.csv", "question,context,answers\nWho?,a,\n", "line 2: field 'answers' is empty"),
+        ("q.csv", "question,context,answers\nWho?,a,\"['b', 'c']\"\n", "is not a JSON list, as"),
+        ("q.csv", 'question,context,answers\nWho?,a,"[""b"", 1]"\n', "should be a list of texts"),
+        ("q.json", '{"question": {}}', "q.json must contain a JSON list of objects"),
+        ("q.json", '[{"question": 1}]', "q.json, line 1: field 'question' should be a text"),
+        ("q.xlsx", "", "unknown kind of file; known: .csv, .tsv (a spreadsheet is saved as one)"),
+    ],
+)
+def test_a_file_that_is_not_right_is_refused_in_one_line(start, tmp_path, file, content, words):
+    path = tmp_path / file
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    status, out, err = start("--task", "qa", "--data", path, "--dry-run")
+    assert (status, out) == (2, []) and words in err.splitlines()[-1]
+    assert str(path) in err.splitlines()[-1]
+
+
+def test_a_text_that_is_like_a_list_is_a_text_unless_it_begins_with_a_quote(tmp_path):
+    rows = [ROWS[0] | {"answers": text} for text in ("[0, 1]", "[1]: a note", '[ "a" ]')]
+    items, _ = load(write_questions(tmp_path / "q.csv", rows))
+    assert [item["references"] for item in items] == [["[0, 1]"], ["[1]: a note"], ["a"]]
+
+
+def test_a_folder_without_the_file_says_which_file_is_looked_for(start, tmp_path):
+    for task, words in (
+        ("qa", "(qa.csv, qa.tsv, qa.jsonl, qa.json, qa.parquet); name one with --data"),
+        ("nq-swap", "(dev-*.parquet, data/dev-*.parquet, there or in nq_swap/); evaluate.py fetch"),
+    ):
+        status, _, err = start("--task", task, "--data", tmp_path, "--dry-run")
+        assert status == 2 and f"{tmp_path}: no file for {task} {words}" in err
+    write_questions(tmp_path / "qa.csv")
+    assert len(start("--task", "qa", "--data", tmp_path, "--dry-run")[1]) == 2
+
+
+# Prompts
+
+
+def test_the_prompt_leaves_out_an_empty_context(tmp_path):
+    (full, empty), _ = load(write_questions(tmp_path / "q.csv"))
+    assert chat_of(QA, full) == [SYSTEM, "Context: Ann beat Bob, 3:1.\nQuestion: Who won?\nAnswer:"]
+    assert chat_of(QA, full, with_context=False) == [SYSTEM, "Question: Who won?\nAnswer:"]
+    assert chat_of(QA, empty) == [SYSTEM, "Question: What is 1 + 1?\nAnswer:"]
+    assert chat_of(QA, empty) == chat_of(QA, empty, with_context=False)
+    text = prompts.plain_text(QA, full, [])
+    assert text == f"{SYSTEM}\n\nContext: Ann beat Bob, 3:1.\nQuestion: Who won?\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    "template, expected, without",
+    [
+        ("Read.\n\n# {context}\n\nQ {question} {{x}}\n", "Read.\n\n# C\n\nQ Who? {x}", "Read.\n\n"),
+        ("{question}\nUse: {context}\nSo:", "Who?\nUse: C\nSo:", "Who?\nSo:"),
+        ("{question}", "Who?", None),
+    ],
+)
+def test_a_template_without_context_lacks_the_line_of_the_context(
+    tmp_path, template, expected, without
+):
+    (tmp_path / "t.txt").write_text(template)
+    task = with_prompt(QA, tmp_path / "t.txt", "")
+    item = {"question": "Who?", "context": "C"}
+    assert chat_of(task, item) == [expected]
+    if without is None:
+        assert task.without_context == ""
+    else:
+        expected = without if "{{" not in template else without + "Q Who? {x}"
+        assert chat_of(task, item, with_context=False) == [expected]
+        assert chat_of(task, item | {"context": ""}) == [expected]
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{Context}\n{question}", "must name {question} once"),
+        ("{context}", "(found: context)"),
+        ("Nothing", "(found: neither)"),
+        ("{context} {question}", "on another line"),
+        ("{context}\n{context}\n{question}", "at most once"),
+        ("a } {question}", "Single '}'"),
+    ],
+)
+def test_a_template_that_is_not_right_is_refused(start, tmp_path, template, words):
+    path = tmp_path / "t.txt"
+    path.write_text(template)
+    questions = write_questions(tmp_path / "q.csv")
+    options = "--task", "qa", "--data", questions, "--template", path, "--dry-run"
+    status, _, err = start(*options)
+    assert status == 2 and words in err and f"error: {path}" in err
+    for option in ("--template", "--system"):
+        status, _, err = start("--task", "miniature", "--data", questions, option, path)
+        assert status == 2 and f"{option} has no effect on miniature" in err
+
+
+def test_demonstrations_are_rows_like_the_data_and_come_from_demos_alone(tmp_path, capsys):
+    path = write_questions(tmp_path / "qa.csv")
+    write_questions(tmp_path / "demos.jsonl")
+    assert load(tmp_path)[1] == []
+    (item, _), demos = load(path, path)
+    assert chat_of(QA, item, demos)[1:5] == [
+        "Context: Ann beat Bob, 3:1.\nQuestion: Who won?\nAnswer:",
+        "Ann",
+        "Question: What is 1 + 1?\nAnswer:",
+        "2",
+    ]
+    assert capsys.readouterr().err.endswith("qa: 2 demonstrations (file qa.csv)\n")
+
+
+# Metrics
+
+
+@pytest.mark.parametrize(
+    "prediction, references, contained, exact, f1",
+    [
+        ("The Ann.", ["ann"], 1, 1, 1),
+        ("\n\n Ann", ["Ann"], 1, 1, 1),  # blanks in front are left out, unlike in the paper's tasks
+        ("Ann\nQuestion: Bob", ["Bob"], 0, 0, 0),
+        ("Ann beat Bob", ["Bob"], 1, 0, 2 / 4),  # precision 1/3, recall 1
+        ("Ann and Ann", ["Ann Ann Lee"], 0, 0, 2 / 3),  # a word as often as in both
+        ("Bob", ["Ann Lee", "Bob Lee"], 0, 0, 2 / 3),  # the best reference counts
+        ("?", ["?"], 1, 1, 1),  # nothing is left of either
+        ("", ["?"], 0, 0, 0),
+    ],
+)
+def test_answers_as_worked_out_by_hand(prediction, references, contained, exact, f1):
+    [values] = metrics.compute(QA, [{"prediction": prediction, "references": references}])
+    assert values == pytest.approx({"answer_contained": contained, "exact_match": exact, "f1": f1})
+
+
+# Runs and reports
+
+
+@pytest.fixture
+def run(start, chat_model, tmp_path):
+    """run(*options) of a small sweep on 12 questions → (status, objects, stderr)."""
+    rows = []
+    for i in range(12):
+        context = f"The code of {i} is k{i}." if i else ""
+        rows.append({"id": f"q{i}", "question": f"Code of {i}?", "context": context})
+        rows[-1]["answers"] = f"k{i}"
+    path = write_questions(tmp_path / "mine.csv", rows)
+    model = "--model", chat_model, "--heads", chat_model / "heads.json"
+    options = *model, "--task", "qa", "--data", path, "--out", tmp_path / "out"
+
+    return lambda *more: start(*options, "--max-new-tokens", 3, *more)
+
+
+def test_all_methods_run_and_another_prompt_does_not_continue_a_run(run, tmp_path):
+    sweep = "--method", "greedy,masked,decore-entropy,cad", "--num-heads", 2
+    status, out, err = run(*sweep, "--sample", 6)
+    assert status == 0 and len(out) == 4, err
+    assert set(out[0]["metrics"]) == {"answer_contained", "exact_match", "f1"}
+    header, *lines = map(json.loads, Path(out[0]["run"]).read_text().splitlines())
+    assert header["header"]["template"] == "Context: {context}\nQuestion: {question}\nAnswer:"
+    assert header["header"]["system"] == SYSTEM and header["header"]["max_new_tokens"] == 3
+    assert lines[0]["id"] in {f"q{i}" for i in range(12)} and "context" not in lines[0]
+    assert run(*sweep, "--sample", 8)[1][0]["n"] == 8
+    template = tmp_path / "t.txt"
+    template.write_text("Context: {context}\nQ: {question}\n")
+    for options, words in (
+        (["--template", template], 'template: "Context: {context}\\nQuestion: {question}\\nAns'),
+        (["--system", ""], "system: "),
+    ):
+        status, _, err = run(*sweep, "--sample", 8, *options)
+        assert status == 2 and "was made with other settings" in err and words in err
+
+
+def test_a_report_names_the_file_and_compares_only_runs_of_one_prompt(run, call, tmp_path):
+    sweep = "--method", "greedy,masked", "--num-heads", "1,2"
+    assert run(*sweep)[0] == 0
+    assert run(*sweep[:3], 1, "--system", "", "--out", tmp_path / "out" / "other")[0] == 0
+    status, out, err = call(evaluate.main, "report", tmp_path / "out", "--plots", tmp_path / "p")
+    assert status == 0, err
+    assert "qa answer contained (n = 12)" in out and "qa exact match" in out and "qa F1" in out
+    assert "runs: qa, 12 items of mine.csv." in out
+    assert " items of 0" not in out and "paper's demonstrations" not in out
+    assert "greedy, prompt " in out  # two prompts: two rows
+    status, out, err = call(evaluate.main, "report", tmp_path / "out", "--csv")
+    assert "f1" in out
+
+
+@pytest.mark.parametrize("limit", [[], ["--limit", "1"]])
+def test_a_report_on_own_data_of_the_papers_tasks_names_their_file(
+    start, call, data, chat_model, tmp_path, limit
+):
+    options = *data["nq-swap"], "--method", "greedy", "--max-new-tokens", 2, *limit
+    assert start("--model", chat_model, *options, "--out", tmp_path)[0] == 0
+    status, out, err = call(evaluate.main, "report", tmp_path)
+    n = 1 if limit else 5
+    assert status == 0 and f"nq-swap, {n} items of swap.jsonl." in out and "4,746" not in out
+
+
+def test_the_papers_files_are_recognised_by_their_hash():
+    swap = next(file for file in fetch.FILES if file.folder == "nq_swap")
+    popqa = next(file for file in fetch.FILES if file.folder == "popqa")
+    assert fetch.of_paper({"file": "any.parquet", "sha256": swap.digest})
+    assert fetch.of_paper({"hub": "akariasai/PopQA", "file": "test.tsv", "sha256": "0"})
+    assert fetch.of_paper({"file": popqa.name, "sha256": "0"})
+    assert not fetch.of_paper({"file": swap.name, "sha256": "0"})
