@@ -138,7 +138,10 @@ def same_weights(folder):
     """The names of head files that were measured with the weights of this checkpoint."""
     from runtime.weights import fingerprint  # imports torch
 
-    weights = fingerprint(folder)["weights"]
+    try:
+        weights = fingerprint(folder)["weights"]
+    except (OSError, ValueError):  # not downloaded yet, or damaged: loading them says so
+        return []
     names = []
     for path in head_files().values():
         facts = read_head_file(path).get("facts", {})
