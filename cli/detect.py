@@ -8,7 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
-from heads.detect import count_masked, mean_scores, run_all, summary
+from heads import find_file, model_names
+from heads.ablation import ablate_batch, heads_to_mask, table
+from heads.detect import REMEDY, mean_scores, run_all, run_batch, stored_facts, summary
 from heads.needles import (
     HAYSTACK,
     PUBLISHED,
@@ -46,8 +48,35 @@ def parse_args():
         required=True,
         metavar="FILE",
         type=Path,
-        help="head scores; FILE.runs.jsonl holds the runs",
+        help="head scores, and FILE.runs.jsonl the runs; with --masked the runs",
     )
+    purpose = p.add_mutually_exclusive_group()
+    purpose.add_argument(
+        "--masked",
+        type=cli.comma_list(cli.positive),
+        metavar="N[,N…]",
+        help="measure no heads: count the needles found without the N best heads of a head file, "
+        "by each of its measures, and without random ones",
+    )
+    purpose.add_argument(
+        "--min-success",
+        type=cli.number(int, 0),
+        default=10,
+        help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
+    )
+    add(
+        "--heads",
+        metavar="NAME|FILE",
+        help="with --masked: the head file, or another model with one (default: this model's)",
+    )
+    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
+    add_prompt_arguments(p)
+    return p.parse_args()
+
+
+def add_prompt_arguments(p):
+    """Options of the runs: their prompts, and where an answer ends."""
+    add = p.add_argument
     add(
         "--lengths",
         type=lengths,
@@ -88,28 +117,12 @@ def parse_args():
         "(default: the text, then the question)",
     )
     add("--max-new-tokens", type=cli.positive, default=50, help="of an answer (default 50)")
-    purpose = p.add_mutually_exclusive_group()
-    purpose.add_argument(
-        "--masked",
-        type=cli.comma_list(cli.positive),
-        metavar="N[,N…]",
-        help="measure no heads: count right answers without the N best of this model's head file, "
-        "by each measure, and without random ones",
-    )
-    purpose.add_argument(
-        "--min-success",
-        type=cli.number(int, 0),
-        default=10,
-        help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
-    )
-    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
     add(
         "--published",
         action="store_true",
         help="as the published runs: needle inserted and located by token ids, "
         "their prompt, repeated tokens counted, answers end only at a new line's token or id 144",
     )
-    return p.parse_args()
 
 
 def make_facts(args, model, needles, texts):
@@ -162,19 +175,33 @@ def make_facts(args, model, needles, texts):
     }
 
 
+def check_out(args):
+    """The file of runs. ValueError if it, or the head file, cannot be that of this command."""
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a folder; give a file in it")
+    runs = args.out if args.masked else Path(f"{args.out}.runs.jsonl")
+    if runs.exists():
+        stored_facts(runs)
+    elif args.out.exists():
+        raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; {REMEDY}")
+    return runs
+
+
 def main():
     args = parse_args()
-    runs = Path(f"{args.out}.runs.jsonl")
-    if args.out.exists() and not runs.exists():
-        raise ValueError(
-            f"--out {args.out} exists, and its runs ({runs}) do not; "
-            "delete it, or choose another --out"
-        )
+    runs = check_out(args)
     needles = read_needles(args.needles)
     texts = read_haystack(args.haystack)
     checkpoint = cli.read_model(args.model, args)
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
+    if args.masked:
+        path = find_file(*[args.heads] if args.heads else model_names(checkpoint))
+        sets = heads_to_mask(checkpoint, path, args.masked)
+        labels = {name: [f"{layer}-{head}" for layer, head in sets[name]] for name in sets}
+        facts["masked"] = labels
+    else:
+        cli.refuse_unused(args, {"heads": "without --masked"})
     prompts = make_prompts(facts, needles, texts, tokenizer)
     model = cli.load_model(args.model, args)
     cli.limit_threads(model)
@@ -184,23 +211,26 @@ def main():
         "dtype": str(model.dtype).removeprefix("torch."),
         "ranks": model.shard.size,
     }
-    if args.masked:
-        right = count_masked(model, tokenizer, prompts, needles, facts, args.masked)
-        if model.shard.rank == 0:
-            files.write(
-                args.out, [dict(model=model.name, runs=len(prompts), facts=facts, right=right)]
-            )
-        return
+
+    def run(batch):
+        if args.masked:
+            return ablate_batch(model, tokenizer, batch, needles, facts, sets)
+        return run_batch(model, tokenizer, batch, needles, facts)
+
+    min_success = 0 if args.masked else args.min_success
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():
         try:
-            records = run_all(model, tokenizer, prompts, needles, facts, runs, args.min_success)
+            records = run_all(model, prompts, facts, runs, run, min_success)
         except KeyboardInterrupt:
             print("\ninterrupted: the same command continues", file=sys.stderr)
             raise
         if model.shard.rank:
             return
-        files.write(args.out, [mean_scores(model, records, facts, args.min_success)])
-    if not any(record["write"] for record in records):
+        if not args.masked:
+            files.write(args.out, [mean_scores(model, records, facts, min_success)])
+    if args.masked:
+        print(*table(records), "", sep="\n")
+    elif not any(record["write"] for record in records):
         print(f"write is left out: {model.name} does not show its heads' values", file=sys.stderr)
     print(f"{summary(records)}; wrote {args.out}")
 

@@ -9,6 +9,7 @@ answer is right. measures.py says what a run measures; needles.py makes the prom
 import runpy
 import sys
 from collections import Counter
+from contextlib import suppress
 from itertools import product
 
 if __name__ == "__main__":
@@ -16,20 +17,17 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from decore import Session
-from heads import MEASURES, choose_heads, load_heads
+from heads import MEASURES
 from heads.measures import answer_batch, head_scores, score_run  # noqa: F401
 from runtime import files
 
 SUCCESS = 0.5  # an answer is right if its ROUGE-1 recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
-
-# What a stored run has, besides the record of its prompt.
-RESULT = {"answer": str, "right": bool} | dict.fromkeys(MEASURES.values(), dict)
+REMEDY = "choose another --out, or delete it"
 
 
-def run_all(model, tokenizer, prompts, needles, facts, path, min_success):
-    """One record per run.
+def run_all(model, prompts, facts, path, run, min_success):
+    """One record per run. run: a batch of prompts → their records.
 
     Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
     if none of the first answers is right, unless min_success is 0."""
@@ -40,7 +38,7 @@ def run_all(model, tokenizer, prompts, needles, facts, path, min_success):
             if min_success and not any(record["right"] for record in records):
                 raise ValueError(f"{summary(records)}; --min-success 0 goes on")
             tqdm.write(f"so far, {summary(records)}", file=sys.stderr)
-        batch = run_batch(model, tokenizer, prompts[i : i + size], needles, facts)
+        batch = run(prompts[i : i + size])
         if rank == 0:
             files.append(path, batch)
         records += batch
@@ -48,33 +46,48 @@ def run_all(model, tokenizer, prompts, needles, facts, path, min_success):
 
 
 def stored_runs(path, facts, prompts):
-    """The records in the file of a detection: its facts as the header, then a line per run.
+    """The records in a file of runs: the facts as the header, then a line per run.
 
-    Starts a missing file, and removes a line that was cut off. ValueError for a detection with
-    other facts, and for a line that is not the run of its prompt."""
+    Starts a missing file, and removes a line that was cut off. ValueError for other facts, and for
+    a line that is not the run of its prompt."""
     path.touch()
-    remedy = "delete it, or choose another --out"
-    header, *records = [line for _, line in files.json_lines(path)] or [{"header": facts}]
-    stored = header.get("header")
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path}: line 1 is not the header of a detection; {remedy}")
+    stored = stored_facts(path)
+    if stored is None:
+        stored = facts
     other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
     if other:
-        raise ValueError(f"{path} is a detection with another {', '.join(other)}; {remedy}")
+        raise ValueError(f"{path} holds runs with another {', '.join(other)}; {REMEDY}")
+    records = [line for _, line in files.json_lines(path)][1:]
     for i, record in enumerate(records):
-        if i == len(prompts) or not is_run(record, prompts[i][1]):
-            raise ValueError(f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)}; {remedy}")
-    files.write(path, [header, *records])
+        if i == len(prompts) or not is_run(record, prompts[i][1], facts):
+            raise ValueError(f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)}; {REMEDY}")
+    files.write(path, [{"header": facts}, *records])
     return records
 
 
-def is_run(record, run):
+def stored_facts(path):
+    """The facts in the header of a file of runs; None if the file is empty."""
+    first = {}
+    with suppress(ValueError):  # not JSON Lines
+        _, first = next(files.json_lines(path), (1, None))
+    if first is None:
+        return None
+    if not isinstance(first.get("header"), dict):
+        raise ValueError(f"{path}: line 1 is not the header of runs; {REMEDY}")
+    return first["header"]
+
+
+def is_run(record, run, facts):
     """Whether a stored record is complete, and that of a run of `make_prompts`."""
-    kinds = {field: type(record.get(field)) for field in RESULT}
+    fields = dict.fromkeys(MEASURES.values(), float)
+    if "masked" in facts:
+        fields = {"masked": bool}  # of ablation.py
+    kinds = {"answer": str, "right": bool} | dict.fromkeys(fields, dict)
     return (
-        kinds == RESULT
+        kinds == {field: type(record.get(field)) for field in kinds}
         and run.items() <= record.items()
-        and all(type(x) is float for key in MEASURES.values() for x in record[key].values())
+        and all(type(x) is kind for field, kind in fields.items() for x in record[field].values())
+        and record.get("masked", {}).keys() == facts.get("masked", {}).keys()
     )
 
 
@@ -101,27 +114,6 @@ def run_batch(model, tokenizer, prompts, needles, facts, **settings):
             }
         records.append(run | result)
     return records
-
-
-def count_masked(model, tokenizer, prompts, needles, facts, sizes):
-    """{name: right answers} without heads: none, and for each of `sizes` the best ones of each
-    measure and three draws of random ones."""
-    masked = {"none": []}
-    for n in sizes:
-        for measure in MEASURES:
-            masked[f"{measure} {n}"] = load_heads(model, n, measure=measure)
-        for seed in range(3):
-            masked[f"random {n}, seed {seed}"] = choose_heads(model, None, n, "uniform", seed)
-    right = Counter()
-    size = facts["batch_size"]
-    for i in tqdm(range(0, len(prompts), size), unit="batch", disable=model.shard.rank > 0):
-        batch = prompts[i : i + size]
-        cache = Session(model, [ids for ids, _ in batch], facts["max_new_tokens"]).cache
-        for name, heads in masked.items():
-            settings = dict(cache=cache.select(slice(None)), heads=heads)
-            records = run_batch(model, tokenizer, batch, needles, facts, **settings)
-            right[name] += sum(record["right"] for record in records)
-    return dict(right)
 
 
 def summary(records):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import cli
 from cli import detect as program
 from decore import generate
-from heads import FOLDER, detect, load_heads, measures, needles
+from heads import FOLDER, MEASURES, ablation, detect, load_heads, measures, needles
 from heads.sources import find_sources
 from hf import HFModel
 from model import Transformer
@@ -402,7 +402,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     status, _, err = call(program.main, *SHORT, "--out", path)
     assert status == 2 and f"--out {path} exists, and its runs" in err
     assert json.loads(path.read_text()) == content
-    monkeypatch.setattr(detect, "run_batch", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(program, "run_batch", Mock(side_effect=KeyboardInterrupt))
     status, _, err = call(program.main, *SHORT, "--out", tmp_path / "other.json")
     assert status == 130 and "the same command continues" in err
 
@@ -419,18 +419,46 @@ def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answe
     assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
 
 
-def test_masked_heads_lose_needles_that_random_ones_do_not(call, tmp_path):
-    counts = []
+def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_continues(
+    call, tmp_path
+):
+    lines = {}
     for sizes in ("1,3", "3"):
-        path = tmp_path / f"{sizes}.json"
-        status, _, err = call(program.main, *SHORT, "--masked", sizes, "--out", path)
+        path = tmp_path / "new folder" / f"{sizes}.jsonl"
+        status, out, err = call(program.main, *SHORT, "--masked", sizes, "--out", path)
         assert status == 0, err
-        counts.append(json.loads(path.read_text())["right"])
-    right, alone = counts
-    assert right["none"] == 8 and right["copy 3"] < 2
-    assert all(right[f"random 3, seed {seed}"] > 4 for seed in range(3))
-    # No set of heads changes the cache that the next one reads.
-    assert alone.items() < right.items()
+        header, *lines[sizes] = map(json.loads, path.read_text().splitlines())
+        assert out.splitlines()[:-2] == ablation.table(lines[sizes])
+        assert out.endswith(f"\n\n8 of 8 answers are right; wrote {path}\n")
+    assert header["header"]["masked"]["3 copy"] == ["3-1", "2-1", "2-0"]
+    right = {name: sum(run["masked"][name] for run in lines["1,3"]) for name in run_names("1,3")}
+    assert right["3 copy"] < 2 and all(right[f"3 random {seed}"] > 4 for seed in range(3))
+    for both, alone in zip(lines["1,3"], lines["3"], strict=True):
+        # No set of heads changes the cache that the next one reads.
+        assert [*alone["masked"]] == run_names("3")
+        assert alone.pop("masked").items() < both.pop("masked").items()
+        assert alone == both
+    complete = path.read_bytes()
+    changed = complete.replace(b'"3 copy": false', b'"3 copy": true', 1)
+    path.write_bytes(b"".join(changed.splitlines(keepends=True)[:4])[:-9])  # two runs
+    status, again, err = call(program.main, *SHORT, "--masked", "3", "--out", path)
+    assert (status, path.read_bytes()) == (0, changed) and again != out, err
+
+
+def run_names(sizes):
+    kinds = [*MEASURES, *(f"random {seed}" for seed in range(3))]
+    return [f"{n} {kind}" for n in sizes.split(",") for kind in kinds]
+
+
+def test_only_the_measures_of_the_head_file_are_counted(call, tmp_path):
+    copy = json.loads((FOLDER / "miniature.json").read_text())["scores"]
+    heads = write_lines(tmp_path / "copy.json", [dict(reversed(copy.items()))])
+    path = tmp_path / "counts.jsonl"
+    command = [*SHORT, "--masked", 2, "--heads", heads, "--runs", 1, "--out", path]
+    status, _, err = call(program.main, *command)
+    assert status == 0, err
+    masked = json.loads(path.read_text().splitlines()[0])["header"]["masked"]
+    assert [*masked] == ["2 copy", "2 random 0", "2 random 1", "2 random 2"]
 
 
 def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_path, monkeypatch):
@@ -460,14 +488,66 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
         (["--published", "--raw"], "--raw has no effect"),
         (["--published", "--seed", "1"], "--seed has no effect"),
         (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
+        (["--heads", "miniature"], "--heads has no effect without --masked"),
+        (["--masked", "1"], "model is neither a head file nor a model of heads/README.md"),
+        (["--masked", "1", "--heads", "miniature"], "32 heads instead of 3 layers of 4"),
+        (["--masked", "7", "--heads", "HEADS"], "7 random heads are too many"),
+        (["--out", "."], "--out . is a folder; give a file in it"),
+        (["--out", "HEADS"], "exists, and its runs (HEADS.runs.jsonl) do not; choose another"),
+        (["--masked", "1", "--heads", "HEADS", "--out", "HEADS"], "line 1 is not the header"),
+        (["--masked", "1", "--out", "README.md"], "README.md: line 1 is not the header of runs"),
     ],
 )
 def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_path, more, message):
     model = shutil.copytree(chat_model, tmp_path / "model")
     (model / "model.safetensors").write_text("damaged")
+    heads = model / "heads.json"
+    more = [heads if text == "HEADS" else text for text in more]
     status, out, err = call(program.main, "--model", model, "--out", tmp_path / "h.json", *more)
-    assert (status, out) == (2, "") and message in err.splitlines()[-1]
+    assert (status, out) == (2, "") and message.replace("HEADS", str(heads)) in err.splitlines()[-1]
     assert [*tmp_path.iterdir()] == [model]
+    assert heads.read_bytes() == (chat_model / "heads.json").read_bytes()
+
+
+def test_a_head_file_is_not_overwritten_by_counts(call, tmp_path):
+    path = tmp_path / "heads.json"
+    call(program.main, *SHORT, "--out", path, "--min-success", 1)
+    kept = path.read_bytes()
+    for out in path, f"{path}.runs.jsonl":
+        status, _, err = call(program.main, *SHORT, "--masked", 1, "--out", out)
+        assert status == 2 and err.endswith("choose another --out, or delete it\n")
+    assert path.read_bytes() == kept
+
+
+# What five sets of heads find of ten needles, of which all heads find the first nine.
+FOUND = {
+    "1 copy": "0000000000",
+    "1 mass": "0000000011",
+    "1 random 0": "1111111100",
+    "1 random 1": "1111111110",
+    "1 random 2": "1100000011",
+}
+EXPECTED = """\
+| masked heads | found, of 10 | lost : won          | p                      | p, random |
+| ------------ | ------------ | ------------------- | ---------------------- | --------- |
+| none         | 9            |                     |                        |           |
+| 1 copy       | 0            | 9 : 0               | **0.0039**             | 0.1250    |
+| 1 mass       | 2            | 8 : 1               | 0.0391                 | 0.5000    |
+| 1 random     | 8, 9, 4      | 1 : 0, 0 : 0, 6 : 1 | 1.0000, 1.0000, 0.1250 |           |"""
+
+
+def test_the_table_has_exact_p_values_against_all_heads_and_the_most_similar_random_ones():
+    records = [
+        {"right": i < 9, "masked": {name: found[i] == "1" for name, found in FOUND.items()}}
+        for i in range(10)
+    ]
+    assert "\n".join(ablation.table(records)) == EXPECTED
+    for lost, won, p in ((2, 8, 112 / 1024), (8, 19, 7011398 / 2**27), (3, 3, 1), (0, 0, 1)):
+        items = [(True, False)] * lost + [(False, True)] * won + [(True, True)] * 5
+        assert ablation.mcnemar(*zip(*items)) == pytest.approx(p, rel=1e-6)
+    assert ablation.holm_limit([0.04, 0.01, 0.024, 0.5]) == 0.01  # 0.024 · 3 > 0.05
+    assert ablation.holm_limit([0.04, 0.01, 0.016, 0.5]) == 0.016
+    assert ablation.holm_limit([0.02, 0.3, 0.4]) == 0
 
 
 NO_COPIES = [{"right": True, "scores": {}, "write": {}, "mass": {}, "answer": ""}] * 3
@@ -497,7 +577,7 @@ def stored(*lines):
             ),
             "line 1: needs",
         ),
-        (stored({"header": {}}), "is a detection with another seed"),
+        (stored({"header": {}}), "holds runs with another seed"),
         (stored({"header": [1]}), "line 1 is not the header"),
         (stored(HEADER, RUNS[0], RUNS[0]), "line 3 is not run 2 of 2"),
         (stored(HEADER, *RUNS, RUNS[1]), "line 4 is not run 3 of 2"),

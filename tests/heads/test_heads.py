@@ -4,7 +4,10 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -73,6 +76,48 @@ def test_the_same_weights_find_their_heads_under_any_name(change, tmp_path, recw
         assert not recwarn.list
 
 
+# Pairs of files in each row of the README's first table of overlaps.
+COMPARED = [
+    "Meta-Llama-3-8B Llama-3.1-8B, Meta-Llama-3-8B-Instruct Llama-3.1-8B-Instruct",
+    "Llama-2-7b-hf Llama-2-7b-chat-hf, Llama-3.1-8B Llama-3.1-8B-Instruct, "
+    "Meta-Llama-3-8B Meta-Llama-3-8B-Instruct, Meta-Llama-3-70B Meta-Llama-3-70B-Instruct, "
+    "Mistral-7B-v0.2 Mistral-7B-Instruct-v0.2, Mistral-7B-v0.3 Mistral-7B-Instruct-v0.3, "
+    "Qwen1.5-14B Qwen1.5-14B-Chat, Qwen2.5-3B Qwen2.5-3B-Instruct",
+    "Llama-2-7b-hf llama-2-7b-80k, Llama-2-7b-hf Llama-2-7B-32K-Instruct, "
+    "Meta-Llama-3-8B-Instruct Llama-3-8B-Instruct-Gradient-1048k, "
+    "Meta-Llama-3-8B-Instruct Llama-3-8B-Instruct-Gradient-4194k, "
+    "Mistral-7B-Instruct-v0.2 MegaBeam-Mistral-7B-300k",
+]
+
+
+def test_the_overlaps_of_the_readme_are_those_of_the_files():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+    def overlap(n, *rankings):
+        a, b = ({*sorted(scores, key=scores.get, reverse=True)[:n]} for scores in rankings)
+        return len(a & b)
+
+    rows = re.findall(r"\| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", readme, re.M)
+    for (number, *cells), names in zip(rows, COMPARED, strict=True):
+        pairs = [[load_scores(name) for name in pair.split()] for pair in names.split(", ")]
+        assert int(number) == len(pairs)
+        for n, cell in zip((10, 20, 50), cells):
+            common = [overlap(n, *pair) for pair in pairs]
+            assert cell == f"{min(common)}–{max(common)}"
+    of_measures = re.findall(
+        r"^\| (\S+) .*\| (\d+) of (\d+) \| (\d+) of (\d+) \| (.*) \|$", readme, re.M
+    )
+    for name, *cells, common in of_measures:
+        content = json.loads((FOLDER / f"{name}.json").read_text())
+        scores = [load_scores(name, measure) for measure in MEASURES]
+        above = sum(score > 0.1 for score in scores[0].values())
+        runs = content["samples"] / content["success_rate"]
+        assert [int(x) for x in cells] == [content["samples"], round(runs), above, len(scores[0])]
+        pairs = [[overlap(n, *pair) for n in (10, 20)] for pair in combinations(scores, 2)]
+        assert common == " | ".join(f"{a}, {b}" for a, b in pairs)
+    assert len(of_measures) == 4
+
+
 def test_every_hub_name_of_a_model_finds_its_file():
     files = {
         "meta-llama/Meta-Llama-3-8B": "Meta-Llama-3-8B",
@@ -88,7 +133,7 @@ def test_every_hub_name_of_a_model_finds_its_file():
 
 
 def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("heads.FOLDER", tmp_path)
+    monkeypatch.setattr("heads.reader.FOLDER", tmp_path)
     (tmp_path / "link").symlink_to(
         write_checkpoint(tmp_path / "models--owner--tiny" / "snapshots" / "8cde5ca")
     )
@@ -205,6 +250,19 @@ def test_heads_can_be_listed_in_a_text_or_a_file(tmp_path):
                 choose_heads(stand_in(), name, **options)
     with pytest.raises(ValueError, match="head 3-0 is outside"):
         choose_heads(stand_in(), "3-0")
+    for wrong in ("00-3", "0-+3", "0 - 3", "0-\u0663"):
+        files[1].write_text(json.dumps(["2-3", wrong]))
+        with pytest.raises(ValueError, match="are not a list of"):
+            choose_heads(stand_in(), files[1])
+
+
+def test_the_reader_works_as_a_copy_beside_head_files(tmp_path):
+    """So integrations/ can publish it with a model."""
+    shutil.copy(FOLDER / "reader.py", tmp_path)
+    ranked = load_heads(stand_in(), name=write_heads(tmp_path / "Tiny.json"))
+    code = "import reader; print(reader.best_heads(reader.find_file('org/tiny'), 3, 4, 1))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True) == f"{ranked[:1]}\n"
 
 
 def test_random_heads_are_nested_and_hold_no_retrieval_head():

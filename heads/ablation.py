@@ -1,0 +1,111 @@
+"""How many needles a model finds while some of its heads are masked: the best ones of each measure,
+and random ones, which show what the loss of any heads does."""
+
+from math import comb
+
+from decore import Session
+from heads import load_heads, random_heads
+from heads.detect import run_batch
+from heads.reader import find_measures
+
+DRAWS = 3  # sets of random heads, for each number of heads
+LEVEL = 0.05  # of significance
+
+
+def heads_to_mask(model, path, sizes):
+    """{name: (layer, head) pairs}, the name as in "10 copy" or "10 random 2".
+
+    For each of `sizes`: the best heads of each measure of the head file, and DRAWS random sets.
+    model: a Transformer, or any object with its `name` and `config`."""
+    ranked = {m: load_heads(model, name=path, measure=m) for m in find_measures(path)}
+    sets = {}
+    for n in sizes:
+        for measure, heads in ranked.items():
+            sets[f"{n} {measure}"] = heads[:n]
+        for seed in range(DRAWS):
+            sets[f"{n} random {seed}"] = random_heads(ranked["copy"], n, seed)
+    return sets
+
+
+def ablate_batch(model, tokenizer, prompts, needles, facts, sets):
+    """One record per run, as of `detect.run_batch`, without scores.
+
+    record["masked"]: {name: whether the answer is right while these heads are masked}, for each of
+    `sets`."""
+    cache = Session(model, [ids for ids, _ in prompts], facts["max_new_tokens"]).cache
+
+    def run(heads):
+        copy = cache.select(slice(None))  # answers write to it
+        return run_batch(model, tokenizer, prompts, needles, facts, cache=copy, heads=heads)
+
+    records = []
+    for (_, place), record in zip(prompts, run(())):
+        answer = {field: record[field] for field in ("answer", "recall", "right")}
+        records.append(place | answer | {"masked": {}})
+    for name, heads in sets.items():
+        for record, masked in zip(records, run(heads)):
+            record["masked"][name] = masked["right"]
+    return records
+
+
+def table(records):
+    """The lines of a Markdown table: for each number of heads and measure the needles found, and
+    those lost and won by masking. Random sets share a row.
+
+    p: McNemar's, against no masked heads. p, random: against the random sets of the same size, the
+    largest of theirs: if it is small, the heads differ from each of these sets. Bold: below LEVEL
+    after Holm's correction for all p of the table."""
+    right = [record["right"] for record in records]
+    groups = {}  # "10 copy" → its sets: one, or DRAWS; of each, whether it finds each needle
+    for name in records[0]["masked"]:
+        found = [record["masked"][name] for record in records]
+        groups.setdefault(" ".join(name.split()[:2]), []).append(found)
+    p_none, p_random = {}, {}
+    for name, sets in groups.items():
+        n, measure = name.split()
+        p_none[name] = [mcnemar(right, found) for found in sets]
+        p_random[name] = []
+        if measure != "random":
+            p_random[name] = [max(mcnemar(sets[0], draw) for draw in groups[f"{n} random"])]
+    limit = holm_limit(sum([*p_none.values(), *p_random.values()], []))
+
+    def cell(values):
+        texts = [f"{p:.4f}" if p >= 0.0001 else "< 0.0001" for p in values]
+        return ", ".join(f"**{x}**" if p <= limit else x for p, x in zip(values, texts))
+
+    rows = [
+        ["masked heads", f"found, of {len(right)}", "lost : won", "p", "p, random"],
+        ["none", str(sum(right)), "", "", ""],
+    ]
+    for name, sets in groups.items():
+        counts = ", ".join(str(sum(found)) for found in sets)
+        pairs = ", ".join("{} : {}".format(*differing(right, found)) for found in sets)
+        rows.append([name, counts, pairs, cell(p_none[name]), cell(p_random[name])])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
+    return [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+
+
+def differing(a, b):
+    """How many items only a, and only b, has. a, b: a truth value for each item."""
+    return sum(x and not y for x, y in zip(a, b)), sum(y and not x for x, y in zip(a, b))
+
+
+def mcnemar(a, b):
+    """McNemar's test of paired results, exact and two-sided: its p-value.
+
+    Without a difference each of the differing items is as likely to be a's as b's."""
+    only_a, only_b = differing(a, b)
+    n = only_a + only_b
+    tail = sum(comb(n, k) for k in range(min(only_a, only_b) + 1)) / 2**n
+    return min(1, 2 * tail)
+
+
+def holm_limit(values):
+    """The largest of the p-values that is significant by Holm's procedure; 0 without one."""
+    limit = 0
+    for i, p in enumerate(sorted(values)):
+        if p * (len(values) - i) >= LEVEL:
+            break
+        limit = p
+    return limit
