@@ -1,1 +1,2 @@
-"""DeCoRe inside the software of others. `custom_generate/` and `vllm/` stand alone."""
+"""DeCoRe inside the software of others. `vllm/` is a package of its own; hub.py makes a folder of
+`custom_generate/` that stands alone."""

@@ -86,10 +86,11 @@ FAMILIES = {
     "falcon_h1": MAMBA,
     "qwen3_next": MIXED | EXPERTS,
     "bert": dict(is_decoder=True),
+    "bloom": {},
     "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
 }
 # Their query projection cannot be masked head by head.
-NO_QUERY = "bert phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
+NO_QUERY = "bert bloom phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
 
 
 def random_model(family, **changes):
@@ -101,6 +102,20 @@ def random_model(family, **changes):
     for name, p in model.named_parameters():
         p.data.normal_(1 if p.ndim == 1 and "weight" in name else 0, 0.2)
     return model.eval()
+
+
+class Rounded(torch.nn.Linear):
+    """Rounds the activations of a whole batch to 8 bits, as some quantized kernels do."""
+
+    def forward(self, x):
+        scale = x.abs().max() / 127
+        return super().forward((x / scale).round() * scale)
+
+
+def round_together(model):
+    for layer in model.model.layers:
+        layer.mlp.down_proj.__class__ = Rounded
+    return model
 
 
 def without_heads(model, heads):

@@ -32,6 +32,7 @@ from tests.checkpoints import random_ids, random_weights, write_checkpoint
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from hf import HFModel, describe, read_config  # noqa: E402
+from tests import families  # noqa: E402
 from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -293,7 +294,10 @@ def load_pickle(folder):
             lambda _: wrap_renamed(),
             "the cache does not reach its attention in transformers " + transformers.__version__,
         ),
-        (lambda _: wrap("bloom"), "whose output projection reads heads side by side"),
+        (
+            lambda _: HFModel(families.round_together(random_model("gemma2"))),
+            "mlp.down_proj (Rounded) computes a text differently beside others",
+        ),
         (
             lambda _: wrap("jamba", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1),
             "jamba (jamba): a padded batch with a cache gives other logits",
@@ -304,7 +308,7 @@ def load_pickle(folder):
         ),
         (
             lambda _: generate(wrap("phi", qk_layernorm=True), PROMPTS, heads=HEADS, mask="query"),
-            "phi (phi) has no query projection whose heads stay apart",
+            "phi: layer 1 has no query projection whose heads stay apart",
         ),
         (
             lambda _: baselines.generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, "dola-high"),
@@ -418,6 +422,16 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
 
 
 # Programs, and quantized weights
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "biogpt"])
+def test_a_batch_may_end_beyond_learned_positions_for_texts_that_have_ended(family):
+    model = HFModel(random_model(family, max_position_embeddings=32))
+    prompts = [random_ids(30, seed=1), random_ids(2, seed=2)]
+    how = dict(heads=HEADS, max_new_tokens=20, eos_ids=())
+    batch = generate(model, prompts, **how)
+    assert [len(g.ids) for g in batch] == [2, 20]
+    assert_equal(batch, [generate(model, prompt, **how) for prompt in prompts])
 
 
 def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):

@@ -1,0 +1,152 @@
+"""Writes a folder for the Hub: DeCoRe in `generate` of transformers, without this project.
+
+    python -m integrations.hub OUT --model HuggingFaceTB/SmolLM2-135M-Instruct
+    hf upload USER/REPOSITORY OUT
+
+OUT/custom_generate/ holds the code and the heads of one model; OUT/README.md describes both."""
+
+import json
+import sys
+from pathlib import Path
+
+import cli
+from heads.reader import best_heads, find_file, find_measures, plain_name, read_scores
+
+ROOT = Path(__file__).parents[1]
+GENERATE = ROOT / "integrations/custom_generate/generate.py"
+MODULES = {  # a module of the folder → what it is a copy of
+    "attention": "hf/attention.py",
+    "positions": "hf/positions.py",
+    "reader": "heads/reader.py",
+}
+REQUIREMENTS = "torch\nnumpy\ntransformers>=5.23\ntransformers<5.25\n"  # as in pyproject.toml
+
+README = """---
+library_name: transformers
+license: apache-2.0
+base_model: {model}
+tags:
+- custom_generate
+---
+
+# DeCoRe for {model}
+
+Decoding by Contrasting Retrieval Heads ([Gema et al., 2024](https://arxiv.org/abs/2410.18860))
+makes a model keep to the text before it. A few attention heads, the retrieval heads, copy from the
+context. Each pass runs the model twice, once without those heads, and amplifies the difference:
+the scores are (1 + α) log p − α log p_masked, with α the entropy of p.
+
+## Base model
+
+[{model}](https://huggingface.co/{model}). The folder knows its retrieval heads.
+
+## Compatibility
+
+transformers 5.23 and 5.24; causal language models, also quantized ones. Heads of other models:
+`heads="18-6,23-2"`, or the path of a head file. Greedy search and sampling, with all options of
+`generate` but beams, assistants, static caches and chunks of a prompt. What cannot be decoded
+rightly is refused in a line, before the first token.
+
+## Additional arguments
+
+- `heads`: pairs `[(18, 6), (23, 2)]`, a text `"18-6,23-2"`, the path of a head file, or a model's
+  name; by default the heads of {model}
+- `num_heads` (10, at most an eighth of all): how many of the best heads are masked
+- `measure` ("copy"): which scores choose them; here: {measures}
+- `method` ("decore-entropy"): "decore-static" has a constant α; "masked" is the masked model alone
+- `alpha` (0.5): α of decore-static
+- `alpha_rule` ("entropy"): "gain" is α = H(p_masked) − H(p), which may be negative
+- `alpha_cap` (none): α = min(α, cap)
+- `scale_alpha` (False): divide α by ln V
+- `mask` ("output"): "query" zeroes the heads' queries, as the published runs did
+
+## Outputs
+
+Those of `generate`. With `return_dict_in_generate=True` also `alphas` (α as applied) and
+`entropies` (of p, in nats), float32 of shape [batch, new tokens].
+
+## Example
+
+```py
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "{model}"
+model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+text = (
+    "The Eiffel Tower was moved to Rome in 2031, where it stands beside the Colosseum. "
+    "In which city is the Eiffel Tower?"
+)
+inputs = tokenizer.apply_chat_template(  # without a template: tokenizer(text, return_tensors="pt")
+    [{{"role": "user", "content": text}}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+)
+out = model.generate(
+    **inputs,
+    custom_generate="USER/REPOSITORY",  # this repository, or the path of this folder
+    trust_remote_code=True,
+    do_sample=False,
+    max_new_tokens=30,
+)
+print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
+```
+"""
+
+
+def build(out, model, heads=None):
+    """Write the folder `out`, which must be new or empty.
+
+    model: its name on the Hub. heads: its head file; by default the one in heads/. ValueError if
+    the folder is not empty, FileNotFoundError without a head file."""
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not a new or empty folder; choose another")
+    path = find_file(heads or model)
+    ranked = {measure: rank_heads(path, measure) for measure in find_measures(path)}
+    files = {f"{name}.py": (ROOT / source).read_text() for name, source in MODULES.items()}
+    files["generate.py"] = with_relative_imports(GENERATE.read_text())
+    files["published.py"] = (
+        f'"""The heads of {model}, best first, by measure."""\n\n'
+        f"PUBLISHED = {json.dumps({plain_name(model): ranked}, indent=4)}\n"
+    )
+    files["requirements.txt"] = REQUIREMENTS
+    folder = out / "custom_generate"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    readme = README.format(model=model, measures=", ".join(ranked))
+    (out / "README.md").write_text(readme, encoding="utf-8")
+
+
+def rank_heads(path, measure):
+    """All heads of a head file, best first: a text."""
+    n_layers, n_heads = (max(numbers) + 1 for numbers in zip(*read_scores(path, measure)))
+    heads = best_heads(path, n_layers, n_heads, None, measure)
+    return " ".join(f"{layer}-{head}" for layer, head in heads)
+
+
+def with_relative_imports(code):
+    """The code of generate.py as it stands in the folder."""
+    lines = []
+    for line in code.splitlines(keepends=True):
+        if line.startswith("PUBLISHED = "):
+            line = "from .published import PUBLISHED\n"
+        for name, source in MODULES.items():
+            module = source.removesuffix(".py").replace("/", ".")
+            line = line.replace(f"from {module} import", f"from .{name} import")
+        lines.append(line)
+    return "".join(lines)
+
+
+def main():
+    p = cli.parser(__doc__)
+    p.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
+    p.add_argument("--model", required=True, metavar="M", help="the base model's name on the Hub")
+    p.add_argument("--heads", metavar="FILE", help="its head file; default: the one in heads/")
+    args = p.parse_args()
+    build(args.out, args.model, args.heads)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

@@ -1,0 +1,119 @@
+"""Rotary positions that are scaled by length, in both ways of decoding with transformers."""
+
+import pytest
+import torch
+
+import decore
+from decoders.scoring import score
+from tests.checkpoints import random_ids
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from hf import HFModel  # noqa: E402
+from hf.positions import check_positions  # noqa: E402
+from integrations.custom_generate import generate as custom_generate  # noqa: E402
+from tests.families import EXPERTS, random_model  # noqa: E402
+
+HEADS = [(1, 0), (1, 3), (2, 2)]
+LONGROPE = dict(
+    rope_type="longrope",
+    short_factor=[1.0, 1.1, 1.2, 1.3],
+    long_factor=[4.0, 5.0, 6.0, 7.0],
+    rope_theta=10000.0,
+    original_max_position_embeddings=16,
+    factor=16.0,
+)
+MODELS = {
+    "phi3": {},  # its `generate` drops the cache when a text passes the limit
+    "phimoe": EXPERTS,
+    "llama": {},
+}
+BELOW = [random_ids(8, seed=1), random_ids(5, seed=2)]
+BEYOND = [random_ids(40, seed=3), random_ids(18, seed=4)]
+GREEDY = dict(do_sample=False, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
+N = dict(max_new_tokens=6, eos_ids=())
+
+
+def scaled(family):
+    rope = LONGROPE | (dict(short_mscale=1.0, long_mscale=1.2) if family == "phimoe" else {})
+    facts = dict(rope_parameters=rope, original_max_position_embeddings=16) | MODELS[family]
+    return random_model(family, **facts)
+
+
+def dynamic():
+    rope = dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0)
+    return random_model("llama", rope_parameters=rope, max_position_embeddings=16)
+
+
+def decode_inside(model, prompts, **more):
+    """By custom_generate, padded on the left."""
+    ids = torch.tensor([[-1] * (max(map(len, prompts)) - len(p)) + p for p in prompts])
+    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
+    settings = GREEDY | dict(return_dict_in_generate=True) | more
+    return custom_generate.generate(model, heads=HEADS, **inputs, **settings)
+
+
+@pytest.mark.parametrize("prompts", [BELOW, BEYOND], ids=["below", "beyond"])
+@pytest.mark.parametrize("family", MODELS)
+def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
+    hf = scaled(family)
+    model = HFModel(hf)
+    alone = []
+    for p in prompts:
+        text = hf.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **GREEDY)
+        alone.append(text[0, len(p) :].tolist())
+    assert [g.ids for g in decore.generate(model, prompts, method="greedy", **N)] == alone
+    out = decode_inside(hf, prompts, method="decore-static", alpha=0.0)
+    assert out.sequences[:, len(prompts[0]) :].tolist() == alone
+    expected = decore.generate(model, prompts, heads=HEADS, **N)
+    out = decode_inside(hf, prompts)
+    assert out.sequences[:, len(prompts[0]) :].tolist() == [g.ids for g in expected]
+    alphas = torch.tensor([g.alphas for g in expected])
+    torch.testing.assert_close(out.alphas, alphas, atol=1e-4, rtol=0)
+    answer = BELOW[1]
+    with torch.no_grad():
+        log_p = hf(torch.tensor([prompts[0] + answer])).logits[0].log_softmax(-1)
+    plain = sum(log_p[len(prompts[0]) - 1 + i, token].item() for i, token in enumerate(answer))
+    assert score(model, prompts[0], answer, method="greedy") == pytest.approx(plain, abs=1e-3)
+
+
+def answer_inside(hf, prompts):
+    decode_inside(hf, prompts)
+
+
+def answer(hf, prompts):
+    decore.generate(HFModel(hf), prompts, heads=HEADS, **N)
+
+
+def score_answer(hf, prompts):
+    score(HFModel(hf), prompts, [[BELOW[0][:6]]] * len(prompts), heads=HEADS)
+
+
+@pytest.mark.parametrize("decode", [answer, answer_inside, score_answer])
+@pytest.mark.parametrize(
+    "model, prompts, words",
+    [
+        (lambda: scaled("phi3"), [random_ids(12)], "this prompt with its answer passes that"),
+        (lambda: scaled("llama"), [random_ids(12)], "this prompt with its answer passes that"),
+        (lambda: scaled("llama"), [random_ids(17)], "this prompt with its answer passes that"),
+        (lambda: scaled("phi3"), [BEYOND[0], BELOW[0]], "a part of this batch is longer"),
+        (dynamic, [random_ids(12)], "this prompt with its answer passes that"),
+        (dynamic, [random_ids(20)], "this prompt with its answer passes that"),
+    ],
+)
+def test_texts_on_both_sides_of_the_limit_are_refused_before_the_first_token(
+    decode, model, prompts, words
+):
+    with pytest.raises(ValueError, match="scales positions beyond 16 tokens") as error:
+        decode(model(), prompts)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("total, fits", [(16, True), (17, False)])
+def test_the_last_token_is_not_read(total, fits):
+    config = transformers.LlamaConfig(rope_parameters=LONGROPE, hidden_size=32)
+    if fits:
+        check_positions(config, [9], [total], "tiny")
+    else:
+        with pytest.raises(ValueError, match="tiny scales"):
+            check_positions(config, [9], [total], "tiny")
