@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ METHODS = {
     "ad": "Activation Decoding",
 }
 RANDOM = {"uniform": "random heads", "published": "random heads as published"}
+TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
@@ -82,7 +84,7 @@ class Run:
     conditions: str  # "" if they are the paper's
     setup: Setup
     heads: dict  # {"measure": text, "file": text}, None for random heads and without heads
-    precision: dict  # {"dtype": text, "engine": text}
+    precision: dict  # {"dtype": text, "engine": text, "product": text}
     inputs: dict  # {"data": text, "demos": text, "items": text}
     remarks: list  # sentences
     path: Path = None
@@ -134,6 +136,11 @@ def describe(header):
         options,
     )
     demos = header.get("demos") or {"source": "none"}
+    precision = {
+        "dtype": str(header.get("dtype")),
+        "engine": f"{header.get('engine', 'own')} engine",
+        "product": f"{header.get('product', 'unknown')} products",
+    }
     inputs = {
         "data": names_of(header.get("data") or []),
         "demos": "the paper's demonstrations"
@@ -160,7 +167,7 @@ def describe(header):
         conditions,
         setup,
         heads,
-        {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
+        precision,
         inputs,
         remarks(header),
     )
@@ -274,10 +281,16 @@ def unlike_the_paper(run, task):
         yield f"judged by {model}; values of other judges, such as the paper's, differ"
 
 
+def is_file_of(task, record):
+    """Whether the record of a run's data names a file of the paper's task."""
+    names = [Path(pattern).name for pattern in task.files]
+    return bool(task.n) and any(fnmatch(Path(record.get("file", "")).name, name) for name in names)
+
+
 def text_values(line):
     """Values that describe a generated text: the base model's mean entropy over its tokens (of
-    `masked`, the masked model's), its length, whether it ends by itself, and how long its words
-    are."""
+    `masked`, the masked model's), its length, whether it ends by itself, whether its first token
+    ends it, and how long its words are."""
     if not line.get("entropies"):
         return {}
     entropies = field(line, "entropies", "a list of numbers")
@@ -286,6 +299,7 @@ def text_values(line):
         "entropy": float(np.mean(entropies)),
         "tokens": len(entropies),
         "ended": float(line.get("stop") != "length"),
+        "empty": float(line.get("stop") == "eos" and len(entropies) == 1),
         "letters": sum(map(len, words)) / len(words) if words else None,
     }
 
