@@ -36,15 +36,16 @@ for row in table("paper_columns"):
 
 
 def headline(task, known):
-    """The main metric of a task, or the first one of the paper's that is known."""
-    return next(name for name in (HEADLINES.get(task), *TASKS[task][1]) if name in known)
+    """The main metric of a task, or the first one of the paper's that is known; None without."""
+    names = HEADLINES.get(task), *TASKS[task][1]
+    return next((name for name in names if name in known), None)
 
 
-def method_of(setup):
+def method_of(run):
     """The method's name in paper.csv. There, "decore-random" is DeCoRe entropy's random heads."""
-    if setup.random_heads:
-        return f"{setup.method.removesuffix('-entropy')}-random"
-    return setup.method
+    if run.setup.random_heads:
+        return f"{run.setup.method.removesuffix('-entropy')}-random"
+    return run.row.method
 
 
 @cache
@@ -67,7 +68,7 @@ def cell(run, metric):
     n, alpha = run.setup.num_heads, run.setup.alpha
     fits = [
         row
-        for row in cells("paper", run.task, run.paper_model, method_of(run.setup))
+        for row in cells("paper", run.task, run.paper_model, method_of(run))
         if row["metric"] == metric
         and row["num_heads"] in ("", str(n))
         and (row["alpha"] == "" or alpha == float(row["alpha"]))

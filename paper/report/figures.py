@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from paper.printed import TASKS
-from paper.report.results import NOT_RATES, order_of_setup
+from paper.report.results import NOT_RATES, order_of_row
 
 matplotlib.rcParams.update(
     {
@@ -119,7 +119,7 @@ def difference_figure(tables):
         for _, rows in some:
             for row in rows:
                 runs = row.others if row.contrast else row.runs
-                setups[row.label] = order_of_setup(runs[0].setup), row.contrast
+                setups[row.label] = order_of_row(runs[0].row), row.contrast
         labels = sorted(setups, key=setups.get)
         panels += [(key, rows, labels, key == some[0][0]) for key, rows in some]
 
@@ -168,16 +168,18 @@ def kind_of(row):
 def heads_figure(tables):
     """A panel for each task and model with setups of several N: difference against N, a line per
     setup, random heads dashed."""
-    panels, shown = [], {}
+    panels, swept = [], {}
     for key, rows in tables.items():
         curves = defaultdict(list)
         for row in rows:
             if row.versus and not row.contrast and row.runs[0].setup.num_heads:
-                curves[replace(row.runs[0].setup, num_heads=None)].append(row)
-        curves = {str(setup): points for setup, points in curves.items() if len(points) > 1}
+                shown = row.runs[0].row
+                name = str(replace(shown, setup=replace(shown.setup, num_heads=None)))
+                curves[name].append(row)
+        curves = {name: points for name, points in curves.items() if len(points) > 1}
         if curves:
             panels.append((key, curves))
-            shown[key] = [row for points in curves.values() for row in points]
+            swept[key] = [row for points in curves.values() for row in points]
     names = dict.fromkeys(name for _, curves in panels for name in curves)
     looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
 
@@ -198,9 +200,9 @@ def heads_figure(tables):
         ticks = sorted({row.runs[0].setup.num_heads for rows in curves.values() for row in rows})
         ax.set_xticks(ticks, ticks)
         ax.set_xticks([], minor=True)
-        ax.set(title=title_of(key, shown[key]), xlabel="heads masked, N", ylabel="difference")
+        ax.set(title=title_of(key, swept[key]), xlabel="heads masked, N", ylabel="difference")
 
-    return figure_of(panels, draw, runs_of(shown), "points of difference to greedy decoding", BARS)
+    return figure_of(panels, draw, runs_of(swept), "points of difference to greedy decoding", BARS)
 
 
 FIGURES = {

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decoders.setup import METHODS, SETTINGS
 from paper import printed
 from paper.report import statistics
-from paper.report.stored import METHODS, RANDOM, TEXTS
+from paper.report.stored import TEXTS
 from paper.tasks import metrics
 from runtime.files import short_hash
 
@@ -71,23 +72,27 @@ def short_tables(runs):
     for (task, title), same in groupby(runs, lambda run: (run.task, run.title)):
         same = list(same)
         metric = printed.headline(task, known_metrics(same))
-        setups = by_setup(same)
+        if metric is None:
+            continue
+        by_row = runs_by_row(same)
         results = []
-        for setup, draws in setups.items():
+        for row, draws in by_row.items():
             results.append(result_of(draws, metric, greedy_of(draws[0], same)))
-            if setup.random_heads:
-                results += contrasts(setup, setups, metric)
+            if row.setup.random_heads:
+                results += contrasts(row, by_row, metric)
         tables[title, task] = correct(filter(None, results))
     return tables
 
 
-def contrasts(random, setups, metric):
-    """Yields a result for each setup with retrieval heads that is otherwise equal to `random`."""
-    for setup, runs in setups.items():
-        if setup != random and replace(setup, heads="") == replace(random, random_heads=None):
-            if versus := compare(runs, setups[random], metric):
-                label = f"{setup}: retrieval − {RANDOM[random.random_heads]}"
-                yield Result(label, metric, runs, versus.n, [], versus, setups[random])
+def contrasts(random, by_row, metric):
+    """Yields a result for each row with retrieval heads that is otherwise equal to `random`."""
+    setup = replace(random.setup, random_heads=None)
+    for row, runs in by_row.items():
+        alike = replace(row, setup=replace(row.setup, measure=None), heads="")
+        if row != random and alike == replace(random, setup=setup):
+            if versus := compare(runs, by_row[random], metric):
+                label = f"{row}: retrieval − {random.setup.words()['random_heads']}"
+                yield Result(label, metric, runs, versus.n, [], versus, by_row[random])
 
 
 def correct(results):
@@ -121,7 +126,7 @@ def result_of(runs, metric, greedy=None):
     values = [scale_of(metric) * value for value in values]
     # A metric of whole runs, such as `macro`, has no values of single items.
     n = versus.n if versus else min(scored) or len(sides[0])
-    return Result(str(runs[0].setup), metric, runs, n, values, versus, [greedy], beside)
+    return Result(str(runs[0].row), metric, runs, n, values, versus, [greedy], beside)
 
 
 def own_interval(run, metric):
@@ -155,22 +160,14 @@ def lines(runs):
 
 def line_of(run, result):
     low, high = own_interval(run, result.metric) or (None, None)
-    setup = run.setup
     line = {
         "run": run.path.name,
         "task": run.task,
         "model": run.model,
         "conditions": run.conditions,
-        "method": printed.method_of(setup),
-        "num_heads": setup.num_heads,
-        "alpha": setup.alpha,
-        "mask": setup.mask,
-        "amateur": setup.amateur,
-        "random_heads": setup.random_heads,
-        "options": setup.options,
-        "heads": setup.heads,
-        "variant": setup.variant,
-        "seed": run.header.get("seed"),
+        "row": str(run.row),
+        "method": run.row.method,
+        **{name: run.header.get(name) for name in SETTINGS},
         "n": len(run.lines),
         "metric": result.metric,
         "value": scale_of(result.metric) * metrics.summary(run.values)[result.metric],
@@ -257,12 +254,12 @@ def half_of(question):
 def greedy_of(run, runs):
     """The greedy run with the most items of this run, of the same data, demonstrations and
     precision; None without one, and for greedy decoding itself."""
-    if run.setup.method == "greedy":
+    if run.row.method == "greedy":
         return None
     same = []
     for other in runs:
         of_inputs = all(other.inputs[name] == run.inputs[name] for name in ("data", "demos"))
-        if other.setup.method == "greedy" and of_inputs and other.precision == run.precision:
+        if other.row.method == "greedy" and of_inputs and other.precision == run.precision:
             if n := len(other.items.keys() & run.items.keys()):
                 same.append((n, other))
     return max(same, key=lambda pair: pair[0], default=(0, None))[1]
@@ -287,12 +284,12 @@ def select(runs):
     return chosen
 
 
-def by_setup(runs):
-    """Setup → its runs of one task: one, or the draws of random heads."""
-    setups = defaultdict(list)
+def runs_by_row(runs):
+    """Row → its runs of one task: one, or the draws of random heads."""
+    by_row = defaultdict(list)
     for run in runs:
-        setups[run.setup].append(run)
-    return setups
+        by_row[run.row].append(run)
+    return by_row
 
 
 def label_variants(runs):
@@ -303,7 +300,7 @@ def label_variants(runs):
         [run.precision | run.inputs for run in runs], [(run.title, run.task) for run in runs]
     )
     for run, of_heads, variant in zip(runs, heads, variants):
-        yield replace(run, setup=replace(run.setup, heads=of_heads, variant=variant))
+        yield replace(run, row=replace(run.row, heads=of_heads, variant=variant))
 
 
 def differing(facts, places):
@@ -322,19 +319,23 @@ def order(run):
     draw = (run.header.get("seed") or 0, run.header.get("heads") or [])
     is_draw = bool(run.setup.random_heads)
     task = list(printed.TASKS).index(run.task)
-    return task, run.title, order_of_setup(run.setup), draw if is_draw else ()
+    return task, run.title, order_of_row(run.row), draw if is_draw else ()
 
 
-def order_of_setup(setup):
+def order_of_row(row):
     """Sort key: the order of METHODS, options, N, α, retrieval heads before random ones."""
+    setup = row.setup
+    words = setup.words()
+    for name in ("num_heads", "alpha", "random_heads", "measure"):
+        words.pop(name, None)
     return (
-        list(METHODS).index(setup.method),
-        setup.mask or "",
-        setup.amateur,
-        setup.options,
-        setup.variant,
+        METHODS.index(setup.method),
+        row.is_iti,
+        tuple(words.values()),
+        row.variant,
         setup.num_heads or 0,
         -1e9 if setup.alpha is None else setup.alpha,
         setup.random_heads or "",
-        setup.heads,
+        setup.measure or "",
+        row.heads,
     )

@@ -10,6 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
+from decoders.setup import Setup
 from paper import printed
 from paper.printed import TASKS, headline
 from paper.report import results, statistics
@@ -177,8 +178,8 @@ def short_notes(tables):
         notes.append(
             "random heads: the mean of the draws, and each draw in brackets; won : lost are means. "
             "p is exact, too: on each item, the single run's answer could be that of any draw. "
-            "retrieval − random heads: the retrieval heads' value minus the mean of the draws of "
-            "the same N, α and options, tested so. Interval and p concern these draws; how others "
+            "retrieval − random: the retrieval heads' value minus the mean of the draws of the "
+            "same N, α and options, tested so. Interval and p concern these draws; how others "
             "may differ is in the spread of the draws."
         )
     metrics_shown = {row.metric for row in rows} | {name for row in rows for name in row.beside}
@@ -251,7 +252,7 @@ def counts_items(versus):
 def memory_sentences(rows):
     """How often greedy decoding gives the memorised answer, and how many of these items are won."""
     for row in rows:
-        if row.runs[0].setup.method == "greedy" and "memory_match" in row.beside:
+        if row.runs[0].row.method == "greedy" and "memory_match" in row.beside:
             share = row.beside["memory_match"]
             yield (
                 f"Greedy decoding gives the memorised answer to {share * row.n / 100:.0f} of "
@@ -298,7 +299,7 @@ def score_rows(runs, columns):
         known = results.known_metrics(same)
         for metric in dict.fromkeys(names):
             if metric in known:
-                for draws in results.by_setup(same).values():
+                for draws in results.runs_by_row(same).values():
                     greedy = results.greedy_of(draws[0], same)
                     rows.append(results.result_of(draws, metric, greedy))
     return results.correct(filter(None, rows))
@@ -317,7 +318,7 @@ def table_rows(rows):
             name = f"% {name}"
         columns[task, metric] = f"{TASKS[task][0]} {name} (n = {items})"
     texts = {}
-    for row in sorted(rows, key=lambda row: results.order_of_setup(row.runs[0].setup)):
+    for row in sorted(rows, key=lambda row: results.order_of_row(row.runs[0].row)):
         cells = texts.setdefault(row.label, {"setup": row.label})
         cells |= dict.fromkeys(columns.values(), "–") | cells
         cells[columns[row.runs[0].task, row.metric]] = cell_text(row)
@@ -381,11 +382,13 @@ def choice_rows(runs):
     for task, same in groupby(runs, lambda run: run.task):
         same = list(same)
         metric = headline(task, results.known_metrics(same))
-        for setup, draws in results.by_setup(same).items():
+        if metric is None:
+            continue
+        for row, draws in results.runs_by_row(same).items():
             if greedy := results.greedy_of(draws[0], same):
-                method = str(replace(setup, num_heads=None, alpha=None, options=""))
+                method = str(replace(row, setup=method_only(row.setup)))
                 items = set.intersection(*(set(run.items) for run in [*draws, greedy]))
-                groups[task, method, metric, greedy, frozenset(items)][str(setup)] = draws
+                groups[task, method, metric, greedy, frozenset(items)][str(row)] = draws
     rows = []
     for (task, method, metric, greedy, _), setups in groups.items():
         halves = [
@@ -413,6 +416,12 @@ def choice_rows(runs):
     return rows
 
 
+def method_only(setup):
+    """The setup without N, α and options."""
+    kept = {name: getattr(setup, name) for name in ("measure", "random_heads", "amateur")}
+    return Setup(setup.method, setup.choice, **kept)
+
+
 def short(setup, method):
-    """A setup's label without the parts that it shares with its method."""
+    """A row's label without the parts that it shares with its method."""
     return ", ".join(part for part in setup.split(", ") if part not in method.split(", "))

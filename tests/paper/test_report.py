@@ -40,6 +40,7 @@ def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, 
         "mask": "output" if n else None,
         "dtype": "float32",
         "commit": "0123456789abcdef",
+        "max_new_tokens": None if TASKS[task].choice else TASKS[task].max_new_tokens,
     }
     lines = [{"header": header | more}]
     right = range(right) if isinstance(right, int) else right
@@ -64,7 +65,10 @@ def compress(path):
 
 
 def described(**header):
-    return stored.describe({"model": LLAMA, "method": "decore-entropy"} | header)
+    task = TASKS[header["task"]]
+    length = None if task.choice else task.max_new_tokens
+    default = {"model": LLAMA, "method": "decore-entropy", "max_new_tokens": length}
+    return stored.describe(default | header)
 
 
 def runs_of(folder):
@@ -232,11 +236,11 @@ def test_a_setup_is_chosen_on_one_half_and_reported_on_the_other(add, tmp_path):
         "setups": "2",
         "chosen on the first half": "N = 1",
         "on the second": nothing,
-        "chosen on the second half": "N = 2, alpha cap 0.5",
+        "chosen on the second half": "N = 2, cap 0.5",
         "on the first": nothing,
     }
-    assert {column: texts["DeCoRe entropy", column] for column in expected} == expected
-    assert {method for method, _ in texts} == {"DeCoRe entropy"}
+    assert {column: texts["decore-entropy", column] for column in expected} == expected
+    assert {method for method, _ in texts} == {"decore-entropy"}
     assert "a hash of the question" in notes
 
 
@@ -251,31 +255,31 @@ def test_of_setups_that_are_equally_good_on_a_half_all_are_named(add, tmp_path):
     add("decore-entropy", 1, right={first[0], second[0]})
     add("decore-entropy", 2, right={first[1]})
     texts, _ = table(tmp_path, "Chosen on one half")
-    assert texts["DeCoRe entropy", "chosen on the first half"] == "N = 1 or N = 2"
-    assert texts["DeCoRe entropy", "on the second"].startswith(f"{50 / len(second):.1f}; ")
-    assert texts["DeCoRe entropy", "chosen on the second half"] == "N = 1"
+    assert texts["decore-entropy", "chosen on the first half"] == "N = 1 or N = 2"
+    assert texts["decore-entropy", "on the second"].startswith(f"{50 / len(second):.1f}; ")
+    assert texts["decore-entropy", "chosen on the second half"] == "N = 1"
 
 
 # Tables of scores
 
 
 def test_draws_share_a_row_and_their_mean_is_compared(short):
-    row = short["masked, N = 4, random heads"]
+    row = short["masked, N = 4, random heads uniform"]
     assert row.values == [45, 42.5, 40] and row.value == 42.5 and row.n == 40
     assert (row.versus.won, row.versus.lost) == (0, 3)
     assert row.versus.difference == pytest.approx(-7.5)
     assert tables.values_text(row) == "42.5 (45.0, 42.5, 40.0)"
-    assert short["DeCoRe entropy, N = 4"].versus[:2] == pytest.approx((50, 30))
-    assert short["DeCoRe static, N = 4, α = 2"].versus.p == 2 / 2**8
+    assert short["decore-entropy, N = 4"].versus[:2] == pytest.approx((50, 30))
+    assert short["decore-static, N = 4, α = 2"].versus.p == 2 / 2**8
 
 
 def test_retrieval_heads_are_compared_with_the_random_heads_of_their_n(short):
     labels = [label for label, row in short.items() if row.contrast]
-    heads = ("random heads", "random heads as published")
+    heads = ("random heads uniform", "random heads published")
     assert sorted(labels) == sorted(
         f"masked, N = {n}: retrieval − {sampler}" for n in (1, 2, 4) for sampler in heads
     )
-    row = short["masked, N = 4: retrieval − random heads"]
+    row = short["masked, N = 4: retrieval − random heads uniform"]
     # Retrieval heads have 4 items right; the draws 18, 17 and 16.
     assert row.versus[:2] == pytest.approx((42.5, -32.5)) and row.versus.lost == 13
     # Of the runs, 4 of 4 have 4 items right, 3 of 4 have 12, 2 of 4 and 1 of 4 have one each.
@@ -283,7 +287,7 @@ def test_retrieval_heads_are_compared_with_the_random_heads_of_their_n(short):
     assert row.shown and row.n == 40
     names = list(short)
     place = names.index(row.label)
-    assert names[place - 1] == "masked, N = 4, random heads"
+    assert names[place - 1] == "masked, N = 4, random heads uniform"
 
 
 def test_rows_of_measures_are_compared_with_the_same_random_heads(add, tmp_path):
@@ -293,8 +297,8 @@ def test_rows_of_measures_are_compared_with_the_same_random_heads(add, tmp_path)
         add("masked", 1, right=9, heads=["0-0"], head_file=file, measure=measure)
     add("masked", 1, right=12, heads=["1-1"], random_heads="uniform")
     rows = short_of(tmp_path)
-    for measure in ("copy", "mass"):
-        label = f"masked, N = 1, {measure} heads: retrieval − random heads"
+    for measure in ("", ", mass heads"):
+        label = f"masked, N = 1{measure}: retrieval − random heads uniform"
         assert rows[label].versus.difference == pytest.approx(-7.5)
 
 
@@ -340,7 +344,7 @@ def test_texts_that_do_not_end_or_are_empty_and_their_entropies_are_shown(add, t
     )
     path.write_text(text)
     texts, notes = table(tmp_path, "Texts")
-    method = "DeCoRe entropy, N = 4"
+    method = "decore-entropy, N = 4"
     assert texts["greedy", "miniature % ended"] == "50.0 [35.0, 65.0]"
     assert texts[method, "miniature % ended"].startswith("80.0; +30.0 [")
     assert texts[method, "miniature % empty"].startswith(f"{100 * 5 / 40}; +12.5 [")
@@ -392,7 +396,8 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
     add()
     labels = []
     for number, (measure, name) in enumerate(itertools.product(("copy", "write"), "ab")):
-        labels.append(f"{measure} heads, heads of {name}.json {6 * name}")
+        words = "write heads, " if measure == "write" else ""
+        labels.append(f"{words}heads of {name}.json {6 * name}")
         run = {"head_file": {"file": f"{name}.json", "sha256": 64 * name}, "measure": measure}
         for n in (1, 2):
             add("masked", n, right=number, heads=["0-0"], **run)
@@ -403,14 +408,14 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
     add("decore-entropy-lite", 1, measure="copy", **amateur)
     rows = short_of(tmp_path)
     expected = {"greedy", "masked, N = 1, heads as listed"}
-    expected.add("DeCoRe entropy-lite, N = 1, amateur small")  # other heads, but of another model
-    for n, label in itertools.product((1, 2), [*labels, "random heads"]):
+    expected.add("decore-entropy-lite, N = 1, amateur small")  # other heads, but of another model
+    for n, label in itertools.product((1, 2), [*labels, "random heads uniform"]):
         expected.add(f"masked, N = {n}, {label}")
     assert {label for label, row in rows.items() if not row.contrast} == expected
-    assert len(rows["masked, N = 1, random heads"].values) == 4
+    assert len(rows["masked, N = 1, random heads uniform"].values) == 4
     [ax] = draw("heads", tmp_path).axes
     names = ax.get_legend_handles_labels()[1]
-    assert "masked, random heads" in names and f"masked, {labels[3]}" in names
+    assert "masked, random heads uniform" in names and f"masked, {labels[3]}" in names
 
 
 def test_macro_needs_all_of_memotraps_splits_and_missing_ones_are_noted(add, tmp_path):
@@ -452,26 +457,25 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
 
 
 MISTRAL = {"model": "Mistral-7B-Instruct-v0.3"}
-DOLA = {"method": "dola-low", "dola_layers": "halves"}
-QWEN_DOLA = {"method": "dola-low", "model": "Qwen2-7B-Instruct"}
 
 
 @pytest.mark.parametrize(
     "header, text",
     [
-        ({"max_new_tokens": 50, "layout": "plain"}, "layout plain, max new tokens 50; "),
-        (MISTRAL | {"layout": "chat"}, "layout chat; "),
-        (MISTRAL | {"layout": "mistral", "template_args": {}}, "; "),
-        ({"method": "ad", "info_layer": 12}, "; info layer 12"),
-        (DOLA, "; dola layers halves"),
-        (DOLA | {"task": "memotrap"}, "; "),
-        (QWEN_DOLA, "; repetition penalty 1.0"),
-        (QWEN_DOLA | {"repetition_penalty": 1.05}, "; "),
+        (
+            {"max_new_tokens": 50, "layout": "plain"},
+            "layout plain, max new tokens 50; decore-entropy",
+        ),
+        (MISTRAL | {"layout": "chat"}, "layout chat; decore-entropy"),
+        (MISTRAL | {"layout": "mistral", "template_args": {}}, "; decore-entropy"),
+        ({"method": "ad", "info_layer": 12}, "; ad, α = 0.5, layer 12"),
+        ({"method": "dola-low", "dola_layers": "halves"}, "; dola-low, halves layers"),
+        ({"method": "cad", "alpha": 2, "relative_top": 0.1}, "; cad, α = 2, relative top 0.1"),
     ],
 )
-def test_settings_that_are_not_the_papers_are_named(header, text):
+def test_conditions_and_settings_are_named(header, text):
     run = described(**{"task": "popqa"} | header)
-    assert f"{run.conditions}; {run.setup.options}" == text
+    assert f"{run.conditions}; {run.row}" == text
 
 
 def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
@@ -484,8 +488,8 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, 
     add(model=f"mine/{ITI}")
     _, out, _ = call(evaluate.main, "report", tmp_path, "--commands")
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
-    setups = ["ITI", "masked, N = 2", "masked, N = 2, query mask"]
-    setups += [f"DeCoRe entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
+    setups = ["iti", "masked, N = 2", "masked, N = 2, query mask"]
+    setups += [f"decore-entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
     for setup in setups:
         assert f"| {setup} " in parts["miniature: miniature"], setup
     assert re.search(
@@ -535,7 +539,7 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
         ({"task": "chess"}, "unknown task 'chess'"),
         ({"method": 5.5}, "unknown method 5.5"),
         ({"version": -1}, "made with version -1"),
-        ({"seed": "x"}, "'seed' of its header is \"x\""),
+        ({"method": "cad", "alpha": "x"}, "'alpha' of its header is 'x'"),
         ({"data": [5]}, "'int' object"),
         ({"entropies": ["x"]}, "'entropies' should be a list of numbers"),
     ],
@@ -603,7 +607,8 @@ def test_the_figure_of_differences_has_every_row_with_its_interval_in_the_possib
     rows = short_of(tmp_path)
     [ax] = draw("differences", tmp_path).axes
     names = [label.get_text() for label in ax.get_yticklabels()]
-    random, contrast = "masked, N = 1, random heads", "masked, N = 1: retrieval − random heads"
+    random = "masked, N = 1, random heads uniform"
+    contrast = "masked, N = 1: retrieval − random heads uniform"
     assert names == ["masked, N = 1", random, contrast, "masked, N = 2"]
     lines = {}
     for line in ax.lines[1:]:  # the first is that of no difference
@@ -628,7 +633,7 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
     for line in ax.lines:
         if not line.get_label().startswith("_"):
             looks[line.get_label()] = line.get_color(), line.get_marker(), line.get_linestyle()
-    expected = ["masked", "masked, random heads as published"]
+    expected = ["masked", "masked, random heads published"]
     assert sorted(looks) == expected and len({*looks.values()}) == len(expected)
     assert [looks[label][2] for label in expected] == ["-", "--"]
 
