@@ -32,7 +32,7 @@ matplotlib.rcParams.update(
 )
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #7A5C00 #56B4E9 #E69F00 #882255 #7F7F7F".split()
 COLUMNS = 3  # of panels
-KINDS = {  # of results → their look
+KINDS = {  # of results → their look, from top to bottom beside one name
     "retrieval heads": {"color": COLOURS[0], "marker": "o"},
     "random heads (crosses: draws)": {"color": COLOURS[1], "marker": "o", "mfc": "white"},
     "retrieval − random heads": {"color": COLOURS[2], "marker": "D"},
@@ -54,17 +54,18 @@ def draw_all(tables, folder):
     return pictures
 
 
-def figure_of(panels, draw, runs, *notes, height=2.1):
+def figure_of(panels, draw, runs, *notes, heights=None):
     """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
 
-    The foot says which runs it shows. height: of a row of panels, in inches."""
+    The foot says which runs it shows. heights: of the rows of panels, in inches."""
     if not panels:
         return None
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(7.6, rows * height + 0.9), layout="constrained")
+    heights = heights or [2.2] * rows
+    figure = Figure(figsize=(7.6, sum(heights) + 0.9), layout="constrained")
     handles = {}
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flat
     for ax, panel in itertools.zip_longest(axes, panels):
         if panel is None:
             ax.set_axis_off()
@@ -112,31 +113,39 @@ def difference_figure(tables):
     for key, rows in tables.items():
         if rows := [row for row in rows if row.versus]:
             compared.append((key, rows))
-    panels = []
+    panels, heights = [], []
     for start in range(0, len(compared), COLUMNS):
         some = compared[start : start + COLUMNS]  # they share the names of their setups
-        setups = {}
-        for _, rows in some:
-            for row in rows:
-                runs = row.others if row.contrast else row.runs
-                setups[row.label] = order_of_row(runs[0].row), row.contrast
-        labels = sorted(setups, key=setups.get)
-        panels += [(key, rows, labels, key == some[0][0]) for key, rows in some]
+        places = {}
+        for row in itertools.chain(*(rows for _, rows in some)):
+            places[str(place_of(row))] = order_of_row(place_of(row))
+        names = sorted(places, key=places.get)
+        panels += [(key, rows, names, key == some[0][0]) for key, rows in some]
+        heights.append(0.7 + 0.27 * len(names))
 
-    def draw(ax, key, rows, labels, first):
+    def draw(ax, key, rows, names, first):
         ax.axvline(0, color="#000000", linewidth=0.8)
         for row in rows:
-            draw_difference(ax, row, labels.index(row.label))
-        if row.metric not in NOT_RATES:
+            offset = dict(zip(KINDS, (-0.25, 0, 0.25, 0)))[kind_of(row)]
+            draw_difference(ax, row, names.index(str(place_of(row))) + offset)
+        if rows[0].metric not in NOT_RATES:
             low, high = ax.get_xlim()
             ax.set_xlim(max(low, -100), min(high, 100))
-        ax.set(title=title_of(key, rows), ylim=(len(labels) - 0.4, -0.6))
-        ax.set_yticks(range(len(labels)), labels if first else [])
+        ax.set(title=title_of(key, rows), ylim=(len(names) - 0.4, -0.6))
+        ax.set_yticks(range(len(names)), names if first else [])
         ax.grid(axis="y", linewidth=0.3, color="#CCCCCC")
 
-    most = max((len(labels) for _, _, labels, _ in panels), default=0)
     notes = "points of difference on the same items", f"{BARS}, thick if p < 0.05 after Holm"
-    return figure_of(panels, draw, runs_of(tables), *notes, height=0.6 + 0.14 * most)
+    return figure_of(panels, draw, runs_of(tables), *notes, heights=heights)
+
+
+def place_of(row):
+    """The row of tables beside whose name a result is drawn: random heads and the comparison with
+    them beside that of retrieval heads. Those of the paper's sampler have a place of their own."""
+    run = row.runs[0]
+    [sampler] = {one.setup.random_heads for one in (row.others if row.contrast else row.runs)}
+    sampler = None if sampler == "uniform" else sampler
+    return replace(run.row, setup=replace(run.setup, random_heads=sampler))
 
 
 def draw_difference(ax, row, y):
@@ -226,7 +235,7 @@ def head_maps(files):
             axis.set_major_locator(MaxNLocator(5, integer=True))
 
     note = "retrieval score of every head, layer 0 at the bottom"
-    figure = figure_of(files.items(), draw, [], note, height=2.3)
+    figure = figure_of(files.items(), draw, [], note)
     axes = figure.axes[: len(files)]
     label = "retrieval score (colour by its square root)"
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.5, aspect=30, label=label)

@@ -64,18 +64,20 @@ def print_commands(runs):
     print("### Commands\n")
     for command, names in files.items():
         print(f"* `python {command}`: {', '.join(names)}")
+    print()
 
 
 # Numbers
 
 
 def number(value, metric=""):
-    return f"{value:.2f}" if metric == "entropy" else f"{value:.1f}"
+    spec = ".2f" if metric == "entropy" else ".1f"
+    return f"{round(value, 6):{spec}}"  # 6.25, computed as 6.2500001, is printed as 6.25 is
 
 
 def signed(value, metric=""):
     spec = "+z.2f" if metric == "entropy" else "+z.1f"  # z: no -0.0
-    return f"{value:{spec}}".replace("-", "−")
+    return f"{round(value, 6):{spec}}".replace("-", "−")
 
 
 def span(ends, metric=""):

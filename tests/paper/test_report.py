@@ -607,17 +607,17 @@ def test_the_figure_of_differences_has_every_row_with_its_interval_in_the_possib
     rows = short_of(tmp_path)
     [ax] = draw("differences", tmp_path).axes
     names = [label.get_text() for label in ax.get_yticklabels()]
-    random = "masked, N = 1, random heads uniform"
-    contrast = "masked, N = 1: retrieval − random heads uniform"
-    assert names == ["masked, N = 1", random, contrast, "masked, N = 2"]
-    lines = {}
-    for line in ax.lines[1:]:  # the first is that of no difference
-        lines.setdefault(names[line.get_ydata()[0]], []).append([*line.get_xdata()])
-    for name in names[:-1]:
-        versus = rows[name].versus
-        assert lines[name][:2] == [[*versus.interval], [versus.difference]]
-    assert lines["masked, N = 2"] == [[0]]  # no item differs
-    assert lines[random][2] == pytest.approx([-72.5, -22.5])  # each draw
+    assert names == ["masked, N = 1", "masked, N = 2"]
+    lines = [([*line.get_xdata()], line.get_ydata()[0]) for line in ax.lines[1:]]  # after that of 0
+    expected = []
+    labels = ["masked, N = 1", "masked, N = 1, random heads uniform"]
+    labels.append("masked, N = 1: retrieval − random heads uniform")
+    for label, y in zip(labels, (-0.25, 0, 0.25)):
+        versus = rows[label].versus
+        expected += [([*versus.interval], y), ([versus.difference], y)]
+        if not y:
+            expected.append((pytest.approx([-72.5, -22.5]), y))  # each draw
+    assert lines == [*expected, ([0], 0.75)]  # of N = 2 no item differs
     assert ax.get_xlim()[0] == -100
 
 
