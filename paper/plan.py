@@ -214,7 +214,7 @@ def line_of(run):
     mark = {"": " ", "inferred": "*"}.get(run.num_heads_from, "~")
     n = f"N {setup.num_heads}{mark}" if setup.num_heads else ""
     alpha = "" if setup.alpha is None else f"α {setup.alpha:g}"
-    metric, _ = headline(run.task.name)
+    metric = headline(run.task.name, [name.removesuffix("_published") for name in run.values])
     value = run.values.get(metric, run.values.get(f"{metric}_published", ""))
     about = [
         run.tables[0],

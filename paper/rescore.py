@@ -29,9 +29,9 @@ def main(argv):
         raise ValueError(f"{args.files[0]} holds no runs")
     for path in paths:
         header, lines = runfile.read_run(path)
-        if not lines or not (args.task or header):
+        if not lines or (args.task is None and not header):
             raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
-        task = find_task(args.task or header.get("task"))
+        task = find_task(header.get("task") if args.task is None else args.task)
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)
         for line, of_line in zip(lines, values) if args.rows else ():

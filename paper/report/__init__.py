@@ -1,8 +1,11 @@
-"""Compares stored runs with the paper, and draws its tables and figures.
+"""Compares stored runs with greedy decoding and with the paper, in tables and figures.
 
-stored.py   files → runs with their setups       figures.py   runs → figures
-frame.py    runs → one table of all values       heads.py     scores of head files
-tables.py   that table → tables in Markdown      paired.py    differences on the same items"""
+stored.py    files → runs with their setups       statistics.py   intervals and tests
+results.py   runs → results                       tables.py       results → Markdown, a verdict
+figures.py   results → figures                    heads.py        scores of head files"""
+
+import csv
+import sys
 
 import cli
 from paper.report import heads, stored
@@ -16,34 +19,53 @@ def main(argv):
         else:
             report(argv)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: pip install pandas matplotlib") from None
+        raise ImportError(f"{error}: pip install matplotlib") from None
 
 
 def report(argv):
     p = cli.parser(
-        "Markdown tables of all runs of a folder with the paper's values. One more command: "
-        "`report heads` prints the retrieval scores of head files."
+        "A table of the runs of each task and model, with the differences to greedy decoding, and "
+        "a verdict. One more command: `report heads` prints the retrieval scores of head files."
     )
     p.prog += " report"
     p.add_argument("folder", metavar="DIR", help="folder of runs, searched with its subfolders")
-    p.add_argument("--csv", action="store_true", help="one line per run and metric, every metric")
+    p.add_argument(
+        "--all",
+        action="store_true",
+        help="add the paper's tables with every metric, tables of texts, and settings chosen on "
+        "one half of the items",
+    )
     p.add_argument("--commands", action="store_true", help="add the command of each run")
-    p.add_argument("--plots", metavar="OUT", help="draw the paper's figures into this folder")
+    p.add_argument("--plots", metavar="OUT", help="draw the differences into this folder")
+    p.add_argument(
+        "--csv", action="store_true", help="instead: one line per run and metric, every metric"
+    )
     args = p.parse_args(argv)
-    from paper.report import frame, tables
+    from paper.report import results, tables
 
     if args.plots:
         from paper.report import figures  # before the runs are read, which may take minutes
     runs = stored.collect(args.folder)
     if not runs:
         raise ValueError(f"{args.folder}: no runs to report")
-    values = frame.make_frame(runs)
-    pictures = figures.draw_all(values, args.plots) if args.plots else []
+    runs = results.select(runs)
+    short = results.short_tables(runs)
+    pictures = figures.draw_all(short, args.plots) if args.plots else []
     if args.csv:
-        print(frame.as_csv(values), end="")
+        write_csv(results.lines(runs))
         return
-    tables.print_tables(tables.all_tables(values))
+    tables.print_tables(tables.short_table(key, rows) for key, rows in short.items())
+    if args.all:
+        tables.print_tables(tables.all_tables(runs))
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n")
     if args.commands:
         tables.print_commands(runs)
+    tables.print_notes(short)
+
+
+def write_csv(lines):
+    lines = list(lines)
+    writer = csv.DictWriter(sys.stdout, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)

@@ -1,4 +1,5 @@
-"""The paper's figures of stored runs (report DIR --plots OUT) and of head files (report heads).
+"""Figures of the differences to greedy decoding (report DIR --plots OUT) and of head files (report
+heads).
 
 The colours are Okabe and Ito's, which colour-blind readers can distinguish; markers and dashes
 repeat the information. The foot of each figure says which runs it shows."""
@@ -7,7 +8,6 @@ import itertools
 import textwrap
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -16,15 +16,13 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paper import printed
 from paper.printed import TASKS
-from paper.report import tables
-from paper.report.stored import METHODS
+from paper.report.results import NOT_RATES, order_of_row
 
 matplotlib.rcParams.update(
     {
         "font.size": 7,
-        "axes.titlesize": 8,
+        "axes.titlesize": 7,
         "legend.frameon": False,
         "axes.titlelocation": "left",
         "axes.spines.top": False,
@@ -33,40 +31,41 @@ matplotlib.rcParams.update(
     }
 )
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #7A5C00 #56B4E9 #E69F00 #882255 #7F7F7F".split()
-BARS = "error bars: the paired 95 % interval of the difference to greedy, around the value"
+COLUMNS = 3  # of panels
+KINDS = {  # of results → their look, from top to bottom beside one name
+    "retrieval heads": {"color": COLOURS[0], "marker": "o"},
+    "random heads (crosses: draws)": {"color": COLOURS[1], "marker": "o", "mfc": "white"},
+    "retrieval − random heads": {"color": COLOURS[2], "marker": "D"},
+    "other methods": {"color": "#555555", "marker": "s"},
+}
+BARS = "bars: paired 95 % intervals"
 
 
-def draw_all(frame, folder):
-    """Writes every figure that the runs have data for. Returns [(path, caption)]."""
+def draw_all(tables, folder):
+    """Writes the figures that `results.short_tables` has data for. Returns [(path, caption)]."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
-    for title, same in frame.groupby("title"):
-        for group, tasks in printed.GROUPS.items():
-            shown = same[same["task"].isin(tasks)]
-            if shown.empty:
-                continue
-            for kind, (draw, caption) in FIGURES.items():
-                if figure := draw(shown):
-                    name = f"{kind}-{title}-{group.lower()}".replace(",", "").replace(" ", "-")
-                    path = folder / f"{name}.png"
-                    figure.savefig(path)
-                    pictures.append((path, f"{title}: {caption}"))
+    for name, (draw, caption) in FIGURES.items():
+        if figure := draw(tables):
+            path = folder / f"{name}.png"
+            figure.savefig(path)
+            pictures.append((path, caption))
     return pictures
 
 
-def figure_of(panels, draw, runs, *notes, height=2.1):
+def figure_of(panels, draw, runs, *notes, heights=None):
     """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
 
-    The foot says which runs it shows. `draw` may add to them. height: of a row of panels, in
-    inches."""
+    The foot says which runs it shows. heights: of the rows of panels, in inches."""
     if not panels:
         return None
-    columns = min(3, len(panels))
+    columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(7.6, rows * height + 0.9), layout="constrained")
+    heights = heights or [2.2] * rows
+    figure = Figure(figsize=(7.6, sum(heights) + 0.9), layout="constrained")
     handles = {}
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flat
     for ax, panel in itertools.zip_longest(axes, panels):
         if panel is None:
             ax.set_axis_off()
@@ -76,11 +75,9 @@ def figure_of(panels, draw, runs, *notes, height=2.1):
         lines, labels = ax.get_legend_handles_labels()
         handles |= zip(labels, lines)
     if handles:
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
-        figure.set_figheight(figure.get_figheight() + 0.09 * len(handles))
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=4)
+        figure.set_figheight(figure.get_figheight() + 0.05 * len(handles))
     facts = {
-        "model": [Path(run.header["model"]).name for run in runs],
-        "n": [f"{run.task} {len(run.lines):,}" for run in runs],
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
         "dtype": [run.precision["dtype"] for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
@@ -95,81 +92,131 @@ def figure_of(panels, draw, runs, *notes, height=2.1):
     return figure
 
 
-# Scores against N and against α
+def runs_of(tables):
+    return [run for rows in tables.values() for row in rows for run in row.runs]
 
 
-def curve_figure(frame, field):
-    """Score against "num_heads" or "alpha": a panel per task with a line per setup that has several
-    values of it, random heads with any number of values, and a horizontal line for greedy
-    decoding."""
-    lines = frame[frame["headline"]].sort_values("task", kind="stable")
-    if field == "num_heads":
-        lines = lines[lines["alpha"].isna()]
-    swept = lines.dropna(subset=field)
-    names = [str(replace(run.setup, **{field: None})) for run in swept["run"]]
-    looks = zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))
-    styles = {
-        name: {"color": colour, "marker": marker, "label": name}
-        for name, (colour, marker) in zip(dict.fromkeys(names), looks)
-    }
-    panels, runs = defaultdict(list), []
-    for (task, name), curve in swept.groupby(["task", names], sort=False, observed=True):
-        if curve[field].nunique() > 1 or curve["random_heads"].notna().all():
-            panels[task].append((curve, styles[name]))
-
-    def draw(ax, task, curves):
-        draw_curves(ax, field, curves)
-        greedy = lines[(lines["method"] == "greedy") & (lines["task"] == task)]
-        for curve in [greedy, *(curve for curve, _ in curves)]:
-            runs.extend(curve["run"])
-        for setup, value in zip(greedy["setup"], greedy["value"]):
-            ax.axhline(value, linestyle=":", linewidth=1, color="#000000", label=setup)
-        xlabel = {"num_heads": "heads masked, N", "alpha": "α"}[field]
-        ax.set(title=TASKS[task][0], xlabel=xlabel, ylabel=printed.headline(task)[1])
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=field == "num_heads"))
-
-    panels = [
-        (task, curves)
-        for task, curves in panels.items()
-        if any(curve[field].nunique() > 1 for curve, _ in curves)
-    ]
-    return figure_of(panels, draw, runs, BARS)
+def title_of(key, rows):
+    title, task = key
+    n = sorted({row.n for row in rows})
+    items = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
+    return f"{TASKS[task][0]}, n = {items}\n{title}"
 
 
-def draw_curves(ax, field, curves):
-    """Means over the draws with error bars; the range of random heads; the paper's points in the
-    same style."""
-    papers = {}
-    width = np.ptp(np.concatenate([curve[field] for curve, _ in curves]).astype(float))
-    for number, (curve, style) in enumerate(curves):
-        run = curve["run"].iloc[0]
-        papers.setdefault(printed.method_of(run.setup), (run, style))
-        points = []
-        for x, draws in curve.groupby(field):
-            mean, low, high = draws[["value", "low", "high"]].mean()
-            if versus := tables.versus_of(draws):
-                low, high = mean - versus.difference + np.array(versus[2:4])
-            points.append((x, mean, mean - low, high - mean, *draws["value"].agg(["min", "max"])))
-        x, mean, below, above, least, most = np.transpose(points).astype(float)
-        x += 0.012 * width * (number - (len(curves) - 1) / 2)  # error bars lie side by side
-        if run.setup.random_heads:
-            ax.fill_between(x, least, most, color=style["color"], alpha=0.13)
-            style = style | {"linestyle": "--", "markerfacecolor": "white"}
-        ax.plot(x, mean, markersize=4, linewidth=1.3, **style)
-        ax.errorbar(x, mean, (below, above), fmt="none", color=style["color"], elinewidth=0.7)
-    for method, (run, style) in papers.items():
-        if points := printed.points(field, run.paper_model, run.task, method):
-            style = style | {"label": f"the paper: {METHODS.get(method, method)}"}
-            ax.plot(*np.transpose(points), ":", markersize=3, linewidth=0.8, alpha=0.6, **style)
+# Differences
+
+
+def difference_figure(tables):
+    """A panel for each task and model: the difference of each setup to greedy decoding, and of
+    retrieval heads to random heads."""
+    compared = []
+    for key, rows in tables.items():
+        if rows := [row for row in rows if row.versus]:
+            compared.append((key, rows))
+    panels, heights = [], []
+    for start in range(0, len(compared), COLUMNS):
+        some = compared[start : start + COLUMNS]  # they share the names of their setups
+        places = {}
+        for row in itertools.chain(*(rows for _, rows in some)):
+            places[str(place_of(row))] = order_of_row(place_of(row))
+        names = sorted(places, key=places.get)
+        panels += [(key, rows, names, key == some[0][0]) for key, rows in some]
+        heights.append(0.7 + 0.27 * len(names))
+
+    def draw(ax, key, rows, names, first):
+        ax.axvline(0, color="#000000", linewidth=0.8)
+        for row in rows:
+            offset = dict(zip(KINDS, (-0.25, 0, 0.25, 0)))[kind_of(row)]
+            draw_difference(ax, row, names.index(str(place_of(row))) + offset)
+        if rows[0].metric not in NOT_RATES:
+            low, high = ax.get_xlim()
+            ax.set_xlim(max(low, -100), min(high, 100))
+        ax.set(title=title_of(key, rows), ylim=(len(names) - 0.4, -0.6))
+        ax.set_yticks(range(len(names)), names if first else [])
+        ax.grid(axis="y", linewidth=0.3, color="#CCCCCC")
+
+    notes = "points of difference on the same items", f"{BARS}, thick if p < 0.05 after Holm"
+    return figure_of(panels, draw, runs_of(tables), *notes, heights=heights)
+
+
+def place_of(row):
+    """The row of tables beside whose name a result is drawn: random heads and the comparison with
+    them beside that of retrieval heads. Those of the paper's sampler have a place of their own."""
+    run = row.runs[0]
+    [sampler] = {one.setup.random_heads for one in (row.others if row.contrast else row.runs)}
+    sampler = None if sampler == "uniform" else sampler
+    return replace(run.row, setup=replace(run.setup, random_heads=sampler))
+
+
+def draw_difference(ax, row, y):
+    kind = kind_of(row)
+    look = KINDS[kind]
+    versus = row.versus
+    if versus.interval:
+        width = 2.2 if row.shown else 0.9
+        ax.plot(versus.interval, (y, y), color=look["color"], linewidth=width)
+    ax.plot(versus.difference, y, markersize=3.6, linestyle="", label=kind, **look)
+    if len(row.values) > 1:
+        draws = np.array(row.values) - versus.value
+        ax.plot(draws, [y] * len(draws), "x", markersize=2.6, color=look["color"])
+
+
+def kind_of(row):
+    setup = row.runs[0].setup
+    retrieval, random, contrast, others = KINDS
+    if row.contrast:
+        return contrast
+    if setup.random_heads:
+        return random
+    return retrieval if setup.num_heads else others
+
+
+# Differences against N
+
+
+def heads_figure(tables):
+    """A panel for each task and model with setups of several N: difference against N, a line per
+    setup, random heads dashed."""
+    panels, swept = [], {}
+    for key, rows in tables.items():
+        curves = defaultdict(list)
+        for row in rows:
+            if row.versus and not row.contrast and row.runs[0].setup.num_heads:
+                shown = row.runs[0].row
+                name = str(replace(shown, setup=replace(shown.setup, num_heads=None)))
+                curves[name].append(row)
+        curves = {name: points for name, points in curves.items() if len(points) > 1}
+        if curves:
+            panels.append((key, curves))
+            swept[key] = [row for points in curves.values() for row in points]
+    names = dict.fromkeys(name for _, curves in panels for name in curves)
+    looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
+
+    def draw(ax, key, curves):
+        ax.axhline(0, color="#000000", linewidth=0.8)
+        for number, (name, points) in enumerate(curves.items()):
+            colour, marker = looks[name]
+            random = points[0].runs[0].setup.random_heads
+            x = np.array([row.runs[0].setup.num_heads for row in points], dtype=float)
+            x *= 1 + 0.03 * (number - (len(curves) - 1) / 2)  # bars lie side by side
+            y = [row.versus.difference for row in points]
+            style = {"linestyle": "--", "mfc": "white"} if random else {}
+            ax.plot(x, y, color=colour, marker=marker, markersize=4, label=name, **style)
+            for place, row in zip(x, points):
+                if row.versus.interval:
+                    ax.plot((place, place), row.versus.interval, color=colour, linewidth=0.7)
+        ax.set_xscale("log")
+        ticks = sorted({row.runs[0].setup.num_heads for rows in curves.values() for row in rows})
+        ax.set_xticks(ticks, ticks)
+        ax.set_xticks([], minor=True)
+        ax.set(title=title_of(key, swept[key]), xlabel="heads masked, N", ylabel="difference")
+
+    return figure_of(panels, draw, runs_of(swept), "points of difference to greedy decoding", BARS)
 
 
 FIGURES = {
-    "heads": (
-        partial(curve_figure, field="num_heads"),
-        "score against the number of masked heads, retrieval heads (solid) "
-        "and random heads (dashed, with the range of the draws)",
-    ),
-    "alpha": (partial(curve_figure, field="alpha"), "score against α"),
+    "differences": (difference_figure, "differences to greedy decoding on the same items"),
+    "heads": (heads_figure, "difference to greedy decoding against the number of masked heads"),
 }
 
 
@@ -188,7 +235,7 @@ def head_maps(files):
             axis.set_major_locator(MaxNLocator(5, integer=True))
 
     note = "retrieval score of every head, layer 0 at the bottom"
-    figure = figure_of(files.items(), draw, [], note, height=2.3)
+    figure = figure_of(files.items(), draw, [], note)
     axes = figure.axes[: len(files)]
     label = "retrieval score (colour by its square root)"
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.5, aspect=30, label=label)

@@ -1,76 +1,44 @@
 """Reads stored runs.
 
-A *setup* is a method with its N, α, way of masking, amateur and other options; draws of random
-heads share one setup. *Conditions* are settings of the task that differ from the paper's: each
-combination has separate tables. Greedy decoding from a checkpoint of ITI is the method `iti` of
-the model that ITI edited."""
+A *row* is a setup as tables show it; draws of random heads share one. *Conditions* are settings of
+the task that differ from the paper's: each combination has separate tables. Greedy decoding from a
+checkpoint of ITI is the method `iti` of the model that ITI edited."""
 
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from decoders.setup import METHODS, Setup
 from paper import fetch, judges
-from paper.runfile import beside, brief, read_run, remarks
+from paper.runfile import beside, read_run, remarks
 from paper.tasks import find_task, metrics
 from paper.tasks.items import field, located
 from runtime.files import json_lines, short_hash, write
 
-METHODS = {
-    "greedy": "greedy",
-    "masked": "masked",
-    "decore-static": "DeCoRe static",
-    "decore-entropy": "DeCoRe entropy",
-    "decore-static-lite": "DeCoRe static-lite",
-    "decore-entropy-lite": "DeCoRe entropy-lite",
-    "iti": "ITI",
-    "cd": "CD",
-    "cad": "CAD",
-    "dola-low": "DoLa low",
-    "dola-high": "DoLa high",
-    "ad": "Activation Decoding",
-}
-RANDOM = {"uniform": "random heads", "published": "random heads as published"}
+TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
     "honest_llama3_70B_instruct": "Meta-Llama-3-70B-Instruct",
 }
-TYPES = {  # of fields of a header by which runs are sorted
-    "num_heads": int | None,
-    "alpha": float | int | None,
-    "mask": str | None,
-    "random_heads": str | None,
-    "seed": int | None,
-}
 
 
 @dataclass(frozen=True)
-class Setup:
-    method: str  # a key of METHODS
-    num_heads: int | None
-    alpha: float | None
-    mask: str | None  # "output" or "query"
-    amateur: str  # "" without one
-    random_heads: str | None  # their sampler: "uniform" or "published"; None for retrieval heads
-    options: str  # the other options that are not the paper's
-    heads: str = ""  # their measure and file, if other runs of the model have others
+class Row:
+    setup: Setup  # without its heads; of random heads also without measure and seed
+    is_iti: bool = False
+    heads: str = ""  # their file, if other runs of the model have others
     variant: str = ""  # precision and inputs, if other runs of the model and task have others
 
+    @property
+    def method(self):
+        return "iti" if self.is_iti else self.setup.method
+
     def __str__(self):
-        parts = [
-            METHODS[self.method],
-            self.num_heads is not None and f"N = {self.num_heads}",
-            self.alpha is not None and f"α = {self.alpha:g}",
-            self.mask == "query" and "query mask",
-            self.amateur and f"amateur {self.amateur}",
-            self.options,
-            RANDOM.get(self.random_heads),
-            self.heads,
-            self.variant,
-        ]
+        parts = [self.method, *self.setup.words().values(), self.heads, self.variant]
         return ", ".join(filter(None, parts))
 
 
@@ -80,9 +48,9 @@ class Run:
     model: str
     paper_model: str  # the model whose values in the paper are compared with the run's
     conditions: str  # "" if they are the paper's
-    setup: Setup
-    heads: dict  # {"measure": text, "file": text}, None for random heads and without heads
-    precision: dict  # {"dtype": text, "engine": text}
+    row: Row
+    heads: dict  # {"file": text}; None for random heads and without heads
+    precision: dict  # {"dtype": text, "engine": text, "product": text}
     inputs: dict  # {"data": text, "demos": text, "items": text}
     remarks: list  # sentences
     path: Path = None
@@ -92,6 +60,10 @@ class Run:
     @property
     def task(self):
         return self.header["task"]
+
+    @property
+    def setup(self):
+        return self.row.setup
 
     @property
     def title(self):
@@ -111,29 +83,23 @@ class Run:
 
 def describe(header):
     """The run of a header, without its lines. Raises various errors if the header is damaged."""
-    for name, kind in TYPES.items():
-        if not isinstance(header.get(name), kind):
-            raise ValueError(f"field {name!r} of its header is {brief(header[name])}")
-    method = header["method"]
+    if header["method"] not in METHODS:
+        raise ValueError(f"unknown method {header['method']!r}")
+    setup = replace(Setup.from_header(header), heads=None)
+    if setup.random_heads:
+        setup = replace(setup, measure=None, seed=None)
     own = Path(header["model"]).name
     like = header.get("like")
     paper_model = Path(like or own).name
-    if method == "greedy" and paper_model in ITI:
-        method = "iti"
+    row = Row(setup, setup.method == "greedy" and paper_model in ITI)
+    if row.is_iti:
         paper_model = ITI[paper_model]
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}")
-    conditions, options = settings_of(header, find_task(header["task"]), paper_model)
-    setup = Setup(
-        method,
-        header.get("num_heads"),
-        header.get("alpha"),
-        header.get("mask"),
-        Path(header.get("amateur") or "").name,
-        header.get("random_heads"),
-        options,
-    )
     demos = header.get("demos") or {"source": "none"}
+    precision = {
+        "dtype": str(header.get("dtype")),
+        "engine": f"{header.get('engine', 'own')} engine",
+        "product": f"{header.get('product', 'unknown')} products",
+    }
     inputs = {
         "data": names_of(header.get("data") or []),
         "demos": "the paper's demonstrations"
@@ -147,48 +113,31 @@ def describe(header):
         inputs["prompt"] = f"prompt {short_hash(json.dumps(prompt).encode())[:6]}"
     if header.get("sample_seed") is not None:
         inputs["items"] = f"sample of seed {header['sample_seed']}"
-    heads = {"measure": None, "file": None}
-    if header.get("num_heads") and not header.get("random_heads"):
-        heads["file"] = "heads as listed"
-        if file := header.get("head_file"):
-            measure = f"{header['measure']} heads"
-            heads = {"measure": measure, "file": f"heads of {names_of([file])}"}
+    file = None
+    if setup.num_heads and not setup.random_heads:
+        record = header.get("head_file")
+        file = f"heads of {names_of([record])}" if record else "heads as listed"
     return Run(
         header,
         f"{own} like {paper_model}" if like else paper_model,
         paper_model,
-        conditions,
-        setup,
-        heads,
-        {"dtype": str(header.get("dtype")), "engine": f"{header.get('engine', 'own')} engine"},
+        conditions_of(header, find_task(header["task"]), paper_model),
+        row,
+        {"file": file},
+        precision,
         inputs,
         remarks(header),
     )
 
 
-def settings_of(header, task, model):
-    """(conditions, options) of a run that are not those of the paper's runs of the model."""
-    name = model.lower()
+def conditions_of(header, task, model):
+    """The settings of the task that are not those of the paper's runs of the model."""
     conditions = {
-        "layout": task.layout or ("mistral" if "mistral" in name else "chat"),
+        "layout": task.layout or ("mistral" if "mistral" in model.lower() else "chat"),
         "max_new_tokens": task.max_new_tokens,
         "template_args": {"enable_thinking": False},
     }
-    # The paper's runs of DoLa generated with a library that takes the penalty from Qwen2's
-    # generation_config.json.
-    qwen_dola = header["method"].startswith("dola") and "qwen2" in name and not task.choice
-    options = {
-        "mask_prompt": False,
-        "alpha_cap": None,
-        "scale_alpha": False,
-        "relative_top": None,
-        "info_layer": 24,
-        "renormalise": True,
-        "dola_layers": "halves" if task.choice else "capped",
-        "repetition_penalty": 1.05 if qwen_dola else 1.0,
-    }
-    settings = header | {"repetition_penalty": header.get("repetition_penalty") or 1.0}
-    return differences(settings, conditions), differences(settings, options)
+    return differences(header, conditions)
 
 
 def differences(settings, paper):
@@ -276,8 +225,8 @@ def unlike_the_paper(run, task):
 
 def text_values(line):
     """Values that describe a generated text: the base model's mean entropy over its tokens (of
-    `masked`, the masked model's), its length, whether it ends by itself, and how long its words
-    are."""
+    `masked`, the masked model's), its length, whether it ends by itself, whether its first token
+    ends it, and how long its words are."""
     if not line.get("entropies"):
         return {}
     entropies = field(line, "entropies", "a list of numbers")
@@ -286,6 +235,7 @@ def text_values(line):
         "entropy": float(np.mean(entropies)),
         "tokens": len(entropies),
         "ended": float(line.get("stop") != "length"),
+        "empty": float(line.get("stop") == "eos" and len(entropies) == 1),
         "letters": sum(map(len, words)) / len(words) if words else None,
     }
 

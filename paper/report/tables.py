@@ -1,37 +1,53 @@
-"""Tables of stored runs in Markdown: scores in the paper's layout beside greedy decoding, settings
-chosen on one half of the items, commands.
+"""Results in Markdown: the short tables with a verdict; on demand the paper's tables, texts, and
+settings chosen on one half of the items.
 
-A table is (title, rows, notes); rows are dicts {column: text} or a table of pandas."""
+Cells are values until they are printed. A table is (title, rows, notes); rows are dicts
+{column: text}."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import groupby
 
-import pandas as pd
+import numpy as np
 
+from decoders.setup import Setup
 from paper import printed
 from paper.printed import TASKS, headline
-from paper.report.paired import FEWEST, compare
+from paper.report import results, statistics
+from paper.report.results import BESIDE
+from paper.report.stored import TEXTS
 
-# Of generated texts: metric → heading.
-TEXTS = {"entropy": "entropy", "tokens": "tokens", "ended": "% ended", "letters": "letters a word"}
+PER_CENT = ("ended", "empty")  # of TEXTS
 TEXT_NOTES = [
     "entropy: the base model's, in nats, a mean over the tokens of the text that the method wrote "
     "(of masked, the masked model's); not that of the distribution decoded from. tokens: the mean "
-    "length. % ended: texts that end by themselves before the limit of new tokens. letters a word: "
-    "about 5 in English, more if pieces of words are glued together, as a model does that is "
-    "pushed too far."
+    "length. % ended: texts that end by themselves before the limit of new tokens. % empty: texts "
+    "that their first token ends. letters a word: about 5 in English, more if pieces of words are "
+    "glued together, as a model does that is pushed too far."
 ]
 CHOICE_NOTES = [
     "The setup of each method is the best of its setups (N, α and options) on one half of the "
     "questions, and reported on the other half, which did not choose it; then with the halves "
-    "exchanged. Halves are drawn by a hash of the question."
+    "exchanged. Only setups with the same items compete. Of equally good setups the mean is "
+    "reported. Halves are drawn by a hash of the question."
 ]
+CONTAINED = (
+    "answer contained: the answer contains a reference. The paper calls this EM, exact match. "
+    "exact match: the answer equals a reference."
+)
+MEMORY = "memory match: the answer is the memorised one, which the passage contradicts."
+QUERY = (
+    "query mask: the query of masked heads is zero, as in the published runs. In the other rows "
+    "with N their output is zero, as in the paper's equation."
+)
 
 
 def print_tables(tables):
     for title, rows, notes in tables:
-        table = pd.DataFrame(rows).fillna("")
-        lines = [list(table), *table.to_numpy()]
+        if not rows:
+            continue
+        columns = dict.fromkeys(name for row in rows for name in row)
+        lines = [[*columns], *([row.get(name, "") for name in columns] for row in rows)]
         widths = [max(map(len, texts)) for texts in zip(*lines)]
         lines.insert(1, ["-" * width for width in widths])
         print(f"### {title}\n")
@@ -48,163 +64,366 @@ def print_commands(runs):
     print("### Commands\n")
     for command, names in files.items():
         print(f"* `python {command}`: {', '.join(names)}")
+    print()
 
 
-def all_tables(frame):
-    """Yields the tables that have rows."""
-    for title, same in frame.groupby("title"):
-        texts = {task: (name, TEXTS) for task, (name, _) in TASKS.items()}
-        tables = [(name, *score_table(columns, same)) for name, columns in printed.GROUPS.items()]
-        tables += [
-            ("Texts", score_table(texts, same)[0], TEXT_NOTES),
-            ("Chosen on one half, reported on the other", choice_rows(same), CHOICE_NOTES),
-        ]
-        for name, rows, notes in tables:
-            if len(rows):
-                yield f"{name}: {title}", rows, notes
+# Numbers
 
 
-# Scores, as in the paper's tables
+def number(value, metric=""):
+    spec = ".2f" if metric == "entropy" else ".1f"
+    return f"{round(value, 6):{spec}}"  # 6.25, computed as 6.2500001, is printed as 6.25 is
 
 
-def score_table(columns, frame):
-    """(rows, notes) for the columns of one of printed.GROUPS: task → (name, metric → heading)."""
-    cells = {}
-    n_compared = 0
-    frame = frame[frame["task"].isin(list(columns))]
-    for task, (name, labels) in columns.items():
-        by_metric = dict(list(frame[frame["task"] == task].groupby("metric")))
-        for metric, label in labels.items():
-            if metric in by_metric:
-                ours = by_metric[metric]
-                n = dict.fromkeys(f"{n:,}" for n in ours["scored"].agg(["min", "max"]))
-                heading = f"{name} {label}".strip() + f" (n = {' to '.join(n)})"
-                compared = by_metric.get(f"{metric}_published", ours)
-                cells[heading] = cell_texts(ours, compared)
-                n_compared += ours[ours["versus"].notna()]["setup"].nunique()
-    rows = pd.DataFrame(cells).reindex(frame["setup"].unique()).dropna(how="all").fillna("–")
-    notes = score_notes(rows.to_csv(), frame["run"].unique(), n_compared)
-    return rows.rename_axis("method").reset_index(), notes
+def signed(value, metric=""):
+    spec = "+z.2f" if metric == "entropy" else "+z.1f"  # z: no -0.0
+    return f"{round(value, 6):{spec}}".replace("-", "−")
 
 
-def cell_texts(ours, published):
-    """Setup → text: the mean, the difference to greedy decoding, and the paper's value.
+def span(ends, metric=""):
+    return f"{signed(ends[0], metric)} to {signed(ends[1], metric)}" if ends else "–"
 
-    published: the lines of the metric that the paper's value is compared with."""
-    texts = {}
-    for setup, draws in ours.groupby("setup"):
-        metric = draws["metric"].iloc[0]
-        spec = ".2f" if metric == "entropy" else ".1f"
-        values = draws["value"]
-        cell = f"{values.mean():{spec}}"
-        spread = ""
-        if len(draws) > 1:
-            spread = f" ({values.min():{spec}} to {values.max():{spec}}, {len(draws)} draws)"
-        versus = versus_of(draws)
-        if versus is None:
-            spread = spread or f" [{draws['low'].item():{spec}}, {draws['high'].item():{spec}}]"
-        elif versus.separable:
-            cell = f"**{cell}**"
-        cell += spread
+
+def count(value):
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def p_text(p):
+    if p is None:
+        return "–"
+    return "<0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def heading(metric):
+    return metric.replace("_", " ")
+
+
+# Short tables
+
+
+def short_table(key, rows):
+    """(title, rows, notes) of one task and model of `results.short_tables`."""
+    title, task = key
+    same_items = len({row.n for row in rows if not row.contrast}) == 1
+    papers = [paper_cell(row) for row in rows]
+    texts = []
+    for row, paper in zip(rows, papers):
+        versus = row.versus
+        cells = {"setup": row.label, "n": f"{row.n:,}"}
+        cells[heading(row.metric)] = "" if row.contrast else values_text(row)
+        for name in BESIDE:
+            if name in rows[0].beside:
+                cells[heading(name)] = number(row.beside[name]) if name in row.beside else ""
+        if not same_items:
+            cells["greedy on them"] = number(versus.value) if versus and not row.contrast else ""
+        cells |= dict.fromkeys(("difference", "95 %", "won : lost", "p"), "")
         if versus:
-            cell += f"; {versus_text(versus, spec, metric not in TEXTS)}"
-            if versus.n < draws["n"].max():
-                cell += f" on {versus.n:,} items"
-        same = published[published["setup"] == setup]
-        if paper := same["cell"].iloc[0]:
-            difference = same["value"].mean() - float(paper["value"])
-            cell += f"; paper {printed.text(paper)} ({difference:+.1f})"
-        texts[setup] = cell
-    return texts
+            bold = "**" if row.shown else ""
+            cells["difference"] = f"{bold}{signed(versus.difference)}{bold}"
+            cells["95 %"] = span(versus.interval)
+            cells["won : lost"] = f"{count(versus.won)} : {count(versus.lost)}"
+            cells["p"] = p_text(versus.p)
+        if any(papers):
+            cells["paper"] = printed.text(paper) if paper else ""
+        texts.append(cells)
+    return f"{TASKS[task][0]}: {title}", texts, remarks(rows)
 
 
-def versus_of(draws):
-    """The Difference of the runs of a metric to greedy decoding; None without it."""
-    if len(draws) == 1:
-        return draws["versus"].item()
-    greedy = draws["greedy"].iloc[0]
-    return greedy and compare(draws["run"], greedy).get(draws["metric"].iloc[0])
+def values_text(row):
+    """The value; of several draws the mean and each draw's."""
+    text = number(row.value, row.metric)
+    if len(row.values) > 1:
+        text += f" ({', '.join(number(value, row.metric) for value in row.values)})"
+    return text
 
 
-def versus_text(versus, spec=".1f", has_better=True):
-    """spec: the format of the numbers. has_better: whether items are won and lost."""
-    difference, low, high = (f"{number:+z{spec}}" for number in versus[1:4])  # z: no -0.0
-    won, lost = (f"{number:.1f}".removesuffix(".0") for number in (versus.won, versus.lost))
-    return f"{difference} [{low}, {high}]" + f", {won} : {lost}" * has_better
+def paper_cell(row):
+    """The paper's cell of the result, by the metric as published; None without one."""
+    if row.contrast:
+        return None
+    run = row.runs[0]
+    return printed.cell(run, published(run, row.metric))
 
 
-def score_notes(text, runs, n_compared):
-    """Notes for a table of scores. text: its headings and cells. n_compared: differences in it."""
-    notes = [
-        "Rates in per cent, ROUGE and the like × 100. Square brackets: 95 % bootstrap intervals "
-        "over the questions."
-    ]
-    if n_compared:
+def published(run, metric):
+    """The metric that the paper's value is compared with."""
+    name = f"{metric}_published"
+    return name if name in run.values[0] else metric
+
+
+def remarks(rows):
+    """Sentences on the runs of a table, with how many they concern."""
+    runs = runs_of(rows)
+    counts = Counter(remark for run in runs for remark in run.remarks)
+    return [f"{n} of {len(runs)} runs: {remark}." for remark, n in counts.items()]
+
+
+def runs_of(rows):
+    return list(dict.fromkeys(run for row in rows for run in row.runs))
+
+
+def short_notes(tables):
+    """Notes on all short tables, from their results."""
+    rows = [row for table in tables.values() for row in table]
+    runs = runs_of(rows)
+    notes = ["Rates are in per cent, ROUGE and the like × 100."]
+    if any(row.versus for row in rows):
         notes.append(
-            "After the semicolon: the difference to greedy decoding on the same items with its "
-            "paired interval, items won : lost (of draws: means). Bold: the interval leaves out 0, "
-            f"and at least {FEWEST} items differ; of {n_compared} comparisons without any real "
-            f"difference, about {0.05 * n_compared:.1f} would be bold."
+            "difference: to greedy decoding on the row's n items, with the paired 95 % bootstrap "
+            f"interval over the questions ({statistics.SAMPLES:,} samples) and the items won : "
+            "lost. p: the exact McNemar test; of graded values, such as MC2 and ROUGE, values are "
+            "exchanged at random. It takes items as independent. Bold, and called shown: p < 0.05 "
+            "after Holm's correction within the table. The verdict's number of items finds a true "
+            "difference of 5 points in 80 % of samples, by one such test at 5 %."
         )
-    if " answer contained (n" in text:
+    if any(run.setup.random_heads for run in runs):
         notes.append(
-            "answer contained: the answer contains a reference. The paper calls this EM. The share "
-            "of answers that equal a reference is `exact_match` in --csv."
+            "random heads: the mean of the draws, and each draw in brackets; won : lost are means. "
+            "p is exact, too: on each item, the single run's answer could be that of any draw. "
+            "retrieval − random: the retrieval heads' value minus the mean of the draws of the "
+            "same N, α and options, tested so. Interval and p concern these draws; how others "
+            "may differ is in the spread of the draws."
         )
-    if any(run.setup.mask == "query" for run in runs):
+    metrics_shown = {row.metric for row in rows} | {name for row in rows for name in row.beside}
+    if "answer_contained" in metrics_shown:
+        notes.append(CONTAINED)
+    if "memory_match" in metrics_shown:
+        notes.append(MEMORY)
+    return notes + setting_notes(rows)
+
+
+def setting_notes(rows):
+    """Notes on ways of masking and on the paper's values."""
+    runs = runs_of(rows)
+    notes = [QUERY] * any(run.setup.mask == "query" for run in runs)
+    if any(paper_cell(row) for row in rows):
         notes.append(
-            "query mask: the query of masked heads is zero, as in the published runs. In the other "
-            "rows with N their output is zero, as in the paper's equation."
-        )
-    if " draws)" in text:
-        notes.append(
-            "Random heads: mean and range over the draws; the interval is that of these draws. The "
-            "paper's ± is a standard deviation over three draws (inferred: 58 of 60 values are "
-            "multiples of 1/(3n))."
-        )
-    if "; paper" in text:
-        notes.append(
-            "paper: its value, and our value minus it, by the metric as published. The published "
-            "runs mask queries. At N: measured at another N than the run; N = ?: not stated "
+            "paper: its value, by the metric as published. The published runs mask queries. Its ± "
+            "is a standard deviation over three draws (inferred: 58 of 60 values are multiples of "
+            "1/(3n)). At N: measured at another N than the run; N = ?: not stated "
             "(paper/paper_n.csv). †: misprinted or unclear (paper/paper.csv)."
         )
         dtypes = {run.precision["dtype"] for run in runs}
         if dtypes != {"bfloat16"}:
-            names = ", ".join(sorted(dtypes))
-            notes.append(f"The paper's runs are in bfloat16, these in {names}.")
-    counts = Counter(remark for run in runs for remark in run.remarks)
-    return notes + [f"{n} of {len(runs)} runs: {remark}." for remark, n in counts.items()]
+            notes.append(f"The paper's runs are in bfloat16, these in {', '.join(sorted(dtypes))}.")
+    return notes
+
+
+def print_notes(tables):
+    """Print how to read the short tables, and what they show."""
+    print("### Reading the tables\n")
+    print("".join(f"{note}  \n" for note in short_notes(tables)))
+    if paragraphs := verdict(tables):
+        print("### Verdict\n")
+        print("\n".join(paragraphs))
+
+
+# The verdict
+
+
+def verdict(tables):
+    """A paragraph for each short table: what it shows, what it does not, what it could show."""
+    return [
+        f"* **{TASKS[task][0]}, {title}.** {' '.join(sentences(rows))}"
+        for (title, task), rows in tables.items()
+        if any(row.versus for row in rows)
+    ]
+
+
+def sentences(rows):
+    compared = [row for row in rows if row.versus]
+    shown = [f"{row.label} ({signed(row.versus.difference)})" for row in compared if row.shown]
+    if shown:
+        yield f"Shown: {'; '.join(shown)}."
+    if others := len(compared) - len(shown):
+        yield f"Not shown: {'the other ' * bool(shown)}{others} of {len(compared)} differences."
+    if all(counts_items(row.versus) for row in compared):
+        share = float(np.median([(row.versus.won + row.versus.lost) / row.n for row in compared]))
+        yield (
+            f"{100 * share:.0f} % of the items differ (median of the rows): a difference of 5 "
+            f"points needs about {statistics.items_needed(share):,} items."
+        )
+    yield from memory_sentences(rows)
+
+
+def counts_items(versus):
+    """Whether items are right or wrong, so that the difference counts them."""
+    return abs(versus.difference * versus.n / 100 - (versus.won - versus.lost)) < 1e-6
+
+
+def memory_sentences(rows):
+    """How often greedy decoding gives the memorised answer, and how many of these items are won."""
+    for row in rows:
+        if row.runs[0].row.method == "greedy" and "memory_match" in row.beside:
+            share = row.beside["memory_match"]
+            yield (
+                f"Greedy decoding gives the memorised answer to {share * row.n / 100:.0f} of "
+                f"{row.n:,} items ({share:.1f} %); only there can a method replace it. "
+                f"{won_from_memory(rows, row.runs[0])}"
+            )
+
+
+def won_from_memory(rows, greedy):
+    won = replaced = 0
+    for row in rows:
+        if greedy in row.others:
+            for run in row.runs:
+                _, (ours, base) = results.common_items([run, greedy])
+                for values, of_greedy in zip(ours, base):
+                    if values[row.metric] > of_greedy[row.metric]:
+                        won += 1
+                        replaced += of_greedy["memory_match"] == 1
+    return f"Of {won:,} items won, counted over all runs, {replaced:,} replace a memorised answer."
+
+
+# Tables in the paper's layout
+
+
+def all_tables(runs):
+    """Yields the paper's tables, texts and choices on halves of all runs, by model."""
+    by_title = defaultdict(list)
+    for run in runs:
+        by_title[run.title].append(run)
+    for title, same in by_title.items():
+        for name, tasks in printed.GROUPS.items():
+            rows = score_rows(same, {task: [*TASKS[task][1], *BESIDE] for task in tasks})
+            yield f"{name}: {title}", table_rows(rows), score_notes(rows)
+        texts = score_rows(same, dict.fromkeys(TASKS, TEXTS))
+        yield f"Texts: {title}", table_rows(texts), TEXT_NOTES
+        yield f"Chosen on one half, reported on the other: {title}", choice_rows(same), CHOICE_NOTES
+
+
+def score_rows(runs, columns):
+    """Results of a table, for {task: metrics}; corrected for all their tests."""
+    rows = []
+    for task, names in columns.items():
+        same = [run for run in runs if run.task == task]
+        known = results.known_metrics(same)
+        for metric in dict.fromkeys(names):
+            if metric in known:
+                for draws in results.runs_by_row(same).values():
+                    greedy = results.greedy_of(draws[0], same)
+                    rows.append(results.result_of(draws, metric, greedy))
+    return results.correct(filter(None, rows))
+
+
+def table_rows(rows):
+    """Rows {column: text} of results: a row for each setup, a column for each task and metric."""
+    n = defaultdict(set)
+    for row in rows:
+        n[row.runs[0].task, row.metric].add(row.n)
+    columns = {}
+    for (task, metric), numbers in n.items():
+        items = " to ".join(f"{n:,}" for n in sorted({min(numbers), max(numbers)}))
+        name = "letters a word" if metric == "letters" else heading(metric)
+        if metric in PER_CENT:
+            name = f"% {name}"
+        columns[task, metric] = f"{TASKS[task][0]} {name} (n = {items})"
+    texts = {}
+    for row in sorted(rows, key=lambda row: results.order_of_row(row.runs[0].row)):
+        cells = texts.setdefault(row.label, {"setup": row.label})
+        cells |= dict.fromkeys(columns.values(), "–") | cells
+        cells[columns[row.runs[0].task, row.metric]] = cell_text(row)
+    return [*texts.values()]
+
+
+def cell_text(row):
+    """The value, the difference to greedy decoding, and the paper's value."""
+    metric, versus = row.metric, row.versus
+    text = values_text(row)
+    if versus:
+        bold = "**" if row.shown else ""
+        text = f"{bold}{text}{bold}; {versus_text(versus, metric)}"
+    elif len(row.runs) == 1 and (ends := results.own_interval(row.runs[0], metric)):
+        text += f" [{number(ends[0], metric)}, {number(ends[1], metric)}]"
+    if paper := paper_cell(row):
+        by = published(row.runs[0], metric)
+        same = results.result_of(row.runs, by) or row
+        difference = signed(same.value - float(paper["value"]))
+        text += f"; paper {printed.text(paper)} ({difference})"
+    return text
+
+
+def versus_text(versus, metric=""):
+    text = f"{signed(versus.difference, metric)}"
+    if versus.interval:
+        text += f" [{span(versus.interval, metric)}]"
+    if metric not in TEXTS:
+        text += f", {count(versus.won)} : {count(versus.lost)}"
+    if versus.p is not None:
+        text += f", p {p_text(versus.p)}"
+    return text
+
+
+def score_notes(rows):
+    """Notes on a table of scores, from its results."""
+    notes = [
+        "Rates in per cent, ROUGE and the like × 100. Square brackets: 95 % bootstrap intervals "
+        "over the questions; Wilson's if all items agree."
+    ]
+    if any(row.versus for row in rows):
+        notes.append(
+            "After the semicolon: the difference to greedy decoding on the same items with its "
+            "paired interval, items won : lost (of draws: means), and p. Bold: p < 0.05 after "
+            "Holm's correction within the table."
+        )
+    if any(row.metric == "answer_contained" for row in rows):
+        notes.append(CONTAINED)
+    if any(row.metric == "memory_match" for row in rows):
+        notes.append(MEMORY)
+    return notes + setting_notes(rows) + remarks(rows)
 
 
 # Settings chosen on one half of the items
 
 
-def choice_rows(frame):
+def choice_rows(runs):
     """Rows of the setups that are the best on one half of the questions, with their scores on the
-    other: one for each task and method with several setups."""
+    other: one for each task, method and set of items with several setups."""
     groups = defaultdict(dict)
-    lines = frame[frame["headline"] & frame["greedy"].notna()].sort_values("task", kind="stable")
-    for (task, setup), draws in lines.groupby(["task", "setup"], sort=False, observed=True):
-        run, greedy = draws[["run", "greedy"]].iloc[0]
-        method = str(replace(run.setup, num_heads=None, alpha=None, options=""))
-        halves = [compare(draws["run"], greedy, half) for half in (0, 1)]
-        groups[task, method][setup] = [half.get(headline(task)[0]) for half in halves]
-    rows = []
-    for (task, method), setups in groups.items():
-        if len(setups) < 2 or not all(map(all, setups.values())):
+    for task, same in groupby(runs, lambda run: run.task):
+        same = list(same)
+        metric = headline(task, results.known_metrics(same))
+        if metric is None:
             continue
-        n = [half.n for half in next(iter(setups.values()))]
+        for row, draws in results.runs_by_row(same).items():
+            if greedy := results.greedy_of(draws[0], same):
+                method = str(replace(row, setup=method_only(row.setup)))
+                items = set.intersection(*(set(run.items) for run in [*draws, greedy]))
+                groups[task, method, metric, greedy, frozenset(items)][str(row)] = draws
+    rows = []
+    for (task, method, metric, greedy, _), setups in groups.items():
+        halves = [
+            {name: results.compare(draws, [greedy], metric, half) for name, draws in setups.items()}
+            for half in (0, 1)
+        ]
+        if len(setups) < 2 or not all(all(half.values()) for half in halves):
+            continue
+        n = [next(iter(half.values())).n for half in halves]
         row = {
-            "task": f"{TASKS[task][0]} {headline(task)[1]} (n = {n[0]:,} + {n[1]:,})",
+            "task": f"{TASKS[task][0]} {heading(metric)} (n = {n[0]:,} + {n[1]:,})",
             "method": method,
             "setups": str(len(setups)),
         }
         for half, names in enumerate((("first", "second"), ("second", "first"))):
-            best = max(setups, key=lambda setup: setups[setup][half].difference)
-            versus = setups[best][1 - half]
-            value = f"**{versus.value:.1f}**" if versus.separable else f"{versus.value:.1f}"
-            chosen = [part for part in best.split(", ") if part not in method.split(", ")]
-            row[f"chosen on the {names[0]} half"] = ", ".join(chosen)
+            most = max(versus.difference for versus in halves[half].values())
+            best = [name for name, one in halves[half].items() if one.difference > most - 1e-9]
+            draws = [run for name in best for run in setups[name]]
+            versus = results.compare(draws, [greedy], metric, 1 - half)
+            chosen = " or ".join(short(name, method) for name in best)
+            value = number(versus.value + versus.difference)
+            row[f"chosen on the {names[0]} half"] = chosen
             row[f"on the {names[1]}"] = f"{value}; {versus_text(versus)}"
         rows.append(row)
     return rows
+
+
+def method_only(setup):
+    """The setup without N, α and options."""
+    kept = {name: getattr(setup, name) for name in ("measure", "random_heads", "amateur")}
+    return Setup(setup.method, setup.choice, **kept)
+
+
+def short(setup, method):
+    """A row's label without the parts that it shares with its method."""
+    return ", ".join(part for part in setup.split(", ") if part not in method.split(", "))

@@ -171,7 +171,7 @@ def multiple_choice(line):
 def memotrap(line):
     """1 if the right ending is strictly better than the wrong one.
 
-    `means` computes the macro averages, if there are lines of every split."""
+    `columns` makes macro averages of it, if there are lines of every split."""
     right, wrong = scores(line)
     return {"micro": float(right[0] > wrong[0]), "split": str(line.get("split", ""))}
 
@@ -218,56 +218,41 @@ def compute(task, lines):
     return values
 
 
-@np.errstate(invalid="ignore")  # 0 / 0 if a sample has no value of a metric
-def means(values, counts):
-    """Metric → means over the lines, [S].
+def columns(values, metric):
+    """[(sums, weights), …] of a metric, [n] each: its mean over lines is Σ sums / Σ weights.
 
-    counts [S, n]: how often each of S samples holds each line."""
-
-    def mean(name, weights):
-        column = np.array([v.get(name) or 0.0 for v in values])
-        return counts @ (column * weights) / (counts @ weights)
-
-    names = {}  # a set in the order of insertion
-    for of_line in values:
-        names |= of_line
-    results = {}
-    for name in names:
-        if name not in ("split", "instructions"):
-            weight = "instructions" if name.startswith("instruction_") else None
-            weights = [0.0 if v.get(name) is None else v.get(weight, 1.0) for v in values]
-            results[name] = mean(name, weights)
-    if SPLITS <= {v.get("split") for v in values}:
-        splits = []
-        for split in dict.fromkeys(v["split"] for v in values):
-            splits.append(mean("micro", [v["split"] == split for v in values]))
-        results["macro"] = np.mean(splits, axis=0)
-        results["macro_published"] = np.mean([*splits, results["micro"]], axis=0)
-    return results
+    A mean over MemoTrap's splits is the mean over such pairs, one for each split."""
+    if metric.startswith("macro"):
+        [(sums, weights)] = columns(values, "micro")
+        splits = np.array([of_line["split"] for of_line in values])
+        pairs = [(sums * (splits == name), weights * (splits == name)) for name in sorted(SPLITS)]
+        return pairs + [(sums, weights)] * (metric == "macro_published")
+    column = np.array([of_line.get(metric) for of_line in values], dtype=float)
+    known = ~np.isnan(column)
+    weights = known.astype(float)
+    if metric.startswith("instruction_"):
+        weights *= [of_line.get("instructions", 1) for of_line in values]
+    return [(np.where(known, column, 0) * weights, weights)]
 
 
-def summary(values):
-    """Metric → mean over the lines; None without any value."""
-    once = np.ones((1, len(values)))
-    return {
-        name: None if np.isnan(mean) else float(mean)
-        for name, [mean] in means(values, once).items()
-    }
+def names(values):
+    """The metrics that lines have values of. Macro averages need lines of every split."""
+    keys = dict.fromkeys(name for of_line in values for name in of_line)
+    if SPLITS <= {of_line.get("split") for of_line in values}:
+        keys |= {"macro": None, "macro_published": None}
+    return [name for name in keys if name not in ("split", "instructions")]
 
 
-def bootstrap(groups, samples=1000):
-    """Counts for `means`, [1 + samples, n]: how often each sample holds each of n lines.
+def summary(values, chosen=None):
+    """Metric → mean over the lines; None without any value. chosen: metrics (default: all)."""
+    means = {}
+    for name in chosen or names(values):
+        pairs = columns(values, name)
+        empty = not all(weights.any() for _, weights in pairs)
+        means[name] = None if empty else mean(pairs)
+    return means
 
-    The first sample holds each line once. The others draw groups of lines with replacement: items
-    of one question are not independent. groups: a name for each line."""
-    names, numbers = np.unique(groups, return_inverse=True)
-    k = len(names)
-    draws = np.random.default_rng(0).multinomial(k, np.full(k, 1 / k), size=samples)
-    return np.vstack([np.ones(len(numbers)), draws[:, numbers]])
 
-
-def interval(means):
-    """(low, high): 95 % bootstrap interval, by percentiles, of `means` over samples of
-    `bootstrap`."""
-    low, high = np.nanpercentile(means[1:], [2.5, 97.5])  # samples without any value are left out
-    return float(low), float(high)
+def mean(pairs):
+    """The mean of a metric from its `columns`."""
+    return float(np.mean([sums.sum() / weights.sum() for sums, weights in pairs]))

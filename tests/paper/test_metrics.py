@@ -6,7 +6,6 @@ import sys
 from unittest.mock import Mock
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 
@@ -254,8 +253,8 @@ def test_instructions_are_counted_one_by_one_and_prompts_whole():
         {"instruction_strict": 0.0, "instructions": 1},
     ]
     assert metrics.summary(lines)["instruction_strict"] == 0.75
-    counts = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    assert metrics.means(lines, counts)["instruction_strict"].tolist() == [1, 0.75, 0]
+    [(sums, weights)] = metrics.columns(lines, "instruction_strict")
+    assert (sums.tolist(), weights.tolist()) == ([3, 0], [3, 1])
     values = ifeval("a, b", COMMA, ("keywords:existence", {"keywords": ["a"]}))
     expected = {"prompt_strict": 0, "instruction_strict": 0.5, "instructions": 2}
     assert values | expected == values
@@ -309,7 +308,7 @@ def test_judged_rates_over_all_answers_and_over_those_that_are_not_rejections():
 # Averages
 
 
-def test_rows_without_a_value_count_neither_in_the_mean_nor_in_the_interval():
+def test_lines_without_a_value_do_not_count():
     assert metrics.summary([{"m": 1.0}, {"m": None}, {}]) == {"m": 1.0}
-    some = metrics.means([{"m": None, "k": 1.0}, {"m": 1.0}], metrics.bootstrap([0, 1]))
-    assert metrics.interval(some["m"]) == metrics.interval(some["k"]) == (1.0, 1.0)
+    [(sums, weights)] = metrics.columns([{"m": None}, {"m": 1.0}, {}], "m")
+    assert sums.tolist() == weights.tolist() == [0, 1, 0]

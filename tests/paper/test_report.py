@@ -1,5 +1,6 @@
 """Reports on stored runs: tables beside greedy decoding and the paper, figures, skipped files."""
 
+import csv
 import gzip
 import io
 import itertools
@@ -11,17 +12,15 @@ from functools import partial
 
 import matplotlib
 import numpy as np
-import pandas as pd
 import pytest
 
 import evaluate
 from paper import printed
-from paper.report import figures, paired, stored, tables
-from paper.report.frame import make_frame
+from paper.report import figures, results, statistics, stored, tables
 from paper.tasks import TASKS, metrics
 from tests.checkpoints import write_lines
 
-TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature"
+TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature exact match"
 LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 ITI, OTHER = "miniature-iti", [{"file": "other.jsonl"}]
 
@@ -41,6 +40,7 @@ def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, 
         "mask": "output" if n else None,
         "dtype": "float32",
         "commit": "0123456789abcdef",
+        "max_new_tokens": None if TASKS[task].choice else TASKS[task].max_new_tokens,
     }
     lines = [{"header": header | more}]
     right = range(right) if isinstance(right, int) else right
@@ -65,11 +65,20 @@ def compress(path):
 
 
 def described(**header):
-    return stored.describe({"model": LLAMA, "method": "decore-entropy"} | header)
+    task = TASKS[header["task"]]
+    length = None if task.choice else task.max_new_tokens
+    default = {"model": LLAMA, "method": "decore-entropy", "max_new_tokens": length}
+    return stored.describe(default | header)
 
 
-def frame_of(folder):
-    return make_frame(stored.collect(folder))
+def runs_of(folder):
+    return results.select(stored.collect(folder))
+
+
+def short_of(folder):
+    """Label → result, of the only short table."""
+    [rows] = results.short_tables(runs_of(folder)).values()
+    return {row.label: row for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +100,8 @@ def sweep(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def frame(sweep):
-    return frame_of(sweep)
+def short(sweep):
+    return short_of(sweep)
 
 
 @pytest.fixture
@@ -101,17 +110,19 @@ def add(tmp_path):
     return partial(write_run, tmp_path)
 
 
-def table(frame, title):
-    """({(method, column): text}, notes in one text) of the table of this title."""
-    for name, rows, notes in tables.all_tables(frame):
+def table(folder, title):
+    """({(setup, column): text}, notes in one text) of the table of --all with this title."""
+    for name, rows, notes in tables.all_tables(runs_of(folder)):
         if name.startswith(title):
-            texts = pd.DataFrame(rows).set_index("method")
-            texts = texts.rename(columns=lambda column: column.split(" (n")[0])
-            return texts.stack().to_dict(), " ".join(notes)
+            texts = {}
+            for row in rows:
+                setup = row.get("setup") or row["method"]
+                texts |= {(setup, name.split(" (n")[0]): text for name, text in row.items()}
+            return texts, " ".join(notes)
 
 
-def draw(kind, frame):
-    return figures.FIGURES[kind][0](frame)
+def draw(kind, folder):
+    return figures.FIGURES[kind][0](results.short_tables(runs_of(folder)))
 
 
 # Differences to greedy decoding
@@ -125,82 +136,219 @@ def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add):
         path.write_text(re.sub(r'"q(\d*)\d"', r'"q\1"', path.read_text()))  # of 10 items each
         runs.append(stored.read(path))
     greedy, masked = runs
-    result = paired.compare([masked], greedy)["exact_match"]
+    result = results.compare([masked], [greedy], "exact_match")
     differences = np.array([(i in sides[1]) - (i in sides[0]) for i in range(40)])
     assert (result.won, result.lost) == ((differences > 0).sum(), (differences < 0).sum())
-    assert result[:2] == pytest.approx((50, 100 * differences.mean()))
+    assert (result.value, result.difference) == pytest.approx((35, 100 * differences.mean()))
     by_question = differences.reshape(4, 10).mean(1)
     plain = np.random.default_rng(7).choice(by_question, (4000, 4)).mean(1)
-    assert result[2:4] == pytest.approx(tuple(100 * np.percentile(plain, [2.5, 97.5])), abs=2)
-    halves = [paired.compare([masked], greedy, half)["exact_match"] for half in (0, 1)]
+    assert result.interval == pytest.approx(tuple(100 * np.percentile(plain, [2.5, 97.5])), abs=2)
+    halves = [results.compare([masked], [greedy], "exact_match", half) for half in (0, 1)]
     assert sum(half.n for half in halves) == 40 and all(half.n % 10 == 0 for half in halves)
 
 
-def test_runs_are_compared_on_the_items_that_both_have(add, tmp_path):
+def test_runs_are_compared_on_the_items_that_both_have(add, call, tmp_path):
     masked, greedy = stored.read(add("masked", 1, right=12)), stored.read(add(items=15))
-    texts, _ = table(frame_of(tmp_path), GROUP)
-    assert texts["masked, N = 1", COLUMN].startswith("30.0; -20.0 [")
-    assert texts["masked, N = 1", COLUMN].endswith("], 0 : 3 on 15 items")
-    result = paired.compare([masked], greedy)["exact_match"]
-    assert (result.n, result.won, result.lost, result.value) == (15, 0, 3, 80)
+    add("masked", 2, items=15)
+    row = short_of(tmp_path)["masked, N = 1"]
+    assert (row.n, row.value) == (15, 80) and row.versus.difference == pytest.approx(-20)
+    assert (row.versus.won, row.versus.lost, row.versus.p) == (0, 3, 0.25)
+    assert "greedy on them" not in call(evaluate.main, "report", tmp_path)[1]
+    add("masked", 3, items=12)  # greedy decoding answers other items
+    out = call(evaluate.main, "report", tmp_path)[1]
+    assert re.search(r"\| n +\|.* greedy on them ", out)
     masked.lines = [line | {"prompt_sha256": "another prompt"} for line in masked.lines]
-    assert paired.compare([masked], greedy) == {}
+    assert results.compare([masked], [greedy], "exact_match") is None
 
 
-@pytest.mark.parametrize("right, bold", [(15, True), (14, False), (3, True), (4, False)])
-def test_only_what_is_separable_from_greedy_decoding_is_bold(add, tmp_path, right, bold):
+def test_a_run_is_compared_with_greedy_decoding_of_its_own_sample_and_precision(add, tmp_path):
+    """The other sample shares some items; the other kernel and precision share all."""
+
+    def sample(seed, indices, *arguments, **more):
+        path = add(*arguments, sample=20, sample_seed=seed, **more)
+        header, *lines = path.read_text().splitlines()
+        write_lines(path, [json.loads(line) for line in [header, *(lines[i] for i in indices)]])
+
+    first, second = range(20), range(12, 32)
+    sample(1, first, right=20, dtype="float32", product="packed")
+    sample(2, second, right=14, dtype="float32", product="packed")
+    sample(2, second, right=30, dtype="bfloat16", product="packed")
+    sample(2, second, right=31, dtype="float32", product="plain")
+    sample(2, second, "masked", 1, right=17, dtype="float32", product="packed")
+    sample(2, second, "masked", 1, right=17, dtype="float32", product="filled")
+    rows = short_of(tmp_path)
+    label = "masked, N = 1, float32, {} products, sample of seed 2"
+    assert len(rows) == 6 and label.format("filled") in rows
+    row = rows[label.format("packed")]
+    assert (row.n, row.versus.won, row.versus.lost) == (20, 3, 0)
+    assert rows[label.format("filled")].versus is None
+
+
+@pytest.mark.parametrize("right, p, shown", [(14, 0.0625, False), (15, 0.03125, True)])
+def test_bold_is_what_mcnemars_test_shows(add, tmp_path, right, p, shown):
     """Greedy decoding answers 9 of 40 items. Five more are too few, though the interval leaves
     out 0."""
     add(right=9)
     add("masked", 1, right=right)
-    texts, notes = table(frame_of(tmp_path), GROUP)
-    text = texts["masked, N = 1", COLUMN]
-    assert text.startswith("**") == bold and "0.0]" not in text
-    assert "of 2 comparisons without any real difference, about 0.1 would be bold" in notes
+    row = short_of(tmp_path)["masked, N = 1"]
+    assert (row.versus.p, row.shown) == (p, shown) and row.versus.interval[0] > 0
+    [cells] = [cells for cells in table_cells(tmp_path) if cells["setup"] == row.label]
+    assert (cells["difference"] == f"**+{100 * (right - 9) / 40:.1f}**") == shown
+
+
+def table_cells(folder):
+    [(key, rows)] = results.short_tables(runs_of(folder)).items()
+    return tables.short_table(key, rows)[1]
+
+
+def test_bold_is_corrected_for_the_number_of_rows(add, tmp_path):
+    add(right=9)
+    add("masked", 1, right=15)
+    add("masked", 2, right=9)
+    rows = short_of(tmp_path)
+    assert [row.versus.p for row in rows.values() if row.versus] == [0.03125, 1]
+    assert not any(row.shown for row in rows.values())
+
+
+def test_what_has_no_width_has_no_interval(add, call, tmp_path):
+    """Three of three, an answer for each, no item that differs: not [100, 100] or +0.0 to +0.0."""
+    add(items=3, right=3)
+    add("masked", 1, items=3, right=3)
+    add("masked", 2, items=3, right=0)
+    rows = short_of(tmp_path)
+    assert [rows[f"masked, N = {n}"].versus.interval for n in (1, 2)] == [None, None]
+    assert table(tmp_path, GROUP)[0]["greedy", COLUMN] == "100.0 [43.9, 100.0]"  # Wilson's
+    assert [cells["95 %"] for cells in table_cells(tmp_path)] == ["", "–", "–"]
+    [one] = [stored.read(write_run(tmp_path, items=1, right=1))]
+    assert results.own_interval(one, "exact_match") is None
 
 
 def test_a_setup_is_chosen_on_one_half_and_reported_on_the_other(add, tmp_path):
-    halves = [{i for i in range(40) if paired.half_of(f"q{i}") == half} for half in (0, 1)]
+    halves = [{i for i in range(40) if half_of(i) == half} for half in (0, 1)]
     add(right=0)
     add("decore-entropy", 1, right=halves[0])
     add("decore-entropy", 2, right=halves[1], alpha_cap=0.5)
+    add("decore-entropy", 4, right=40, items=30)  # of other items
     add("masked", 1)  # a single setup
-    texts, notes = table(frame_of(tmp_path), "Chosen on one half")
-    nothing = "0.0; +0.0 [+0.0, +0.0], 0 : 0"
+    texts, notes = table(tmp_path, "Chosen on one half")
+    nothing = "0.0; +0.0, 0 : 0, p 1"
     expected = {
+        "setups": "2",
         "chosen on the first half": "N = 1",
         "on the second": nothing,
-        "chosen on the second half": "N = 2, alpha cap 0.5",
+        "chosen on the second half": "N = 2, cap 0.5",
         "on the first": nothing,
     }
-    assert {column: texts["DeCoRe entropy", column] for column in expected} == expected
-    assert {method for method, _ in texts} == {"DeCoRe entropy"}
+    assert {column: texts["decore-entropy", column] for column in expected} == expected
+    assert {method for method, _ in texts} == {"decore-entropy"}
     assert "a hash of the question" in notes
+
+
+def half_of(i):
+    return results.half_of(f"q{i}")
+
+
+def test_of_setups_that_are_equally_good_on_a_half_all_are_named(add, tmp_path):
+    first = [i for i in range(40) if half_of(i) == 0]
+    second = [i for i in range(40) if half_of(i) == 1]
+    add(right=0)
+    add("decore-entropy", 1, right={first[0], second[0]})
+    add("decore-entropy", 2, right={first[1]})
+    texts, _ = table(tmp_path, "Chosen on one half")
+    assert texts["decore-entropy", "chosen on the first half"] == "N = 1 or N = 2"
+    assert texts["decore-entropy", "on the second"].startswith(f"{50 / len(second):.1f}; ")
+    assert texts["decore-entropy", "chosen on the second half"] == "N = 1"
 
 
 # Tables of scores
 
 
-def test_draws_share_a_line_and_the_paired_difference_is_that_of_their_mean(frame):
-    texts, _ = table(frame, GROUP)
-    for setup, text in (
-        ("greedy", "50.0 [35.0, 65.0]"),
-        ("masked, N = 4, random heads", "42.5 (40.0 to 45.0, 3 draws); -7.5 [-15.8, -0.8], 0 : 3"),
-        ("DeCoRe entropy, N = 4", "**80.0**; +30.0 [+17.5, +45.0], 12 : 0"),
-        ("DeCoRe static, N = 4, α = 2", "**70.0**; +20.0 [+10.0, +32.5], 8 : 0"),
-    ):
-        assert texts[setup, COLUMN] == text
+def test_draws_share_a_row_and_their_mean_is_compared(short):
+    row = short["masked, N = 4, random heads uniform"]
+    assert row.values == [45, 42.5, 40] and row.value == 42.5 and row.n == 40
+    assert (row.versus.won, row.versus.lost) == (0, 3)
+    assert row.versus.difference == pytest.approx(-7.5)
+    assert tables.values_text(row) == "42.5 (45.0, 42.5, 40.0)"
+    assert short["decore-entropy, N = 4"].versus[:2] == pytest.approx((50, 30))
+    assert short["decore-static, N = 4, α = 2"].versus.p == 2 / 2**8
 
 
-def test_texts_that_do_not_end_and_their_entropies_are_shown(frame):
-    texts, _ = table(frame, "Texts")
-    method = "DeCoRe entropy, N = 4"
-    assert texts["greedy", f"{COLUMN} % ended"] == "50.0 [35.0, 65.0]"
-    assert texts[method, f"{COLUMN} % ended"].startswith("**80.0**; +30.0")
-    assert texts[method, f"{COLUMN} entropy"] == "**0.14**; -0.01 [-0.02, -0.01]"
-    assert texts[method, f"{COLUMN} tokens"] == "2.0; +0.0 [+0.0, +0.0]"
-    # 32 answers of 7 letters and 8 of 6, in place of 20 and 20.
-    assert texts[method, f"{COLUMN} letters a word"].startswith("**6.8**; +0.3 [")
+def test_retrieval_heads_are_compared_with_the_random_heads_of_their_n(short):
+    labels = [label for label, row in short.items() if row.contrast]
+    heads = ("random heads uniform", "random heads published")
+    assert sorted(labels) == sorted(
+        f"masked, N = {n}: retrieval − {sampler}" for n in (1, 2, 4) for sampler in heads
+    )
+    row = short["masked, N = 4: retrieval − random heads uniform"]
+    # Retrieval heads have 4 items right; the draws 18, 17 and 16.
+    assert row.versus[:2] == pytest.approx((42.5, -32.5)) and row.versus.lost == 13
+    # Of the runs, 4 of 4 have 4 items right, 3 of 4 have 12, 2 of 4 and 1 of 4 have one each.
+    assert row.versus.p == pytest.approx(2 * 0.25**12 * 0.5 * 0.75)
+    assert row.shown and row.n == 40
+    names = list(short)
+    place = names.index(row.label)
+    assert names[place - 1] == "masked, N = 4, random heads uniform"
+
+
+def test_rows_of_measures_are_compared_with_the_same_random_heads(add, tmp_path):
+    add()
+    for measure in ("copy", "mass"):
+        file = {"file": "a.json", "sha256": 64 * "a"}
+        add("masked", 1, right=9, heads=["0-0"], head_file=file, measure=measure)
+    add("masked", 1, right=12, heads=["1-1"], random_heads="uniform")
+    rows = short_of(tmp_path)
+    for measure in ("", ", mass heads"):
+        label = f"masked, N = 1{measure}: retrieval − random heads uniform"
+        assert rows[label].versus.difference == pytest.approx(-7.5)
+
+
+def test_memorised_and_exact_answers_stand_beside_contained_ones(add, call, tmp_path):
+    for method, right in (("greedy", 30), ("cad", 38)):
+        path = add(method, task="nq-swap", model=LLAMA, right=right, alpha=None)
+        path.write_text(path.read_text().replace(" Alaria.", " Alaria, as is said.", 6))
+    [cells, cad] = table_cells(tmp_path)
+    names = ["answer contained", "exact match", "memory match"]
+    assert [cells[name] for name in names] == ["75.0", "60.0", "25.0"]
+    assert cells["paper"] == "60.62" and cad["difference"] == "**+20.0**"
+    _, out, _ = call(evaluate.main, "report", tmp_path)
+    assert "answer contained: the answer contains a reference. The paper calls this EM" in out
+    assert "gives the memorised answer to 10 of 40 items (25.0 %)" in out
+    assert "Of 8 items won, counted over all runs, 8 replace a memorised answer." in out
+
+
+def test_the_verdict_says_what_is_shown_and_how_many_items_five_points_need(add, call, tmp_path):
+    add(right=9)
+    add("masked", 1, right=0)
+    add("masked", 2, right=10)
+    add("masked", 3, right=8)
+    _, out, _ = call(evaluate.main, "report", tmp_path)
+    verdict = out.split("### Verdict\n\n")[1]
+    assert verdict.startswith("* **miniature, miniature.** Shown: masked, N = 1 (−22.5). ")
+    assert "Not shown: the other 2 of 3 differences." in verdict
+    assert "2 % of the items differ (median of the rows)" in verdict
+    assert f"needs about {statistics.items_needed(1 / 40)} items." in verdict
+
+
+def test_the_short_table_has_the_paper_metric_of_each_task():
+    assert printed.headline("memotrap", ["macro", "micro"]) == "micro"
+    assert printed.headline("xsum", ["rougeL"]) == "rougeL"  # without FactKB's model
+    assert printed.headline("xsum", ["rougeL", "factkb"]) == "factkb"
+
+
+def test_texts_that_do_not_end_or_are_empty_and_their_entropies_are_shown(add, tmp_path):
+    add()
+    path = add("decore-entropy", 4, right=32)
+    empty = '"entropies": [0.1], "stop": "eos", "prediction": ""'
+    text = re.sub(
+        r'"entropies": \[0.1, 0.1\], "stop": "eos", "prediction": "[^"]*"', empty, path.read_text()
+    )
+    path.write_text(text)
+    texts, notes = table(tmp_path, "Texts")
+    method = "decore-entropy, N = 4"
+    assert texts["greedy", "miniature % ended"] == "50.0 [35.0, 65.0]"
+    assert texts[method, "miniature % ended"].startswith("80.0; +30.0 [")
+    assert texts[method, "miniature % empty"].startswith(f"{100 * 5 / 40}; +12.5 [")
+    assert "% empty: texts that their first token ends" in notes
 
 
 @pytest.mark.parametrize(
@@ -227,10 +375,13 @@ def test_variants_are_labelled_and_compared_with_greedy_decoding_of_the_same_dat
     add("masked", 2, right=30, dtype="float32", demos=own, **run)
     add("masked", 2, dtype="float32", demos={"paper": True}, **run)
     add(task="nq-open", model=LLAMA, data=OTHER)
-    texts, notes = table(frame_of(tmp_path), "Faithfulness")
-    of_setup = {setup: text for (setup, _), text in texts.items() if text != "–"}
+    texts, notes = table(tmp_path, "Faithfulness")
+    of_setup = {}
+    for (setup, column), text in texts.items():
+        if column.endswith("answer contained") and text != "–":
+            of_setup[setup] = text
     demos = "demonstrations: file demos.jsonl ab12cd"
-    assert "; paper 60.62 (-35.6)" in of_setup[f"greedy, bfloat16, {demos}"]
+    assert "; paper 60.62 (−35.6)" in of_setup[f"greedy, bfloat16, {demos}"]
     assert of_setup[f"masked, N = 2, float32, {demos}"].startswith("**75.0**; +25.0 [")
     assert of_setup["masked, N = 2, float32, the paper's demonstrations"] == "50.0 [35.0, 65.0]"
     assert "; paper" in of_setup["greedy"]  # one variant of its task: no label
@@ -245,7 +396,8 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
     add()
     labels = []
     for number, (measure, name) in enumerate(itertools.product(("copy", "write"), "ab")):
-        labels.append(f"{measure} heads, heads of {name}.json {6 * name}")
+        words = "write heads, " if measure == "write" else ""
+        labels.append(f"{words}heads of {name}.json {6 * name}")
         run = {"head_file": {"file": f"{name}.json", "sha256": 64 * name}, "measure": measure}
         for n in (1, 2):
             add("masked", n, right=number, heads=["0-0"], **run)
@@ -254,17 +406,16 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
     add("masked", 1, head_file=None, heads=["1-1"])
     amateur = {"amateur": "small", "head_file": {"file": "small.json", "sha256": 64 * "c"}}
     add("decore-entropy-lite", 1, measure="copy", **amateur)
-    frame = frame_of(tmp_path)
-    texts, _ = table(frame, GROUP)
+    rows = short_of(tmp_path)
     expected = {"greedy", "masked, N = 1, heads as listed"}
-    expected.add("DeCoRe entropy-lite, N = 1, amateur small")  # other heads, but of another model
-    for n, label in itertools.product((1, 2), [*labels, "random heads"]):
+    expected.add("decore-entropy-lite, N = 1, amateur small")  # other heads, but of another model
+    for n, label in itertools.product((1, 2), [*labels, "random heads uniform"]):
         expected.add(f"masked, N = {n}, {label}")
-    assert {setup for setup, _ in texts} == expected
-    assert "4 draws" in texts["masked, N = 1, random heads", COLUMN]
-    [ax] = draw("heads", frame).axes
+    assert {label for label, row in rows.items() if not row.contrast} == expected
+    assert len(rows["masked, N = 1, random heads uniform"].values) == 4
+    [ax] = draw("heads", tmp_path).axes
     names = ax.get_legend_handles_labels()[1]
-    assert "masked, random heads" in names and f"masked, {labels[3]}" in names
+    assert "masked, random heads uniform" in names and f"masked, {labels[3]}" in names
 
 
 def test_macro_needs_all_of_memotraps_splits_and_missing_ones_are_noted(add, tmp_path):
@@ -274,8 +425,8 @@ def test_macro_needs_all_of_memotraps_splits_and_missing_ones_are_noted(add, tmp
         split = sorted(metrics.SPLITS)[number % 3]
         line |= {"scores_true": [number], "scores_false": [4], "split": split}
     write_lines(path, lines)
-    texts, notes = table(frame_of(tmp_path), "Faithfulness")
-    assert [column for _, column in texts] == ["MemoTrap micro"]
+    texts, notes = table(tmp_path, "Faithfulness")
+    assert [column for _, column in texts] == ["setup", "MemoTrap micro"]
     assert "1 of 1 runs: memotrap, without the splits proverb-translation." in notes
 
 
@@ -283,9 +434,9 @@ def test_the_papers_value_is_compared_with_the_metric_as_published(add, tmp_path
     path = add(task="popqa", model=LLAMA, items=4, right=2)
     # A demonstration counts in the published metric only: 1 of 3 is right, as published 2 of 4.
     path.write_text(path.read_text().replace('"index": 0,', '"index": 0, "demonstration": true,'))
-    texts, notes = table(frame_of(tmp_path), "Factuality")
+    texts, notes = table(tmp_path, "Factuality")
     assert texts["greedy", "PopQA answer contained"] == "33.3 [0.0, 100.0]; paper 26.64† (+23.4)"
-    assert "answer contained: the answer contains a reference. The paper calls this EM." in notes
+    assert "answer contained: the answer contains a reference. The paper calls this EM" in notes
 
 
 def test_judged_answers_have_columns_without_rejections(add, tmp_path):
@@ -296,8 +447,8 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
         verdicts.append({"judge": kind, "model": "t", "yes": 1, "key": key})
     write_lines(path.with_suffix(".judged.jsonl"), verdicts)
     compress(path)
-    texts, notes = table(frame_of(tmp_path), "Factuality")
-    text = texts["greedy", "TruthfulQA (Gen) %T∩¬Reject"]
+    texts, notes = table(tmp_path, "Factuality")
+    text = texts["greedy", "TruthfulQA (Gen) truth not rejected"]
     assert text.startswith("100.0 [") and "paper 65.5 (+34.5)" in text
     assert "1 of 1 runs: judged by t;" in notes
 
@@ -306,26 +457,25 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
 
 
 MISTRAL = {"model": "Mistral-7B-Instruct-v0.3"}
-DOLA = {"method": "dola-low", "dola_layers": "halves"}
-QWEN_DOLA = {"method": "dola-low", "model": "Qwen2-7B-Instruct"}
 
 
 @pytest.mark.parametrize(
     "header, text",
     [
-        ({"max_new_tokens": 50, "layout": "plain"}, "layout plain, max new tokens 50; "),
-        (MISTRAL | {"layout": "chat"}, "layout chat; "),
-        (MISTRAL | {"layout": "mistral", "template_args": {}}, "; "),
-        ({"method": "ad", "info_layer": 12}, "; info layer 12"),
-        (DOLA, "; dola layers halves"),
-        (DOLA | {"task": "memotrap"}, "; "),
-        (QWEN_DOLA, "; repetition penalty 1.0"),
-        (QWEN_DOLA | {"repetition_penalty": 1.05}, "; "),
+        (
+            {"max_new_tokens": 50, "layout": "plain"},
+            "layout plain, max new tokens 50; decore-entropy",
+        ),
+        (MISTRAL | {"layout": "chat"}, "layout chat; decore-entropy"),
+        (MISTRAL | {"layout": "mistral", "template_args": {}}, "; decore-entropy"),
+        ({"method": "ad", "info_layer": 12}, "; ad, α = 0.5, layer 12"),
+        ({"method": "dola-low", "dola_layers": "halves"}, "; dola-low, halves layers"),
+        ({"method": "cad", "alpha": 2, "relative_top": 0.1}, "; cad, α = 2, relative top 0.1"),
     ],
 )
-def test_settings_that_are_not_the_papers_are_named(header, text):
+def test_conditions_and_settings_are_named(header, text):
     run = described(**{"task": "popqa"} | header)
-    assert f"{run.conditions}; {run.setup.options}" == text
+    assert f"{run.conditions}; {run.row}" == text
 
 
 def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
@@ -338,11 +488,13 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, 
     add(model=f"mine/{ITI}")
     _, out, _ = call(evaluate.main, "report", tmp_path, "--commands")
     parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
-    setups = ["ITI", "masked, N = 2", "masked, N = 2, query mask"]
-    setups += [f"DeCoRe entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
+    setups = ["iti", "masked, N = 2", "masked, N = 2, query mask"]
+    setups += [f"decore-entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
     for setup in setups:
-        assert f"| {setup} " in parts[f"{GROUP}: miniature"], setup
-    assert "| masked, N = 2 | **75.0**; +50.0 [" in parts[f"{GROUP}: miniature, max new tokens 50"]
+        assert f"| {setup} " in parts["miniature: miniature"], setup
+    assert re.search(
+        r"\| masked, N = 2 .* \*\*\+50\.0", parts["miniature: miniature, max new tokens 50"]
+    )
     assert "* `python evaluate.py --a`: 0.jsonl\n" in parts["Commands"]
 
 
@@ -350,11 +502,21 @@ def test_csv_has_a_line_per_run_and_metric(add, call, tmp_path):
     add("masked", 2, right=30)
     add()
     _, out, _ = call(evaluate.main, "report", tmp_path, "--csv")
-    lines = pd.read_csv(io.StringIO(out)).set_index(["run", "metric"])
-    names = ["method", "num_heads", "seed", "n", "value", "low", "versus_difference", "versus_won"]
-    line = lines.loc[("0.jsonl", "exact_match"), names]
-    assert [*line] == ["masked", 2, 1234, 40, 75.0, 62.5, 25.0, 10]
-    assert lines["value"]["0.jsonl", "entropy"] < 0.2
+    lines = {(line["run"], line["metric"]): line for line in csv.DictReader(io.StringIO(out))}
+    line = lines["0.jsonl", "exact_match"]
+    expected = {
+        "method": "masked",
+        "num_heads": "2",
+        "seed": "1234",
+        "n": "40",
+        "value": "75.0",
+        "low": "60.0",
+        "versus_difference": "25.0",
+        "versus_won": "10.0",
+        "versus_p": str(2 / 2**10),
+    }
+    assert expected.items() <= line.items()
+    assert float(lines["0.jsonl", "entropy"]["value"]) < 0.2
 
 
 # Files and programs
@@ -377,7 +539,7 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
         ({"task": "chess"}, "unknown task 'chess'"),
         ({"method": 5.5}, "unknown method 5.5"),
         ({"version": -1}, "made with version -1"),
-        ({"seed": "x"}, "'seed' of its header is \"x\""),
+        ({"method": "cad", "alpha": "x"}, "'alpha' of its header is 'x'"),
         ({"data": [5]}, "'int' object"),
         ({"entropies": ["x"]}, "'entropies' should be a list of numbers"),
     ],
@@ -400,9 +562,9 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
     "without, arguments, status, words",
     [
         ("nothing", ["EMPTY"], 2, "EMPTY: no runs to report"),
-        ("matplotlib", ["RUNS"], 0, f"### {GROUP}"),
-        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install pandas matplotlib"),
-        ("pandas", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
+        ("matplotlib", ["RUNS"], 0, "### Verdict"),
+        ("matplotlib", ["RUNS", "--plots", "x"], 2, "pip install matplotlib"),
+        ("matplotlib", ["heads", "--help"], 0, "usage: evaluate.py report heads [-h]"),
     ],
 )
 def test_the_program_needs_a_library_only_where_it_uses_it(
@@ -424,15 +586,39 @@ def test_the_program_needs_a_library_only_where_it_uses_it(
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
-def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch, frame):
+def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
     status, out, _ = call(evaluate.main, "report", sweep, "--plots", tmp_path)
     assert status == 0 and len([*tmp_path.iterdir()]) == len(figures.FIGURES)
     for kind in figures.FIGURES:
-        assert f"/{kind}-miniature-other-tasks.png)" in out
-        foot = " ".join(draw(kind, frame).get_supxlabel().split())
-        assert "n: miniature 40" in foot and "commit: 01234567" in foot
-        assert ("seeds of random heads: 0, 1, 2" in foot) == (kind == "heads")
+        assert f"/{kind}.png)" in out
+        foot = " ".join(draw(kind, sweep).get_supxlabel().split())
+        assert "seeds of random heads: 0, 1, 2" in foot and "commit: 01234567" in foot
+
+
+def test_the_figure_of_differences_has_every_row_with_its_interval_in_the_possible_range(
+    add, tmp_path
+):
+    add(right=39)
+    add("masked", 1, right=0)
+    add("masked", 2, right=39)
+    for seed, right in enumerate((10, 30)):
+        add("masked", 1, random_heads="uniform", seed=seed, right=right)
+    rows = short_of(tmp_path)
+    [ax] = draw("differences", tmp_path).axes
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["masked, N = 1", "masked, N = 2"]
+    lines = [([*line.get_xdata()], line.get_ydata()[0]) for line in ax.lines[1:]]  # after that of 0
+    expected = []
+    labels = ["masked, N = 1", "masked, N = 1, random heads uniform"]
+    labels.append("masked, N = 1: retrieval − random heads uniform")
+    for label, y in zip(labels, (-0.25, 0, 0.25)):
+        versus = rows[label].versus
+        expected += [([*versus.interval], y), ([versus.difference], y)]
+        if not y:
+            expected.append((pytest.approx([-72.5, -22.5]), y))  # each draw
+    assert lines == [*expected, ([0], 0.75)]  # of N = 2 no item differs
+    assert ax.get_xlim()[0] == -100
 
 
 def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
@@ -441,36 +627,20 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
     for n in (10, 20):
         add("masked", n, right=18, **run)
         add("masked", n, random_heads="published", **run)
-    add("masked", 10, random_heads="uniform", **run)  # a control, though it has a single N
     add("masked", 10, mask="query", **run)  # a single N is not a line
-    [ax] = draw("heads", frame_of(tmp_path)).axes
+    [ax] = draw("heads", tmp_path).axes
     looks = {}
     for line in ax.lines:
-        looks[line.get_label()] = line.get_color(), line.get_marker(), line.get_linestyle()
-    expected = [
-        "greedy",
-        "masked",
-        "masked, random heads",
-        "masked, random heads as published",
-        "the paper: masked",
-        "the paper: masked-random",
-    ]
+        if not line.get_label().startswith("_"):
+            looks[line.get_label()] = line.get_color(), line.get_marker(), line.get_linestyle()
+    expected = ["masked", "masked, random heads published"]
     assert sorted(looks) == expected and len({*looks.values()}) == len(expected)
-    assert [label for label in expected if looks[label][2] == "--"] == expected[2:4]
-
-
-def test_decore_static_has_a_line_over_alpha_per_n(frame):
-    [ax] = draw("alpha", frame).axes
-    [line] = [line for line in ax.lines if line.get_label() == "DeCoRe static, N = 4"]
-    assert [*line.get_ydata()] == [50, 50, 70]
-    assert line.get_xdata() == pytest.approx([0, 0.5, 2], abs=0.05)  # beside the other lines
-    low, high = ax.collections[2].get_paths()[2].vertices[:, 1]
-    assert (low, high) == pytest.approx((60, 82.5))  # 50 and +20 [+10.0, +32.5]
+    assert [looks[label][2] for label in expected] == ["-", "--"]
 
 
 def test_runs_without_data_for_a_figure_have_none(add, tmp_path):
     add(right=40)
-    assert [kind for kind in figures.FIGURES if draw(kind, frame_of(tmp_path))] == []
+    assert [kind for kind in figures.FIGURES if draw(kind, tmp_path)] == []
 
 
 def test_retrieval_scores_by_rank_are_the_papers(call):

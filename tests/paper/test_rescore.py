@@ -52,6 +52,11 @@ def test_rows_of_another_program_are_scored(rescore, tmp_path):
     assert out == {"metrics": dict.fromkeys(names, 1.0), "n": 1}
 
 
+def test_an_empty_task_is_not_that_of_the_header(start, tmp_path):
+    status, _, err = start("rescore", "--task=", write_run(tmp_path, "a"))
+    assert status == 2 and "unknown task ''" in err
+
+
 ANSWER = {"prediction": "a", "references": ["a"]}
 MC = {"scores_true": [0], "scores_false": [-1], "best_position": -1}
 VERDICT = {"judge": "truth", "model": "t", "key": "k", "yes": 0.5}

@@ -1,0 +1,341 @@
+"""Runs → results: a metric of each setup on a task's items, and its difference to greedy decoding.
+
+Draws of random heads are one result. Rates are in per cent. Whatever a report prints can be
+computed again:
+
+    tables = results.short_tables(results.select(stored.collect("docs/results")))
+    rows = {row.label: row for row in tables["SmolLM2-135M-Instruct", "nq-swap"]}
+    rows["CAD, α = 0.5"].versus.difference"""
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from decoders.setup import METHODS, SETTINGS
+from paper import printed
+from paper.report import statistics
+from paper.report.stored import TEXTS
+from paper.tasks import metrics
+from runtime.files import short_hash
+
+NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens", "letters")  # not in per cent
+BESIDE = ("exact_match", "memory_match")  # values shown beside the metric of a short table
+
+
+class Difference(NamedTuple):
+    """A metric of runs minus that of other runs, on the items that all have."""
+
+    value: float  # of the others, a mean over them
+    difference: float
+    interval: tuple | None  # 95 %, paired, over the questions
+    won: float  # items with a higher value, a mean over the pairs of runs
+    lost: float
+    p: float | None  # None for texts and for rates over different items
+    n: int  # items
+
+
+@dataclass(frozen=True)
+class Result:
+    label: str
+    metric: str
+    runs: list  # one, or the draws of random heads
+    n: int  # items: those that are compared, if there is a difference
+    values: list  # of each run on these items; empty in a row that compares two setups
+    versus: Difference | None = None
+    others: list = ()  # the runs that `versus` compares with: greedy decoding, or random heads
+    beside: dict = field(default_factory=dict)  # metrics of BESIDE → their values
+    shown: bool = False  # whether p is below 0.05 after Holm's correction within the table
+
+    @property
+    def value(self):
+        return float(np.mean(self.values))
+
+    @property
+    def contrast(self):
+        """Whether the row compares retrieval heads with random heads."""
+        return not self.values
+
+
+# Tables
+
+
+def short_tables(runs):
+    """{(title, task): results} of the main metric of each task, of runs of `select`.
+
+    A row "retrieval − random heads" follows each setup with random heads of which a run with
+    retrieval heads is known."""
+    tables = {}
+    for (task, title), same in groupby(runs, lambda run: (run.task, run.title)):
+        same = list(same)
+        metric = printed.headline(task, known_metrics(same))
+        if metric is None:
+            continue
+        by_row = runs_by_row(same)
+        results = []
+        for row, draws in by_row.items():
+            results.append(result_of(draws, metric, greedy_of(draws[0], same)))
+            if row.setup.random_heads:
+                results += contrasts(row, by_row, metric)
+        tables[title, task] = correct(filter(None, results))
+    return tables
+
+
+def contrasts(random, by_row, metric):
+    """Yields a result for each row with retrieval heads that is otherwise equal to `random`."""
+    setup = replace(random.setup, random_heads=None)
+    for row, runs in by_row.items():
+        alike = replace(row, setup=replace(row.setup, measure=None), heads="")
+        if row != random and alike == replace(random, setup=setup):
+            if versus := compare(runs, by_row[random], metric):
+                label = f"{row}: retrieval − {random.setup.words()['random_heads']}"
+                yield Result(label, metric, runs, versus.n, [], versus, by_row[random])
+
+
+def correct(results):
+    """The results of one table, marked as shown by Holm's correction."""
+    results = list(results)
+    tested = {}
+    for number, result in enumerate(results):
+        if result.versus and result.versus.p is not None:
+            tested[number] = result.versus.p
+    for number, p in zip(tested, statistics.holm([*tested.values()])):
+        results[number] = replace(results[number], shown=p < 0.05)
+    return results
+
+
+def result_of(runs, metric, greedy=None):
+    """The result of a run or of the draws of random heads; None if they have no value of it."""
+    versus = greedy and compare(runs, [greedy], metric)
+    if versus:
+        sides = common_items([*runs, greedy])[1][:-1]
+    else:
+        sides = [run.values for run in runs]
+    means = [metrics.summary(values, [metric, *BESIDE]) for values in sides]
+    values = [of_run[metric] for of_run in means]
+    if None in values:
+        return None
+    scored = [sum(of_line.get(metric) is not None for of_line in values) for values in sides]
+    beside = {}
+    for name in BESIDE:
+        if name != metric and None not in [of_run[name] for of_run in means]:
+            beside[name] = scale_of(name) * float(np.mean([of_run[name] for of_run in means]))
+    values = [scale_of(metric) * value for value in values]
+    # A metric of whole runs, such as `macro`, has no values of single items.
+    n = versus.n if versus else min(scored) or len(sides[0])
+    return Result(str(runs[0].row), metric, runs, n, values, versus, [greedy], beside)
+
+
+def own_interval(run, metric):
+    """(low, high) of the run's value; None if it would have no width. If all items agree on a
+    rate, it is Wilson's for as many items as there are questions."""
+    means = statistics.averages([metrics.columns(run.values, metric)], run.questions)[:, 0]
+    ends = statistics.interval(means)
+    if ends is None and metric not in NOT_RATES and means[0] in (0, 1):
+        ends = statistics.wilson(means[0], len(set(run.questions)))
+    return ends and tuple(scale_of(metric) * end for end in ends)
+
+
+def known_metrics(runs):
+    return list(dict.fromkeys(name for run in runs for name in metrics.names(run.values)))
+
+
+def scale_of(metric):
+    return 1 if metric in NOT_RATES else 100
+
+
+def lines(runs):
+    """Yields a dict {column: value} for each run and metric, in the order of `select`."""
+    for (_, _), same in groupby(runs, lambda run: (run.task, run.title)):
+        same = list(same)
+        for run in same:
+            greedy = greedy_of(run, same)
+            for metric in metrics.names(run.values):
+                if result := result_of([run], metric, greedy):
+                    yield line_of(run, result)
+
+
+def line_of(run, result):
+    low, high = own_interval(run, result.metric) or (None, None)
+    line = {
+        "run": run.path.name,
+        "task": run.task,
+        "model": run.model,
+        "conditions": run.conditions,
+        "row": str(run.row),
+        "method": run.row.method,
+        **{name: run.header.get(name) for name in SETTINGS},
+        "n": len(run.lines),
+        "metric": result.metric,
+        "value": scale_of(result.metric) * metrics.summary(run.values)[result.metric],
+        "low": low,
+        "high": high,
+    }
+    versus = result.versus and result.versus._asdict() | {"n": result.n}
+    for name in ("difference", "low", "high", "won", "lost", "p", "n"):
+        line[f"versus_{name}"] = None
+    if versus:
+        versus["low"], versus["high"] = versus["interval"] or (None, None)
+        for name in ("difference", "low", "high", "won", "lost", "p", "n"):
+            line[f"versus_{name}"] = versus[name]
+    cell = printed.cell(run, result.metric)
+    return line | {"paper": cell and float(cell["value"]), "paper_at": cell and cell["at"]}
+
+
+# Comparisons on the same items
+
+
+def common_items(runs, half=None):
+    """(questions, values of each run) of the items that all runs have.
+
+    half: 0 or 1, for one half of the questions."""
+    sides = [run.items for run in runs]
+    common = [
+        key
+        for key, (question, _) in sides[0].items()
+        if all(key in side for side in sides) and half in (None, half_of(question))
+    ]
+    questions = [sides[0][key][0] for key in common]
+    return questions, [[side[key][1] for key in common] for side in sides]
+
+
+def compare(runs, others, metric, half=None):
+    """The Difference of runs to others; None without common items with values."""
+    questions, sides = common_items([*runs, *others], half)
+    if not questions:
+        return None
+    columns = [metrics.columns(values, metric) for values in sides]
+    means = statistics.averages(columns, questions)
+    k = len(runs)
+    other = means[:, k:].mean(1)
+    differences = means[:, :k].mean(1) - other
+    if np.isnan(differences[0]):
+        return None
+    scale = scale_of(metric)
+    ends = statistics.interval(differences)
+    # A mean over splits has no values of single items.
+    single = "micro" if metric.startswith("macro") else metric
+    values = np.array([[of_line.get(single) for of_line in side] for side in sides], dtype=float)
+    signs = np.sign(values[:k, None] - values[None, k:])  # NaN without a value
+    scored = ~np.isnan(values).all(0)
+    return Difference(
+        scale * float(other[0]),
+        scale * float(differences[0]),
+        ends and tuple(scale * end for end in ends),
+        float((signs > 0).sum(-1).mean()),
+        float((signs < 0).sum(-1).mean()),
+        None if metric in TEXTS else p_value(columns[:k], columns[k:]),
+        int(scored.sum()),
+    )
+
+
+def p_value(runs, others):
+    """p of one run against draws, or of draws against one run; None for means over splits, and for
+    rates over items that differ from run to run."""
+    one, more = (runs, others) if len(runs) == 1 else (others, runs)
+    columns = [*one, *more]
+    if any(len(pairs) > 1 for pairs in columns):
+        return None
+    sums, weights = np.array(columns)[:, 0].swapaxes(0, 1)  # [1 + K, n] each
+    if (weights != weights[0]).any():
+        return None
+    sums = sums[:, weights[0] > 0]
+    return statistics.p_value(sums[0], sums[1:])
+
+
+def half_of(question):
+    """0 or 1, by a hash of the question."""
+    return int(short_hash(question.encode()), 16) % 2
+
+
+def greedy_of(run, runs):
+    """The greedy run with the most items of this run, of the same data, demonstrations and
+    precision; None without one, and for greedy decoding itself."""
+    if run.row.method == "greedy":
+        return None
+    same = []
+    for other in runs:
+        of_inputs = all(other.inputs[name] == run.inputs[name] for name in ("data", "demos"))
+        if other.row.method == "greedy" and of_inputs and other.precision == run.precision:
+            if n := len(other.items.keys() & run.items.keys()):
+                same.append((n, other))
+    return max(same, key=lambda pair: pair[0], default=(0, None))[1]
+
+
+# Runs in the order of the tables
+
+
+def select(runs):
+    """The runs in the order of the tables, labelled. Of several runs of one setup, task and draw,
+    the one with the most examples is taken."""
+    runs = sorted(label_variants(runs), key=lambda run: (order(run), -len(run.lines)))
+    chosen = []
+    for _, (first, *others) in groupby(runs, order):
+        chosen.append(first)
+        for run in others:
+            print(
+                f"skipped: {run.path}: the same setup as {first.path}, which has as many examples "
+                "or more",
+                file=sys.stderr,
+            )
+    return chosen
+
+
+def runs_by_row(runs):
+    """Row → its runs of one task: one, or the draws of random heads."""
+    by_row = defaultdict(list)
+    for run in runs:
+        by_row[run.row].append(run)
+    return by_row
+
+
+def label_variants(runs):
+    """Yields the runs, labelled by heads that differ within a model (or its amateur), and by
+    precision and inputs that differ within a model and task."""
+    heads = differing([run.heads for run in runs], [(run.title, run.setup.amateur) for run in runs])
+    variants = differing(
+        [run.precision | run.inputs for run in runs], [(run.title, run.task) for run in runs]
+    )
+    for run, of_heads, variant in zip(runs, heads, variants):
+        yield replace(run, row=replace(run.row, heads=of_heads, variant=variant))
+
+
+def differing(facts, places):
+    """A text for each run: its facts that differ between runs of one place. None never differs."""
+    texts = defaultdict(set)
+    for of_run, place in zip(facts, places):
+        for name, text in of_run.items():
+            texts[place, name].add(text)
+    for of_run, place in zip(facts, places):
+        shown = [text for name, text in of_run.items() if len(texts[place, name] - {None}) > 1]
+        yield ", ".join(filter(None, shown))
+
+
+def order(run):
+    """Sort key: task, model, setup, draw."""
+    draw = (run.header.get("seed") or 0, run.header.get("heads") or [])
+    is_draw = bool(run.setup.random_heads)
+    task = list(printed.TASKS).index(run.task)
+    return task, run.title, order_of_row(run.row), draw if is_draw else ()
+
+
+def order_of_row(row):
+    """Sort key: the order of METHODS, options, N, α, retrieval heads before random ones."""
+    setup = row.setup
+    words = setup.words()
+    for name in ("num_heads", "alpha", "random_heads", "measure"):
+        words.pop(name, None)
+    return (
+        METHODS.index(setup.method),
+        row.is_iti,
+        tuple(words.values()),
+        row.variant,
+        setup.num_heads or 0,
+        -1e9 if setup.alpha is None else setup.alpha,
+        setup.random_heads or "",
+        setup.measure or "",
+        row.heads,
+    )
