@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from decoders.baselines import AD, DECODERS, DoLa, activations, find_decoder, plausible, threshold
+from decoders.baselines import AD, DoLa, activations, find_decoder, plausible, threshold
 from decoders.sweep import SharedRows
 from decore import DeCoRe, pad
 from runtime import checks
@@ -54,10 +54,11 @@ def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise
         model, prompts, answers, method, decoder, settings
     )
     top = 0
-    if method in DECODERS:
+    names = checks.argument_names(decoder)
+    if "relative_top" in names:
         top = threshold(method, settings.get("relative_top"))
         settings["relative_top"] = 0
-    else:
+    if "mask_prompt" in names:
         settings = dict(mask_prompt=True) | settings
     if decoder is DoLa:
         settings = dict(dola_layers="halves") | settings | dict(repetition_penalty=1)
