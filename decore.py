@@ -204,7 +204,7 @@ def generate(
     at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
     arguments, such as heads and alpha."""
     if decoder is DeCoRe:
-        checks.check_method(method, METHODS, checks.ELSEWHERE)
+        checks.check_name(method, "method", METHODS, checks.ELSEWHERE)
     prompts, in_form_of_ids = checks.unpack(ids, attention_mask, input_ids)
     prompts, settings, end_ids, limits = checks.check_generation(
         model, prompts, method, decoder, settings, max_new_tokens, eos_ids

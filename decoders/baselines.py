@@ -25,7 +25,7 @@ from decore import DeCoRe, Rule, Session, Step, entropy, pad
 from runtime.checks import (
     check_heads,
     check_masking,
-    check_method,
+    check_name,
     check_number,
     check_prompts,
     check_settings,
@@ -201,8 +201,7 @@ def exit_layers(model, half, dola_layers="capped"):
     "capped" is what the published generation does: of more than 40 layers only the lowest or
     uppermost 20, and with tied embeddings none below layer 2."""
     L = model.config.n_layers
-    if dola_layers not in ("capped", "halves"):
-        raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: capped, halves")
+    check_name(dola_layers, "dola_layers", ("capped", "halves"))
     capped = dola_layers == "capped"
     end, start = (20, L - 20) if capped and L > 40 else (L // 2, L // 2)
     if half == "high":
@@ -307,7 +306,7 @@ METHODS = (*decore.METHODS, *DECODERS)
 
 def find_decoder(method, settings):
     """The class that decodes by a method: with an amateur among the settings, DeCoRe is `Lite`."""
-    check_method(method, (*decore.METHODS, *DECODERS))
+    check_name(method, "method", (*decore.METHODS, *DECODERS))
     if method.startswith("decore") and settings.get("amateur") is not None:
         return Lite
     return DECODERS.get(method, DeCoRe)

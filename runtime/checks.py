@@ -168,9 +168,9 @@ def as_ints(ids, what, single=False):
     )
 
 
-def check_method(method, known, elsewhere=""):
-    if method not in known:
-        raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}{elsewhere}")
+def check_name(value, what, known, elsewhere=""):
+    if value not in known:
+        raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}{elsewhere}")
 
 
 def check_argument_names(method, decoder, settings):
@@ -198,8 +198,7 @@ def argument_names(decoder):
 
 
 def check_mask(mask):
-    if mask not in MASKS:
-        raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
+    check_name(mask, "mask", MASKS)
 
 
 def check_head_mask(head_mask, model):
