@@ -64,6 +64,7 @@ def decore(model, prompts, heads, n):
 # ---------------------------------------------------------- the same loop, with methods and options
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
+ALPHA_RULES = ("entropy", "gain")
 UNMASKED = ()  # the heads of a row that masks none
 
 
@@ -105,12 +106,21 @@ class Rule:
     """Eq. 7 and 8: scores of the next token from the log-probabilities of the rows of `rows_of`.
 
     A rule of your own is a subclass with another `alpha`; as a decoder, it is one of `DeCoRe`.
-    alpha: α of decore-static. alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V."""
+    alpha: α of decore-static. alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. alpha_rule: of
+    decore-entropy, "entropy" or "gain", α = H of the last row − H (see docs/differences.md)."""
 
     def __init__(
-        self, model, method="decore-entropy", alpha=0.5, alpha_cap=None, scale_alpha=False
+        self,
+        model,
+        method="decore-entropy",
+        alpha=0.5,
+        alpha_cap=None,
+        scale_alpha=False,
+        alpha_rule="entropy",
     ):
+        checks.check_name(alpha_rule, "alpha_rule", ALPHA_RULES)
         self.method = method
+        self.gains = alpha_rule == "gain"
         self.constant = alpha if method == "decore-static" else 0
         self.cap = alpha_cap
         self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
@@ -120,7 +130,7 @@ class Rule:
 
         h: H of base, [B, T]. base, other: log p of the first and the last row, [B, T, V]."""
         if self.method == "decore-entropy":
-            return h / self.unit  # Eq. 8
+            return (entropy(other) - h if self.gains else h) / self.unit  # Eq. 8
         return torch.full_like(h, self.constant)
 
     def contrasted(self, log_p):

@@ -9,6 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
 
+import decore
 from decoders import baselines
 from heads import MEASURES, choose_heads
 from runtime.checks import argument_names, check_number
@@ -88,6 +89,15 @@ OPTIONS = {
     "alpha_cap": Option(CONTRASTED, float, "the largest α", file="cap{}", words="cap {}"),
     "scale_alpha": Option(
         ENTROPY, bool, "α = H / ln V", default=False, file="scaled", words="scaled α"
+    ),
+    "alpha_rule": Option(
+        ENTROPY,
+        decore.ALPHA_RULES,
+        "entropy: α = H; gain: α = H of the masked model − H, which may be negative",
+        default="entropy",
+        file="{}",
+        words="{} rule",
+        listed=True,
     ),
     "mask": Option(
         MASKED_ROW,
@@ -176,6 +186,7 @@ class Setup:
     alpha: float | None = None
     alpha_cap: float | None = None
     scale_alpha: bool | None = None
+    alpha_rule: str | None = None
     mask: str | None = None
     mask_prompt: bool | None = None
     amateur: str | None = None  # its name

@@ -22,6 +22,7 @@ VALUES = {  # two that are not the default
     "alpha": (0.1234567, 0.1234568),
     "alpha_cap": (0.5, 0.1),
     "scale_alpha": (True,),
+    "alpha_rule": ("gain",),
     "mask": ("query",),
     "mask_prompt": (True,),
     "amateur": ("a/b", "a/c"),
