@@ -1,5 +1,6 @@
 """The command lines of evaluate.py: benchmarks, and the paper's rows."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import cli
@@ -86,6 +87,18 @@ def parse_paper(argv):
     if not args.plan:
         cli.refuse_unused(args, dict.fromkeys(["json", "timed"], "without --plan"))
     return args
+
+
+def for_rows(args, rows):
+    """The options with which the paper's rows of one checkpoint run."""
+    changes = {}
+    if rows[0].checkpoint:
+        changes["model"] = rows[0].checkpoint
+    elif args.dtype == "auto":
+        changes["dtype"] = "bfloat16"
+    if not any(row.setup.amateur for row in rows):
+        changes["amateur"] = None
+    return Namespace(**vars(args) | changes)
 
 
 def paper_parser():
