@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decoders import baselines
 from decoders.scoring import score
-from decore import METHODS, decore, generate, make_head_mask
+from decore import METHODS, DeCoRe, decore, generate, make_head_mask
 from model import Cache, Transformer
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
@@ -172,6 +172,17 @@ def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
     out = generate(llama, [PROMPTS[1], [5]], on_token=on_token, **how)
     assert calls == [list(zip(g.ids, g.entropies)) for g in out]
     assert out[0].stop == "stop" and out[0].ids == text.ids[: text.ids.index(text.ids[2]) + 1]
+
+
+def test_a_rule_of_ones_own_gives_alpha(llama):
+    class Twice(DeCoRe):
+        def alpha(self, h, base, other):
+            return 2 * h
+
+    how = dict(heads=HEADS, decoder=Twice, max_new_tokens=6, eos_ids=())
+    out = generate(llama, PROMPTS[1], **how)
+    assert out.alphas == [2 * h for h in out.entropies]
+    assert max(generate(llama, PROMPTS[1], alpha_cap=0.25, **how).alphas) == 0.25
 
 
 # ---------------------------------------------------------------------------------------- bad input
