@@ -420,8 +420,7 @@ def places(chat_model, data, tmp_path_factory):
             "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
             "without context 1 of its prompts end in another token (--layout plain)",
         ),
-        # Heads are looked up before weights are read.
-        ("--model {m}/damaged {nq_closed}", "no head scores are known"),
+        ("--model {m}/plain {nq_closed}", "no head scores are known"),
         ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
         ("paper --data {m} --plan", "the paper has no numbers of miniature"),
         (OF_PAPER + " --json", "--json has no effect without --plan"),
