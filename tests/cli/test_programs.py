@@ -44,6 +44,7 @@ def places(tmp_path_factory, chat_model):
     return dict(
         folder=folder,
         model=model,
+        loads=chat_model,
         base=f"{model} --heads {folder}/base/heads.json --prompt Hi",
         chat=f"--model {chat_model} --heads {chat_model}/heads.json --prompt Hi",
         amateur=f"{model} --prompt Hi --amateur-heads {folder}/base/heads.json --amateur",
@@ -56,8 +57,8 @@ MISTAKES = [
     ("--prompt Hi --model {folder}/strange", "model_type is"),
     ("{model} --prompt Hi --method greedy", "model.safetensors"),
     ("{amateur} {folder}/other", "different vocabular"),
-    ("{model} --prompt Hi --amateur {folder}/base", "give --amateur-heads FILE"),
-    ("{model} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
+    ("--model {loads} --prompt Hi --amateur {loads}", "give --amateur-heads FILE"),
+    ("--model {loads} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
     (
         "{base} --num-heads 99 --device cuda:99",
         "--device cuda:99 is not on this machine; choose from auto, ",
@@ -81,7 +82,7 @@ MISTAKES = [
     ("{base} --seed 0", "--seed has no effect without --random-heads"),
     ("{base} --random-heads published", "--heads has no effect with --random-heads published"),
     ("{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which"),
-    ("{base} --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number in [0, "),
+    ("{base} --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number"),
     ("{base} --stop ''", "--stop: an empty text"),
     ("{base} --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
     ("{base} --html {folder}/no/page.html", "no/page.html cannot be written"),
