@@ -33,11 +33,11 @@ def score(
     prompt_ids_without_context: for cad, in the form of prompt_ids. attention_mask: of the prompts.
     settings: those of `loglikelihoods`."""
     prompts, _ = checks.unpack(prompt_ids, attention_mask)
-    answers, as_given = checks.unpack_answers(answer_ids)
+    answers, in_form_of_answers = checks.unpack_answers(answer_ids)
     if prompt_ids_without_context is not None:
         settings["ids_without_context"] = prompt_ids_without_context
     sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
-    return as_given(sums)
+    return in_form_of_answers(sums)
 
 
 @torch.inference_mode()
