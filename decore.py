@@ -63,6 +63,7 @@ def decore(model, prompts, heads, n):
 # ---------------------------------------------------------- the same loop, with methods and options
 
 METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
+ALPHA_RULES = ("entropy", "gain")
 UNMASKED = ()  # the heads of a row that masks none
 
 
@@ -100,14 +101,59 @@ class Session:
         return self.model(tokens, self.cache, self.head_mask, self.mask)
 
 
-class DeCoRe:
+class Rule:
+    """Eq. 7 and 8: scores of the next token from the log-probabilities of the rows of `rows_of`.
+
+    A rule of your own is a subclass with another `alpha`; as a decoder, it is one of `DeCoRe`.
+    alpha: α of decore-static. alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. alpha_rule: of
+    decore-entropy, "entropy" or "gain", α = H of the last row − H (see docs/differences.md)."""
+
+    def __init__(
+        self,
+        model,
+        method="decore-entropy",
+        alpha=0.5,
+        alpha_cap=None,
+        scale_alpha=False,
+        alpha_rule="entropy",
+    ):
+        checks.check_name(alpha_rule, "alpha_rule", ALPHA_RULES)
+        self.method = method
+        self.gains = alpha_rule == "gain"
+        self.constant = alpha if method == "decore-static" else 0
+        self.cap = alpha_cap
+        self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
+
+    def alpha(self, h, base, other):
+        """α of each token before the cap, [B, T].
+
+        h: H of base, [B, T]. base, other: log p of the first and the last row, [B, T, V]."""
+        if self.method == "decore-entropy":
+            return (entropy(other) - h if self.gains else h) / self.unit  # Eq. 8
+        return torch.full_like(h, self.constant)
+
+    def contrasted(self, log_p):
+        """The `Step` of the rows' log-probabilities, [R, B, T, V]."""
+        base, other = log_p[0], log_p[-1]  # the same if R is 1
+        h = entropy(base)
+        alpha = self.alpha(h, base, other)
+        if self.cap is not None:
+            alpha = alpha.clamp(max=self.cap)
+        return Step(contrast(base, other, alpha), base, other, alpha, h)  # Eq. 7
+
+
+def rows_of(method, heads):
+    """The rows that a method reads: for each, the heads to mask."""
+    checks.check_masking(method, heads)
+    return {"greedy": [UNMASKED], "masked": [heads]}.get(method, [UNMASKED, heads])
+
+
+class DeCoRe(Rule):
     """Decodes by one of METHODS. Like every decoder, it has `sessions` and `step`.
 
-    prompts: without any it has no session, only `rows` and `contrasted` (for decoders/sweep.py).
-    capacity: as in `Session`. heads: (layer, head) pairs to mask. alpha: α of decore-static.
-    alpha_cap: α = min(α, cap). scale_alpha: α = H / ln V. mask: "output" (Eq. 4 and 5) or "query"
-    (the published runs). mask_prompt: mask at every position, not only from the last prompt token
-    on."""
+    capacity: as in `Session`. heads: (layer, head) pairs to mask. mask: "output" (Eq. 4 and 5) or
+    "query" (the published runs). mask_prompt: mask at every position, not only from the last prompt
+    token on. rule: the other arguments of `Rule`."""
 
     def __init__(
         self,
@@ -116,46 +162,24 @@ class DeCoRe:
         capacity,
         method="decore-entropy",
         heads=None,
-        alpha=0.5,
-        alpha_cap=None,
-        scale_alpha=False,
         mask="output",
         mask_prompt=False,
+        **rule,
     ):
-        checks.check_method(method, METHODS, checks.ELSEWHERE)
-        checks.check_masking(method, heads)
-        self.method = method
-        self.alpha = alpha
-        self.alpha_cap = alpha_cap
-        self.unit = math.log(model.config.vocab_size) if scale_alpha else 1
-        self.rows = {"greedy": [UNMASKED], "masked": [heads]}.get(method, [UNMASKED, heads])
+        super().__init__(model, method, **rule)
+        rows = rows_of(method, heads)
         # If prompts are masked, their keys differ from row to row.
-        passes = [[row] for row in self.rows] if mask_prompt else [self.rows]
+        passes = [[row] for row in rows] if mask_prompt else [rows]
         self.sessions = [
-            Session(model, prompts, capacity, rows, mask, mask_prompt) for rows in passes if prompts
+            Session(model, prompts, capacity, rows, mask, mask_prompt) for rows in passes
         ]
 
     def step(self, tokens):
         """Append tokens [B, T] to the texts → their `Step`.
 
         The first tokens are the prompts' last ones."""
-        return self.contrasted(self.logits(tokens).log_softmax(-1))
-
-    def contrasted(self, log_p):
-        """The `Step` of the rows' log-probabilities, [R, B, T, V]."""
-        base, other = log_p[0], log_p[-1]  # the same if R is 1
-        h = entropy(base)
-        if self.method == "decore-entropy":
-            alpha = h / self.unit  # Eq. 8
-        else:
-            alpha = torch.full_like(h, self.alpha if self.method == "decore-static" else 0)
-        if self.alpha_cap is not None:
-            alpha = alpha.clamp(max=self.alpha_cap)
-        return Step(contrast(base, other, alpha), base, other, alpha, h)  # Eq. 7
-
-    def logits(self, tokens):
-        """As `Session.logits`, of all sessions' rows."""
-        return torch.cat([session.logits(tokens) for session in self.sessions])
+        logits = torch.cat([session.logits(tokens) for session in self.sessions])
+        return self.contrasted(logits.log_softmax(-1))
 
 
 @dataclass
@@ -184,14 +208,16 @@ def generate(
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a
     list), as one batch.
 
-    eos_ids: ids that end a text; None: the checkpoint's own, (): none. min_new_tokens: before so
-    many tokens they score −∞. on_token(b, token, entropy) is called for each token and ends text b
-    by returning True. graph: record a step as a CUDA
-    graph, if the models can. decoder: `DeCoRe` or one of decoders/baselines.py. attention_mask: 0
-    at padding. input_ids: ids, as tokenizers of transformers call them. settings: the decoder's
-    arguments, such as heads and alpha."""
-    prompts, as_given = checks.unpack(ids, attention_mask, input_ids)
-    prompts, settings, eos_ids, limits = checks.check_generation(
+    eos_ids: ids that end a text; None: the checkpoint's own, (): none. min_new_tokens: end ids
+    score −∞ in so many first tokens. on_token(b, token, entropy) is called for each token and ends
+    text b by returning True. graph: record a step as a CUDA graph, if the models can. decoder:
+    `DeCoRe`, one of decoders/baselines.py, or a class of your own. attention_mask: 0 at padding.
+    input_ids: ids, as tokenizers of transformers call them. settings: the decoder's arguments, such
+    as heads and alpha."""
+    if decoder is DeCoRe:
+        checks.check_name(method, "method", METHODS, checks.ELSEWHERE)
+    prompts, in_form_of_ids = checks.unpack(ids, attention_mask, input_ids)
+    prompts, settings, end_ids, limits = checks.check_generation(
         model, prompts, method, decoder, settings, max_new_tokens, eos_ids, min_new_tokens
     )
     decoding = decoder(model, prompts, max(limits), method, **settings)
@@ -203,7 +229,7 @@ def generate(
         result = step(token)
         scores = result.scores
         if i < min_new_tokens:
-            is_end = torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*eos_ids]))
+            is_end = torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*end_ids]))
             scores = scores.masked_fill(is_end.to(scores.device), -math.inf)
         highest, token = scores.max(-1)  # greedy
         numbers = torch.stack([highest, result.alpha, result.entropy], -1)  # [B, 1, 3]
@@ -217,7 +243,7 @@ def generate(
             g.alphas.append(alpha)
             g.entropies.append(h)
             ended = on_token and on_token(b, token_id, h) is True
-            if token_id in eos_ids:
+            if token_id in end_ids:
                 g.stop = "eos"
             elif ended:
                 g.stop = "stop"
@@ -225,7 +251,7 @@ def generate(
                 g.stop = "length"
         if all(g.stop for g in out):
             break
-    return as_given(out)
+    return in_form_of_ids(out)
 
 
 def make_head_mask(rows, model):

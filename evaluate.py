@@ -15,7 +15,6 @@ share one model.
 In this file: from the command line to the runs. paper/options.py parses it, paper/plan.py finds the
 paper's rows, paper/benchmark.py decodes runs, paper/runfile.py writes their files."""
 
-import argparse
 import itertools
 import json
 import sys
@@ -79,19 +78,7 @@ def paper(argv):
             continue
         selected = [row for row in rows if row.checkpoint == checkpoint]
         wanted = [(row.task, row.setup, row.header(args.like)) for row in selected]
-        sweep(of_rows(args, selected), wanted, lenient=True)
-
-
-def of_rows(args, rows):
-    """The options with which the paper's rows of one checkpoint run."""
-    changes = {}
-    if rows[0].checkpoint:
-        changes["model"] = rows[0].checkpoint
-    elif args.dtype == "auto":
-        changes["dtype"] = "bfloat16"
-    if not any(row.setup.amateur for row in rows):
-        changes["amateur"] = None
-    return argparse.Namespace(**vars(args) | changes)
+        sweep(options.for_rows(args, selected), wanted, lenient=True)
 
 
 def sweep(args, wanted, lenient=False):

@@ -17,6 +17,7 @@ from cli.models import (
 )
 from cli.options import (
     MINIATURE,
+    add_decoder,
     add_method_arguments,
     add_model_arguments,
     check_options,

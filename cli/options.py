@@ -2,6 +2,7 @@
 methods their setups."""
 
 import argparse
+import importlib.util
 import itertools
 import json
 import math
@@ -12,7 +13,8 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from decoders.setup import LITE, MASKED_ROW, MASKING, OPTIONS, SETTINGS, Setup, no_effect, short
+from decoders import baselines
+from decoders.setup import LITE, METHODS, OPTIONS, SETTINGS, Setup, has, no_effect, short
 from heads import find_file, head_file, model_names, similar_models
 
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
@@ -178,6 +180,24 @@ def parsing(name, option, single):
     return dict(type=parse, metavar=metavar) | bare
 
 
+def add_decoder(text):
+    """Add the decoder that "FILE.py:CLASS" names to those of `baselines`, under the name of its
+    class in small letters."""
+    file, _, name = text.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"--decoder {text}: give FILE.py:CLASS, a file and a class in it")
+    spec = importlib.util.spec_from_file_location(f"decoder_{Path(file).stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for `inspect` and dataclasses
+    spec.loader.exec_module(module)
+    decoder = getattr(module, name, None)
+    if not isinstance(decoder, type):
+        raise ValueError(f"--decoder {text}: {file} has no class {name!r}")
+    if name.lower() in METHODS:
+        raise ValueError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
+    baselines.DECODERS[name.lower()] = decoder
+
+
 # ------------------------------------------------------------------------- from options to setups
 
 
@@ -215,28 +235,28 @@ def titles(setups):
 def fit(setup, args, model, amateur=None):
     """`Setup.fit` with the head scores that the command line names. model, amateur: or their
     `Checkpoint`."""
-    if setup.method in OPTIONS["amateur"].methods and amateur is None:
+    if has(setup.method, "amateur") and amateur is None:
         raise ValueError(
             f"{setup.method} needs --amateur M2, a smaller model of the same vocabulary"
         )
     source = source_of(setup, args)
-    if setup.method in LITE:
+    if has(setup.method, "amateur_heads"):
         check_known(amateur, source, "--amateur-heads", args.amateur, args)
-    elif setup.method in MASKING and not setup.random_heads:
+    elif has(setup.method, "heads") and not setup.random_heads:
         check_known(model, source, "--heads", args.model, args)
     return setup.fit(model, amateur, source)
 
 
 def source_of(setup, args):
     """The option that names the head scores of a setup."""
-    return getattr(args, "amateur_heads" if setup.method in LITE else "heads", None)
+    return getattr(args, "amateur_heads" if has(setup.method, "amateur_heads") else "heads", None)
 
 
 def used_head_file(setup, args, model):
     """The head file that ranks the heads of a setup; None without one.
 
     model: the one whose heads are masked."""
-    if setup.method not in MASKED_ROW or setup.random_heads == "published":
+    if not has(setup.method, "num_heads") or setup.random_heads == "published":
         return None
     name = source_of(setup, args)
     with suppress(FileNotFoundError):  # of random heads

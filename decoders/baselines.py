@@ -21,10 +21,11 @@ from numbers import Integral
 import torch
 
 import decore
-from decore import DeCoRe, Session, Step, entropy, pad
+from decore import DeCoRe, Rule, Session, Step, entropy, pad
 from runtime.checks import (
+    check_heads,
     check_masking,
-    check_method,
+    check_name,
     check_number,
     check_prompts,
     check_settings,
@@ -36,11 +37,11 @@ EXITS_AT_ONCE = 16  # positions whose early exits go through the head together
 LOGITS_AT_ONCE = 64  # positions whose activations do
 
 
-class Lite(DeCoRe):
+class Lite(Rule):
     """DeCoRe with a smaller model in place of the masked row (DeCoRe entropy-lite).
 
-    amateur: a model of the same vocabulary. amateur_heads: its heads to mask, [] for none. The
-    other arguments are those of `DeCoRe`."""
+    amateur: a model of the same vocabulary. amateur_heads: its heads to mask, [] for none. mask,
+    mask_prompt: as in `DeCoRe`. rule: the other arguments of `Rule`."""
 
     def __init__(
         self,
@@ -50,21 +51,20 @@ class Lite(DeCoRe):
         method="decore-entropy",
         amateur=None,
         amateur_heads=None,
-        alpha=0.5,
-        alpha_cap=None,
-        scale_alpha=False,
         mask="output",
         mask_prompt=False,
+        **rule,
     ):
         check_amateur(method, amateur, amateur_heads)
-        how = dict(alpha=alpha, alpha_cap=alpha_cap, scale_alpha=scale_alpha)
-        super().__init__(model, prompts, capacity, "greedy", **how)  # the base row
-        self.method = method
-        rows = [amateur_heads]
-        self.sessions.append(Session(amateur, prompts, capacity, rows, mask, mask_prompt))
+        super().__init__(model, method, **rule)
+        self.sessions = [
+            Session(model, prompts, capacity),
+            Session(amateur, prompts, capacity, [amateur_heads], mask, mask_prompt),
+        ]
 
-    def logits(self, tokens):
-        return logits_of_both(self.sessions, tokens)
+    def step(self, tokens):
+        """As `DeCoRe.step`."""
+        return self.contrasted(logits_of_both(self.sessions, tokens).log_softmax(-1))
 
 
 def logits_of_both(sessions, tokens):
@@ -201,8 +201,7 @@ def exit_layers(model, half, dola_layers="capped"):
     "capped" is what the published generation does: of more than 40 layers only the lowest or
     uppermost 20, and with tied embeddings none below layer 2."""
     L = model.config.n_layers
-    if dola_layers not in ("capped", "halves"):
-        raise ValueError(f"dola_layers {dola_layers!r} is unknown; known: capped, halves")
+    check_name(dola_layers, "dola_layers", ("capped", "halves"))
     capped = dola_layers == "capped"
     end, start = (20, L - 20) if capped and L > 40 else (L // 2, L // 2)
     if half == "high":
@@ -307,7 +306,7 @@ METHODS = (*decore.METHODS, *DECODERS)
 
 def find_decoder(method, settings):
     """The class that decodes by a method: with an amateur among the settings, DeCoRe is `Lite`."""
-    check_method(method, METHODS)
+    check_name(method, "method", (*decore.METHODS, *DECODERS))
     if method.startswith("decore") and settings.get("amateur") is not None:
         return Lite
     return DECODERS.get(method, DeCoRe)
@@ -317,7 +316,7 @@ def check(model, settings):
     """ValueError if the arguments of `generate` do not fit a model, or its facts: `name`, `config`.
 
     The prompts without context of cad are not needed yet."""
-    settings = check_settings(model, settings)
+    check_settings(model, settings)
     method = settings["method"]
     reads_layers = method == "ad" or method.startswith("dola")
     if reads_layers and not getattr(model, "has_exits", True):
@@ -326,12 +325,17 @@ def check(model, settings):
         check_layer(model, settings.get("info_layer", INFO_LAYER))
     elif reads_layers:
         exit_layers(model, method.removeprefix("dola-"), settings.get("dola_layers", "capped"))
-    elif method == "cd":
-        check_amateur(method, settings.get("amateur"))
-    elif settings.get("amateur") is not None:
-        check_amateur(method, settings["amateur"], settings.get("amateur_heads"))
-    elif method != "cad":
-        check_masking(method, settings.get("heads"))
+    amateur, heads = settings.get("amateur"), settings.get("heads")
+    if method == "cd":
+        check_amateur(method, amateur)
+    elif amateur is not None:
+        heads = settings.get("amateur_heads")
+        check_amateur(method, amateur, heads)
+        check_heads(heads, amateur)
+    elif heads is not None:
+        check_heads(heads, model)
+    elif method in decore.METHODS:
+        check_masking(method, heads)
 
 
 def check_amateur(method, amateur, amateur_heads=()):

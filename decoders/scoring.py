@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from decoders.baselines import AD, DECODERS, DoLa, activations, find_decoder, plausible, threshold
+from decoders.baselines import AD, DoLa, activations, find_decoder, plausible, threshold
 from decoders.sweep import SharedRows
 from decore import DeCoRe, pad
 from runtime import checks
@@ -33,11 +33,11 @@ def score(
     prompt_ids_without_context: for cad, in the form of prompt_ids. attention_mask: of the prompts.
     settings: those of `loglikelihoods`."""
     prompts, _ = checks.unpack(prompt_ids, attention_mask)
-    answers, as_given = checks.unpack_answers(answer_ids)
+    answers, in_form_of_answers = checks.unpack_answers(answer_ids)
     if prompt_ids_without_context is not None:
         settings["ids_without_context"] = prompt_ids_without_context
     sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
-    return as_given(sums)
+    return in_form_of_answers(sums)
 
 
 @torch.inference_mode()
@@ -54,10 +54,11 @@ def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise
         model, prompts, answers, method, decoder, settings
     )
     top = 0
-    if method in DECODERS:
+    names = checks.argument_names(decoder)
+    if "relative_top" in names:
         top = threshold(method, settings.get("relative_top"))
         settings["relative_top"] = 0
-    else:
+    if "mask_prompt" in names:
         settings = dict(mask_prompt=True) | settings
     if decoder is DoLa:
         settings = dict(dola_layers="halves") | settings | dict(repetition_penalty=1)

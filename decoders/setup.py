@@ -9,9 +9,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
 
+import decore
 from decoders import baselines
 from heads import MEASURES, choose_heads
-from runtime.checks import check_number
+from runtime.checks import argument_names, check_number
 from runtime.files import one_line
 
 MASKING = ("masked", "decore-static", "decore-entropy")  # mask heads of the model itself
@@ -20,7 +21,7 @@ MASKED_ROW = (*MASKING, *LITE)
 CONTRASTED = MASKED_ROW[1:]
 ENTROPY = ("decore-entropy", "decore-entropy-lite")
 DOLA = ("dola-low", "dola-high")
-METHODS = ("greedy", *MASKED_ROW, *baselines.DECODERS)  # in the order of tables
+METHODS = ("greedy", *MASKED_ROW, *baselines.DECODERS)  # of this project, in the order of tables
 
 
 class Option(NamedTuple):
@@ -88,6 +89,15 @@ OPTIONS = {
     "alpha_cap": Option(CONTRASTED, float, "the largest α", file="cap{}", words="cap {}"),
     "scale_alpha": Option(
         ENTROPY, bool, "α = H / ln V", default=False, file="scaled", words="scaled α"
+    ),
+    "alpha_rule": Option(
+        ENTROPY,
+        decore.ALPHA_RULES,
+        "entropy: α = H; gain: α = H of the masked model − H, which may be negative",
+        default="entropy",
+        file="{}",
+        words="{} rule",
+        listed=True,
     ),
     "mask": Option(
         MASKED_ROW,
@@ -176,6 +186,7 @@ class Setup:
     alpha: float | None = None
     alpha_cap: float | None = None
     scale_alpha: bool | None = None
+    alpha_rule: str | None = None
     mask: str | None = None
     mask_prompt: bool | None = None
     amateur: str | None = None  # its name
@@ -195,7 +206,8 @@ class Setup:
             reason = no_effect(name, [method], choice, values.get("random_heads"))
             if value is not None and reason:
                 raise ValueError(f"{name} has no effect {reason}")
-            if value is None and not reason:
+            # Other defaults of a decoder of one's own are those of its class.
+            if value is None and not reason and (method in METHODS or name in CHOOSING):
                 values[name] = OPTIONS[name].default
         return cls(method, choice, heads and tuple(heads), **values)
 
@@ -205,11 +217,11 @@ class Setup:
         model, amateur: or facts of them, as `cli.Checkpoint`. source: of the heads' scores, as the
         name in `choose_heads`; by default the name of the model whose heads are masked."""
         fitted = self
-        if self.method in OPTIONS["amateur"].methods:
+        if has(self.method, "amateur"):
             baselines.check_amateur(self.method, amateur)
             fitted = replace(fitted, amateur=amateur.name)
-        if self.method in MASKED_ROW:
-            masked = amateur if self.method in LITE else model
+        if has(self.method, "num_heads"):
+            masked = amateur if has(self.method, "amateur_heads") else model
             if self.num_heads is not None:
                 check_number(self.num_heads, "num_heads", 1, kind=Integral)
             how = self.num_heads, self.random_heads, self.seed, self.measure or "copy"
@@ -221,7 +233,7 @@ class Setup:
         """The arguments of `baselines.generate` or `score`. amateur: the model, if the setup has
         one."""
         values = {name: getattr(self, name) for name in SETTINGS if name not in CHOOSING}
-        values["amateur_heads" if self.method in LITE else "heads"] = self.heads
+        values["amateur_heads" if has(self.method, "amateur_heads") else "heads"] = self.heads
         values["amateur"] = amateur if self.amateur else None
         values = {name: value for name, value in values.items() if value is not None}
         return {"method": self.method.removesuffix("-lite")} | values
@@ -289,13 +301,24 @@ SETTINGS = tuple(field.name for field in fields(Setup)[3:])  # without method, c
 CHOOSING = ("num_heads", "measure", "random_heads", "seed")  # say how heads are chosen
 
 
+def has(method, name):
+    """Whether a method has a setting. A decoder of one's own has those that its class takes; if the
+    class is not here, as in a report, all that a header holds."""
+    if method in METHODS:
+        return method in OPTIONS[name].methods
+    if method not in baselines.DECODERS or name == "renormalise":
+        return True
+    argument = "heads" if name in CHOOSING else name
+    return argument in argument_names(baselines.DECODERS[method])
+
+
 def no_effect(name, methods, choice=None, random_heads=None):
     """Why a setting has no effect on the methods, to be read after "has no effect"; "" if it has
     one.
 
     choice: None for programs that both generate and score."""
     option = OPTIONS[name]
-    if not set(option.methods) & set(methods):
+    if not any(has(method, name) for method in methods):
         return f"on {', '.join(methods)}; it is an option of {', '.join(short(option.methods))}"
     if None not in (choice, option.choice) and choice != option.choice:
         return f"on {'multiple choice' if choice else 'generated texts'}"

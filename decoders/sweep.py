@@ -5,13 +5,11 @@ the runs are DeCoRe's own, their passes. So a sweep over N and α costs little m
 """
 
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch
 
 import decore
-from decore import DeCoRe, Session, Step
+from decore import Rule, Session, Step, rows_of
 from model import Transformer
 
 
@@ -27,6 +25,11 @@ def side_by_side(runs, task, model):
     return groups.values()
 
 
+def rows_and_rule(model, method, heads=None, mask="output", mask_prompt=False, **rule):
+    """The rows of a run of DeCoRe and its `Rule`, from the arguments of `DeCoRe`."""
+    return rows_of(method, heads), Rule(model, method, **rule)
+
+
 class Sweep:
     """Runs of DeCoRe side by side: their rows are rows of one pass, which reads the keys of a
     prompt once for all of them.
@@ -35,9 +38,9 @@ class Sweep:
     no prompts, and have one `mask`."""
 
     def __init__(self, model, prompts, capacity, method, runs):
-        self.decoders = [DeCoRe(model, (), capacity, **run) for run in runs]
-        self.counts = [len(decoder.rows) for decoder in self.decoders]
-        rows = sum([decoder.rows for decoder in self.decoders], [])
+        rows_of_runs, self.rules = zip(*[rows_and_rule(model, **run) for run in runs])
+        self.counts = [len(rows) for rows in rows_of_runs]
+        rows = sum(rows_of_runs, [])
         mask = runs[0].get("mask", "output")
         self.sessions = [Session(model, prompts[: len(prompts) // len(runs)], capacity, rows, mask)]
         self.run_of_row = torch.arange(len(runs)).repeat_interleave(torch.tensor(self.counts))
@@ -48,8 +51,8 @@ class Sweep:
         ids = tokens.unflatten(0, (len(self.counts), -1))  # [K, B, T]
         logits = self.sessions[0].logits(ids[self.run_of_row])  # [R, B, T, V]
         steps = [
-            decoder.contrasted(z.log_softmax(-1))
-            for decoder, z in zip(self.decoders, logits.split(self.counts))
+            rule.contrasted(z.log_softmax(-1))
+            for rule, z in zip(self.rules, logits.split(self.counts))
         ]
         return Step(*map(torch.cat, zip(*steps)))
 
@@ -61,10 +64,10 @@ class SharedRows:
     runs: as for `Sweep`. Heads are masked at every position."""
 
     def __init__(self, model, prompts, capacity, runs):
-        self.decoders = [DeCoRe(model, (), capacity, **run) for run in runs]
-        rows = dict.fromkeys(tuple(row) for decoder in self.decoders for row in decoder.rows)
+        rows_of_runs, self.rules = zip(*[rows_and_rule(model, **run) for run in runs])
+        rows = dict.fromkeys(tuple(row) for of_run in rows_of_runs for row in of_run)
         numbers = {row: i for i, row in enumerate(rows)}
-        self.rows = [[numbers[tuple(row)] for row in decoder.rows] for decoder in self.decoders]
+        self.rows = [[numbers[tuple(row)] for row in of_run] for of_run in rows_of_runs]
         mask = runs[0].get("mask", "output")
         self.sessions = [
             Session(model, prompts, capacity, [row], mask, mask_prompt=True) for row in rows
@@ -73,33 +76,31 @@ class SharedRows:
     def steps(self, tokens):
         """The `Step` of each run, for tokens [A, T]."""
         log_p = [session.logits(tokens)[0].log_softmax(-1) for session in self.sessions]
-        for decoder, rows in zip(self.decoders, self.rows):
-            yield decoder.contrasted(torch.stack([log_p[row] for row in rows]))
+        for rule, rows in zip(self.rules, self.rows):
+            yield rule.contrasted(torch.stack([log_p[row] for row in rows]))
 
 
-@contextmanager
-def prompts_read_once(models):
-    """Inside, a model that reads prompts again, with no head masked, copies their keys and
-    values."""
-    with ExitStack() as stack:
-        for model in dict.fromkeys(models):
-            memory = remembering(model.prefill)
-            stack.enter_context(patch.object(model, "prefill", memory))
-        yield
+class PromptsReadOnce:
+    """A model that copies the keys and values of prompts that it has read, with no head masked."""
 
+    def __init__(self, model):
+        self.model = model
+        self.known = []  # (ids, their cache)
 
-def remembering(prefill):
-    known = []  # (ids, their cache)
+    def __getattr__(self, name):
+        return getattr(self.model, name)
 
-    def prefill_once(ids, cache, head_mask=None, mask="output"):
+    def __call__(self, *args, **options):
+        return self.model(*args, **options)
+
+    def prefill(self, ids, cache, head_mask=None, mask="output"):
         if head_mask is not None:
-            return prefill(ids, cache, head_mask, mask)
-        for read, other in known:
+            self.model.prefill(ids, cache, head_mask, mask)
+            return
+        for read, other in self.known:
             if torch.equal(read, ids) and torch.equal(other.lengths, cache.lengths):
                 if not cache.copy_prompts(other):
-                    prefill(ids, cache)
+                    self.model.prefill(ids, cache)
                 return
-        prefill(ids, cache)
-        known.append((ids, cache))
-
-    return prefill_once
+        self.model.prefill(ids, cache)
+        self.known.append((ids, cache))

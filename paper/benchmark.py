@@ -14,7 +14,7 @@ from tqdm import tqdm
 import cli
 import decore
 from decoders import baselines, scoring
-from decoders.sweep import Sweep, prompts_read_once, side_by_side
+from decoders.sweep import PromptsReadOnce, Sweep, side_by_side
 from paper import runfile
 from paper.tasks import Task, data, prompts
 from runtime import files
@@ -91,13 +91,14 @@ def run_benchmark(runs, model, tokenizer, ranks):
     bench = runs[0].bench
     questions = bench.questions
 
-    def lines_of(group, batch):
-        """[(run's path, line)] of the runs that lack items of the batch."""
+    def lines_of(group, batch, readers):
+        """[(run's path, line)] of the runs that lack items of the batch. readers: model → what
+        reads for it."""
         group = [run for run in group if any(e.index not in done[run.path] for e in batch)]
         if not group:
             return []
         start = time.perf_counter()
-        lists = answers_of(bench, batch, group, model, tokenizer)
+        lists = answers_of(bench, batch, group, model, readers, tokenizer)
         seconds = (time.perf_counter() - start) / (len(batch) * len(group))
         return [
             (run.path, questions[e.index] | line | {"seconds": round(seconds, 6)})
@@ -120,15 +121,15 @@ def run_benchmark(runs, model, tokenizer, ranks):
         bar = stack.enter_context(tqdm(desc=name, unit="ex", **counts))
         models = [model, *(run.settings["amateur"] for run in runs if "amateur" in run.settings)]
         for first in range(0, len(batches), ranks.replicas):
-            with prompts_read_once(models if len(runs) > 1 else ()):
-                for group in side_by_side(runs, bench.task, model):
-                    work = partial(lines_of, group, batches[first + ranks.replica])
-                    answered = ranks.gather(work)
-                    for run in group:
-                        lines = [line for path, line in answered if path == run.path]
-                        if lines and ranks.rank == 0:
-                            files.append(run.path, lines)
-                    bar.update(len(answered))
+            readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
+            for group in side_by_side(runs, bench.task, model):
+                work = partial(lines_of, group, batches[first + ranks.replica], readers)
+                answered = ranks.gather(work)
+                for run in group:
+                    lines = [line for path, line in answered if path == run.path]
+                    if lines and ranks.rank == 0:
+                        files.append(run.path, lines)
+                bar.update(len(answered))
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
 
@@ -158,19 +159,19 @@ def question_of(item, encoded):
     return json.loads(json.dumps(fields))
 
 
-def answers_of(bench, batch, runs, model, tokenizer):
+def answers_of(bench, batch, runs, model, readers, tokenizer):
     """For each run its answers to the items of a batch, as fields of their lines: a text with its
     ids, alphas and entropies; or the scores of the candidates, true ones first."""
     prompts = [e.prompt for e in batch]
+    all_settings = [settings_for(run, batch, readers) for run in runs]
     if bench.task.choice:
-        return scores(bench, batch, prompts, runs, model)
-    settings = with_context_free_prompts(runs[0].settings, batch)
+        return scores(bench, batch, prompts, all_settings, readers[model])
     how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
     if len(runs) == 1:
-        out = baselines.generate(model, prompts, **how, **settings)
+        out = baselines.generate(readers[model], prompts, **how, **all_settings[0])
     else:
-        all_settings = [run.settings for run in runs]
-        out = decore.generate(model, prompts * len(runs), decoder=Sweep, runs=all_settings, **how)
+        how |= dict(decoder=Sweep, runs=all_settings)
+        out = decore.generate(readers[model], prompts * len(runs), **how)
     lines = [
         {
             "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
@@ -184,18 +185,21 @@ def answers_of(bench, batch, runs, model, tokenizer):
     return [lines[first : first + len(batch)] for first in range(0, len(lines), len(batch))]
 
 
-def with_context_free_prompts(settings, batch):
-    """The settings of a run; those of cad with the batch's prompts without context."""
-    if settings["method"] != "cad":
-        return settings
-    return settings | {"ids_without_context": [e.without_context for e in batch]}
+def settings_for(run, batch, readers):
+    """The settings of a run, with the reader of its amateur; those of cad with the batch's prompts
+    without context."""
+    settings = dict(run.settings)
+    if "amateur" in settings:
+        settings["amateur"] = readers[settings["amateur"]]
+    if settings["method"] == "cad":
+        settings["ids_without_context"] = [e.without_context for e in batch]
+    return settings
 
 
-def scores(bench, batch, prompts, runs, model):
+def scores(bench, batch, prompts, all_settings, model):
     """The fields of each line of a multiple choice, for each run."""
     answers = [e.answers for e in batch]
-    all_settings = [with_context_free_prompts(run.settings, batch) for run in runs]
-    if len(runs) == 1:
+    if len(all_settings) == 1:
         sums, _ = scoring.loglikelihoods(model, prompts, answers, **all_settings[0])
         results = [sums]
     else:

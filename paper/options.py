@@ -1,16 +1,29 @@
 """The command lines of evaluate.py: benchmarks, and the paper's rows."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import cli
+import decore
 from decoders import baselines
 from decoders.setup import OPTIONS
 from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
 
+DECODER = dict(
+    action="append",
+    default=[],
+    metavar="FILE.py:CLASS",
+    help="a decoder of your own, see CONTRIBUTING.md; --method takes its name in small letters",
+)
+
 
 def parse(argv):
     """The options of a sweep. ValueError for those without effect."""
+    first = cli.parser(None, add_help=False)
+    first.add_argument("--decoder", **DECODER)
+    for decoder in first.parse_known_args(argv)[0].decoder:
+        cli.add_decoder(decoder)  # a name for --method
     args = make_parser().parse_args(argv)
     tasks = find_tasks(args.task).values()
     methods = cli.full_names(args.method, args.amateur)
@@ -46,7 +59,9 @@ def make_parser():
         "runs again, report DIR makes tables of a folder's runs.",
     )
     add_run_arguments(p, required="--task")
-    cli.add_method_arguments(p, baselines.METHODS, exclude=["without_context"])
+    methods = [*decore.METHODS, *baselines.DECODERS]
+    cli.add_method_arguments(p, methods, exclude=["without_context"])
+    p.add_argument("--decoder", **DECODER)
     p.add_argument(
         "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"
     )
@@ -72,6 +87,18 @@ def parse_paper(argv):
     if not args.plan:
         cli.refuse_unused(args, dict.fromkeys(["json", "timed"], "without --plan"))
     return args
+
+
+def for_rows(args, rows):
+    """The options with which the paper's rows of one checkpoint run."""
+    changes = {}
+    if rows[0].checkpoint:
+        changes["model"] = rows[0].checkpoint
+    elif args.dtype == "auto":
+        changes["dtype"] = "bfloat16"
+    if not any(row.setup.amateur for row in rows):
+        changes["amateur"] = None
+    return Namespace(**vars(args) | changes)
 
 
 def paper_parser():

@@ -4,26 +4,29 @@ The header says what determines the lines, and names the file. Lines are appende
 and sorted into the order of the data after the last batch. A run that was killed continues where
 it stopped, and a complete one may grow (--limit, --sample). Another header is refused, by the names
 of its fields. Another device, batch size or version of torch changes a last digit at most: it is
-accepted, and header["continued"] names it."""
+accepted. header["continued"] names them, commit and date, each time with the items from then on."""
 
 import datetime
+import inspect
 import json
 import platform
 import shlex
 import sys
+from collections import ChainMap
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from decoders.setup import Setup
+from decoders import baselines
+from decoders.setup import METHODS, Setup
 from paper.tasks import data
 from paper.tasks.items import field, located
 from runtime.files import commit, json_lines, write
 
-SURROUNDINGS = ("device", "batch_size", "tp", "versions")
+SURROUNDINGS = ("device", "batch_size", "tp", "versions", "product")
 GROWING = ("n", "limit", "sample", "command")
-FACTS = (*GROWING, "commit", "date", "paper", "product", "head_file", "measure", "continued")
+FACTS = (*GROWING, "commit", "date", "paper", "head_file", "measure", "continued")
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
@@ -34,6 +37,10 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
     the heads, or None. more: further fields."""
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
+    own = {}
+    if setup.method not in METHODS:
+        decoder = inspect.getfile(baselines.DECODERS[setup.method])
+        own["decoder"] = data.file_record(Path(decoder))
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
     return {
         **setup.header(),
@@ -66,6 +73,7 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "batch_size": args.batch_size,
         "max_new_tokens": bench.max_new_tokens,
         "product": model.product,
+        **own,
         **more,
     }
 
@@ -139,12 +147,17 @@ def continued(path, header, items):
                 f"{line['place']}: item {line['index']} {problem}; "
                 "choose another --out or remove the file"
             )
-    changes = {name: header[name] for name in SURROUNDINGS if header[name] != stored.get(name)}
     grown = GROWING if header["n"] > stored["n"] else ()
-    header = stored | {name: header[name] for name in grown}
-    if changes and len(lines) < len(items):
-        header["continued"] = [*stored.get("continued", []), changes]
-    return header, lines
+    kept = stored | {name: header[name] for name in grown}
+    missing = items.keys() - {line["index"] for line in lines}
+    parts = stored.get("continued", [])
+    latest = dict(ChainMap(*reversed(parts), stored))  # of the lines that were written last
+    changes = {n: header[n] for n in SURROUNDINGS if header[n] != latest.get(n)}
+    origin = {n: header[n] for n in ("commit", "date")}
+    if missing and (changes or latest | origin != latest):
+        part = {"items": [min(missing), max(missing)]} | origin | changes
+        kept["continued"] = [*parts, part]
+    return kept, lines
 
 
 def is_answer(line, choice):
@@ -190,10 +203,12 @@ def beside(path, suffix):
 
 def remarks(header):
     """Sentences about a run that a reader of its numbers should know."""
-    return [
-        "continued with another " + ", ".join(f"{name} ({brief(part[name])})" for name in part)
-        for part in header.get("continued", [])
-    ]
+    sentences = []
+    for part in header.get("continued", []):
+        changes = [f"{name} ({brief(part[name])})" for name in SURROUNDINGS if name in part]
+        if changes:
+            sentences.append(f"continued with another {', '.join(changes)}")
+    return sentences
 
 
 def brief(value):

@@ -11,6 +11,7 @@ from runtime.files import one_line
 
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
 ELSEWHERE = "; an amateur and other methods: decoders.baselines.generate"
+GIVEN = ("self", "model", "prompts", "capacity", "method")  # arguments of decoders, not settings
 HUGE = 10**9  # far above any α, and still safe to multiply with
 NUMBERS = {  # settings of decoders → the least and the greatest value
     "alpha": (-HUGE, HUGE),
@@ -28,11 +29,12 @@ LONGER = (
 def check_generation(
     model, prompts, method, decoder, settings, max_new_tokens, eos_ids, min_new_tokens=0
 ):
-    """The arguments of `generate` → prompts as lists of ints, `settings` with heads as pairs, end
-    ids as a set, and the maximum number of new tokens of each text."""
+    """The arguments of `generate` → prompts as lists of ints, `settings` without None, end ids as a
+    set, and the maximum number of new tokens of each text."""
     check_model(model)
     prompts = check_prompts(model, prompts)
-    settings = check_settings(model, check_argument_names(method, decoder, settings))
+    settings = check_argument_names(method, decoder, settings)
+    check_settings(model, settings)
     amateur = settings.get("amateur") or model
     check_prompts(amateur, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
@@ -45,8 +47,8 @@ def check_generation(
 
 
 def check_scoring(model, prompts, answers, method, decoder, settings):
-    """The arguments of `loglikelihoods` → prompts, the answers of each, and `settings` with heads
-    as pairs."""
+    """The arguments of `loglikelihoods` → prompts, the answers of each, and `settings` without
+    None."""
     check_model(model)
     prompts = check_prompts(model, prompts)
     if len(answers) != len(prompts):
@@ -54,7 +56,8 @@ def check_scoring(model, prompts, answers, method, decoder, settings):
             f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
     answers = [check_prompts(model, one, "answer") for one in answers]
-    settings = check_settings(model, check_argument_names(method, decoder, settings))
+    settings = check_argument_names(method, decoder, settings)
+    check_settings(model, settings)
     for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
             raise ValueError(
@@ -168,14 +171,14 @@ def as_ints(ids, what, single=False):
     )
 
 
-def check_method(method, known, elsewhere=""):
-    if method not in known:
-        raise ValueError(f"method {method!r} is unknown; known: {', '.join(known)}{elsewhere}")
+def check_name(value, what, known, elsewhere=""):
+    if value not in known:
+        raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}{elsewhere}")
 
 
 def check_argument_names(method, decoder, settings):
     """`settings` without those that are None. ValueError for one that the decoder does not take."""
-    _, _, _, _, *known = inspect.signature(decoder).parameters  # model, prompts, capacity, method
+    known = argument_names(decoder)
     settings = {name: value for name, value in settings.items() if value is not None}
     for name in settings:
         if name not in known:
@@ -184,9 +187,21 @@ def check_argument_names(method, decoder, settings):
     return settings
 
 
+def argument_names(decoder):
+    """The names of a decoder's settings: arguments of its class, and of the base classes to which
+    it passes **others on."""
+    names = {}
+    for cls in decoder.__mro__:
+        if "__init__" in vars(cls):
+            parameters = inspect.signature(cls.__init__).parameters.values()
+            names |= {p.name: None for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD}
+            if all(p.kind != p.VAR_KEYWORD for p in parameters):
+                break
+    return [name for name in names if name not in GIVEN]
+
+
 def check_mask(mask):
-    if mask not in MASKS:
-        raise ValueError(f"mask {mask!r} is unknown; known: {', '.join(MASKS)}")
+    check_name(mask, "mask", MASKS)
 
 
 def check_head_mask(head_mask, model):
@@ -205,9 +220,7 @@ def check_masking(method, heads):
 
 
 def check_settings(model, settings):
-    """`settings` with heads as pairs.
-
-    ValueError for numbers out of range and an amateur of another vocabulary."""
+    """ValueError for values out of range and an amateur of another vocabulary."""
     for name, (low, high) in NUMBERS.items():
         if settings.get(name) is not None:
             check_number(settings[name], name, low, high)
@@ -220,8 +233,6 @@ def check_settings(model, settings):
                 f"{model.name} has {V} tokens and {amateur.name} {of_amateur}; "
                 "contrasting needs one vocabulary"
             )
-    heads = settings.get("heads")
-    return settings if heads is None else settings | {"heads": check_heads(heads, model)}
 
 
 def check_heads(heads, model):

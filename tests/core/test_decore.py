@@ -13,7 +13,7 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 from decoders import baselines
 from decoders.scoring import score
-from decore import METHODS, decore, generate, make_head_mask
+from decore import METHODS, DeCoRe, decore, generate, make_head_mask
 from hf import HFModel
 from model import Cache, Transformer
 from runtime.checks import MASKS
@@ -206,6 +206,17 @@ def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
     assert out[0].stop == "stop" and out[0].ids == text.ids[: text.ids.index(text.ids[2]) + 1]
 
 
+def test_a_rule_of_ones_own_gives_alpha(llama):
+    class Twice(DeCoRe):
+        def alpha(self, h, base, other):
+            return 2 * h
+
+    how = dict(heads=HEADS, decoder=Twice, max_new_tokens=6, eos_ids=())
+    out = generate(llama, PROMPTS[1], **how)
+    assert out.alphas == [2 * h for h in out.entropies]
+    assert max(generate(llama, PROMPTS[1], alpha_cap=0.25, **how).alphas) == 0.25
+
+
 # ---------------------------------------------------------------------------------------- bad input
 
 
@@ -240,23 +251,24 @@ REFUSED = {
     "ids and input_ids are .* give one of them": dict(input_ids=[6]),
     "method 'beam' is unknown; known: greedy, masked": dict(method="beam"),
     "decore-entropy needs heads": dict(method="decore-entropy"),
-    r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(heads=[(3, 0)], method="greedy"),
+    r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(heads=[(3, 0)], method="masked"),
     "head 1-0 is listed twice": dict(heads=[(1, 0), (1, 0)]),
     "'1'. are not a list": dict(heads=["1-0", "1"]),
     "'00-3'. are not a list": dict(heads=["00-3"]),
     "are not a list": dict(heads=[(1.5, 0)]),
     "mask 'keys' is unknown": dict(mask="keys"),
+    "alpha_rule 'gian' is unknown; known: entropy, gain": dict(alpha_rule="gian"),
     "alpha nan is not a finite": dict(alpha=math.nan),
     "alpha_cap -1 is not .* at least 0": dict(alpha_cap=-1),
     "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
     "eos_ids is '2'": dict(eos_ids="2"),
     "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
     "one vocabulary": AMATEUR | dict(amateur=stand_in(64)),
-    "takes no heads, but amateur, .* mask_prompt$": AMATEUR | dict(heads=HEADS),
+    "takes no heads, but amateur, .* alpha_rule$": AMATEUR | dict(heads=HEADS),
     "needs amateur_heads": AMATEUR | dict(amateur_heads=None),
     "takes no amateur, .*: decoders.baselines.generate": AMATEUR | dict(function=generate),
     "'cad' is unknown; .*: decoders.baselines.generate": dict(method="cad", function=generate),
-    "takes no n, but heads, alpha, ": dict(n=4),
+    "takes no n, but heads, mask, ": dict(n=4),
     "13 tokens; short reads 12": AMATEUR | dict(ids=[5] * 13),
     "longest answer has 13 tokens; short reads 12": AMATEUR | dict(answer_ids=[6] * 13),
     r"Linear is not a model of ours.* HFModel\(model\)": dict(model=torch.nn.Linear(1, 1)),
@@ -266,6 +278,8 @@ REFUSED = {
     "it got 1 for 2": CAD | dict(ids_without_context=[[6]]),
     "end in different tokens": CAD | dict(ids_without_context=[[6], [6]]),
     "context-free .* has 513 tokens": CAD | dict(ids_without_context=[[6], [7] * 450]),
+    "info_layer 1.5 is not a whole number": dict(method="ad", info_layer=1.5),
+    "info_layer True is not a whole number": dict(method="ad", info_layer=True),
     "info_layer 24 is outside .*layers 1 to 3": dict(method="ad"),
     "dola_layers 'thirds' is unknown": dict(method="dola-low", dola_layers="thirds"),
     "relative_top 1.5 is not .* at most 1": dict(method="dola-low", relative_top=1.5),

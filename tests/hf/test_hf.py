@@ -19,7 +19,7 @@ import evaluate
 from cli import decode as program
 from decoders import baselines
 from decoders.scoring import score
-from decoders.sweep import prompts_read_once
+from decoders.sweep import PromptsReadOnce
 from decore import contrast, entropy, generate, make_head_mask, pad
 from heads import detect
 from heads.sources import find_sources
@@ -223,11 +223,11 @@ def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
 
     monkeypatch.setattr(model, "run_hf", counted)
     monkeypatch.setattr(model, "new_cache", kept)
-    with prompts_read_once([model]):
-        for run, alone in zip(runs, expected):
-            assert_equal(generate(model, PROMPTS, **run, **N), alone)
-        gc.collect()
-        assert [cache() is not None for cache in caches] == [True, False, False]
+    reader = PromptsReadOnce(model)
+    for run, alone in zip(runs, expected):
+        assert_equal(generate(reader, PROMPTS, **run, **N), alone)
+    gc.collect()
+    assert [cache() is not None for cache in caches] == [True, False, False]
     longest = max(map(len, PROMPTS)) - 1
     assert lengths.count(longest) == (3 if family in RECURRENT else 1)
 

@@ -3,10 +3,12 @@
 import datetime
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -305,6 +307,61 @@ def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
         assert f"{task.name} needs more" in err[:first]
 
 
+def test_values_that_agree_in_six_digits_have_files_of_their_own(start, model, data, tmp_path):
+    options = "--method", "cad", "--alpha", "0.1234567,0.1234568,1", "--max-new-tokens", 1
+    _, out, _ = start(*model[:2], *data["nq-swap"], *options, "--out", tmp_path)
+    names = [Path(one["run"]).stem.partition(".cad.")[2] for one in out]
+    assert names == ["a0.1234567", "a0.1234568", "a1"]
+    assert [content(one["run"])[0]["alpha"] for one in out] == [0.1234567, 0.1234568, 1]
+
+
+def test_a_stored_run_of_a_later_task_is_compared_before_the_first_run(start, model, tmp_path):
+    for name in ("nq-swap", "memotrap"):
+        (tmp_path / TASKS[name].folder).mkdir()
+        write_data(name, tmp_path / TASKS[name].folder)
+    demos = write(tmp_path / "demos.jsonl", *DEMOS)
+    options = [*model[:2], "--data", tmp_path, "--method", "greedy"]
+    options += ["--out", tmp_path / "out", "--task"]
+    [one] = start(*options[:-1], "--task", "memotrap")[1]
+    status, out, err = start(*options, "nq-swap,memotrap", "--demos", demos, "--dtype", "bfloat16")
+    assert (status, out) == (2, []) and 'dtype: "float32" there, "bfloat16" now' in err
+    assert list((tmp_path / "out").iterdir()) == [Path(one["run"])]
+
+
+def test_decoders_of_ones_own_run_in_sweeps(start, model, data, tmp_path, monkeypatch):
+    """The two of CONTRIBUTING.md."""
+    monkeypatch.setattr(baselines, "DECODERS", dict(baselines.DECODERS))
+    page = (cli.MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
+    code = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
+    code = "\n".join(textwrap.dedent(block) for block in code if "class " in block)
+    file = tmp_path / "own.py"
+    file.write_text(code, "utf-8")
+    classes = ["--decoder", f"{file}:Surprise", "--decoder", f"{file}:Sharp"]
+    methods = ["--method", "decore-entropy,surprise,sharp,greedy", "--alpha", "1,2"]
+    options = [*model, *methods, "--num-heads", 2, *classes, "--out", tmp_path / "o"]
+    _, out, err = start(*data["nq-swap"], *options, "--max-new-tokens", 3)
+    names = [Path(one["run"]).name.split(".", 2)[2] for one in out]
+    assert names == [
+        "decore-entropy.n2.jsonl",
+        "surprise.n2.a1.jsonl",
+        "surprise.n2.a2.jsonl",
+        "sharp.a1.jsonl",
+        "sharp.a2.jsonl",
+        "greedy.jsonl",
+    ], err
+    runs = [content(one["run"]) for one in out]
+    assert runs[1][0]["decoder"]["file"] == "own.py" and "decoder" not in runs[0][0]
+    for line, sharp, greedy in zip(runs[1][1:], runs[3][1:], runs[5][1:]):
+        assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
+        assert sharp["ids"] == greedy["ids"]
+    _, out, err = start(*data["truthfulqa-mc"], *options)
+    choices = [content(one["run"])[1]["scores_true"] for one in out]
+    assert len(choices) == 6 and choices[0] != choices[1], err
+    file.write_text(code + "# another rule\n", "utf-8")
+    status, _, err = start(*data["nq-swap"], *options, "--max-new-tokens", 3)
+    assert status == 2 and "decoder.sha256" in err
+
+
 # Refusals
 
 OF_PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
@@ -348,6 +405,13 @@ def places(chat_model, data, tmp_path_factory):
         ("--tp 2", "the following arguments are required: --task"),
         ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "missing field: 'document'"),
         ("{chat} {nq_closed} --method greedy,ad", "--info-layer 24 is outside"),
+        ("--model {m}/damaged {nq_closed} --method ad --info-layer 0", "--info-layer 0 is not a"),
+        (
+            "--model {m}/damaged {nq_closed} --method dola-low --repetition-penalty 0",
+            "--repetition-penalty 0.0 is not a finite number of at least 0.01",
+        ),
+        ("{nq_closed} --decoder {m}/own.py:Mine", "own.py:Mine: give FILE.py:CLASS"),
+        ("{nq_closed} --method mine", "method 'mine' is unknown"),
         (
             "--model {m}/tied {nq_closed} --method dola-low",
             "tied has no layer from 2 to its middle",
@@ -356,8 +420,7 @@ def places(chat_model, data, tmp_path_factory):
             "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
             "without context 1 of its prompts end in another token (--layout plain)",
         ),
-        # Heads are looked up before weights are read.
-        ("--model {m}/damaged {nq_closed}", "no head scores are known"),
+        ("--model {m}/plain {nq_closed}", "no head scores are known"),
         ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
         ("paper --data {m} --plan", "the paper has no numbers of miniature"),
         (OF_PAPER + " --json", "--json has no effect without --plan"),

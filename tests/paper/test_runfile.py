@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from decoders.setup import Setup
 from paper.runfile import finish, open_run, read_run, remarks
 from runtime.files import locked, write
 from tests.checkpoints import write_lines
@@ -19,6 +20,7 @@ HEADER = {
     "batch_size": "auto",
     "max_new_tokens": 5,
     "device": "cpu (x86_64)",
+    "product": "plain",
     "tp": 1,
     "versions": {"torch": "2"},
     "fingerprint": {"weights": "aa", "config.json": "bb"},
@@ -48,15 +50,38 @@ def test_a_complete_run_is_in_the_datas_order_and_stays_as_it_is(path):
     assert path.read_bytes() == before  # no row comes from the other device
 
 
-def test_another_device_may_continue_a_run_and_the_settings_name_it(path):
+def test_another_machine_may_continue_a_run_and_the_header_names_it_with_its_items(path):
     write_lines(path, [{"header": HEADER | {"n": 1, "limit": 1, "command": "old"}}, row(0)])
-    changes = {"device": "cuda (H100)", "batch_size": 8}
-    assert open_run(path, HEADER | changes, ITEMS) == {0: row(0)}
+    gpu = {"device": "cuda (H100)", "batch_size": 8, "product": "packed"}
+    assert open_run(path, HEADER | gpu | {"commit": "beef"}, ITEMS) == {0: row(0)}
+    origin = {"commit": "beef", "date": "2026-01-01"}
+    parts = [{"items": [1, 2]} | origin | gpu]
+    assert read_run(path)[0] == HEADER | {"continued": parts}
+    open_run(path, HEADER | gpu | origin, ITEMS)  # as before
+    assert read_run(path)[0] == HEADER | {"continued": parts}
+    with open(path, "a") as file:
+        file.write(json.dumps(row(1)) + "\n")
+    open_run(path, HEADER | {"date": "2026-01-02"}, ITEMS)  # on the first machine again
+    back = {name: HEADER[name] for name in gpu} | {"commit": "c0ffee", "date": "2026-01-02"}
     settings = read_run(path)[0]
-    assert settings == HEADER | {"continued": [changes]}
-    open_run(path, HEADER | {"batch_size": 2}, ITEMS)
-    assert read_run(path)[0] == HEADER | {"continued": [changes, {"batch_size": 2}]}
-    assert remarks(settings) == ['continued with another device ("cuda (H100)"), batch_size (8)']
+    assert settings == HEADER | {"continued": [*parts, {"items": [2, 2]} | back]}
+    assert remarks(settings)[0] == (
+        'continued with another device ("cuda (H100)"), batch_size (8), product ("packed")'
+    )
+    open_run(path, HEADER | {"date": "2026-01-03"}, ITEMS)
+    assert len(read_run(path)[0]["continued"]) == 3
+    assert len(remarks(read_run(path)[0])) == 2  # another day is none
+
+
+def test_a_run_whose_header_lacks_settings_without_effect_continues(path):
+    """As stored before headers held every setting."""
+    old = HEADER | {"method": "dola-low", "alpha": None, "seed": 1234}
+    write_lines(path, [{"header": old}, row(0)])
+    new = HEADER | Setup.of("dola-low").header()
+    assert new["repetition_penalty"] == 1.0 and new["seed"] is None
+    assert open_run(path, new, ITEMS) == {0: row(0)}
+    with pytest.raises(ValueError, match="repetition_penalty: 1.0 there, 1.05 now"):
+        open_run(path, new | {"repetition_penalty": 1.05}, ITEMS)
 
 
 START = json.dumps({"header": HEADER}).encode() + b"\n"
