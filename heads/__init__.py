@@ -1,23 +1,26 @@
-"""Retrieval-head scores: which heads copy tokens of the context, and the choice of heads to mask.
+"""Retrieval heads: the best ones of a head file, and the choice of heads to mask.
 
-README.md describes head files and lists those of this folder. The files of the paper's authors are
-read too: {"layer-head": [one score per sample]}."""
+reader.py finds and reads head files; README.md describes them and lists those of this folder."""
 
 import random
-import re
 import warnings
 from difflib import get_close_matches
 from itertools import product
-from pathlib import Path
 
-import numpy as np
-
-from runtime.files import checkpoint_name, read_json, read_text
-
-FOLDER = Path(__file__).parent
-KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")
-# Measure, as detect.py defines it → field of a head file.
-MEASURES = {"copy": "scores", "write": "write", "mass": "mass"}
+from heads.reader import (
+    FOLDER,  # noqa: F401
+    MEASURES,  # noqa: F401
+    best_heads,
+    find_file,
+    head_file,
+    head_files,
+    listed_heads,
+    plain_name,
+    read_head_file,
+    read_scores,
+    usual_number,
+)
+from runtime.files import checkpoint_name
 
 
 def load_heads(model, n=None, name=None, measure="copy"):
@@ -30,21 +33,13 @@ def load_heads(model, n=None, name=None, measure="copy"):
     c = model.config
     names = model_names(model)
     path = find_file(*[name] if name else names)
-    content = read_json(path)
-    scores = scores_in(content, path, measure)
-    if scores.keys() != set(product(range(c.n_layers), range(c.n_heads))):
-        raise ValueError(
-            f"{path} does not fit {model.name}: {len(scores)} heads instead of {c.n_layers} "
-            f"layers of {c.n_heads}; use a file made for this model (heads.detect makes one)"
-        )
-    if n is not None and not 0 <= n <= len(scores):
-        raise ValueError(f"{n} heads are too many: {model.name} has {len(scores)}")
-    made_for = content.get("model")
+    heads = best_heads(path, c.n_layers, c.n_heads, n, measure)
+    made_for = read_head_file(path).get("model")
     if made_for and plain_name(made_for) not in map(plain_name, names):
         warnings.warn(
             f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
         )
-    return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
+    return heads
 
 
 def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy"):
@@ -64,7 +59,7 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
             )
         return check_heads(listed, model)
     if n is None:
-        n = min(10, max(1, c.n_layers * c.n_heads // 8))
+        n = usual_number(c.n_layers, c.n_heads)
     if draw == "published":
         return published_random_heads(n, c.n_layers, c.n_heads, seed)
     if draw is None:
@@ -80,16 +75,6 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     if n > len(heads):
         raise ValueError(f"{n} random heads are too many: {model.name} has {len(heads)}")
     return random.Random(seed).sample(heads, n)
-
-
-def listed_heads(name):
-    """The heads of a text "18-6,23-2", or of a JSON file [[18, 6], [23, 2]] or ["18-6", "23-2"]; []
-    if the name is neither."""
-    if re.fullmatch(rf"{KEY.pattern}(,{KEY.pattern})*", str(name)):
-        return name.split(",")
-    if name and Path(name).is_file() and read_text(name).lstrip().startswith("["):
-        return read_json(name, list)
-    return []
 
 
 def random_heads(ranked, n, seed=1234):
@@ -130,36 +115,10 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
 
 
 def load_scores(name, measure="copy"):
-    """{(layer, head): score} in the order of the file; the mean if the file has a list per head."""
-    path = find_file(name)
-    return scores_in(read_json(path), path, measure)
+    """{(layer, head): score} of a head file, or of a model with a file here, in the file's order.
 
-
-def scores_in(content, path, measure):
-    """As `load_scores`, of the content of a head file."""
-    field = MEASURES[measure]
-    entries = content.get(field, content if measure == "copy" else None)
-    if not isinstance(entries, dict) or not entries:
-        raise ValueError(
-            f'{path}: "{field}" must be an object with one entry "layer-head": score per head'
-            + " (python -m heads.detect measures it)" * (measure != "copy")
-        )
-    scores, lengths = {}, set()
-    for key, value in entries.items():
-        match = KEY.fullmatch(key)
-        values = value if isinstance(value, list) else [value]
-        finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)  # NaN is not < 1e9
-        if not match or not values or not finite:
-            raise ValueError(
-                f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
-                "finite number, or a list of one per sample"
-            )
-        lengths.add(len(values))
-        # The last digit of the mean decides published ties.
-        scores[int(match[1]), int(match[2])] = float(np.mean(values))
-    if len(lengths) > 1:
-        raise ValueError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
-    return scores
+    The mean if the file has a list per head."""
+    return read_scores(find_file(name), measure)
 
 
 def model_names(model):
@@ -168,43 +127,12 @@ def model_names(model):
     return [model.name, checkpoint_name(folder.resolve())] if folder else [model.name]
 
 
-def find_file(*names):
-    """The first head file among names: of a file, or of a model. FileNotFoundError without one."""
-    for name in names:
-        path = Path(name) if Path(name).is_file() else head_file(name)
-        if path:
-            return path
-    known = head_files()
-    near = get_close_matches(plain_name(names[0]), known, 1)
-    hint = f"; did you mean {known[near[0]].stem}?" if near else ""
-    raise FileNotFoundError(
-        f"{names[0]} is neither a head file nor a model of heads/README.md{hint} "
-        "(python -m heads.detect measures a model's scores)"
-    )
-
-
-def head_file(model_name):
-    """The file of a model, by the last part of its name or folder; None without one."""
-    return head_files().get(plain_name(model_name))
-
-
-def head_files():
-    """{plain name: path} of the head files here."""
-    return {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
-
-
 def similar_models(model):
     """Names of at most three models of the same shape with a head file here, the nearest first."""
     shape = model.config.n_layers, model.config.n_heads
     alike = {}
     for name, path in head_files().items():
-        content = read_json(path)
+        content = read_head_file(path)
         if (content.get("n_layers"), content.get("n_heads")) == shape:
             alike[name] = path.stem
     return [alike[name] for name in get_close_matches(plain_name(model.name), alike)]
-
-
-def plain_name(model_name):
-    """A model's name without owner, case, "Meta-" and "-hf": names of one model on the hub differ
-    in these."""
-    return Path(checkpoint_name(model_name)).name.lower().removeprefix("meta-").removesuffix("-hf")

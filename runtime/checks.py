@@ -226,6 +226,8 @@ def check_heads(heads, model):
         for head in heads:
             pair = head.split("-") if isinstance(head, str) else as_ints(head, "a head")
             layer, number = map(int, pair)
+            if isinstance(head, str) and head != f"{layer}-{number}":  # "00-3"
+                raise ValueError
             pairs.append((layer, number))
     except (TypeError, ValueError):
         raise ValueError(

@@ -158,6 +158,11 @@ WRONG_HEAD_FILES = [
     (b"{}", '"scores" must be an object'),
     (b'{"0-0": [1, 2], "0-1": [3]}', "heads have [1, 2] samples"),
     *((b'{"%s": 1}' % head, "must be a head") for head in (b"01-1", b"+0-1", b"0")),
+    ('{"1\u0660-1": 1}'.encode(), "must be a head"),  # a digit, but not an ASCII one
+    *(
+        (b'{"model": %s, "scores": {"0-0": 1}}' % model, '"model" must be the name')
+        for model in (b"5", b"null", b'["tiny"]')
+    ),
     *(
         (b'{"0-0": %s}' % score, "must be a head")
         for score in (b"NaN", b"true", b'"0.9"', b"[]", b"[0.5, null]")

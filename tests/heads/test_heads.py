@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import shutil
+import subprocess
+import sys
 from argparse import Namespace
 
 import numpy as np
@@ -69,7 +72,7 @@ def test_every_hub_name_of_a_model_finds_its_file():
 
 
 def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("heads.FOLDER", tmp_path)
+    monkeypatch.setattr("heads.reader.FOLDER", tmp_path)
     (tmp_path / "link").symlink_to(
         write_checkpoint(tmp_path / "models--owner--tiny" / "snapshots" / "8cde5ca")
     )
@@ -186,6 +189,19 @@ def test_heads_can_be_listed_in_a_text_or_a_file(tmp_path):
                 choose_heads(stand_in(), name, **options)
     with pytest.raises(ValueError, match="head 3-0 is outside"):
         choose_heads(stand_in(), "3-0")
+    for wrong in ("00-3", "0-+3", "0 - 3", "0-\u0663"):
+        files[1].write_text(json.dumps(["2-3", wrong]))
+        with pytest.raises(ValueError, match="are not a list of"):
+            choose_heads(stand_in(), files[1])
+
+
+def test_the_reader_works_as_a_copy_beside_head_files(tmp_path):
+    """So integrations/ can publish it with a model."""
+    shutil.copy(FOLDER / "reader.py", tmp_path)
+    ranked = load_heads(stand_in(), name=write_heads(tmp_path / "Tiny.json"))
+    code = "import reader; print(reader.best_heads(reader.find_file('org/tiny'), 3, 4, 1))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True) == f"{ranked[:1]}\n"
 
 
 def test_random_heads_are_nested_and_hold_no_retrieval_head():
