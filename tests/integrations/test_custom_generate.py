@@ -1,7 +1,6 @@
 """DeCoRe in `generate` of transformers, compared with `--transformers`."""
 
 import copy
-import inspect
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 
 import decore
 from heads import load_heads
-from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -270,11 +268,6 @@ def test_other_measures_of_a_file_choose_other_heads(llama, tmp_path):
     rest = {head: -score for head, score in SCORES.items()}
     path.write_text("\ufeff" + json.dumps({"scores": rest, "write": SCORES}))
     assert new_tokens(llama, heads=path, measure="write", num_heads=3) == new_tokens(llama)
-
-
-def test_the_plugin_for_vllm_reads_head_files_by_the_same_lines():
-    plugin = Path("integrations/vllm/decore_vllm.py").read_text(encoding="utf-8")
-    assert inspect.getsource(custom_generate.read_scores) in plugin
 
 
 def test_head_files_are_found_by_the_name_of_the_model():
