@@ -21,7 +21,6 @@ import re
 from contextlib import suppress
 from functools import lru_cache, partial, partialmethod
 from importlib.metadata import requires
-from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -423,8 +422,8 @@ def check_heads(heads, model_config):
     """ValueError if heads are not different heads of the model."""
     c = model_config.hf_text_config
     L, H = c.num_hidden_layers, c.num_attention_heads
-    known = set(product(range(L), range(H)))
-    if not heads or not known.issuperset(heads) or len(set(heads)) < len(heads):
+    known = all(0 <= layer < L and 0 <= head < H for layer, head in heads)
+    if not heads or not known or len(set(heads)) < len(heads):
         raise ValueError(
             f"decore: heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to "
             f"{L - 1}-{H - 1}, each once"
@@ -534,7 +533,7 @@ def resolve_watermarking(self, original, params):
         try:
             engine = Settings(**self.vllm_config.additional_config["decore"])
             settings = request_settings(engine, params)
-            if settings:
+            if settings not in (None, engine):
                 check_heads(settings.heads, self.vllm_config.model_config)
         except ValueError as error:
             refuse(str(error))

@@ -6,6 +6,7 @@ process, in seconds."""
 import gc
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -36,6 +37,7 @@ import decore_heads  # noqa: E402
 import decore_vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
@@ -186,6 +188,31 @@ def test_hashes_of_masked_blocks_tell_what_is_masked_from_which_token():
     assert len(keys) == 2 * 3 + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_carry_the_numbers_of_their_requests_in_every_precision(monkeypatch, dtype):
+    class Model:
+        def __call__(self, *, input_ids, positions):
+            return input_ids[:, None].to(dtype)
+
+        def compute_logits(self, hidden):
+            return hidden
+
+    context = SimpleNamespace(cudagraph_runtime_mode=SimpleNamespace(name="NONE"))
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    monkeypatch.setattr(decore_vllm, "contrast", lambda numbers, *_: numbers)
+    first = decore_vllm.Settings(heads=[(0, 0)], method="decore-static", alpha=0.7)
+    second = decore_vllm.Settings(heads=[(0, 1)], alpha_rule="gain", alpha_cap=1 / 3)
+    model = decore_vllm.contrasting(Model)()
+    model.sets, model.silent, model.silent_heads = {}, torch.zeros(3), len
+    model.head_set, model.numbers = torch.zeros(8).long(), torch.zeros(8, 6)
+    positions = torch.tensor([0, 1, 5, 0])  # two tokens of the first request, one of the second
+    model.mark([(first, 1), (second, 5)], positions, torch.tensor([0, 2, 3]))
+    assert model.head_set.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    hidden = model(input_ids=positions, positions=positions)
+    numbers = torch.tensor([second.numbers(), first.numbers()])
+    assert torch.equal(model.compute_logits(hidden[[2, 1]]), numbers)
+
+
 def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch):
     passes = []
     forward = LlamaForCausalLM.forward
@@ -286,6 +313,16 @@ def test_other_versions_of_vllm_do_not_start(folder, monkeypatch):
         pass
 
 
+def test_a_version_that_was_only_read_says_so(folder, monkeypatch, caplog):
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    log = logging.getLogger("vllm.decore")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, "vllm.decore")
+    settings = {"decore": {"heads": HEADS}}
+    EngineArgs(str(folder / "llama3"), additional_config=settings, **OPTIONS).create_engine_config()
+    assert "tested with vLLM 0.32, not 0.33.0" in caplog.text
+
+
 @pytest.mark.parametrize("file, name", [("v1/request", "no_such"), ("v1/no_such", "Request")])
 def test_an_engine_without_a_name_that_the_plugin_needs_does_not_start(
     folder, monkeypatch, file, name
@@ -301,6 +338,13 @@ def test_an_attention_that_writes_its_cache_itself_is_refused(folder, monkeypatc
     monkeypatch.setattr(Attention, "kv_cache_update_bypass", True, raising=False)
     with pytest.raises(ValueError, match="cannot mask heads"), start(folder / "llama3"):
         pass
+
+
+def test_heads_are_listed_in_every_form(tmp_path):
+    path = tmp_path / "heads.json"
+    path.write_text("[[0, 1], [1, 3]]")
+    for heads in "0-1,1-3", ["0-1", "1-3"], [[0, 1], [1, 3]], str(path):
+        assert decore_vllm.Settings(heads=heads).heads == ((0, 1), (1, 3))
 
 
 def test_the_plugin_holds_the_head_files_and_their_reader():
