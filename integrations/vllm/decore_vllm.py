@@ -6,8 +6,9 @@ Base and masked model are two rows of one pass. A pass over T tokens, of which M
 T + M tokens: the masked ones a second time, at the end. Every attention layer has a twin under
 another name. vLLM allocates the twin's cache and makes its metadata as for any other layer. The
 twin's cache holds the keys and values of the masked model; those of tokens before the first masked
-one are copies of the base model's. The model returns [T, 2·D], the hidden states of both, and
-`compute_logits` turns them into the logits of Eq. 7.
+one are copies of the base model's. The model returns the hidden states of both and, beside them,
+the numbers of each token's request, [T, 2·D + …]; `compute_logits` turns a row of them into the
+logits of Eq. 7.
 
 T tokens of this pass   M masked tokens   n tokens whose logits are computed
 L layers   H heads of this rank   K head width   D model width   V vocabulary"""
@@ -17,7 +18,8 @@ import json
 import logging
 import math
 import re
-from functools import partial, partialmethod
+from contextlib import suppress
+from functools import lru_cache, partial, partialmethod
 from importlib.metadata import requires
 from operator import attrgetter
 from pathlib import Path
@@ -25,8 +27,8 @@ from pkgutil import resolve_name
 from typing import Annotated, Literal
 from unittest.mock import patch
 
-import numpy as np
 import torch
+from decore_heads import HEAD, best_heads, find_file, listed_heads, usual_number
 from packaging.requirements import Requirement
 from pydantic import (
     BaseModel,
@@ -37,12 +39,14 @@ from pydantic import (
     ValidationError,
 )
 
-TESTED = Requirement(requires("decore-vllm")[0]).specifier  # versions of vLLM
-UNUSED = {  # options that have no effect, by method
+ADMITTED = Requirement(requires("decore-vllm")[0]).specifier  # versions of vLLM
+RAN = "0.32"  # the tests ran with it; of the others the names below were read
+UNUSED = {  # settings that have no effect, by method
     "decore-entropy": {"alpha"},
-    "decore-static": {"scale_alpha"},
-    "masked": {"alpha", "alpha_cap", "scale_alpha"},
+    "decore-static": {"alpha_rule", "scale_alpha"},
+    "masked": {"alpha", "alpha_rule", "alpha_cap", "scale_alpha"},
 }
+PER_REQUEST = {"heads", "method", "alpha", "alpha_rule", "alpha_cap", "scale_alpha"}
 NEVER = 1 << 30
 REFUSED = (  # settings and properties that would give other tokens, or none
     "parallel_config.pipeline_parallel_size",
@@ -52,8 +56,10 @@ REFUSED = (  # settings and properties that would give other tokens, or none
     "parallel_config.use_ubatching",
     "parallel_config.enable_batch_sharded_sampling",
     "cache_config.kv_sharing_fast_prefill",
+    "kv_events_config",  # names blocks without our part of their keys
     "kv_transfer_config",
     "lora_config",
+    "aux_output_config.enable_return_routed_experts",
     "model_config.enable_prompt_embeds",
     "model_config.has_inner_state",
     "model_config.is_diffusion",
@@ -64,6 +70,38 @@ REFUSED = (  # settings and properties that would give other tokens, or none
 )
 # Fused with their neighbours, attention and the cache's update would bypass the twins.
 FUSIONS = ("fuse_attn_quant", "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
+# Names of vLLM that this plugin replaces, calls or reads, by file; those of REFUSED come on top.
+NAMES = {
+    "config/compilation": "compile_ranges_endpoints pass_config static_forward_context "
+    + " ".join(FUSIONS),
+    "config/load": "load_format",
+    "config/model": "hf_text_config model",
+    "config/parallel": "tensor_parallel_size",
+    "config/scheduler": "max_num_batched_tokens max_num_seqs",
+    "config/speculative": "method",
+    "config/vllm": "additional_config load_config speculative_config",
+    "distributed/parallel_state": "get_tensor_model_parallel_rank",
+    "engine/arg_utils": "EngineArgs create_engine_config",
+    "exceptions": "VLLMValidationError",
+    "forward_context": "get_forward_context cudagraph_runtime_mode is_padding",
+    "model_executor/layers/attention/attention": "Attention get_attention_context "
+    "get_kv_cache_spec impl kv_sharing_target_layer_name layer_name num_heads",
+    "model_executor/model_loader/base_loader": "BaseModelLoader create_model vllm_config",
+    "model_executor/models/utils": "extract_layer_index",
+    "sampling_params": "BeamSearchParams extra_args prompt_logprobs prompt_logprob_token_ids",
+    "v1/attention/backend": "do_kv_cache_update",
+    "v1/core/kv_cache_utils": "generate_block_hash_extra_keys",
+    "v1/core/sched/output": "NewRequestData prompt_token_ids sampling_params",
+    "v1/engine/core": "EngineCore _initialize_kv_caches",
+    "v1/engine/input_processor": "InputProcessor process_inputs resolve_watermarking resumable",
+    "v1/request": "num_prompt_tokens sampling_params",
+    "v1/worker/gpu/input_batch": "idx_mapping_np positions query_start_loc",
+    "v1/worker/gpu/model_states/__init__": "model.get_model_state_cls",
+    "v1/worker/gpu/model_states/default": "DefaultModelState add_request prepare_inputs model",
+    "v1/worker/gpu_input_batch": "CachedRequestState num_prompt_tokens sampling_params req_ids",
+    "v1/worker/gpu_model_runner": "GPUModelRunner _model_forward get_model input_batch positions "
+    "query_start_loc requests",
+}
 
 # ---------------------------------------------------------------------------------------- the model
 
@@ -80,7 +118,7 @@ def contrasting(cls):
             T = positions.shape[-1]
             # A CUDA graph has a fixed shape: it reads every token twice.
             if self.marked and context.cudagraph_runtime_mode.name == "NONE":
-                self.rows = self.masked[:T].nonzero()[:, 0]
+                self.rows = self.head_set[:T].nonzero()[:, 0]
             else:
                 self.rows = torch.arange(T, device=positions.device)
             self.marked = False
@@ -90,7 +128,11 @@ def contrasting(cls):
                 **others,
             )
             self.width = hidden.shape[-1]
-            return torch.cat(self.split(hidden), -1) if len(self.rows) else hidden
+            if not len(self.rows):
+                return hidden
+            # vLLM picks the rows whose logits it wants: so each carries its request's numbers.
+            numbers = self.numbers[:T].view(hidden.dtype)
+            return torch.cat([*self.split(hidden), numbers], -1)
 
         def split(self, x):
             """[T + M, …] → [T, …] of the base and of the masked model."""
@@ -99,40 +141,53 @@ def contrasting(cls):
             base, masked = x.split([len(x) - len(self.rows), len(self.rows)])
             return base, base.index_copy(0, self.rows, masked)
 
-        def mark(self, starts, positions, offsets):
-            """Set which tokens the next pass masks.
+        def mark(self, requests, positions, offsets):
+            """Set how the next pass treats its tokens.
 
-            starts: the position of each request's first masked token. positions [T or more].
-            offsets: a request's tokens are those from offsets[i] to offsets[i + 1]."""
-            lengths = offsets[: len(starts) + 1].diff()
-            starts = torch.tensor(starts, device=offsets.device).repeat_interleave(lengths)  # [T]
-            T = len(starts)
-            self.masked[:T] = positions[:T] >= starts
-            self.masked[T:] = False  # padding
+            requests: each one's `masking`. positions [T or more]. offsets: a request's tokens are
+            those from offsets[i] to offsets[i + 1]."""
+            sets = {}
+            for settings, _ in requests:
+                sets.setdefault(settings.heads, len(sets) + 1)
+            if sets != self.sets:
+                self.sets = sets
+                for heads, number in sets.items():
+                    self.silent[number] = self.silent_heads(heads)
+            rows = [(first, sets[s.heads], *s.numbers()) for s, first in requests]
+            rows = torch.tensor(rows, dtype=torch.float32, device=offsets.device)
+            rows = rows.repeat_interleave(offsets[: len(rows) + 1].diff(), 0)  # a token's each
+            T = len(rows)
+            self.head_set[:T] = rows[:, 1] * (positions[:T] >= rows[:, 0])
+            self.head_set[T:] = 0  # padding
+            self.numbers[:T] = rows[:, 2:]
+            self.kinds = {s.method for s, _ in requests} | {s.alpha_rule for s, _ in requests}
             self.marked = True
 
         def compute_logits(self, hidden):
-            halves = hidden.split(self.width, -1)
-            logits = super().compute_logits(torch.cat(halves))  # the head's weights are read once
-            if logits is None or len(halves) == 1:  # another rank gathers them; nothing is masked
-                return logits
-            return contrast(self.settings, *logits.float().chunk(2))
+            base, masked, numbers = hidden.tensor_split([self.width, 2 * self.width], -1)
+            if not masked.numel():
+                return super().compute_logits(hidden)
+            logits = super().compute_logits(torch.cat([base, masked]))  # reads the weights once
+            if logits is None:  # another rank gathers them
+                return None
+            numbers = numbers.contiguous().view(torch.float32)
+            return contrast(numbers, self.kinds, *logits.float().chunk(2))
 
         def get_model_state_cls(self):
             """Model Runner V2 uses this class: prepare_inputs runs before every pass."""
             from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-            starts = {}
+            maskings = {}
 
             class State(DefaultModelState):
                 def add_request(self, i, request):
-                    prompt = request.prompt_token_ids
-                    starts[i] = first_masked(request.sampling_params, len(prompt))
+                    length = len(request.prompt_token_ids)
+                    maskings[i] = masking(self.model.settings, request.sampling_params, length)
                     super().add_request(i, request)
 
                 def prepare_inputs(self, batch, requests):
-                    batch_starts = [starts[i] for i in batch.idx_mapping_np]
-                    self.model.mark(batch_starts, batch.positions, batch.query_start_loc)
+                    batch_maskings = [maskings[i] for i in batch.idx_mapping_np]
+                    self.model.mark(batch_maskings, batch.positions, batch.query_start_loc)
                     return super().prepare_inputs(batch, requests)
 
             return State
@@ -140,36 +195,36 @@ def contrasting(cls):
     return Contrasting
 
 
-def contrast(settings, base, masked):
+def contrast(numbers, kinds, base, masked):
     """Logits of both models, float32 [n, V] → those of Eq. 7, up to a constant per row.
 
-    If both models agree these are the base model's, to the last bit."""
-    if settings.method == "masked":
-        return masked
+    numbers: those of each row's settings, [n, 6]. kinds: methods and rules for α that the rows
+    have. If both models agree the logits are the base model's, to the last bit."""
+    only_masked, constant, of_base, of_masked, scale, cap = numbers.T[..., None]
     log_p = base.log_softmax(-1)
-    alpha = torch.special.entr(log_p.exp()).sum(-1, keepdim=True)  # Eq. 8
-    if settings.scale_alpha:
-        alpha /= math.log(base.shape[-1])
-    if settings.method == "decore-static":
-        alpha.fill_(settings.alpha)
-    if settings.alpha_cap is not None:
-        alpha.clamp_(max=settings.alpha_cap)
-    scores = base + alpha * (log_p - masked.log_softmax(-1))  # Eq. 7
-    return scores.where(base > -math.inf, base)  # not −∞ − (−∞)
+    log_p_masked = masked.log_softmax(-1)
+    alpha = constant + of_base * entropy(log_p)  # Eq. 8
+    if "gain" in kinds:
+        alpha += of_masked * entropy(log_p_masked)
+    alpha = torch.where(scale == 1, alpha / math.log(base.shape[-1]), alpha)
+    scores = base + alpha.minimum(cap) * (log_p - log_p_masked)  # Eq. 7
+    scores = scores.where(base > -math.inf, base)  # not −∞ − (−∞)
+    return masked.where(only_masked == 1, scores) if "masked" in kinds else scores
 
 
-def switch(params):
-    return (params.extra_args or {}).get("decore", True)
+def entropy(log_p):
+    return torch.special.entr(log_p.exp()).sum(-1, keepdim=True)
 
 
-def first_masked(params, prompt_length):
-    """The position of a request's first masked token.
+def masking(engine, params, prompt_length):
+    """A request's settings, and the position of its first masked token.
 
     It is the prompt's last token, or the first if the prompt is scored (prompt_logprobs)."""
-    if not switch(params):
-        return NEVER
+    settings = request_settings(engine, params)
+    if settings is None:
+        return engine, NEVER
     scored = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
-    return 0 if scored else prompt_length - 1
+    return settings, 0 if scored else prompt_length - 1
 
 
 def add_twins(model, config):
@@ -184,25 +239,41 @@ def add_twins(model, config):
     caching = [layer for layer in layers.values() if hasattr(layer, "get_kv_cache_spec")]
     shapes = [(extract_layer_index(layer.layer_name), layer.num_heads) for layer in caching]
     usual = [(number, H) for number in range(c.num_hidden_layers)]
-    if shapes != usual or hasattr(model, "get_model_state_cls"):
+    bypassed = any(getattr(layer, "kv_cache_update_bypass", False) for layer in caching)
+    if shapes != usual or bypassed or hasattr(model, "get_model_state_cls"):
         raise ValueError(f"DeCoRe cannot mask heads of {type(model).__name__}")
 
     N = config.scheduler_config.max_num_batched_tokens
+    rank = get_tensor_model_parallel_rank()
+
+    def silent_heads(heads):
+        """[L, H] bool: which of this rank's heads are masked."""
+        silent = torch.zeros(len(caching), H, dtype=torch.bool)
+        for layer, head in heads:
+            if head // H == rank:
+                silent[layer, head % H] = True
+        return silent
+
     model.__class__ = contrasting(type(model))
     model.settings = Settings(**config.additional_config["decore"])
-    model.masked = torch.ones(N, dtype=torch.bool)
+    model.silent_heads = silent_heads
+    model.sets = {model.settings.heads: 1}  # heads to mask → their number; 0 masks none
+    model.silent = torch.zeros(config.scheduler_config.max_num_seqs + 1, len(caching), H).bool()
+    model.silent[1] = silent_heads(model.settings.heads)
+    model.head_set = torch.ones(N, dtype=torch.int64)  # of each token of the pass
+    numbers = torch.tensor(model.settings.numbers(), dtype=torch.float32)
+    model.numbers = numbers.repeat(N, 1)  # likewise
+    model.kinds = {model.settings.method, model.settings.alpha_rule}
     model.marked = False
-    rank = get_tensor_model_parallel_rank()
     for number, layer in enumerate(caching):
-        heads = [h % H for n, h in model.settings.heads if (n, h // H) == (number, rank)]
-        twin = pair(layer, model, heads)
+        twin = pair(layer, model, number)
         layers[twin.layer_name] = twin
     if compilation.compile_ranges_endpoints:
         compilation.compile_ranges_endpoints.append(2 * N)
 
 
-def pair(attention, model, heads):
-    """Let an attention layer work for both models. Returns its twin.
+def pair(attention, model, number):
+    """Let the attention layer of this number work for both models. Returns its twin.
 
     All of this happens inside vLLM's custom operators, so torch.compile sees its usual graph."""
     from vllm.model_executor.layers.attention.attention import get_attention_context
@@ -216,9 +287,8 @@ def pair(attention, model, heads):
         twin.kv_sharing_target_layer_name += ".masked"
 
     def silence(x):
-        """Zero the heads of masked tokens in x [T, H, K]."""
-        for h in heads:
-            x[:, h].masked_fill_(model.masked[: len(x), None], 0)
+        """Zero the masked heads of each token in x [T, H, K]."""
+        x.masked_fill_(model.silent[model.head_set[: len(x)], number, :, None], 0)
 
     def forward_both(layer, q, k, v, cache, metadata, output, **kw):
         """q, output [T + M, H, K]; k, v likewise."""
@@ -251,117 +321,113 @@ def pair(attention, model, heads):
 
 # ---------------------------------------------------------------------------------------- settings
 
-KEY = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)")  # a head, layer-head
-
 
 def as_pair(head):
-    is_text = isinstance(head, str) and KEY.fullmatch(head)
+    is_text = isinstance(head, str) and re.fullmatch(HEAD, head)
     return tuple(map(int, head.split("-"))) if is_text else head
+
+
+def as_list(heads):
+    return isinstance(heads, str) and listed_heads(heads) or heads
 
 
 Head = Annotated[tuple[StrictInt, StrictInt], BeforeValidator(as_pair)]
 
 
-class Settings(BaseModel, extra="forbid", allow_inf_nan=False):
+class Settings(BaseModel, extra="forbid", allow_inf_nan=False, frozen=True):
     """The settings of custom_generate."""
 
-    heads: str | list[Head] | None = None
+    heads: Annotated[str | tuple[Head, ...] | None, BeforeValidator(as_list)] = None
     num_heads: PositiveInt | None = None
     measure: Literal["copy", "write", "mass"] = "copy"
     method: Literal[tuple(UNUSED)] = "decore-entropy"
     alpha: float = 0.5
+    alpha_rule: Literal["entropy", "gain"] = "entropy"
     alpha_cap: NonNegativeFloat | None = None
     scale_alpha: bool = False
     mask: Literal["output", "query"] = "output"
 
+    def numbers(self):
+        """The settings as `contrast` takes them."""
+        if self.method == "decore-static":
+            terms = self.alpha, 0, 0
+        elif self.alpha_rule == "gain":
+            terms = 0, -1, 1
+        else:
+            terms = 0, 1, 0
+        cap = math.inf if self.alpha_cap is None else self.alpha_cap
+        return float(self.method == "masked"), *terms, self.scale_alpha, cap
 
-def read_settings(value):
-    """`Settings` of a JSON value. Raises ValueError, in one line."""
+
+def read_settings(value, names):
+    """`Settings` of a JSON value whose fields are `names`. Raises ValueError, in one line."""
     try:
-        return Settings.model_validate(value)
+        settings = Settings.model_validate(value)
     except ValidationError as error:
         fault = error.errors()[-1]
         name = ".".join(map(str, fault["loc"]))
         raise ValueError(f"decore {name}: {fault['msg']}") from None
+    if unused := UNUSED[settings.method] & set(names):
+        raise ValueError(f"decore: {', '.join(sorted(unused))} has no effect on {settings.method}")
+    return settings
+
+
+def request_settings(engine, params):
+    """The settings of a request: the engine's, with changes from its `extra_args`. None without
+    DeCoRe. Raises ValueError, in one line."""
+    given = {k: v for k, v in (params.extra_args or {}).items() if k.startswith("decore")}
+    return changed(engine, json.dumps(given, default=repr)) if given else engine
+
+
+@lru_cache(1000)
+def changed(engine, text):
+    """Settings with the changes of a request, a text in JSON."""
+    given = json.loads(text)
+    on = given.pop("decore", True)
+    changes = {name.removeprefix("decore_"): value for name, value in given.items()}
+    if on not in (True, False):
+        raise ValueError(f"decore={on!r} of a request: give false, 0, or leave it out")
+    if unknown := changes.keys() - PER_REQUEST:
+        raise ValueError(
+            f"decore: a request cannot set {', '.join(sorted(unknown))}, only "
+            f"{', '.join(sorted(PER_REQUEST))}, each after decore_"
+        )
+    if not on:
+        if changes:
+            raise ValueError(f"decore: {', '.join(changes)} has no effect on decore=false")
+        return None
+    heads = changes.get("heads", [])
+    if not isinstance(heads, list) and not re.fullmatch(f"{HEAD}(,{HEAD})*", str(heads)):
+        raise ValueError("decore: heads of a request must be pairs, such as 16-1,15-30")
+    return read_settings(engine.model_dump() | changes, changes)
 
 
 def choose_heads(settings, model_config):
     """(layer, head) pairs of the settings; by default from the head file of the model's name."""
-    L = model_config.hf_text_config.num_hidden_layers
-    H = model_config.hf_text_config.num_attention_heads
-    known = {(layer, head) for layer in range(L) for head in range(H)}
-    heads = settings.heads
-    n = settings.num_heads
-    if not isinstance(heads, list):
-        path = find_file(heads or model_config.model)
-        scores = read_scores(path, settings.measure)
-        n = n or min(10, max(1, L * H // 8))
-        if scores.keys() != known or n > len(known):
-            raise ValueError(
-                f"decore: {path} has {len(scores)} heads, num_heads is {n}; the model has {L} "
-                f"layers of {H}"
-            )
-        heads = sorted(scores, key=scores.get, reverse=True)[:n]  # equal ones as in the file
-    elif n or settings.measure != "copy":
+    c = model_config.hf_text_config
+    L, H = c.num_hidden_layers, c.num_attention_heads
+    if not isinstance(settings.heads, tuple):
+        path = find_file(settings.heads or model_config.model)
+        n = settings.num_heads or usual_number(L, H)
+        return tuple(best_heads(path, L, H, n, settings.measure))
+    if settings.num_heads or settings.measure != "copy":
         raise ValueError(
             "decore: num_heads and measure have no effect without a head file: leave them out"
         )
-    if not heads or sorted(known & set(heads)) != sorted(heads):
+    check_heads(settings.heads, model_config)
+    return settings.heads
+
+
+def check_heads(heads, model_config):
+    """ValueError if heads are not different heads of the model."""
+    c = model_config.hf_text_config
+    L, H = c.num_hidden_layers, c.num_attention_heads
+    known = all(0 <= layer < L and 0 <= head < H for layer, head in heads)
+    if not heads or not known or len(set(heads)) < len(heads):
         raise ValueError(
             f"decore: heads {str(heads)[:60]}: give a head file, or pairs from 0-0 to "
             f"{L - 1}-{H - 1}, each once"
         )
-    return heads
-
-
-def find_file(name):
-    """The head file `name`, or that of the model of this name in the project's folder `heads/`."""
-    path = Path(name)
-    if not path.is_file():
-        try:
-            from heads import head_file  # the project's, if it is on Python's path
-
-            path = head_file(name)
-        except ImportError:
-            path = None
-    if path is None:
-        raise ValueError(
-            f"decore: heads={name!r} is not a head file, nor a model of heads/ on Python's path: "
-            "give the path of a file, or pairs"
-        )
-    return path
-
-
-def read_scores(path, measure):
-    """{(layer, head): score, the mean if there are several} of a head file, in its order."""
-    scores = {}
-    lengths = set()
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-        if not isinstance(content, dict):
-            raise ValueError("it must contain a JSON object")
-        field = "scores" if measure == "copy" else measure
-        entries = content.get(field, content if measure == "copy" else None)
-        if not isinstance(entries, dict) or not entries:
-            raise ValueError(
-                f'"{field}" must be an object with one entry "layer-head": score per head '
-                "(python -m heads.detect measures it)"
-            )
-        for head, value in entries.items():
-            values = value if isinstance(value, list) else [value]
-            finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)
-            if not KEY.fullmatch(head) or not values or not finite:
-                raise ValueError(
-                    f'{head!r} must be a head, "layer-head" counted from 0, and its score a finite '
-                    "number, or a list of one per sample"
-                )
-            lengths.add(len(values))
-            scores[tuple(map(int, head.split("-")))] = float(np.mean(values))
-        if len(lengths) > 1:
-            raise ValueError(f"heads have {sorted(lengths)} samples, not one number of them")
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"{path} is not a head file: {error}") from None
-    return scores
 
 
 # ------------------------------------------------------------------------------------------ plugin
@@ -372,12 +438,13 @@ def register():
     from vllm import __version__
 
     replace("vllm.engine.arg_utils:EngineArgs", create_engine_config)
-    if __version__ in TESTED:
-        replace("vllm.v1.engine.input_processor:InputProcessor", process_inputs)
-        replace("vllm.v1.engine.input_processor:InputProcessor", resolve_watermarking)
-        replace("vllm.v1.engine.core:EngineCore", _initialize_kv_caches)
-        replace("vllm.model_executor.model_loader.base_loader:BaseModelLoader", create_model)
-        replace("vllm.v1.worker.gpu_model_runner:GPUModelRunner", _model_forward)
+    if __version__ in ADMITTED:
+        with suppress(ImportError, AttributeError):  # create_engine_config says what moved
+            replace("vllm.v1.engine.input_processor:InputProcessor", process_inputs)
+            replace("vllm.v1.engine.input_processor:InputProcessor", resolve_watermarking)
+            replace("vllm.v1.engine.core:EngineCore", _initialize_kv_caches)
+            replace("vllm.model_executor.model_loader.base_loader:BaseModelLoader", create_model)
+            replace("vllm.v1.worker.gpu_model_runner:GPUModelRunner", _model_forward)
 
 
 def replace(path, method):
@@ -387,19 +454,42 @@ def replace(path, method):
     setattr(cls, name, partialmethod(method, getattr(cls, name)))
 
 
+def moved(package):
+    """Those of NAMES and REFUSED that vLLM's sources do not define, as "file: name".
+
+    package: the folder vllm, also in a wheel (zipfile.Path)."""
+    wanted = {file: names.split() for file, names in NAMES.items()}
+    for path in REFUSED:
+        owner, _, name = path.rpartition(".")
+        wanted.setdefault(f"config/{owner.removesuffix('_config') or 'vllm'}", []).append(name)
+    missing = []
+    for file, names in wanted.items():
+        source = package / f"{file}.py"
+        text = source.read_text() if source.is_file() else ""
+        for name in names:
+            if not re.search(rf"^\s*(class |def |return |self\.)?{name}\b *[(:=]", text, re.M):
+                missing.append(f"{file}: {name}")
+    return missing
+
+
 def is_on(config):
     return "decore" in (config.additional_config or {})
 
 
 def create_engine_config(args, original, *more, **kw):
     """Check settings and engine before anything is loaded, and choose the heads."""
-    from vllm import __version__
+    import vllm
 
     config = original(args, *more, **kw)
     if not is_on(config):
         return config
-    if __version__ not in TESTED:
-        raise ValueError(f"decore-vllm works with vLLM {TESTED}, not {__version__}")
+    if vllm.__version__ not in ADMITTED:
+        raise ValueError(f"decore-vllm works with vLLM {ADMITTED}, not {vllm.__version__}")
+    if names := moved(Path(vllm.__file__).parent):
+        raise ValueError(
+            f"decore-vllm needs names that vLLM {vllm.__version__} does not have: use vLLM {RAN} "
+            f"({', '.join(names)})"
+        )
     wrong = [path for path in REFUSED if is_used(attrgetter(path)(config))]
     if config.speculative_config and config.speculative_config.method != "ngram":
         wrong.append("speculative_config other than ngram")
@@ -407,14 +497,16 @@ def create_engine_config(args, original, *more, **kw):
         wrong.append("load_format")
     if wrong:
         raise ValueError(f"decore does not work with {', '.join(wrong)}: see docs/serving.md")
-    settings = read_settings(config.additional_config["decore"])
-    if unused := settings.model_fields_set & UNUSED[settings.method]:
-        raise ValueError(f"decore: {', '.join(unused)} has no effect on {settings.method}")
-    settings.heads = choose_heads(settings, config.model_config)
+    value = config.additional_config["decore"]
+    settings = read_settings(value, value)
+    settings = settings.model_copy(update={"heads": choose_heads(settings, config.model_config)})
     config.additional_config = config.additional_config | {"decore": settings.model_dump()}
     for fusion in FUSIONS:
         setattr(config.compilation_config.pass_config, fusion, False)
-    logging.getLogger("vllm.decore").info("DeCoRe: %s", settings)
+    log = logging.getLogger("vllm.decore")
+    log.info("DeCoRe: %s", settings)
+    if not vllm.__version__.startswith(f"{RAN}."):
+        log.warning("decore-vllm was tested with vLLM %s, not %s", RAN, vllm.__version__)
     return config
 
 
@@ -425,7 +517,8 @@ def is_used(value):
 
 def process_inputs(self, original, *args, **kw):
     if kw.get("resumable") and is_on(self.vllm_config):
-        refuse("streamed inputs")  # each one makes the prompt longer
+        # Each input makes the prompt longer.
+        refuse("decore does not work with streamed inputs: see docs/serving.md")
     return original(self, *args, **kw)
 
 
@@ -435,17 +528,23 @@ def resolve_watermarking(self, original, params):
 
     if is_on(self.vllm_config):
         if isinstance(params, BeamSearchParams):
-            refuse("beam search")  # each step sends the beams again, as prompts
-        if switch(params) not in (True, False):
-            refuse(f"decore={switch(params)!r} of a request (give false, 0, or leave it out)")
+            # Each step sends the beams again, as prompts.
+            refuse("decore does not work with beam search: see docs/serving.md")
+        try:
+            engine = Settings(**self.vllm_config.additional_config["decore"])
+            settings = request_settings(engine, params)
+            if settings not in (None, engine):
+                check_heads(settings.heads, self.vllm_config.model_config)
+        except ValueError as error:
+            refuse(str(error))
     return original(self, params)
 
 
-def refuse(what):
+def refuse(why):
     """Raise vLLM's error for a request, which a server answers with status 400."""
     from vllm.exceptions import VLLMValidationError
 
-    raise VLLMValidationError(f"decore does not work with {what}: see docs/serving.md")
+    raise VLLMValidationError(why)
 
 
 def _initialize_kv_caches(self, original, config):
@@ -453,16 +552,18 @@ def _initialize_kv_caches(self, original, config):
 
     keys = kv_cache_utils.generate_block_hash_extra_keys
     if is_on(config):
-        kv_cache_utils.generate_block_hash_extra_keys = partial(salt, keys)
+        engine = Settings(**config.additional_config["decore"])
+        kv_cache_utils.generate_block_hash_extra_keys = partial(salt, keys, engine)
     return original(self, config)
 
 
-def salt(original, request, begin, end, *args):
-    """Keys of a block's hash. Blocks with masked tokens fit requests masked from the same one."""
+def salt(original, engine, request, begin, end, *args):
+    """Keys of a block's hash. Blocks with masked tokens fit requests that mask the same heads from
+    the same token on."""
     keys, *rest = original(request, begin, end, *args)
-    first = first_masked(request.sampling_params, request.num_prompt_tokens)
+    settings, first = masking(engine, request.sampling_params, request.num_prompt_tokens)
     if end > first:
-        keys = (*(keys or ()), ("decore", first))
+        keys = (*(keys or ()), ("decore", first, settings.heads))
     return keys, *rest
 
 
@@ -482,6 +583,8 @@ def _model_forward(self, original, *args, **kw):
     model = self.get_model()
     if hasattr(model, "mark"):
         requests = [self.requests[name] for name in self.input_batch.req_ids]
-        starts = [first_masked(r.sampling_params, r.num_prompt_tokens) for r in requests]
-        model.mark(starts, self.positions, self.query_start_loc.gpu)
+        maskings = [
+            masking(model.settings, r.sampling_params, r.num_prompt_tokens) for r in requests
+        ]
+        model.mark(maskings, self.positions, self.query_start_loc.gpu)
     return original(self, *args, **kw)

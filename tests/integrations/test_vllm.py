@@ -4,7 +4,9 @@ It runs in the environment that .ci/vllm makes of requirements-vllm.txt. Most en
 process, in seconds."""
 
 import gc
+import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -31,10 +33,13 @@ os.environ |= dict(
 )
 vllm = pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.txt")
 
+import decore_heads  # noqa: E402
 import decore_vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
+from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
 from vllm.sampling_params import BeamSearchParams  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
@@ -81,6 +86,14 @@ def decode(llm, prompts, plain=(), **more):
     return [list(o.outputs[0].token_ids) for o in llm.generate(inputs, params, use_tqdm=False)]
 
 
+def of_request(settings):
+    """Settings as a request gives them, in `extra_args`."""
+    named = {f"decore_{name}": value for name, value in settings.items()}
+    if "heads" in settings:
+        named["decore_heads"] = ",".join(f"{layer}-{head}" for layer, head in settings["heads"])
+    return named
+
+
 def metric(llm, name):
     return {metric.name: metric for metric in llm.get_metrics()}[f"vllm:{name}"].value
 
@@ -99,12 +112,31 @@ def ours(folder):
     return json.loads((folder / "tokens.json").read_text())
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "greedy"])
-def test_methods_choose_our_tokens_and_plain_requests_greedy_ones(folder, ours, method):
+@pytest.mark.parametrize("method", ["query", "gain"])
+def test_engines_choose_our_tokens_and_plain_requests_greedy_ones(folder, ours, method):
     prompts = ours["prompts"]
     options = dict(settings=METHODS[method], max_num_batched_tokens=48)  # prompts in chunks
     with start(folder / "llama3", **options) as llm:
         assert decode(llm, prompts, prompts) == ours[method] + ours["greedy"]
+
+
+def test_requests_choose_method_alpha_and_heads_side_by_side(folder, ours):
+    """The engine's settings are those of a request that gives none."""
+    changes = {}
+    for name, settings in METHODS.items():
+        changes[name] = of_request({"method": "decore-entropy"} | settings)
+    changes |= {"static": {}, "greedy": PLAIN}
+    del changes["query"]
+    more = dict(temperature=0, max_tokens=N, ignore_eos=True, detokenize=False)
+    inputs, params, expected = [], [], []
+    for i, prompt in enumerate(ours["prompts"]):
+        for name, change in changes.items():
+            inputs.append(dict(prompt_token_ids=prompt))
+            params.append(SamplingParams(**more, extra_args=change))
+            expected.append(ours[name][i])
+    with start(folder / "llama3", settings=METHODS["static"], max_num_batched_tokens=48) as llm:
+        out = llm.generate(inputs, params, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in out] == expected
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "qwen3", "qwen3_moe"])
@@ -144,12 +176,41 @@ def test_cached_prefixes_hold_keys_of_the_same_masking(folder, ours):
         assert metric(llm, "prefix_cache_hits") > 3 * 128
 
 
-def test_hashes_of_masked_blocks_tell_from_which_token_they_are_masked():
+def test_hashes_of_masked_blocks_tell_what_is_masked_from_which_token():
+    engine = decore_vllm.Settings(heads=HEADS)
     keys = set()
     for length in (1, 2, 32, 33, 34):
-        request = SimpleNamespace(sampling_params=SamplingParams(), num_prompt_tokens=length)
-        keys.add(decore_vllm.salt(lambda *_: ((), 0), request, 0, 32))
-    assert len(keys) == 4  # of 33 and 34 tokens no block is masked
+        for changes in {}, {"decore_heads": "0-1"}, {"decore_alpha_cap": 1}, PLAIN:
+            params = SamplingParams(extra_args=changes)
+            request = SimpleNamespace(sampling_params=params, num_prompt_tokens=length)
+            keys.add(decore_vllm.salt(lambda *_: ((), 0), engine, request, 0, 32))
+    # α does not matter to a cache. Of 33 and 34 tokens no block is masked.
+    assert len(keys) == 2 * 3 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_carry_the_numbers_of_their_requests_in_every_precision(monkeypatch, dtype):
+    class Model:
+        def __call__(self, *, input_ids, positions):
+            return input_ids[:, None].to(dtype)
+
+        def compute_logits(self, hidden):
+            return hidden
+
+    context = SimpleNamespace(cudagraph_runtime_mode=SimpleNamespace(name="NONE"))
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    monkeypatch.setattr(decore_vllm, "contrast", lambda numbers, *_: numbers)
+    first = decore_vllm.Settings(heads=[(0, 0)], method="decore-static", alpha=0.7)
+    second = decore_vllm.Settings(heads=[(0, 1)], alpha_rule="gain", alpha_cap=1 / 3)
+    model = decore_vllm.contrasting(Model)()
+    model.sets, model.silent, model.silent_heads = {}, torch.zeros(3), len
+    model.head_set, model.numbers = torch.zeros(8).long(), torch.zeros(8, 6)
+    positions = torch.tensor([0, 1, 5, 0])  # two tokens of the first request, one of the second
+    model.mark([(first, 1), (second, 5)], positions, torch.tensor([0, 2, 3]))
+    assert model.head_set.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    hidden = model(input_ids=positions, positions=positions)
+    numbers = torch.tensor([second.numbers(), first.numbers()])
+    assert torch.equal(model.compute_logits(hidden[[2, 1]]), numbers)
 
 
 def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch):
@@ -211,6 +272,10 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
         (dict(settings={"head": 1}), "decore head: Extra inputs"),
         (dict(settings={"heads": [[9, 9]]}), "give a head file, or pairs from"),
         (dict(settings={"alpha": 1}), "alpha has no effect on decore-entropy"),
+        (
+            dict(settings={"alpha_rule": "gain", "method": "decore-static"}),
+            "alpha_rule has no effect on decore-static",
+        ),
         (dict(settings={"num_heads": 0}), "decore num_heads: "),
         (dict(settings={"num_heads": 2}), "num_heads and measure have no effect without"),
         (dict(settings={"measure": "all"}), "decore measure: Input should be 'copy', 'write' or"),
@@ -225,9 +290,10 @@ def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, word
 
 def test_tokens_with_logits_of_minus_infinity_stay_out():
     z = torch.tensor([[1.0, 2.0, -torch.inf]])
-    for settings in decore_vllm.Settings(), decore_vllm.Settings(method="decore-static"):
-        logits = decore_vllm.contrast(settings, z, z.flip(0) * 2)
-        expected = decore_vllm.contrast(settings, z[:, :2], z[:, :2] * 2)
+    for settings in {}, dict(method="decore-static"), dict(alpha_rule="gain"):
+        numbers = torch.tensor([decore_vllm.Settings(**settings).numbers()])
+        logits = decore_vllm.contrast(numbers, {"gain"}, z, z * 2)
+        expected = decore_vllm.contrast(numbers, {"gain"}, z[:, :2], z[:, :2] * 2)
         assert torch.equal(logits[:, :2], expected) and logits[0, 2] == -torch.inf
 
 
@@ -243,15 +309,56 @@ def test_an_alpha_of_zero_is_stock_vllm_under_every_penalty(folder, ours):
 
 def test_other_versions_of_vllm_do_not_start(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with pytest.raises(ValueError, match="vLLM <0.33,>=0.32, not 0.99.0"), start(folder / "llama3"):
+    with pytest.raises(ValueError, match="vLLM <0.34,>=0.32, not 0.99.0"), start(folder / "llama3"):
         pass
+
+
+def test_a_version_that_was_only_read_says_so(folder, monkeypatch, caplog):
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    log = logging.getLogger("vllm.decore")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    caplog.set_level(logging.WARNING, "vllm.decore")
+    settings = {"decore": {"heads": HEADS}}
+    EngineArgs(str(folder / "llama3"), additional_config=settings, **OPTIONS).create_engine_config()
+    assert "tested with vLLM 0.32, not 0.33.0" in caplog.text
+
+
+@pytest.mark.parametrize("file, name", [("v1/request", "no_such"), ("v1/no_such", "Request")])
+def test_an_engine_without_a_name_that_the_plugin_needs_does_not_start(
+    folder, monkeypatch, file, name
+):
+    monkeypatch.setitem(decore_vllm.NAMES, file, name)
+    words = rf"vLLM 0\.32\.0\S* does not have: use vLLM 0\.32 \({file}: {name}\)"
+    with pytest.raises(ValueError, match=words), start(folder / "llama3"):
+        pass
+
+
+def test_an_attention_that_writes_its_cache_itself_is_refused(folder, monkeypatch):
+    """vLLM 0.33 has such a model; its layers pass no keys to attention."""
+    monkeypatch.setattr(Attention, "kv_cache_update_bypass", True, raising=False)
+    with pytest.raises(ValueError, match="cannot mask heads"), start(folder / "llama3"):
+        pass
+
+
+def test_heads_are_listed_in_every_form(tmp_path):
+    path = tmp_path / "heads.json"
+    path.write_text("[[0, 1], [1, 3]]")
+    for heads in "0-1,1-3", ["0-1", "1-3"], [[0, 1], [1, 3]], str(path):
+        assert decore_vllm.Settings(heads=heads).heads == ((0, 1), (1, 3))
+
+
+def test_the_plugin_holds_the_head_files_and_their_reader():
+    reader = (ROOT / "heads" / "reader.py").read_text()
+    assert inspect.getsource(decore_heads) == reader
+    copies = {path.name: path.read_text() for path in decore_heads.FOLDER.glob("*.json")}
+    assert copies == {path.name: path.read_text() for path in (ROOT / "heads").glob("*.json")}
 
 
 def test_a_server_without_heads_ends_with_one_line(folder):
     result = subprocess.run(serve(folder, "no-such"), capture_output=True, text=True)
     assert result.returncode == 1
     [line] = [line for line in result.stderr.splitlines() if "no-such" in line]
-    assert "ValueError: decore: heads='no-such' is not a head file" in line
+    assert "FileNotFoundError: no-such is neither a head file nor a model" in line
 
 
 def test_each_setting_that_would_give_other_tokens_is_refused_by_name():
@@ -260,7 +367,7 @@ def test_each_setting_that_would_give_other_tokens_is_refused_by_name():
         use_ubatching prefill_context_parallel_size enable_batch_sharded_sampling use_mla
         kv_sharing_fast_prefill kv_transfer_config enable_prompt_embeds has_inner_state
         is_diffusion is_encoder_decoder pooler_config supports_multimodal_inputs
-        speculative_config"""
+        speculative_config kv_events_config enable_return_routed_experts"""
     with pytest.raises(ValueError) as error:
         decore_vllm.create_engine_config(None, lambda args: everything_on)
     assert [name for name in names.split() if name not in str(error.value)] == []
@@ -356,11 +463,26 @@ def test_requests_can_leave_decore_out_or_guide_it(post, ours):
     assert len(guided) == N and {*guided} <= {*range(64, 72)}  # the ids of a to h
 
 
+@pytest.mark.parametrize("method", ["static", "masked", "heads", "gain"])
+def test_requests_to_a_server_choose_their_settings(post, ours, method):
+    settings = of_request(METHODS[method])
+    assert answers(post(prompt=ours["prompts"][-1], vllm_xargs=settings)) == [ours[method][-1]]
+
+
 @pytest.mark.parametrize(
     "body, words",
     [
-        (dict(vllm_xargs={"decore": "off"}), "decore='off' of a request"),
-        (dict(use_beam_search=True), "beam search"),
+        (dict(vllm_xargs={"decore": "off"}), "decore='off' of a request: give false"),
+        (dict(vllm_xargs={"decore": 0, "decore_alpha_cap": 1}), "alpha_cap has no effect on"),
+        (dict(vllm_xargs={"decore_alpha": 1}), "alpha has no effect on decore-entropy"),
+        (dict(vllm_xargs={"decore_alpha_cap": -1}), "alpha_cap: Input should be greater"),
+        (dict(vllm_xargs={"decore_method": "cad"}), "method: Input should be 'decore-entropy'"),
+        (dict(vllm_xargs={"decore_heads": "9-9"}), "heads ((9, 9),): give a head file, or pairs"),
+        (dict(vllm_xargs={"decore_heads": "/etc/passwd"}), "heads of a request must be pairs"),
+        (dict(vllm_xargs={"decore_heads": 1}), "heads of a request must be pairs"),
+        (dict(vllm_xargs={"decore_heads": ["1"]}), "decore heads"),
+        (dict(vllm_xargs={"decore_mask": "query"}), "a request cannot set mask, only alpha, "),
+        (dict(use_beam_search=True), "does not work with beam search"),
     ],
 )
 def test_requests_that_do_not_fit_are_answered_with_one_line(post, body, words):
@@ -368,4 +490,4 @@ def test_requests_that_do_not_fit_are_answered_with_one_line(post, body, words):
         post(prompt=[1], **body)
     answer = json.load(error.value)["error"]
     assert answer["code"] == 400
-    assert answer["message"].startswith(f"decore does not work with {words}")
+    assert answer["message"].startswith("decore") and words in answer["message"]

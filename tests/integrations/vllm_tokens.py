@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from decoders.scoring import score
-from decore import generate
+from decore import Session, contrast, entropy, generate
 from heads import load_heads
 from heads.needles import HAYSTACK
 from hf import HFModel
@@ -37,6 +37,8 @@ METHODS = {
     "static": dict(method="decore-static", alpha=0.7),
     "cap": dict(alpha_cap=0.4),
     "scale": dict(scale_alpha=True),
+    "gain": dict(alpha_rule="gain", alpha_cap=0.02),
+    "heads": dict(heads=[(0, 0), (1, 2), (2, 1)]),
     "query": dict(mask="query"),
 }
 
@@ -51,7 +53,8 @@ def main(folder):
     llama = Transformer.load(folder / "llama3")
     result = {"prompts": prompts}
     for name, settings in METHODS.items():
-        result[name] = decode(llama, prompts, **settings)
+        decoder = decode_gain if name == "gain" else decode
+        result[name] = decoder(llama, prompts, **settings)
     result["longer"] = [p + t for p, t in zip(prompts, result["entropy"])]
     result["continued"] = decode(llama, result["longer"])
     pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]
@@ -72,6 +75,18 @@ def decode(model, prompts, method="decore-entropy", heads=HEADS, **settings):
     heads = None if method == "greedy" else heads
     out = generate(model, prompts, method, heads=heads, max_new_tokens=N, eos_ids=(), **settings)
     return [answer.ids for answer in out]
+
+
+@torch.inference_mode()
+def decode_gain(model, prompts, alpha_rule, alpha_cap):
+    """α = H(masked) − H(base)."""
+    session = Session(model, prompts, N, rows=([], HEADS))
+    tokens = [torch.tensor([prompt[-1:] for prompt in prompts])]
+    for _ in range(N):
+        base, masked = session.logits(tokens[-1]).log_softmax(-1)
+        alpha = (entropy(masked) - entropy(base)).clamp(max=alpha_cap)
+        tokens.append(contrast(base, masked, alpha).argmax(-1))
+    return torch.cat(tokens[1:], 1).tolist()
 
 
 if __name__ == "__main__":
