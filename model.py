@@ -100,13 +100,16 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's."""
+    """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's.
+
+    Call the model itself for logits, `prefill` to store prompts in a cache, and `read_layers` for
+    hidden states, which `logits` turns into logits. All three run their tokens by `run_layers`."""
 
     folder = None
     bos_id = None
     eos_ids = ()
     pad_ids = ()
-    product = None  # of a CPU's linear layers, chosen by `load`: see runtime/pack.py
+    kernel = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
 
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):
         super().__init__()
@@ -158,13 +161,13 @@ class Transformer(nn.Module):
             attend = PrefillAttention(self, 0, T)
         else:
             attend = DecodeAttention(self, cache, T, probabilities)
-        states = self.hidden_states(ids, attend, head_mask, mask, layers)
+        states = self.run_layers(ids, attend, head_mask, mask, layers)
         if cache is not None:
             cache.slots += T
         return states
 
-    def hidden_states(self, ids, attend, head_mask=None, mask="output", layers=()):
-        """What `read_layers` returns. attend: what the tokens attend to."""
+    def run_layers(self, ids, attend, head_mask=None, mask="output", layers=()):
+        """As `read_layers`. attend: what the tokens attend to."""
         c = self.config
         rows = attend.rows
         layer_masks = [None] * c.n_layers
@@ -222,7 +225,7 @@ class Transformer(nn.Module):
         common prefix is read once."""
         for start, chunk, n in prefill_chunks(ids, cache.lengths.tolist()):
             attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
-            self.hidden_states(chunk, attend, head_mask, mask)
+            self.run_layers(chunk, attend, head_mask, mask)
 
     @classmethod
     def load(cls, name, device="cpu", dtype=None, shard=None):
@@ -249,7 +252,7 @@ class Transformer(nn.Module):
         load_weights(model, folder, device)
         model.frequencies = rope_frequencies(config).to(device)
         if device.type == "cpu":
-            model.product = pack(model, Linear, keep="embed")
+            model.kernel = pack(model, Linear, keep="embed")
         return model.requires_grad_(False)
 
 

@@ -34,6 +34,7 @@ class Benchmark(NamedTuple):
     layout: str | None = None
     template_args: dict | None = None  # arguments of the chat template
     max_new_tokens: int | None = None  # None for multiple choice
+    min_new_tokens: int | None = None  # None if an answer may be empty
     sample_seed: int | None = None  # None if the items are no sample
     encoded: list = ()  # the token ids of each item, a prompts.Encoded
     questions: dict = {}  # index → the fields of a line that do not depend on the answer
@@ -60,10 +61,14 @@ def load_benchmark(task, args, model=None):
     how = bench.demos, model.tokenizer, layout, template_args
     encoded = [prompts.item_to_ids(task, item, *how) for item in drawn]
     limit = getattr(args, "max_new_tokens", None) or task.max_new_tokens
+    least = getattr(args, "min_new_tokens", None)
+    if least and least > limit:
+        raise ValueError(f"--min-new-tokens {least} is above {task.name}'s {limit} new tokens")
     return bench._replace(
         layout=layout,
         template_args=template_args,
         max_new_tokens=None if task.choice else limit,
+        min_new_tokens=least,
         encoded=encoded,
         questions={e.index: question_of(drawn[e.index], e) for e in encoded},
     )
@@ -167,6 +172,7 @@ def answers_of(bench, batch, runs, model, readers, tokenizer):
     if bench.task.choice:
         return scores(bench, batch, prompts, all_settings, readers[model])
     how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
+    how["min_new_tokens"] = bench.min_new_tokens or 0
     if len(runs) == 1:
         out = baselines.generate(readers[model], prompts, **how, **all_settings[0])
     else:

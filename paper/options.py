@@ -40,7 +40,7 @@ def parse(argv):
 
 def unused_by(task):
     """The options of a sweep without effect on a task."""
-    unused = {"max_new_tokens", "eos"} if task.choice else set()
+    unused = {"max_new_tokens", "min_new_tokens", "eos"} if task.choice else set()
     unused |= {name for name, option in OPTIONS.items() if option.choice is (not task.choice)}
     if task.layout:
         unused.add("layout")
@@ -73,6 +73,12 @@ def make_parser():
     )
     p.add_argument("--system", metavar="TEXT", help="qa: the system turn; '' for none")
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
+    p.add_argument(
+        "--min-new-tokens",
+        type=cli.positive,
+        metavar="N",
+        help="an answer ends after so many tokens at the earliest (default: it may be empty)",
+    )
     p.add_argument(
         "--dry-run",
         action="store_true",

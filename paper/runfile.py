@@ -72,7 +72,8 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "demos": bench.demo_record,
         "batch_size": args.batch_size,
         "max_new_tokens": bench.max_new_tokens,
-        "product": model.product,
+        "min_new_tokens": bench.min_new_tokens,
+        "product": model.kernel,
         **own,
         **more,
     }

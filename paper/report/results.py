@@ -329,7 +329,7 @@ def order_of_row(row):
     for name in ("num_heads", "alpha", "random_heads", "measure"):
         words.pop(name, None)
     return (
-        METHODS.index(setup.method),
+        METHODS.index(setup.method) if setup.method in METHODS else len(METHODS),
         row.is_iti,
         tuple(words.values()),
         row.variant,

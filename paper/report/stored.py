@@ -83,7 +83,7 @@ class Run:
 
 def describe(header):
     """The run of a header, without its lines. Raises various errors if the header is damaged."""
-    if header["method"] not in METHODS:
+    if header["method"] not in METHODS and not header.get("decoder"):
         raise ValueError(f"unknown method {header['method']!r}")
     setup = replace(Setup.from_header(header), heads=None)
     if setup.random_heads:

@@ -29,7 +29,7 @@ from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
 from tests.core.test_decore import contrast, log_softmax
-from tests.paper.test_baselines import next_scores, with_oracle
+from tests.decoders.test_baselines import next_scores, with_oracle
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
