@@ -66,7 +66,7 @@ VERDICT = {"judge": "truth", "model": "t", "key": "k", "yes": 0.5}
     "options, lines, words",
     [
         ("--task triviaqa", [ANSWER | {"references": []}], "line 1: field 'references' should"),
-        ("--task nq-swap", [ANSWER | {"memory": "b"}], "line 1: field 'memory'"),
+        ("--task nq-swap", [ANSWER | {"memory": 5}], "line 1: field 'memory'"),
         ("--task truthfulqa-mc", [MC], "should be a whole number from 0, not '-1'"),
         ("--task triviaqa", [], "holds no lines"),
         ("", [ANSWER], "give --task"),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import evaluate
 from miniature.data import make_split
 from tests.checkpoints import write_lines
 
@@ -61,8 +60,8 @@ ELSEWHERE = (
     "torchrun --nproc-per-node 2 -m speed.decode",
     "python -m integrations.lm_eval",  # test_lm_eval
     "python -m integrations.gguf",  # test_gguf
+    "python -m integrations.hub",  # test_hub
     "python evaluate.py --task nq-swap",  # test_evaluate
-    "python evaluate.py --model models",  # runs of docs/results.md
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
     "python evaluate.py rescore results",
     "python evaluate.py fetch",  # test_fetch
@@ -130,11 +129,3 @@ def test_a_python_block_of_the_pages_runs(block, monkeypatch, tmp_path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     block = re.sub(r"(meta-llama|Qwen)/[\w.-]+", str(folder), block)
     exec(block.replace('device="cuda"', 'device="cpu"'), {})
-
-
-@pytest.mark.parametrize("name", ["results", "results-bfloat16"])
-def test_a_page_of_results_is_the_report_of_its_stored_runs(call, tmp_path, name):
-    options = "--plots", tmp_path / name, "--commands"
-    status, out, _ = call(evaluate.main, "report", ROOT / "docs" / name, *options)
-    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    assert status == 0 and out.strip() and page.endswith(out.strip() + "\n")

@@ -1,6 +1,5 @@
 """Every number of the results, on their page and in the README, is that of the stored runs."""
 
-import re
 from functools import cache
 from pathlib import Path
 
@@ -57,70 +56,113 @@ def cells_of(page, heading):
     return {first: others for first, *others in cells}
 
 
-COLUMNS = [("smollm2", "nq-swap"), ("qwen", "nq-swap"), ("gemma", "nq-swap"), ("smollm2", "memotrap")]
+S = "smollm2", "nq-swap"
+Q = "qwen", "nq-swap"
+G = "gemma", "nq-swap"
+COLUMNS = [S, Q, G]
+MINUS = "retrieval − random heads uniform"
+N10 = "decore-entropy, N = 10"
+N20 = "decore-entropy, N = 20"
+STATIC = "decore-static, N = 20, α = 0.5"
+MASKED = "masked, N = 10"
+CAD = "cad, α = 0.5"
 SHORT = {  # row of README's table → label
     "greedy": "greedy",
-    "10 retrieval heads masked": "masked, N = 10",
-    "DeCoRe entropy, N = 10 (the default)": "decore-entropy, N = 10",
-    "DeCoRe entropy, N = 20": "decore-entropy, N = 20",
-    "the same, minus 20 random heads": "decore-entropy, N = 20: retrieval − random heads uniform",
-    "context-aware decoding": "cad, α = 0.5",
+    "10 retrieval heads masked": MASKED,
+    "DeCoRe entropy, N = 10 (the default)": N10,
+    "DeCoRe entropy, N = 20": N20,
+    "20 retrieval heads minus 20 random ones": f"{N20}: {MINUS}",
+    "context-aware decoding": CAD,
 }
 
 
 def test_the_table_of_the_page_is_that_of_the_stored_runs():
-    cells = cells_of(PAGE, "| setup |")
     expected = table_of(COLUMNS)
-    assert cells == {
+    assert cells_of(PAGE, "| setup |") == {
         label: [line.get(column, "") for column in COLUMNS] for label, line in expected.items()
     }
 
 
 def test_the_table_of_the_readme_is_that_of_the_stored_runs():
-    cells = cells_of(README, "| NQ-Swap")
-    expected = table_of(COLUMNS[:2])
-    assert cells == {
-        short: [expected[label][column] for column in COLUMNS[:2]]
-        for short, label in SHORT.items()
+    expected = table_of([S, Q])
+    assert cells_of(README, "| NQ-Swap") == {
+        short: [expected[label][column] for column in (S, Q)] for short, label in SHORT.items()
     }
 
 
-def test_all_setups_of_a_column_have_the_same_items_and_the_pages_say_how_many():
-    for column in COLUMNS:
-        [n] = {row.n for row in tables()[column].values()}
-        heading = PAGE[PAGE.index("| setup |") :].splitlines()[0].split("|")[COLUMNS.index(column) + 2]
-        assert re.search(rf"n = {n}\b", heading), column
-    for column in COLUMNS[:2]:
-        n = tables()[column]["greedy"].n
-        heading = README[README.index("| NQ-Swap") :].splitlines()[0]
-        assert re.search(rf"n = {n}\b", heading.split("|")[COLUMNS.index(column) + 2])
+def test_all_setups_of_a_column_have_the_same_items_and_the_tables_say_how_many():
+    for page, heading, columns in (PAGE, "| setup |", COLUMNS), (README, "| NQ-Swap", [S, Q]):
+        names = page[page.index(heading) :].splitlines()[0].strip("|").split("|")[1:]
+        for name, column in zip(names, columns, strict=True):
+            [n] = {row.n for row in tables()[column].values()}
+            assert f"n = {n}" in name
 
 
-def versus(column, label):
-    return tables()[column][label].versus
+def said(column, label):
+    """A difference in a sentence, such as "+6.9 (+1.3 to +12.5)"; whether it is shown stands in
+    the table."""
+    row = tables()[column][label]
+    return f"{signed(row.versus.difference)} ({span(row.versus.interval)})"
+
+
+def value(column, label):
+    return number(tables()[column][label].value)
 
 
 def memorised(column):
-    """How many of greedy decoding's answers are the memorised one, and of how many."""
+    """How many of greedy decoding's answers are the memorised ones."""
     greedy = tables()[column]["greedy"]
     return f"{round(greedy.beside['memory_match'] * greedy.n / 100)} of {greedy.n}"
 
 
-def said(column, label):
-    """A difference in a sentence: "+6.9 (+1.3 to +12.5)"."""
-    row = versus(column, label)
-    return f"{signed(row.difference)} ({span(row.interval)})"
-
-
 def sentences():
-    """The sentences of the page, with the numbers of the stored runs."""
-    s, q, g, m = COLUMNS
-    retrieval, random = "masked, N = 10", "masked, N = 10, random heads uniform"
-    minus = "retrieval − random heads uniform"
-    n10, n20, static = "decore-entropy, N = 10", "decore-entropy, N = 20", "decore-static, N = 20, α = 0.5"
-    cad = "cad, α = 0.5"
+    """Those of the page that have numbers."""
+    random = f"{MASKED}, random heads uniform"
     yield (
-        f"Without ten retrieval heads SmolLM2 hardly reads: {number(tables()[s][retrieval].value)} % of its answers "
-        f"contain the passage's, in place of {number(tables()[s]['greedy'].value)} % ({said(s, retrieval)[:5]}); without ten random "
-        f"heads the difference is {said(s, random)}, and the difference between the two, {said(s, f'{retrieval}: {minus}')}, is shown."
+        f"Without ten retrieval heads, {value(S, MASKED)} % of SmolLM2's answers contain the "
+        f"passage's, in place of {value(S, 'greedy')} %: {said(S, MASKED)}, shown."
     )
+    yield f"Without ten random heads the difference is {said(S, random)}, not shown."
+    yield f"Retrieval minus random heads is {said(S, f'{MASKED}: {MINUS}')}, shown."
+    yield (
+        f"In DeCoRe, 20 retrieval heads do more for SmolLM2 than 20 random ones: "
+        f"{said(S, f'{N20}: {MINUS}')}, shown."
+    )
+    yield f"Ten heads do {said(S, f'{N10}: {MINUS}')} more, not shown."
+    yield (
+        f"Against greedy decoding no gain of DeCoRe is shown: SmolLM2 has {said(S, N10)} with the "
+        f"default, N = 10, {said(S, N20)} with N = 20, and {said(S, STATIC)} with N = 20 and a "
+        "constant α of 0.5."
+    )
+    yield (
+        f"Context-aware decoding has {said(S, CAD)}, shown; with Qwen 0.5B {said(Q, CAD)} and with "
+        f"Gemma {said(G, CAD)}, not shown."
+    )
+    yield f"With Qwen 0.5B nothing is shown; the default has {said(Q, N10)}."
+    yield (
+        f"With Gemma, DeCoRe with ten random heads has {said(G, f'{N10}, random heads uniform')}, "
+        f"shown; with ten retrieval heads {said(G, N10)}, not shown."
+    )
+    yield (
+        f"Greedy decoding gives the memorised answer to {memorised(S)} questions with SmolLM2, "
+        f"{memorised(Q)} with Qwen 0.5B and {memorised(G)} with Gemma."
+    )
+
+
+SHOWN = {
+    S: {MASKED, f"{MASKED}: {MINUS}", f"{N20}: {MINUS}", CAD},
+    Q: set(),
+    G: {f"{N10}, random heads uniform"},
+}
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_sentence_has_the_numbers_of_the_stored_runs(number):
+    assert [*sentences()][number] in " ".join(PAGE.split())
+    assert f"{memorised(S)} and {memorised(Q)} questions" in README
+
+
+@pytest.mark.parametrize("column", SHOWN, ids=" ".join)
+def test_what_the_sentences_call_shown_is_shown(column):
+    rows = tables()[column].items()
+    assert {label for label, row in rows if row.shown} == SHOWN[column]
