@@ -197,23 +197,23 @@ def generate(
     method="decore-entropy",
     max_new_tokens=64,
     eos_ids=None,
-    min_new_tokens=0,
     on_token=None,
     graph=True,
     decoder=DeCoRe,
     attention_mask=None,
     input_ids=None,
+    min_new_tokens=0,
     **settings,
 ):
     """Decode after one prompt (a list of ints → one Generation) or several (a list of lists → a
     list), as one batch.
 
-    eos_ids: ids that end a text; None: the checkpoint's own, (): none. min_new_tokens: end ids
-    score −∞ in so many first tokens. on_token(b, token, entropy) is called for each token and ends
-    text b by returning True. graph: record a step as a CUDA graph, if the models can. decoder:
-    `DeCoRe`, one of decoders/baselines.py, or a class of your own. attention_mask: 0 at padding.
-    input_ids: ids, as tokenizers of transformers call them. settings: the decoder's arguments, such
-    as heads and alpha."""
+    eos_ids: ids that end a text; None: the checkpoint's own, (): none. on_token(b, token, entropy)
+    is called for each token and ends text b by returning True. graph: record a step as a CUDA
+    graph, if the models can. decoder: `DeCoRe`, one of decoders/baselines.py, or a class of your
+    own. attention_mask: 0 at padding. input_ids: ids, as tokenizers of transformers call them.
+    min_new_tokens: in so many first tokens, ids that end a text score −∞. settings: the decoder's
+    arguments, such as heads and alpha."""
     if decoder is DeCoRe:
         checks.check_name(method, "method", METHODS, checks.ELSEWHERE)
     prompts, in_form_of_ids = checks.unpack(ids, attention_mask, input_ids)

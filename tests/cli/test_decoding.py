@@ -97,8 +97,9 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
     heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
     g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
-    settings = dict(measure="copy", scale_alpha=False, mask="output", mask_prompt=False)
+    settings = dict(measure="copy", scale_alpha=False, alpha_rule="entropy", mask="output")
     assert line == vars(g) | settings | dict(
+        mask_prompt=False,
         index=0,
         prompt=text,
         prompt_ids=prompt,
