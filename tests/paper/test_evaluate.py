@@ -154,6 +154,18 @@ def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp
     assert status == 2 and "sample_seed: 1234 there, 3 now" in err
 
 
+def test_answers_have_at_least_the_tokens_that_are_asked_for(start, model, data, tmp_path):
+    eos = ",".join(map(str, range(200)))  # most answers end at once
+    options = [*model[:2], *data["nq-closed"], *GREEDY, "--eos", eos, "--max-new-tokens", 4]
+    _, [out], _ = start(*options, "--out", tmp_path / "free")
+    assert min(len(line["ids"]) for line in content(out["run"])[1:]) == 1
+    _, [out], _ = start(*options, "--min-new-tokens", 3, "--out", tmp_path / "least")
+    header, *lines = content(out["run"])
+    assert header["min_new_tokens"] == 3 and min(len(line["ids"]) for line in lines) >= 3
+    status, _, err = start(*options, "--min-new-tokens", 5, "--out", tmp_path / "more")
+    assert status == 2 and "--min-new-tokens 5 is above nq-closed's 4 new tokens" in err
+
+
 @pytest.mark.parametrize(
     "known, batches",
     [
@@ -328,7 +340,9 @@ def test_a_stored_run_of_a_later_task_is_compared_before_the_first_run(start, mo
     assert list((tmp_path / "out").iterdir()) == [Path(one["run"])]
 
 
-def test_decoders_of_ones_own_run_in_sweeps(start, model, data, tmp_path, monkeypatch):
+def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
+    start, call, model, data, tmp_path, monkeypatch
+):
     """The two of CONTRIBUTING.md."""
     monkeypatch.setattr(baselines, "DECODERS", dict(baselines.DECODERS))
     page = (cli.MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
@@ -354,6 +368,9 @@ def test_decoders_of_ones_own_run_in_sweeps(start, model, data, tmp_path, monkey
     for line, sharp, greedy in zip(runs[1][1:], runs[3][1:], runs[5][1:]):
         assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
         assert sharp["ids"] == greedy["ids"]
+    monkeypatch.setattr(baselines, "DECODERS", {})  # a report does not load own decoders
+    _, report, _ = call(evaluate.main, "report", tmp_path / "o")
+    assert "| surprise, N = 2, α = 1 " in report and "| sharp, α = 2 " in report
     _, out, err = start(*data["truthfulqa-mc"], *options)
     choices = [content(one["run"])[1]["scores_true"] for one in out]
     assert len(choices) == 6 and choices[0] != choices[1], err
