@@ -59,8 +59,10 @@ def cells_of(page, heading):
 S = "smollm2", "nq-swap"
 Q = "qwen", "nq-swap"
 G = "gemma", "nq-swap"
-COLUMNS = [S, Q, G]
+M = "smollm2", "memotrap"
+COLUMNS = [S, Q, G, M]
 MINUS = "retrieval − random heads uniform"
+N5 = "decore-entropy, N = 5"
 N10 = "decore-entropy, N = 10"
 N20 = "decore-entropy, N = 20"
 STATIC = "decore-static, N = 20, α = 0.5"
@@ -138,10 +140,17 @@ def sentences():
         f"Context-aware decoding has {said(S, CAD)}, shown; with Qwen 0.5B {said(Q, CAD)} and with "
         f"Gemma {said(G, CAD)}, not shown."
     )
-    yield f"With Qwen 0.5B nothing is shown; the default has {said(Q, N10)}."
+    yield (
+        f"With Qwen 0.5B nothing is shown; the default has {said(Q, N10)}, and masking its ten "
+        f"retrieval heads {said(Q, MASKED)}."
+    )
     yield (
         f"With Gemma, DeCoRe with ten random heads has {said(G, f'{N10}, random heads uniform')}, "
         f"shown; with ten retrieval heads {said(G, N10)}, not shown."
+    )
+    yield (
+        f"On MemoTrap, where the paper gains, SmolLM2 has {said(M, N5)} with N = 5, shown, and "
+        f"{said(M, N10)} with the default, not shown."
     )
     yield (
         f"Greedy decoding gives the memorised answer to {memorised(S)} questions with SmolLM2, "
@@ -153,10 +162,11 @@ SHOWN = {
     S: {MASKED, f"{MASKED}: {MINUS}", f"{N20}: {MINUS}", CAD},
     Q: set(),
     G: {f"{N10}, random heads uniform"},
+    M: {N5, f"{N20}, random heads uniform"},
 }
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(11))
 def test_a_sentence_has_the_numbers_of_the_stored_runs(number):
     assert [*sentences()][number] in " ".join(PAGE.split())
     assert f"{memorised(S)} and {memorised(Q)} questions" in README
