@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from decoders.scoring import score
-from decore import Session, contrast, entropy, generate
+from decore import generate
 from heads import load_heads
 from heads.needles import HAYSTACK
 from hf import HFModel
@@ -53,8 +53,7 @@ def main(folder):
     llama = Transformer.load(folder / "llama3")
     result = {"prompts": prompts}
     for name, settings in METHODS.items():
-        decoder = decode_gain if name == "gain" else decode
-        result[name] = decoder(llama, prompts, **settings)
+        result[name] = decode(llama, prompts, **settings)
     result["longer"] = [p + t for p, t in zip(prompts, result["entropy"])]
     result["continued"] = decode(llama, result["longer"])
     pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]
@@ -75,18 +74,6 @@ def decode(model, prompts, method="decore-entropy", heads=HEADS, **settings):
     heads = None if method == "greedy" else heads
     out = generate(model, prompts, method, heads=heads, max_new_tokens=N, eos_ids=(), **settings)
     return [answer.ids for answer in out]
-
-
-@torch.inference_mode()
-def decode_gain(model, prompts, alpha_rule, alpha_cap):
-    """α = H(masked) − H(base)."""
-    session = Session(model, prompts, N, rows=([], HEADS))
-    tokens = [torch.tensor([prompt[-1:] for prompt in prompts])]
-    for _ in range(N):
-        base, masked = session.logits(tokens[-1]).log_softmax(-1)
-        alpha = (entropy(masked) - entropy(base)).clamp(max=alpha_cap)
-        tokens.append(contrast(base, masked, alpha).argmax(-1))
-    return torch.cat(tokens[1:], 1).tolist()
 
 
 if __name__ == "__main__":
