@@ -65,13 +65,12 @@ def pack(model, linear, keep=None):
 
     A packed layer has no plain weight. keep: the name of a layer that stays plain, for looking up
     rows. If its weight is the head's too, that matrix is in memory twice."""
-    kind = None
     kinds = KINDS.get(processor(), {}) if torch.backends.mkldnn.is_available() else {}
-    # Plain matrices are freed one by one when their packed ones exist.
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if type(layer) is linear and layer.weight.nbytes > SMALL and name != keep:
-            kind = kinds.get(layer.weight.dtype)
-            if kind is None:
-                break
+    kind = None
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name != keep]
+    for name in names:  # not modules: a plain matrix is freed when its packed one exists
+        layer = model.get_submodule(name)
+        if type(layer) is linear and layer.weight.nbytes > SMALL and layer.weight.dtype in kinds:
+            kind = kinds[layer.weight.dtype]
             model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
     return kind.__name__.lower() if kind else "plain"
