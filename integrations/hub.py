@@ -5,7 +5,9 @@
 
 OUT/custom_generate/ holds the code and the heads of one model; OUT/README.md describes both."""
 
+import ast
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -49,16 +51,7 @@ rightly is refused in a line, before the first token.
 
 ## Additional arguments
 
-- `heads`: pairs `[(18, 6), (23, 2)]`, a text `"18-6,23-2"`, the path of a head file, or a model's
-  name; by default the heads of {model}
-- `num_heads` (10, at most an eighth of all): how many of the best heads are masked
-- `measure` ("copy"): which scores choose them; here: {measures}
-- `method` ("decore-entropy"): "decore-static" has a constant α; "masked" is the masked model alone
-- `alpha` (0.5): α of decore-static
-- `alpha_rule` ("entropy"): "gain" is α = H(p_masked) − H(p), which may be negative
-- `alpha_cap` (none): α = min(α, cap)
-- `scale_alpha` (False): divide α by ln V
-- `mask` ("output"): "query" zeroes the heads' queries, as the published runs did
+{arguments}
 
 ## Outputs
 
@@ -115,8 +108,18 @@ def build(out, model, heads=None):
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    readme = README.format(model=model, measures=", ".join(ranked))
+    readme = README.format(model=model, arguments=arguments_of(GENERATE.read_text()))
     (out / "README.md").write_text(readme, encoding="utf-8")
+
+
+def arguments_of(code):
+    """A list of the arguments that generate.py adds, from the docstring of its `generate`."""
+    [function] = [node for node in ast.parse(code).body if getattr(node, "name", "") == "generate"]
+    names = "|".join(argument.arg for argument in function.args.kwonlyargs)
+    _, paragraph, _ = ast.get_docstring(function).split("\n\n")
+    parts = re.split(rf"\b({names}): ", " ".join(paragraph.split()))
+    pairs = zip(parts[1::2], parts[2::2])
+    return "\n".join(f"- `{name}`: {text.strip()}" for name, text in pairs)
 
 
 def rank_heads(path, measure):

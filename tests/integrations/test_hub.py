@@ -1,5 +1,6 @@
 """The folder for the Hub, used where this project is not on Python's path."""
 
+import inspect
 import json
 import os
 import re
@@ -78,6 +79,9 @@ def test_the_folder_follows_the_convention_of_custom_generate(folder):
     for path in (folder / "custom_generate").glob("*.py"):
         imports = re.findall(r"^ *(?:from|import) (\S+)", path.read_text(), re.MULTILINE)
         assert not {"hf", "heads", "runtime"} & {name.split(".")[0] for name in imports}
+    signature = inspect.signature(generate)
+    own = [name for name, x in signature.parameters.items() if x.kind is x.KEYWORD_ONLY]
+    assert re.findall(r"^- `(\w+)`: .", card.content, re.MULTILINE) == own
     [example] = re.findall("```py\n(.*?)```", card.content, re.DOTALL)
     compile(example, "README.md", "exec")
 
