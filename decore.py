@@ -229,8 +229,7 @@ def generate(
         result = step(token)
         scores = result.scores
         if i < min_new_tokens:
-            is_end = torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*end_ids]))
-            scores = scores.masked_fill(is_end.to(scores.device), -math.inf)
+            scores = without_ids(scores, end_ids)
         highest, token = scores.max(-1)  # greedy
         numbers = torch.stack([highest, result.alpha, result.entropy], -1)  # [B, 1, 3]
         on_host = zip(token[:, 0].tolist(), numbers[:, 0].tolist())
@@ -252,6 +251,12 @@ def generate(
         if all(g.stop for g in out):
             break
     return in_form_of_ids(out)
+
+
+def without_ids(scores, ids):
+    """Scores [B, T, V] with −∞ at those of the ids that are below V."""
+    known = torch.tensor([i for i in ids if i < scores.shape[-1]], dtype=torch.long)
+    return scores.index_fill(-1, known.to(scores.device), -math.inf)
 
 
 def make_head_mask(rows, model):

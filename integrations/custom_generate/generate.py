@@ -117,18 +117,24 @@ def contrast(base, masked, method, alpha, alpha_rule, alpha_cap, scale_alpha):
     The options are None where they are as by default."""
     log_p = base.log_softmax(-1)
     log_q = masked.log_softmax(-1)
-    h, h_masked = (torch.special.entr(x.exp()).sum(-1) for x in (log_p, log_q))
     if method == "masked":
-        return masked, torch.zeros_like(h), h_masked
+        h = entropy(log_q)
+        return masked, torch.zeros_like(h), h
+    h = entropy(log_p)
     if method == "decore-static":
         a = torch.full_like(h, 0.5 if alpha is None else alpha)
     else:
-        a = h_masked - h if alpha_rule else h  # Eq. 8
+        a = entropy(log_q) - h if alpha_rule else h  # Eq. 8
         a = a / math.log(base.shape[-1]) if scale_alpha else a
     if alpha_cap is not None:
         a = a.clamp(max=alpha_cap)
     scores = base + a[..., None] * (log_p - log_q)  # Eq. 7, up to a constant
     return scores.where(base > -math.inf, base), a, h  # not −∞ − (−∞)
+
+
+def entropy(log_p):
+    """In nats, over the last axis."""
+    return torch.special.entr(log_p.exp()).sum(-1)
 
 
 def check_choices(**values):
