@@ -1,12 +1,13 @@
 """How many needles a model finds while some of its heads are masked: the best ones of each measure,
 and random ones, which show what the loss of any heads does."""
 
-from math import comb
+import numpy as np
 
 from decore import Session
 from heads import load_heads, random_heads
 from heads.detect import run_batch
 from heads.reader import find_measures
+from runtime.statistics import holm, p_value
 
 DRAWS = 3  # sets of random heads, for each number of heads
 LEVEL = 0.05  # of significance
@@ -67,7 +68,8 @@ def table(records):
         p_random[name] = []
         if measure != "random":
             p_random[name] = [max(mcnemar(sets[0], draw) for draw in groups[f"{n} random"])]
-    limit = holm_limit(sum([*p_none.values(), *p_random.values()], []))
+    p_values = sum([*p_none.values(), *p_random.values()], [])
+    limit = max([0, *(p for p, adjusted in zip(p_values, holm(p_values)) if adjusted < LEVEL)])
 
     def cell(values):
         texts = [f"{p:.4f}" if p >= 0.0001 else "< 0.0001" for p in values]
@@ -92,20 +94,5 @@ def differing(a, b):
 
 
 def mcnemar(a, b):
-    """McNemar's test of paired results, exact and two-sided: its p-value.
-
-    Without a difference each of the differing items is as likely to be a's as b's."""
-    only_a, only_b = differing(a, b)
-    n = only_a + only_b
-    tail = sum(comb(n, k) for k in range(min(only_a, only_b) + 1)) / 2**n
-    return min(1, 2 * tail)
-
-
-def holm_limit(values):
-    """The largest of the p-values that is significant by Holm's procedure; 0 without one."""
-    limit = 0
-    for i, p in enumerate(sorted(values)):
-        if p * (len(values) - i) >= LEVEL:
-            break
-        limit = p
-    return limit
+    """McNemar's exact p of paired results, a truth value for each item."""
+    return p_value(np.array(a, dtype=float), np.array([b], dtype=float))

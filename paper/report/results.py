@@ -17,9 +17,9 @@ import numpy as np
 
 from decoders.setup import METHODS, SETTINGS
 from paper import printed
-from paper.report import statistics
 from paper.report.stored import TEXTS
 from paper.tasks import metrics
+from runtime import statistics
 from runtime.files import short_hash
 
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens", "letters")  # not in per cent

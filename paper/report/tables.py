@@ -13,9 +13,10 @@ import numpy as np
 from decoders.setup import Setup
 from paper import printed
 from paper.printed import TASKS, headline
-from paper.report import results, statistics
+from paper.report import results
 from paper.report.results import BESIDE
 from paper.report.stored import TEXTS
+from runtime import statistics
 
 PER_CENT = ("ended", "empty")  # of TEXTS
 TEXT_NOTES = [

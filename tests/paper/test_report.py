@@ -16,8 +16,9 @@ import pytest
 
 import evaluate
 from paper import printed
-from paper.report import figures, results, statistics, stored, tables
+from paper.report import figures, results, stored, tables
 from paper.tasks import TASKS, metrics
+from runtime import statistics
 from tests.checkpoints import write_lines
 
 TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature exact match"

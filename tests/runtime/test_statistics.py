@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from paper.report import statistics
-from paper.report.statistics import averages, exact, holm, interval, items_needed, sampled, wilson
+from runtime import statistics
+from runtime.statistics import averages, exact, holm, interval, items_needed, sampled, wilson
 
 
 def columns(values):
@@ -82,7 +82,15 @@ def mcnemar(won, lost):
 
 @pytest.mark.parametrize(
     "won, lost, p",
-    [(2, 8, 0.109375), (7, 1, 0.0703125), (0, 5, 0.0625), (0, 6, 0.03125), (5, 5, 1), (0, 0, 1)],
+    [
+        (2, 8, 0.109375),
+        (7, 1, 0.0703125),
+        (0, 5, 0.0625),
+        (0, 6, 0.03125),
+        (5, 5, 1),
+        (0, 0, 1),
+        (19, 8, 7011398 / 2**27),
+    ],
 )
 def test_against_one_run_p_is_mcnemars(won, lost, p):
     one, [other] = pair(won, lost)

@@ -1,6 +1,4 @@
-"""Intervals and tests of metrics on the same items.
-
-A run's *columns* of a metric are those of `metrics.columns`: its mean is Σ sums / Σ weights."""
+"""Intervals and exact tests of results on the same items."""
 
 import math
 
@@ -16,7 +14,8 @@ def averages(runs, questions):
     """Means of a metric, [1 + SAMPLES, R]: over the n items, then over samples of questions that
     are drawn with replacement, since items of one question are not independent.
 
-    runs: the columns of R runs on the same items. questions: the question of each item."""
+    runs: of R runs on the same items, pairs (sums, weights) of arrays [n]: each pair's mean is
+    Σ sums / Σ weights, and the run's that of its pairs. questions: the question of each item."""
     columns = np.stack([column for parts in runs for pair in parts for column in pair], axis=1)
     names, numbers = np.unique(questions, return_inverse=True)
     sums = np.zeros((len(names), columns.shape[1]))
