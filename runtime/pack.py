@@ -43,7 +43,7 @@ class Filled(Packed):
 
 
 # (maker, instructions) of a processor → the kind of layer for each dtype; None and others: plain.
-KINDS = {
+KERNELS = {
     ("AMD", "AVX2"): {torch.float32: Packed},
     ("AMD", "AVX512"): {torch.float32: Filled, torch.bfloat16: Filled},
     ("Intel", "AVX512"): {torch.bfloat16: Packed},
@@ -60,12 +60,12 @@ def processor():
 
 @torch.no_grad()
 def pack(model, linear, keep=None):
-    """Replace the large layers of class `linear` of a model on a CPU by those of `KINDS`. Returns
+    """Replace the large layers of class `linear` of a model on a CPU by those of `KERNELS`. Returns
     the name of their kind: "plain", "packed" or "filled".
 
     A packed layer has no plain weight. keep: the name of a layer that stays plain, for looking up
     rows. If its weight is the head's too, that matrix is in memory twice."""
-    kinds = KINDS.get(processor(), {}) if torch.backends.mkldnn.is_available() else {}
+    kinds = KERNELS.get(processor(), {}) if torch.backends.mkldnn.is_available() else {}
     kind = None
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name != keep]
     for name in names:  # not modules: a plain matrix is freed when its packed one exists

@@ -23,7 +23,7 @@ needs_onednn = pytest.mark.skipif(
 def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, family)
     kinds = {pack.processor(): {torch.float32: kind}}
-    monkeypatch.setattr(pack, "KINDS", kinds)
+    monkeypatch.setattr(pack, "KERNELS", kinds)
     plain = engine.load(folder)
     assert plain.kernel == "plain"  # all of its matrices are small
     monkeypatch.setattr(pack, "SMALL", 0)
