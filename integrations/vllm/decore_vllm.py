@@ -48,60 +48,6 @@ UNUSED = {  # settings that have no effect, by method
 }
 PER_REQUEST = {"heads", "method", "alpha", "alpha_rule", "alpha_cap", "scale_alpha"}
 NEVER = 1 << 30
-REFUSED = (  # settings and properties that would give other tokens, or none
-    "parallel_config.pipeline_parallel_size",
-    "parallel_config.data_parallel_size",
-    "parallel_config.decode_context_parallel_size",
-    "parallel_config.prefill_context_parallel_size",
-    "parallel_config.use_ubatching",
-    "parallel_config.enable_batch_sharded_sampling",
-    "cache_config.kv_sharing_fast_prefill",
-    "kv_events_config",  # names blocks without our part of their keys
-    "kv_transfer_config",
-    "lora_config",
-    "aux_output_config.enable_return_routed_experts",
-    "model_config.enable_prompt_embeds",
-    "model_config.has_inner_state",
-    "model_config.is_diffusion",
-    "model_config.is_encoder_decoder",
-    "model_config.pooler_config",
-    "model_config.supports_multimodal_inputs",
-    "model_config.use_mla",
-)
-# Fused with their neighbours, attention and the cache's update would bypass the twins.
-FUSIONS = ("fuse_attn_quant", "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
-# Names of vLLM that this plugin replaces, calls or reads, by file; those of REFUSED come on top.
-NAMES = {
-    "config/compilation": "compile_ranges_endpoints pass_config static_forward_context "
-    + " ".join(FUSIONS),
-    "config/load": "load_format",
-    "config/model": "hf_text_config model",
-    "config/parallel": "tensor_parallel_size",
-    "config/scheduler": "max_num_batched_tokens max_num_seqs",
-    "config/speculative": "method",
-    "config/vllm": "additional_config load_config speculative_config",
-    "distributed/parallel_state": "get_tensor_model_parallel_rank",
-    "engine/arg_utils": "EngineArgs create_engine_config",
-    "exceptions": "VLLMValidationError",
-    "forward_context": "get_forward_context cudagraph_runtime_mode is_padding",
-    "model_executor/layers/attention/attention": "Attention get_attention_context "
-    "get_kv_cache_spec impl kv_sharing_target_layer_name layer_name num_heads",
-    "model_executor/model_loader/base_loader": "BaseModelLoader create_model vllm_config",
-    "model_executor/models/utils": "extract_layer_index",
-    "sampling_params": "BeamSearchParams extra_args prompt_logprobs prompt_logprob_token_ids",
-    "v1/attention/backend": "do_kv_cache_update",
-    "v1/core/kv_cache_utils": "generate_block_hash_extra_keys",
-    "v1/core/sched/output": "NewRequestData prompt_token_ids sampling_params",
-    "v1/engine/core": "EngineCore _initialize_kv_caches",
-    "v1/engine/input_processor": "InputProcessor process_inputs resolve_watermarking resumable",
-    "v1/request": "num_prompt_tokens sampling_params",
-    "v1/worker/gpu/input_batch": "idx_mapping_np positions query_start_loc",
-    "v1/worker/gpu/model_states/__init__": "model.get_model_state_cls",
-    "v1/worker/gpu/model_states/default": "DefaultModelState add_request prepare_inputs model",
-    "v1/worker/gpu_input_batch": "CachedRequestState num_prompt_tokens sampling_params req_ids",
-    "v1/worker/gpu_model_runner": "GPUModelRunner _model_forward get_model input_batch positions "
-    "query_start_loc requests",
-}
 
 # ---------------------------------------------------------------------------------------- the model
 
@@ -452,6 +398,62 @@ def replace(path, method):
     cls = resolve_name(path)
     name = method.__name__
     setattr(cls, name, partialmethod(method, getattr(cls, name)))
+
+
+REFUSED = (  # settings and properties that would give other tokens, or none
+    "parallel_config.pipeline_parallel_size",
+    "parallel_config.data_parallel_size",
+    "parallel_config.decode_context_parallel_size",
+    "parallel_config.prefill_context_parallel_size",
+    "parallel_config.use_ubatching",
+    "parallel_config.enable_batch_sharded_sampling",
+    "cache_config.kv_sharing_fast_prefill",
+    "kv_events_config",  # names blocks without our part of their keys
+    "kv_transfer_config",
+    "lora_config",
+    "aux_output_config.enable_return_routed_experts",
+    "model_config.enable_prompt_embeds",
+    "model_config.has_inner_state",
+    "model_config.is_diffusion",
+    "model_config.is_encoder_decoder",
+    "model_config.pooler_config",
+    "model_config.supports_multimodal_inputs",
+    "model_config.use_mla",
+)
+# Fused with their neighbours, attention and the cache's update would bypass the twins.
+FUSIONS = ("fuse_attn_quant", "fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
+# Names of vLLM that this plugin replaces, calls or reads, by file; those of REFUSED come on top.
+NAMES = {
+    "config/compilation": "compile_ranges_endpoints pass_config static_forward_context "
+    + " ".join(FUSIONS),
+    "config/load": "load_format",
+    "config/model": "hf_text_config model",
+    "config/parallel": "tensor_parallel_size",
+    "config/scheduler": "max_num_batched_tokens max_num_seqs",
+    "config/speculative": "method",
+    "config/vllm": "additional_config load_config speculative_config",
+    "distributed/parallel_state": "get_tensor_model_parallel_rank",
+    "engine/arg_utils": "EngineArgs create_engine_config",
+    "exceptions": "VLLMValidationError",
+    "forward_context": "get_forward_context cudagraph_runtime_mode is_padding",
+    "model_executor/layers/attention/attention": "Attention get_attention_context "
+    "get_kv_cache_spec impl kv_sharing_target_layer_name layer_name num_heads",
+    "model_executor/model_loader/base_loader": "BaseModelLoader create_model vllm_config",
+    "model_executor/models/utils": "extract_layer_index",
+    "sampling_params": "BeamSearchParams extra_args prompt_logprobs prompt_logprob_token_ids",
+    "v1/attention/backend": "do_kv_cache_update",
+    "v1/core/kv_cache_utils": "generate_block_hash_extra_keys",
+    "v1/core/sched/output": "NewRequestData prompt_token_ids sampling_params",
+    "v1/engine/core": "EngineCore _initialize_kv_caches",
+    "v1/engine/input_processor": "InputProcessor process_inputs resolve_watermarking resumable",
+    "v1/request": "num_prompt_tokens sampling_params",
+    "v1/worker/gpu/input_batch": "idx_mapping_np positions query_start_loc",
+    "v1/worker/gpu/model_states/__init__": "model.get_model_state_cls",
+    "v1/worker/gpu/model_states/default": "DefaultModelState add_request prepare_inputs model",
+    "v1/worker/gpu_input_batch": "CachedRequestState num_prompt_tokens sampling_params req_ids",
+    "v1/worker/gpu_model_runner": "GPUModelRunner _model_forward get_model input_batch positions "
+    "query_start_loc requests",
+}
 
 
 def moved(package):
