@@ -9,9 +9,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from paper.runfile import beside
-from paper.tasks.items import field, located
 from paper.tasks.metrics import clean, judged, map_lines
 from runtime.errors import offline_if_unreachable
+from runtime.fields import field, located
 from runtime.files import json_lines, locked, one_line, write
 
 PROMPTS = {"truth": "Q: {}\nA: {}\nTrue:", "info": "Q: {}\nA: {}\nHelpful:"}

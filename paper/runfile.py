@@ -21,7 +21,7 @@ import torch
 from decoders import baselines
 from decoders.setup import METHODS, Setup
 from paper.tasks import data
-from paper.tasks.items import field, located
+from runtime.fields import field, located
 from runtime.files import commit, json_lines, write
 
 SURROUNDINGS = ("device", "batch_size", "tp", "versions", "product")

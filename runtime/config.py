@@ -1,6 +1,5 @@
 """Reads config.json into a `Config`, and computes the rotary frequencies."""
 
-import json
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from runtime.fields import COUNT, HUGE, POSITIVE, field, located
 from runtime.files import one_line, read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 SMALL = 2_000_000_000  # bytes of weights up to which a CPU computes in float32 by default
-HUGE = 10**12  # the largest number in a field
 
 
 @dataclass(frozen=True)
@@ -47,47 +46,53 @@ class Config:
                 "and merge a LoRA adapter into its model (peft: merge_and_unload)"
             )
         c = read_json(path)
-        model_type = field(c, path, "model_type", [*FAMILIES])
-        c = DEFAULTS | FAMILIES[model_type] | c
-        need = partial(field, c, path)
-        need("hidden_act", ["silu", "swish"])
-        need("mlp_bias", [False])
-        need("is_causal", [True])
-        need("quantization_config", [None, {}])
-        d_model = need("hidden_size", int)
-        n_heads = need("num_attention_heads", int)
-        n_kv_heads = need("num_key_value_heads", int, null=n_heads)
-        head_dim = need("head_dim", int, null=d_model // n_heads)
-        if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
-            raise ValueError(
-                f"{path}: {n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; "
-                "the number of heads must be a multiple of the latter, and the width must be even"
-            )
-        # As in transformers. Qwen2 always has biases of q, k and v, and never one of o.
-        bias = need("attention_bias", bool) and model_type in ("llama", "qwen3")
-        max_positions = need("max_position_embeddings", int)
-        rope_theta, rope_scaling = read_rope(c, path, max_positions)
-        dtype = c.get("dtype") or c.get("torch_dtype")
-        return cls(
-            model_type=model_type,
-            vocab_size=need("vocab_size", int),
-            d_model=d_model,
-            d_ff=need("intermediate_size", int),
-            n_layers=need("num_hidden_layers", int),
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            norm_eps=float(need("rms_norm_eps", float)),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            qkv_bias=bias or model_type == "qwen2",
-            o_bias=bias,
-            qk_norm=model_type == "qwen3",
-            tied_embeddings=need("tie_word_embeddings", bool),
-            windows=read_windows(c, path),
-            max_positions=stretched(max_positions, rope_scaling),
-            dtype=dtype and find_dtype(dtype, path),
+        with located(path):
+            return cls(**read_fields(c))
+
+
+def read_fields(c):
+    """config.json → the fields of `Config`."""
+    model_type = supported(c, "model_type", [*FAMILIES])
+    c = c | DEFAULTS | FAMILIES[model_type] | c  # an error names the file's fields first
+    need = partial(field, c)
+    supported(c, "hidden_act", ["silu", "swish"])
+    supported(c, "mlp_bias", [False])
+    supported(c, "is_causal", [True])
+    supported(c, "quantization_config", [None, {}])
+    d_model = need("hidden_size", COUNT)
+    n_heads = need("num_attention_heads", COUNT)
+    n_kv_heads = need("num_key_value_heads", COUNT, null=n_heads)
+    head_dim = need("head_dim", COUNT, null=d_model // n_heads)
+    if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
+        raise ValueError(
+            f"{n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; "
+            "the number of heads must be a multiple of the latter, and the width must be even"
         )
+    # As in transformers. Qwen2 always has biases of q, k and v, and never one of o.
+    bias = need("attention_bias", "true or false") and model_type in ("llama", "qwen3")
+    max_positions = need("max_position_embeddings", COUNT)
+    rope_theta, rope_scaling = read_rope(c, max_positions)
+    dtype = c.get("dtype") or c.get("torch_dtype")
+    return dict(
+        model_type=model_type,
+        vocab_size=need("vocab_size", COUNT),
+        d_model=d_model,
+        d_ff=need("intermediate_size", COUNT),
+        n_layers=need("num_hidden_layers", COUNT),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(need("rms_norm_eps", POSITIVE)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        qkv_bias=bias or model_type == "qwen2",
+        o_bias=bias,
+        qk_norm=model_type == "qwen3",
+        tied_embeddings=need("tie_word_embeddings", "true or false"),
+        windows=read_windows(c),
+        max_positions=stretched(max_positions, rope_scaling),
+        dtype=dtype and find_dtype(dtype),
+    )
 
 
 # transformers' values of absent fields, but not of sizes that every checkpoint has.
@@ -109,42 +114,25 @@ FAMILIES = {
     "qwen3": dict(num_key_value_heads=32, sliding_window=4096, head_dim=128),
 }
 
-KINDS = {
-    int: f"a whole number from 1 to {HUGE}",
-    float: f"a positive number up to {HUGE}",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-}
 TRAINED = "original_max_position_embeddings"
 SCALINGS = {  # rope_type → its fields and their kinds
     "default": {},
-    "linear": {"factor": float},
-    "llama3": {"factor": float, "low_freq_factor": float, "high_freq_factor": float, TRAINED: int},
+    "linear": {"factor": POSITIVE},
+    "llama3": {
+        "factor": POSITIVE,
+        "low_freq_factor": POSITIVE,
+        "high_freq_factor": POSITIVE,
+        TRAINED: COUNT,
+    },
 }
 
 
-def field(fields, where, key, kind, null=...):
-    """fields[key]. ValueError if it is not of that kind, one of KINDS or a list of all values.
-
-    null: the value of a field that is null or absent; `...`: it is required."""
-    value = fields.get(key)
-    if value is None and null is not ...:
-        return null
-    if isinstance(kind, list):
-        valid = value in kind
-        expected = " or ".join(map(json.dumps, kind))
-        if key != "dtype":
-            expected += " (HFModel, or --transformers, decodes with others)"
-    else:
-        valid = type(value) is kind or (type(value), kind) == (int, float)
-        if kind in (int, float):
-            valid = valid and 0 < value <= HUGE
-        expected = KINDS[kind]
-    if not valid:
-        present = one_line(json.dumps(value), 80) if key in fields else "missing"
-        raise ValueError(f"{where}: {key} is {present}; it must be {expected}")
-    return value
+def supported(fields, name, values, null=...):
+    """`field` with one of the values that this engine computes."""
+    try:
+        return field(fields, name, values, null)
+    except ValueError as error:
+        raise ValueError(f"{error} (HFModel, or --transformers, decodes with others)") from None
 
 
 def default_dtype(folder, device):
@@ -157,21 +145,21 @@ def default_dtype(folder, device):
     return torch.float32 if is_cpu and stored < SMALL and not quantized else None
 
 
-def find_dtype(dtype, where="arguments"):
+def find_dtype(dtype):
     """A name or a dtype of torch → the dtype. ValueError if weights cannot have it."""
     name = str(dtype).removeprefix("torch.")
-    return DTYPES[field({"dtype": name}, where, "dtype", [*DTYPES])]
+    return DTYPES[field({"dtype": name}, "dtype", [*DTYPES])]
 
 
-def read_rope(c, path, max_positions):
+def read_rope(c, max_positions):
     """(base of the rotary frequencies, `rope_scaling` for Config)."""
     key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
-    inner = field({key: c.get(key) or {}}, path, key, dict)
+    inner = field({key: c.get(key) or {}}, key, "an object")
     for name, value in inner.items():
         if isinstance(value, dict):
             raise ValueError(
-                f"{path}: {key} has parameters of its own for {name}; HFModel, or --transformers, "
-                "decodes with them"
+                f"{key} has parameters of its own for {name}; HFModel, or --transformers, decodes "
+                "with them"
             )
     rope = {
         "rope_type": inner.get("type", "default"),
@@ -180,16 +168,14 @@ def read_rope(c, path, max_positions):
         "partial_rotary_factor": c["partial_rotary_factor"],
     } | inner
     rope[TRAINED] = c.get(TRAINED, rope[TRAINED])  # the outer one takes precedence
-    need = partial(field, rope, f"{path}: {key}")
-    need("partial_rotary_factor", [1], null=1)
-    rope_type = need("rope_type", [*SCALINGS])
-    theta = float(need("rope_theta", float))
-    scaling = {name: need(name, kind) for name, kind in SCALINGS[rope_type].items()}
-    low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", 1)
-    if low >= high:
-        raise ValueError(
-            f"{path}: {key}: low_freq_factor {low} must be below high_freq_factor {high}"
-        )
+    with located(key):
+        supported(rope, "partial_rotary_factor", [1], null=1)
+        rope_type = supported(rope, "rope_type", [*SCALINGS])
+        theta = float(field(rope, "rope_theta", POSITIVE))
+        scaling = {name: field(rope, name, kind) for name, kind in SCALINGS[rope_type].items()}
+        low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", 1)
+        if low >= high:
+            raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
     return theta, {"rope_type": rope_type} | scaling if scaling else None
 
 
@@ -206,26 +192,26 @@ def stretched(length, scaling):
     return max(length, int(trained.get(scaling.get("rope_type"), 0) * factor))
 
 
-def read_windows(c, path):
+def read_windows(c):
     """The window of each layer. Mistral's applies if it is a number, Qwen's if
     `use_sliding_window` is true."""
-    need = partial(field, c, path)
+    need = partial(field, c)
     n_layers = c["num_hidden_layers"]
     family = c["model_type"]
-    is_windowed = family == "mistral" or (family != "llama" and need("use_sliding_window", bool))
-    window = need("sliding_window", int, null=None) if is_windowed else None
+    is_windowed = family == "mistral"
+    if family in ("qwen2", "qwen3"):
+        is_windowed = need("use_sliding_window", "true or false")
+    window = need("sliding_window", COUNT, null=None) if is_windowed else None
     if family in ("llama", "mistral"):
         return (window,) * n_layers
     full, sliding = "full_attention", "sliding_attention"
-    first = c["max_window_layers"]
-    if first != 0:
-        need("max_window_layers", int)
+    first = need("max_window_layers", "a whole number from 0")
     default = [sliding if window and i >= first else full for i in range(n_layers)]
-    kinds = need("layer_types", list, null=default)
+    kinds = need("layer_types", "a list", null=default)
     known = [full, sliding] if window else [full]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
         raise ValueError(
-            f"{path}: layer_types is {one_line(kinds, 80)}; with sliding_window {window} "
+            f"layer_types is {one_line(kinds, 80)}; with sliding_window {window} "
             f"it must be {n_layers} times {' or '.join(known)}"
         )
     return tuple(window if kind == sliding else None for kind in kinds)

@@ -16,7 +16,7 @@ from decoders.setup import METHODS, Setup
 from paper import fetch, judges
 from paper.runfile import beside, read_run, remarks
 from paper.tasks import find_task, metrics
-from paper.tasks.items import field, located
+from runtime.fields import field, located
 from runtime.files import json_lines, short_hash, write
 
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`

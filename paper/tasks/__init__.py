@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import cli
 from paper.tasks import items, metrics, model_metrics
+from runtime.fields import located
 from runtime.files import read_text
 
 
@@ -343,7 +344,7 @@ def with_prompt(task, template=None, system=None):
     if template is None:
         return task
     text = read_text(template).rstrip("\n")
-    with items.located(template):
+    with located(template):
         fields = [name for _, name, *_ in string.Formatter().parse(text) if name is not None]
     front, context, question = text, "", ""
     if "context" in fields:

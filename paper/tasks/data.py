@@ -12,9 +12,9 @@ from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
-from paper.tasks.items import field, list_of, located
 from paper.tasks.prompts import last_turn
 from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.fields import field, list_of, located
 from runtime.files import json_lines, read_json, short_hash
 
 

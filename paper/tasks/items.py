@@ -5,49 +5,13 @@
     candidates          multiple choice: the answers in scoring order, true ones first
 
 Other fields are stored with the prediction, for the metrics. ValueError names a field that is
-missing or of the wrong kind; `located` adds file and line."""
+missing or of the wrong kind; `runtime.fields.located` adds file and line."""
 
 import ast
 import json
 import re
-from contextlib import contextmanager
 
-from runtime.files import one_line
-
-
-def list_of(*types):
-    return lambda value: (
-        isinstance(value, list) and value and all(type(element) in types for element in value)
-    )
-
-
-KINDS = {
-    "a text": lambda value: isinstance(value, str),
-    "a whole number from 0": lambda value: type(value) is int and value >= 0,
-    "a list of texts": list_of(str),
-    "a list of numbers": list_of(int, float, type(None)),
-    "a list of objects": list_of(dict, type(None)),
-}
-
-
-@contextmanager
-def located(place):
-    """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's
-    place, in one line."""
-    try:
-        yield
-    except Exception as error:  # the libraries raise many kinds
-        raise ValueError(one_line(f"{place}: {error}", 1000)) from error
-
-
-def field(entry, name, kind="a text"):
-    value = entry.get(name)
-    if value is None:
-        found = ", ".join(map(str, entry)) or "nothing"
-        raise ValueError(f"missing field: {name!r} (found: {found})")
-    if not KINDS[kind](value):
-        raise ValueError(f"field {name!r} should be {kind}, not {str(value)[:60]!r}")
-    return value
+from runtime.fields import field
 
 
 def texts(entry, name):
@@ -61,7 +25,7 @@ def texts(entry, name):
         return field({name: json.loads(value)}, name, "a list of texts")
     except json.JSONDecodeError:
         raise ValueError(
-            f'field {name!r} is not a JSON list, as ["one answer", "another"]: {value[:60]}'
+            f'{name} is not a JSON list, as ["one answer", "another"]: {value[:60]}'
         ) from None
 
 
@@ -81,9 +45,7 @@ def memotrap(entry):
     orders = {"0": classes, "1": classes[::-1]}
     true_first = orders.get(str(entry.get("answer_index")), [])
     if len(true_first) != 2:
-        raise ValueError(
-            "field 'classes' should be a Python list of two strings, and 'answer_index' 0 or 1"
-        )
+        raise ValueError("classes must be a Python list of two strings, and 'answer_index' 0 or 1")
     return {
         "question": prompt,
         "without_context": prompt.split(":")[-1].strip(),
@@ -109,7 +71,7 @@ def instructions(entry):
     names = texts(entry, "instruction_id_list")
     kwargs = field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
-        raise ValueError(f"field 'kwargs' should hold {len(names)} objects, one per instruction")
+        raise ValueError(f"kwargs must hold {len(names)} objects, one per instruction")
     for name, arguments in zip(names, kwargs):
         yield name, {key: value for key, value in (arguments or {}).items() if value}
 
@@ -121,7 +83,7 @@ def nq_closed(entry):
 def nq_open(entry):
     passages = field(entry, "ctxs", "a list of objects")
     if len(passages) != 1:
-        raise ValueError(f"field 'ctxs' should hold the one gold passage, not {len(passages)}")
+        raise ValueError(f"ctxs must hold the one gold passage, not {len(passages)}")
     return nq_closed(entry) | {name: field(passages[0], name).strip() for name in ("title", "text")}
 
 

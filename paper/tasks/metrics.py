@@ -16,7 +16,8 @@ from functools import partial
 
 import numpy as np
 
-from paper.tasks.items import field, located, texts
+from paper.tasks.items import texts
+from runtime.fields import field, located
 
 SPLITS = {  # MemoTrap's
     "proverb-ending",

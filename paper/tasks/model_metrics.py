@@ -6,8 +6,9 @@ Each has a function `problem`, which says what to install or download, or return
 import re
 from importlib.util import find_spec
 
-from paper.tasks.items import field, instructions, texts
+from paper.tasks.items import instructions, texts
 from paper.tasks.metrics import per_line
+from runtime.fields import field
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

@@ -420,7 +420,7 @@ def places(chat_model, data, tmp_path_factory):
         ),
         ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
         ("--tp 2", "the following arguments are required: --task"),
-        ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "missing field: 'document'"),
+        ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "document is missing"),
         ("{chat} {nq_closed} --method greedy,ad", "--info-layer 24 is outside"),
         ("--model {m}/damaged {nq_closed} --method ad --info-layer 0", "--info-layer 0 is not a"),
         (

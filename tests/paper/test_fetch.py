@@ -172,7 +172,7 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
     texts = [head + row, "question\tanswers\n" + row, head + row * 14267]
     for words in (
         "test.tsv has 1 rows, not 14267; delete it",
-        "test.tsv, line 2: missing field: 'possible_answers'",
+        "test.tsv, line 2: possible_answers is missing",
     ):
         status, err = run("--task", "popqa")
         assert status == 2 and words in err and tree(tmp_path / "data") == []

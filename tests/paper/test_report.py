@@ -542,7 +542,7 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
         ({"version": -1}, "made with version -1"),
         ({"method": "cad", "alpha": "x"}, "'alpha' of its header is 'x'"),
         ({"data": [5]}, "'int' object"),
-        ({"entropies": ["x"]}, "'entropies' should be a list of numbers"),
+        ({"entropies": ["x"]}, 'entropies is ["x"]; it must be a list of numbers'),
     ],
 )
 def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, changes, words):

@@ -65,9 +65,9 @@ VERDICT = {"judge": "truth", "model": "t", "key": "k", "yes": 0.5}
 @pytest.mark.parametrize(
     "options, lines, words",
     [
-        ("--task triviaqa", [ANSWER | {"references": []}], "line 1: field 'references' should"),
-        ("--task nq-swap", [ANSWER | {"memory": 5}], "line 1: field 'memory'"),
-        ("--task truthfulqa-mc", [MC], "should be a whole number from 0, not '-1'"),
+        ("--task triviaqa", [ANSWER | {"references": []}], "line 1: references is []; it must be"),
+        ("--task nq-swap", [ANSWER | {"memory": 5}], "line 1: memory is 5"),
+        ("--task truthfulqa-mc", [MC], "best_position is -1; it must be a whole number from 0"),
         ("--task triviaqa", [], "holds no lines"),
         ("", [ANSWER], "give --task"),
         ("", [{"header": {"task": []}}, {"index": 0}], "unknown task []"),

@@ -11,7 +11,8 @@ import pandas
 import pyarrow
 import pytest
 
-from paper.tasks import PAPER, TASKS, data, items, prompts
+from paper.tasks import PAPER, TASKS, data, prompts
+from runtime.fields import located
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tokenizer import Tokenizer
 
@@ -391,18 +392,23 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
 @pytest.mark.parametrize(
     "options, file, content, words",
     [
-        ("nq-closed", "x.jsonl", [ORACLE, {"query": 1}], "x.jsonl, line 2: missing field: 'quest"),
+        (
+            "nq-closed",
+            "x.jsonl",
+            [ORACLE, {"query": 1}],
+            "line 2: question is null; it must be a text",
+        ),
         ("nq-closed", "x.jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"),
         ("nq-closed", "x.csv", b"a\n\xe9\n", "x.csv: not UTF-8 ('utf-8' codec"),
         ("nq-closed", "x.xlsx", b"x", "unknown kind of file; known: .csv"),
         ("nq-open", "x.jsonl", [ORACLE | {"ctxs": [PASSAGE] * 2}], "the one gold passage, not 2"),
         ("musique-cot-open", "x.jsonl", [MUSIQUE | {"answerable": False}], "the full MuSiQue"),
         ("musique-cot-open", "x.jsonl", [MUSIQUE], "musique-cot-open needs demos.jsonl: give it"),
-        ("ifeval", "x.jsonl", [IFEVAL | {"kwargs": [{}]}], "should hold 2 objects"),
+        ("ifeval", "x.jsonl", [IFEVAL | {"kwargs": [{}]}], "must hold 2 objects"),
         ("memotrap", "1.csv", [TRAP | {"classes": "[' a']"}], "Python list of two strings"),
         ("truthfulqa-mc", "x.csv", [TRUTHFUL | {"Best Answer": "Z"}], "'Best Answer' is not among"),
         ("nq-swap", "x.jsonl", swaps("abcd"), "no items besides 4 demonstrations"),
-        ("nq-swap --data {file} --demos {file}", "x.jsonl", [SWAP], "missing field: 'context'"),
+        ("nq-swap --data {file} --demos {file}", "x.jsonl", [SWAP], "context is missing"),
         ("nq-closed --demos {file}", "x.jsonl", [], "x.jsonl holds no demonstrations"),
         ("triviaqa --data {folder}", "validation-1.parquet", b"", "several files fit triviaqa"),
         ("nqswap", "x.jsonl", b"", "unknown task 'nqswap', did you mean nq-swap?; known tasks: xs"),
@@ -422,7 +428,7 @@ def test_data_that_cannot_be_read_are_refused_in_one_line(
 
 
 def test_an_error_of_a_library_becomes_one_line_with_its_place():
-    with pytest.raises(ValueError, match="^x, line 2: a b$"), items.located("x, line 2"):
+    with pytest.raises(ValueError, match="^x, line 2: a b$"), located("x, line 2"):
         raise OSError("a\n  b")
 
 

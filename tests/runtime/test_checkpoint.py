@@ -46,7 +46,7 @@ def load_theirs(folder):
         (dict(quantization_config=dict(bits=4)), 'quantization_config is {"bits": 4};'),
         (dict(rms_norm_eps=math.nan), "rms_norm_eps is NaN; it must be a positive number"),
         (dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole"),
-        (dict(vocab_size=...), "vocab_size is missing; it must be a whole number from 1"),
+        (dict(vocab_size=...), "vocab_size is missing (found: "),
         (dict(num_key_value_heads=3), "4 heads of width 8 with 3 key/value heads"),
         (dict(head_dim=5), "4 heads of width 5 with"),
         (dict(torch_dtype="int8"), 'dtype is "int8"; it must be "float32" or'),

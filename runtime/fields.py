@@ -1,0 +1,62 @@
+"""One field of what a file holds: config.json, an entry of a data file, a line of a stored run."""
+
+import json
+from contextlib import contextmanager
+
+from runtime.files import one_line
+
+HUGE = 10**12  # the largest number in a field
+COUNT = f"a whole number from 1 to {HUGE}"
+POSITIVE = f"a positive number up to {HUGE}"
+
+
+def list_of(*types):
+    return lambda value: (
+        isinstance(value, list) and value and all(type(element) in types for element in value)
+    )
+
+
+KINDS = {  # in words → whether a value is of that kind
+    "true or false": lambda value: isinstance(value, bool),
+    "a text": lambda value: isinstance(value, str),
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a whole number from 0": lambda value: type(value) is int and value >= 0,
+    COUNT: lambda value: type(value) is int and 0 < value <= HUGE,
+    POSITIVE: lambda value: type(value) in (int, float) and 0 < value <= HUGE,
+    "a list of texts": list_of(str),
+    "a list of numbers": list_of(int, float, type(None)),
+    "a list of objects": list_of(dict, type(None)),
+}
+
+
+def field(fields, name, kind="a text", null=...):
+    """fields[name]. ValueError if it is not of that kind, one of KINDS or a list of all values.
+
+    null: the value of a field that is null or absent; `...`: it is required."""
+    value = fields.get(name)
+    if value is None and null is not ...:
+        return null
+    if isinstance(kind, list):
+        valid = value in kind
+        expected = " or ".join(map(json.dumps, kind))
+    else:
+        valid = KINDS[kind](value)
+        expected = kind
+    if valid:
+        return value
+    if name in fields:
+        found = one_line(json.dumps(value, default=str), 80)
+    else:
+        found = f"missing (found: {one_line(', '.join(map(str, fields)) or 'nothing', 120)})"
+    raise ValueError(f"{name} is {found}; it must be {expected}")
+
+
+@contextmanager
+def located(place):
+    """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's
+    place, in one line."""
+    try:
+        yield
+    except Exception as error:  # the libraries raise many kinds
+        raise ValueError(one_line(f"{place}: {error}", 1000)) from error
