@@ -18,6 +18,7 @@ from decoders.setup import Setup
 from heads import (
     FOLDER,
     MEASURES,
+    ablation,
     choose_heads,
     head_file,
     head_files,
@@ -295,3 +296,21 @@ def test_published_random_heads_replay_the_sampler():
         expected += [head] if head not in expected else []
     assert heads == expected
     assert published_random_heads(10, 32, 32) == heads[:10]
+
+
+def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    paths = sorted((FOLDER / "results").glob("*.jsonl"))
+    for path in paths:
+        header, *records = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = "\n".join(ablation.table(records))
+        assert f"(results/{path.name})):\n\n{rows}\n" in readme
+        best = [f"{layer}-{head}" for layer, head in load_heads(stand_in_of(header), 10)]
+        assert header["header"]["masked"]["10 copy"] == best
+    assert len(paths) == readme.count("[stored](results/")
+
+
+def stand_in_of(header):
+    name = header["header"]["model"]
+    content = json.loads((FOLDER / f"{name}.json").read_text())
+    return stand_in(content["n_layers"], content["n_heads"], name)
