@@ -62,6 +62,7 @@ ELSEWHERE = (
     "python -m integrations.gguf",  # test_gguf
     "python -m integrations.hub",  # test_hub
     "python evaluate.py --task nq-swap",  # test_evaluate
+    "python evaluate.py --task TASK",
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
     "python evaluate.py rescore results",
     "python evaluate.py fetch",  # test_fetch
