@@ -47,6 +47,8 @@ def load_theirs(folder):
         (dict(rms_norm_eps=math.nan), "rms_norm_eps is NaN; it must be a positive number"),
         (dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole"),
         (dict(vocab_size=...), "vocab_size is missing (found: "),
+        (dict(max_position_embeddings=0), "max_position_embeddings is 0; it must be a whole number"),
+        (dict(hidden_size=10**13), "hidden_size is 10000000000000; it must be a whole number from 1"),
         (dict(num_key_value_heads=3), "4 heads of width 8 with 3 key/value heads"),
         (dict(head_dim=5), "4 heads of width 5 with"),
         (dict(torch_dtype="int8"), 'dtype is "int8"; it must be "float32" or'),
