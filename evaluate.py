@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 
 import cli
-from decoders import baselines
 from paper import fetch, judges, options, plan, report, rescore
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.report import stored
@@ -95,12 +94,13 @@ def sweep(args, wanted, lenient=False):
     )
     runs = []
     for bench, setup, more in fitting:
-        settings = setup.arguments(amateur)
-        baselines.check(model, settings)
+        method = setup.record(amateur)
+        method.check(model)
         masked = amateur if setup.amateur else model
         head_file = cli.used_head_file(setup, args, masked)
         header = make_header(bench, setup, args, model, fingerprints, head_file, more)
-        runs.append(Run(bench, header, settings, Path(args.out) / f"{run_name(header)}.jsonl"))
+        path = Path(args.out) / f"{run_name(header)}.jsonl"
+        runs.append(Run(bench, header, method, setup.renormalise, path))
     ranks.share(lambda: check_files(runs))
     for task, of_task in itertools.groupby(runs, lambda run: run.bench.task):
         of_task = list(of_task)
@@ -130,7 +130,7 @@ def fitting_runs(args, wanted, model, amateur, lenient):
     for task, setup, more in wanted:
         try:
             setup = cli.fit(setup, args, model, amateur)
-            baselines.check(model, setup.arguments(amateur))
+            setup.record(amateur).check(model)
             fitted.append((task, setup, more))
         except ValueError as error:
             if not lenient:

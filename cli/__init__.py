@@ -1,10 +1,5 @@
 """What the programs share: the way into each of them, their options, and loading models."""
-# ruff: noqa: E402, F401, I001
-
-import signal
-
-# Ctrl-C during these imports, which take seconds, leaves no traceback.
-handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+# ruff: noqa: F401
 
 from cli.entry import explain, run_program
 from cli.models import (
@@ -35,5 +30,3 @@ from cli.options import (
     used_head_file,
     with_flags,
 )
-
-signal.signal(signal.SIGINT, handler)

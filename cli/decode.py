@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import cli
@@ -28,8 +29,7 @@ from cli.prompts import (
     text_prompt,
     without_context,
 )
-from decoders import baselines
-from decoders.setup import LITE, MASKED_ROW, Setup
+from decoders.setup import METHODS, Setup, has, short
 from heads.sources import find_sources
 from runtime.torchrun import rank_and_size
 
@@ -96,7 +96,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
     for setup, label in zip(setups, cli.titles(setups)):
         with may_be_left_out(label, setup.method, args):
             setup = cli.fit(setup, args, model, amateur)
-            baselines.check(model, setup.arguments(amateur))
+            setup.record(amateur).check(model)
             fitted[label] = setup
     if "cad" in chosen:
         without = without_context(objects, texts)
@@ -124,13 +124,13 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
     label."""
     several = len(prompts) > 1
     before = f"{label:>{width}}  " if width else ""
-    arguments = setup.arguments(amateur)
+    method = setup.record(amateur)
     lines = []
     seconds = 0
     for first in range(0, len(prompts), args.batch_size):
         batch = prompts[first : first + args.batch_size]
         if setup.method == "cad":
-            arguments["ids_without_context"] = [p.ids_without_context for p in batch]
+            method = replace(method, without_context=[p.ids_without_context for p in batch])
         titles = [f"[{p.index + 1}] {p.title}\n" if several else "" for p in batch]
         texts = Texts(
             tokenizer,
@@ -142,14 +142,14 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
         )
         start = time.perf_counter()
         try:
-            out = baselines.generate(
+            out = decore.generate(
                 model,
                 [prompt.ids for prompt in batch],
+                method,
                 max_new_tokens=args.max_new_tokens,
                 min_new_tokens=args.min_new_tokens,
                 eos_ids=tokenizer.eos_ids,
                 on_token=texts.push,
-                **arguments,
             )
         except KeyboardInterrupt:
             texts.interrupt()
@@ -158,7 +158,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
         for b, (prompt, g) in enumerate(zip(batch, out)):
             line = json_object(prompt, g, texts.text(b), setup, model)
             if args.sources and setup.heads:
-                masked = amateur if setup.method in LITE else model
+                masked = amateur if setup.amateur else model
                 line["sources"] = find_sources(
                     masked, prompt.ids, g.ids, setup.heads, tokenizer.hidden
                 )
@@ -244,7 +244,7 @@ def make_parser():
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
-    cli.add_method_arguments(group, baselines.METHODS, exclude=["renormalise"])
+    cli.add_method_arguments(group, short(METHODS), exclude=["renormalise"])
     group.add_argument(
         "--compare",
         action="store_true",
@@ -307,10 +307,6 @@ def choose_methods(args):
             chosen += [method, *cli.full_names([method], args.amateur)]
     chosen = list(dict.fromkeys(chosen))
     cli.check_options(args, chosen)
-    if not set(chosen) & set(MASKED_ROW):
+    if not any(has(method, "num_heads") for method in chosen):
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
     return chosen
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run_program(main))

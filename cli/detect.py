@@ -233,7 +233,3 @@ def main():
     elif not any(record["write"] for record in records):
         print(f"write is left out: {model.name} does not show its heads' values", file=sys.stderr)
     print(f"{summary(records)}; wrote {args.out}")
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run_program(main))

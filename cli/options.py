@@ -10,11 +10,22 @@ import re
 import shlex
 import sys
 from contextlib import suppress
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from decoders import baselines
-from decoders.setup import LITE, METHODS, OPTIONS, SETTINGS, Setup, has, no_effect, short
+from decoders.setup import (
+    DEFAULTS,
+    METHODS,
+    OPTIONS,
+    RECORDS,
+    SETTINGS,
+    Setup,
+    has,
+    no_effect,
+    users,
+)
+from decore import DeCoRe
 from heads import find_file, head_file, model_names, similar_models
 
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
@@ -97,7 +108,7 @@ def json_object(text):
 
 
 def flag(name):
-    negated = name in OPTIONS and OPTIONS[name].default is True
+    negated = name in OPTIONS and DEFAULTS.get(name) is True
     return "--" + "no-" * negated + name.replace("_", "-")
 
 
@@ -153,19 +164,19 @@ def add_method_arguments(p, methods, single=False, exclude=()):
         help=f"{', '.join(methods)} (default: decore-entropy)",
     )
     for name, option in OPTIONS.items():
-        users = short(option.methods)
-        if not set(users) & set(methods) or name in exclude:
+        if not set(users(name)) & set(methods) or name in exclude:
             continue
-        text = f"{', '.join(users)}: {option.help}"
-        if option.default and option.kind is not bool:
-            text += f" (default: {option.default})"
+        text = f"{', '.join(users(name))}: {option.help}"
+        default = DEFAULTS.get(name)
+        if default and option.kind is not bool:
+            text += f" (default: {default})"
         p.add_argument(flag(name), dest=name, help=text, **parsing(name, option, single))
 
 
 def parsing(name, option, single):
     """How an option of methods is parsed, as arguments of add_argument."""
     if option.kind is bool:
-        return dict(action="store_const", const=not option.default)
+        return dict(action="store_const", const=not DEFAULTS[name])
     if option.kind is list:
         return dict(action="append")
     if option.kind is str:
@@ -181,8 +192,8 @@ def parsing(name, option, single):
 
 
 def add_decoder(text):
-    """Add the decoder that "FILE.py:CLASS" names to those of `baselines`, under the name of its
-    class in small letters."""
+    """Add the decoder that "FILE.py:CLASS" names to RECORDS, under the name of its class in small
+    letters."""
     file, _, name = text.rpartition(":")
     if not Path(file).is_file():
         raise ValueError(f"--decoder {text}: give FILE.py:CLASS, a file and a class in it")
@@ -193,9 +204,12 @@ def add_decoder(text):
     decoder = getattr(module, name, None)
     if not isinstance(decoder, type):
         raise ValueError(f"--decoder {text}: {file} has no class {name!r}")
+    if not is_dataclass(decoder):
+        raise ValueError(f"--decoder {text}: {name} is no dataclass, see CONTRIBUTING.md")
     if name.lower() in METHODS:
         raise ValueError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
-    baselines.DECODERS[name.lower()] = decoder
+    given = dict(amateur=None) if issubclass(decoder, DeCoRe) else {}
+    RECORDS[name.lower()] = decoder, given
 
 
 # ------------------------------------------------------------------------- from options to setups
@@ -204,7 +218,7 @@ def add_decoder(text):
 def full_names(methods, amateur):
     """The names of methods in outputs: with an amateur, decore-entropy is called
     decore-entropy-lite."""
-    return [f"{name}-lite" if amateur and f"{name}-lite" in LITE else name for name in methods]
+    return [f"{name}-lite" if amateur and f"{name}-lite" in METHODS else name for name in methods]
 
 
 def setups(args, methods, choice=False):
@@ -287,7 +301,7 @@ def with_flags(message):
     """An error of the library, with options in place of its arguments. Names in quotation marks
     stay: they are fields."""
     names = "|".join(name for name in OPTIONS if "_" in name)
-    pattern = rf"(?<!['\"])\b(?:ids_)?({names})\b"
+    pattern = rf"(?<!['\"])\b({names})\b"
     return re.sub(pattern, lambda match: flag(match[1]), message)
 
 

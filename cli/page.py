@@ -15,7 +15,6 @@ from statistics import fmean
 import torch
 from jinja2 import Template
 
-from decoders.baselines import find_decoder
 from runtime.files import draft
 
 PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -35,7 +34,7 @@ def write_page(path, model, amateur, tokenizer, prompts, answers):
         for i, (label, setup, lines) in enumerate(answers):
             favourites = None
             if setup.method.startswith("decore"):
-                favourites = masked_favourites(model, lines[b], setup.arguments(amateur))
+                favourites = masked_favourites(model, lines[b], setup.record(amateur))
             name = f"g{i * len(prompts) + b}"
             part = answer_part(tokenizer, name, lines[b], prompt, favourites)
             parts.append(part | dict(title=label, details=details(setup)))
@@ -77,13 +76,12 @@ def details(setup):
 
 
 @torch.inference_mode()
-def masked_favourites(model, line, settings):
+def masked_favourites(model, line, method):
     """The most likely token of the masked model, or of the amateur, at each position: [(token,
     probability)]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    decoder = find_decoder(settings["method"], settings)
-    log_p, token = decoder(model, [prompt], len(ids), **settings).step(tokens).other[0].max(-1)
+    log_p, token = method.start(model, [prompt], len(ids)).step(tokens).other[0].max(-1)
     return list(zip(token.tolist(), log_p.exp().tolist()))
 
 

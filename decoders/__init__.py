@@ -1,1 +1,1 @@
-"""Decoders besides DeCoRe's own, scoring, and sweeps."""
+"""Methods besides DeCoRe's own, scoring, and the settings of all as programs have them."""

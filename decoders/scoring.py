@@ -7,111 +7,85 @@ A answers of a prompt   T tokens of an answer   V vocabulary
 """
 
 import math
+from dataclasses import fields, replace
 
 import torch
 
-from decoders.baselines import AD, DoLa, activations, find_decoder, plausible, threshold
-from decoders.sweep import SharedRows
-from decore import DeCoRe, pad
+from decoders.baselines import AD, activations, plausible
+from decoders.sweep import SharedDecoding
+from decore import pad
 from runtime import checks
 
 SCORED_AT_ONCE = 512  # answer tokens per pass
 
 
 def score(
-    model,
-    prompt_ids,
-    answer_ids,
-    method="decore-entropy",
-    prompt_ids_without_context=None,
-    attention_mask=None,
-    **settings,
+    model, prompt_ids, answer_ids, method, attention_mask=None, renormalise=True, mask_prompt=True
 ):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
     answers, a list. Several prompts with a list of answers each → a list of lists.
 
-    prompt_ids_without_context: for cad, in the form of prompt_ids. attention_mask: of the prompts.
-    settings: those of `loglikelihoods`."""
+    attention_mask: of the prompts. The others are those of `loglikelihoods`."""
     prompts, _ = checks.unpack(prompt_ids, attention_mask)
     answers, in_form_of_answers = checks.unpack_answers(answer_ids)
-    if prompt_ids_without_context is not None:
-        settings["ids_without_context"] = prompt_ids_without_context
-    sums, _ = loglikelihoods(model, prompts, answers, method, **settings)
+    how = dict(renormalise=renormalise, mask_prompt=mask_prompt)
+    [(sums, _)] = loglikelihoods(model, prompts, answers, [method], **how)
     return in_form_of_answers(sums)
 
 
 @torch.inference_mode()
-def loglikelihoods(model, prompts, answers, method="decore-entropy", renormalise=True, **settings):
-    """Two lists of B lists: the score of each answer, and whether greedy decoding gives it.
+def loglikelihoods(model, prompts, answers, methods, renormalise=True, mask_prompt=True):
+    """For each method two lists of B lists: the score of each answer, and whether greedy decoding
+    gives it. Rows that several methods have are read once.
 
-    The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids.
-    renormalise: apply log-softmax to the contrasted scores, so that they are log-probabilities; the
-    scores of ad are never normalised again. settings: as in `baselines.generate`, but relative_top
-    affects only whether greedy decoding gives an answer, and repetition_penalty nothing. Heads are
-    masked at every position, unless mask_prompt is False."""
-    decoder = find_decoder(method, settings)
-    prompts, answers, settings = checks.check_scoring(
-        model, prompts, answers, method, decoder, settings
-    )
-    top = 0
-    names = checks.argument_names(decoder)
-    if "relative_top" in names:
-        top = threshold(method, settings.get("relative_top"))
-        settings["relative_top"] = 0
-    if "mask_prompt" in names:
-        settings = dict(mask_prompt=True) | settings
-    if decoder is DoLa:
-        settings = dict(dola_layers="halves") | settings | dict(repetition_penalty=1)
-    capacity = max(map(len, sum(answers, []))) + (decoder is AD)  # it reads the last token too
-    decoding = decoder(model, prompts, capacity, method, **settings)
-    normalise = renormalise and decoder is not AD
-    [result] = score_answers(decoding, prompts, answers, normalise, top)
-    return result
+    The B prompts are one batch. prompts: B lists of ids. answers: B lists of lists of ids. methods:
+    as in `generate`, but relative_top affects only whether greedy decoding gives an answer, and
+    repetition_penalty nothing. renormalise: apply log-softmax to the contrasted scores, so that
+    they are log-probabilities; the scores of ad are never normalised again. mask_prompt: mask heads
+    at every position."""
+    prompts, answers = checks.check_scoring(model, prompts, answers, methods)
+    tops = [getattr(method, "relative_top", 0) for method in methods]
+    methods = [for_scoring(method, mask_prompt) for method in methods]
+    reads_last = any(isinstance(method, AD) for method in methods)  # tokens of answers
+    capacity = max(map(len, sum(answers, []))) + reads_last
+    decoding = SharedDecoding(methods, model, prompts, capacity, one_text=True)
+    return score_answers(decoding, prompts, answers, renormalise, tops)
 
 
-@torch.inference_mode()
-def loglikelihoods_of_runs(model, prompts, answers, runs):
-    """The scores of `loglikelihoods` for each of several runs of DeCoRe with one `mask` and one
-    `renormalise`; base and masked rows are read once for all. runs: the arguments of each, its
-    method included."""
-    checked = []
-    renormalise = all(settings.get("renormalise", True) for settings in runs)
-    for settings in runs:
-        method = settings["method"]
-        others = {name: v for name, v in settings.items() if name not in ("method", "renormalise")}
-        prompts, answers, others = checks.check_scoring(
-            model, prompts, answers, method, DeCoRe, others
-        )
-        checked.append(dict(method=method) | others)
-    capacity = max(map(len, sum(answers, [])))
-    decoding = SharedRows(model, prompts, capacity, checked)
-    return [sums for sums, _ in score_answers(decoding, prompts, answers, renormalise)]
+def for_scoring(method, mask_prompt):
+    """A method with the settings that it has when it scores."""
+    changes = dict(mask_prompt=mask_prompt, relative_top=0, repetition_penalty=1)
+    changes["dola_layers"] = getattr(method, "dola_layers", None) or "halves"
+    names = [field.name for field in fields(method)]
+    return replace(method, **{name: v for name, v in changes.items() if name in names})
 
 
-def score_answers(decoding, prompts, answers, renormalise, top=0):
-    """The two lists of `loglikelihoods` for each run: the decoder's, or those of `SharedRows`."""
-    steps = getattr(decoding, "steps", lambda tokens: [decoding.step(tokens)])
+def score_answers(decoding, prompts, answers, renormalise, tops):
+    """The results of `loglikelihoods`. tops: the relative_top of each method."""
     caches = [session.cache for session in decoding.sessions]
-    results = []
+    model = decoding.sessions[0].model
+    results = [([], []) for _ in decoding.methods]
     for b, prompt in enumerate(prompts):
         for session, cache in zip(decoding.sessions, caches):
             session.cache = cache.select(torch.full([len(answers[b])], b))
-        if isinstance(decoding, AD):
-            read_answers(decoding, decoding.activations[b], prompt[-1:], answers[b])
+        for k, method in enumerate(decoding.methods):
+            if isinstance(method, AD):
+                read_answers(decoding.parts[k], b, prompt[-1:], answers[b])
         # No more numbers at once than the two rows of one run have.
         size = SCORED_AT_ONCE // (len(answers[b]) * max(1, len(caches) // 2))
-        device = decoding.sessions[0].model.device
         passes = []
-        for ids, tokens in passes_of(prompt[-1:], answers[b], max(1, size), device):
-            passes.append([token_scores(x, ids, renormalise, top) for x in steps(tokens)])
-        for run, parts in enumerate(zip(*passes)):
+        for ids, tokens in passes_of(prompt[-1:], answers[b], max(1, size), model.device):
+            passes.append(
+                [
+                    token_scores(step, ids, renormalise and not isinstance(method, AD), top)
+                    for step, method, top in zip(decoding.steps(tokens), decoding.methods, tops)
+                ]
+            )
+        for (sums, greedy), parts in zip(results, zip(*passes)):
             values, chosen = (torch.cat(x, 1).tolist() for x in zip(*parts))
-            if b == 0:
-                results.append(([], []))
-            sums, greedy = results[run]
             sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
             greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
-            checks.check_finite(sum(sums[b]), decoding.sessions[0].model)
+            checks.check_finite(sum(sums[b]), model)
     return results
 
 
@@ -135,14 +109,14 @@ def token_scores(result, ids, renormalise, top):
     return scores.gather(-1, ids[..., None])[..., 0], chosen
 
 
-def read_answers(decoding, prompt, last, answers):
-    """Set AD's spread to that over the positions of the prompt and of each of A answers.
+def read_answers(reader, b, last, answers):
+    """Set AD's spread to that over the positions of prompt b and of each of its A answers.
 
-    prompt: its `activations`. last: its last token, a list of one."""
-    [session] = decoding.sessions
+    last: the prompt's last token, a list of one."""
+    [session] = reader.sessions
     model = session.model
     tokens = pad([last + answer for answer in answers], model.device)
     cache = session.cache.select(slice(None))  # the same texts, whose slots stay unused
-    _, [x] = model.read_layers(tokens, [decoding.layer], cache)  # [1, A, 1 + T, D]
+    _, [x] = model.read_layers(tokens, [reader.method.info_layer], cache)  # [1, A, 1 + T, D]
     texts = [x[0, a, 1 : 1 + len(answer)] for a, answer in enumerate(answers)]
-    decoding.set_spread([activations(model, text, prompt) for text in texts])
+    reader.set_spread([activations(model, text, reader.activations[b]) for text in texts])

@@ -3,7 +3,7 @@ and random ones, which show what the loss of any heads does."""
 
 import numpy as np
 
-from decore import Session
+from decore import Row, Session
 from heads import load_heads, random_heads
 from heads.detect import run_batch
 from heads.reader import find_measures
@@ -33,7 +33,8 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets):
 
     record["masked"]: {name: whether the answer is right while these heads are masked}, for each of
     `sets`."""
-    cache = Session(model, [ids for ids, _ in prompts], facts["max_new_tokens"]).cache
+    rows = [Row(model, [ids for ids, _ in prompts])]
+    cache = Session(rows, facts["max_new_tokens"]).cache
 
     def run(heads):
         copy = cache.select(slice(None))  # answers write to it

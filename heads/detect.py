@@ -6,14 +6,10 @@ Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hid
 and the model is asked about it. It answers greedily. A head's score is the mean over the runs whose
 answer is right. measures.py says what a run measures; needles.py makes the prompts."""
 
-import runpy
 import sys
 from collections import Counter
 from contextlib import suppress
 from itertools import product
-
-if __name__ == "__main__":
-    runpy.run_module("cli.detect", run_name="__main__")  # the command line, which exits
 
 from tqdm import tqdm
 
@@ -154,3 +150,9 @@ def mean_scores(model, records, facts, min_success):
         for key, total in totals.items()
         if total
     }
+
+
+if __name__ == "__main__":
+    from cli import detect, run_program
+
+    sys.exit(run_program(detect.main))

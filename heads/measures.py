@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from decore import Session, make_head_mask
+from decore import Row, Session, make_head_mask
 
 
 class Answer(NamedTuple):
@@ -57,7 +57,7 @@ def answer_batch(
     An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published, also once
     it contains every token of the needle as often as the needle does. cache: that of the prompts,
     if they are read. heads: masked from the prompts' last tokens on."""
-    cache = cache or Session(model, prompts, max_new_tokens).cache
+    cache = cache or Session([Row(model, prompts)], max_new_tokens).cache
     head_mask = make_head_mask([heads], model)
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
     start, end = torch.tensor(needles, device=model.device).T[..., None]  # [B, 1] each

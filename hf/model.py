@@ -55,6 +55,7 @@ class HFModel(nn.Module):
     linear layers by faster ones, as runtime/pack.py does."""
 
     can_record = False  # the cache grows with every token
+    reads_one_text = True  # all rows of a pass read the same tokens
 
     def __init__(self, hf, name=None, folder=None, packs=False):
         super().__init__()

@@ -9,14 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
-from decoders import baselines
+from decoders.setup import METHODS, short
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation
 # Decoding scores an answer by all its positions at once, which is not a log-probability.
-METHODS = tuple(method for method in baselines.METHODS if method not in ("cad", "ad"))
+NAMES = [name for name in short(METHODS) if name not in ("cad", "ad")]
 
 
 def main():
@@ -50,16 +50,15 @@ def main():
     checkpoint, tokenizer, of_amateur = cli.read_models(args)
     [setup] = cli.setups(args, [method])
     setup = cli.fit(setup, args, checkpoint, of_amateur)
-    baselines.check(checkpoint, setup.arguments(of_amateur))
+    setup.record(of_amateur).check(checkpoint)
     model, amateur = cli.load_weights(args)
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
-    settings = setup.arguments(amateur)
     renormalise = args.renormalise is None  # --no-renormalise is the only value
-    run.model = HarnessModel(
-        model, tokenizer, args.batch_size, renormalise, template_args, **settings
-    )
+    decoder = setup.record(amateur)
+    run.model = HarnessModel(model, tokenizer, decoder, args.batch_size, renormalise, template_args)
     libraries = ["torch", "tokenizers", *["transformers"] * args.transformers]
     run.batch_size = args.batch_size
+    settings = {name: value for name, value in vars(decoder).items() if value is not None}
     run.model_args = settings | {  # stored beside the results
         "method": method,
         "engine": "transformers" if args.transformers else "own",
@@ -86,7 +85,7 @@ def make_parser():
         "`lm_eval run`: --tasks, --num_fewshot, --apply_chat_template, --limit, --output_path …"
     )
     cli.add_model_arguments(p)
-    cli.add_method_arguments(p, METHODS, single=True)
+    cli.add_method_arguments(p, NAMES, single=True)
     p.add_argument(
         "--batch-size",
         "--batch_size",

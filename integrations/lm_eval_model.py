@@ -10,7 +10,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from tqdm import tqdm
 
-from decoders import baselines, scoring
+from decoders import scoring
+from decore import generate
 from runtime.files import one_line
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
@@ -18,24 +19,22 @@ SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
 
 
 class HarnessModel(TemplateLM):
-    """batch_size: prompts that are continued at once.
-
-    settings: the arguments of `baselines.generate` and `scoring.score`."""
+    """method: as `generate` takes it. batch_size: prompts that are continued at once."""
 
     max_gen_toks = 256  # if a task does not say; the same as in the harness's `hf`
     tokenizer_name = ""  # names caches of requests, which the command refuses
 
     def __init__(
-        self, model, tokenizer, batch_size=1, renormalise=True, template_args=None, **settings
+        self, model, tokenizer, method, batch_size=1, renormalise=True, template_args=None
     ):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.template_args = template_args
-        self.settings = settings
+        self.method = method
         self.renormalise = renormalise
-        models = [model, settings.get("amateur") or model]
+        models = [model, getattr(method, "amateur", None) or model]
         self.max_length = min(m.config.max_positions for m in models)
 
     @property
@@ -82,15 +81,10 @@ class HarnessModel(TemplateLM):
             # The last token of an answer is not read.
             context = self.shorten(context, self.max_length + 1 - len(answer))
             groups.setdefault(tuple(context), {})[i] = answer
-        settings = self.settings.copy()
-        settings.pop("mask_prompt", None)  # scoring masks every position
         for context, answers in tqdm(groups.items(), desc="contexts", disable=disable_tqdm):
-            [sums], [greedy] = scoring.loglikelihoods(
-                self.model,
-                [context],
-                [list(answers.values())],
-                renormalise=self.renormalise,
-                **settings,
+            texts = self.model, [context], [list(answers.values())]
+            [([sums], [greedy])] = scoring.loglikelihoods(
+                *texts, [self.method], renormalise=self.renormalise
             )
             out |= zip(answers, zip(sums, greedy))
         return [out[i] for i in range(len(requests))]
@@ -120,13 +114,13 @@ class HarnessModel(TemplateLM):
                 streams[b].push(token)
                 return streams[b].ended
 
-            baselines.generate(
+            generate(
                 self.model,
                 ids,
+                self.method,
                 max_new_tokens=limit,
                 eos_ids=self.tokenizer.eos_ids,
                 on_token=on_token,
-                **self.settings,
             )
             for stream in streams:
                 stream.end()

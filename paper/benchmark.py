@@ -1,10 +1,12 @@
 """A benchmark's runs: each batch of items is decoded with each of them, into its file (runfile.py).
 
-sweep.py says what the runs of a batch share."""
+Runs of DeCoRe are decoded side by side."""
 
 import json
 import time
+from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +15,11 @@ from tqdm import tqdm
 
 import cli
 import decore
-from decoders import baselines, scoring
-from decoders.sweep import PromptsReadOnce, Sweep, side_by_side
+from decoders import scoring
+from decoders.baselines import CAD
+from decoders.sweep import PromptsReadOnce, side_by_side
+from decore import DeCoRe, Greedy, Masked
+from model import Transformer
 from paper import runfile
 from paper.tasks import Task, data, prompts
 from runtime import files
@@ -86,7 +91,8 @@ def sample_seed(args):
 class Run(NamedTuple):
     bench: Benchmark
     header: dict  # the first line of its file
-    settings: dict  # the arguments of `generate` and `score`
+    method: decore.Greedy  # or another record
+    renormalise: bool | None  # of `loglikelihoods`; None: it has no effect
     path: Path
 
 
@@ -124,10 +130,10 @@ def run_benchmark(runs, model, tokenizer, ranks):
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
         counts = dict(total=len(bench.encoded) * len(runs), initial=sum(map(len, done.values())))
         bar = stack.enter_context(tqdm(desc=name, unit="ex", **counts))
-        models = [model, *(run.settings["amateur"] for run in runs if "amateur" in run.settings)]
+        models = {model, *(getattr(run.method, "amateur", None) or model for run in runs)}
         for first in range(0, len(batches), ranks.replicas):
             readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
-            for group in side_by_side(runs, bench.task, model):
+            for group in in_groups(runs, model):
                 work = partial(lines_of, group, batches[first + ranks.replica], readers)
                 answered = ranks.gather(work)
                 for run in group:
@@ -137,6 +143,19 @@ def run_benchmark(runs, model, tokenizer, ranks):
                 bar.update(len(answered))
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
+
+
+def in_groups(runs, model):
+    """The runs in groups that decode side by side: those of DeCoRe's own methods, whose rows share
+    passes, and each other run alone."""
+    groups = defaultdict(list)
+    for run in runs:
+        method = run.method
+        shares = type(method) in (Greedy, Masked, DeCoRe) and not getattr(method, "amateur", None)
+        if not run.bench.task.choice:
+            shares &= isinstance(model, Transformer) and not getattr(method, "mask_prompt", False)
+        groups[None if shares else run.path].append(run)
+    return groups.values()
 
 
 def missing_batches(encoded, size, known, ranks):
@@ -168,51 +187,41 @@ def answers_of(bench, batch, runs, model, readers, tokenizer):
     """For each run its answers to the items of a batch, as fields of their lines: a text with its
     ids, alphas and entropies; or the scores of the candidates, true ones first."""
     prompts = [e.prompt for e in batch]
-    all_settings = [settings_for(run, batch, readers) for run in runs]
+    methods = [method_for(run, batch, readers) for run in runs]
     if bench.task.choice:
-        return scores(bench, batch, prompts, all_settings, readers[model])
+        answers = [e.answers for e in batch]
+        renormalise = all(run.renormalise is not False for run in runs)
+        results = scoring.loglikelihoods(readers[model], prompts, answers, methods, renormalise)
+        return [
+            [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)]
+            for sums, _ in results
+        ]
     how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
     how["min_new_tokens"] = bench.min_new_tokens or 0
-    if len(runs) == 1:
-        out = baselines.generate(readers[model], prompts, **how, **all_settings[0])
-    else:
-        how |= dict(decoder=Sweep, runs=all_settings)
-        out = decore.generate(readers[model], prompts * len(runs), **how)
-    lines = [
-        {
-            "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
-            "ids": g.ids,
-            "alphas": [round(alpha, 6) for alpha in g.alphas],
-            "entropies": [round(entropy, 6) for entropy in g.entropies],
-            "stop": g.stop,
-        }
-        for g in out
-    ]
-    return [lines[first : first + len(batch)] for first in range(0, len(lines), len(batch))]
-
-
-def settings_for(run, batch, readers):
-    """The settings of a run, with the reader of its amateur; those of cad with the batch's prompts
-    without context."""
-    settings = dict(run.settings)
-    if "amateur" in settings:
-        settings["amateur"] = readers[settings["amateur"]]
-    if settings["method"] == "cad":
-        settings["ids_without_context"] = [e.without_context for e in batch]
-    return settings
-
-
-def scores(bench, batch, prompts, all_settings, model):
-    """The fields of each line of a multiple choice, for each run."""
-    answers = [e.answers for e in batch]
-    if len(all_settings) == 1:
-        sums, _ = scoring.loglikelihoods(model, prompts, answers, **all_settings[0])
-        results = [sums]
-    else:
-        results = scoring.loglikelihoods_of_runs(model, prompts, answers, all_settings)
     return [
-        [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)] for sums in results
+        [
+            {
+                "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
+                "ids": g.ids,
+                "alphas": [round(alpha, 6) for alpha in g.alphas],
+                "entropies": [round(entropy, 6) for entropy in g.entropies],
+                "stop": g.stop,
+            }
+            for g in texts
+        ]
+        for texts in side_by_side(readers[model], prompts, methods, **how)
     ]
+
+
+def method_for(run, batch, readers):
+    """The method of a run, with the reader of its amateur; CAD with the batch's prompts without
+    context."""
+    changes = {}
+    if amateur := getattr(run.method, "amateur", None):
+        changes["amateur"] = readers[amateur]
+    if isinstance(run.method, CAD):
+        changes["without_context"] = [e.without_context for e in batch]
+    return replace(run.method, **changes)
 
 
 def fields_of_choice(bench, encoded, values):

@@ -4,9 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import cli
-import decore
-from decoders import baselines
-from decoders.setup import OPTIONS
+from decoders.setup import OPTIONS, RECORDS, short
 from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
 
@@ -59,8 +57,7 @@ def make_parser():
         "runs again, report DIR makes tables of a folder's runs.",
     )
     add_run_arguments(p, required="--task")
-    methods = [*decore.METHODS, *baselines.DECODERS]
-    cli.add_method_arguments(p, methods, exclude=["without_context"])
+    cli.add_method_arguments(p, short(RECORDS), exclude=["without_context"])
     p.add_argument("--decoder", **DECODER)
     p.add_argument(
         "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"

@@ -12,8 +12,8 @@ from os.path import commonprefix
 from pathlib import Path
 
 import cli
-from decoders import baselines
-from decoders.setup import DOLA, MASKED_ROW, OPTIONS, Setup
+import decore
+from decoders.setup import CHOOSING, Setup, has
 from heads import head_file
 from model import LEAST_PREFIX
 from paper.benchmark import in_batches, load_benchmark
@@ -24,7 +24,7 @@ from paper.tasks import Task, find_task, metrics
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
 SIBLINGS = {"truthfulqa-gen": "truthfulqa-mc"}  # task without inferred N → the most similar one
-FIRST_SEED = OPTIONS["seed"].default
+FIRST_SEED = CHOOSING["seed"]
 SEEDS = range(FIRST_SEED, FIRST_SEED + 3)  # of random heads; the paper's are unknown
 ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")  # groups of rows
 METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
@@ -104,9 +104,9 @@ def runs_of(row):
     if method.endswith("-random"):
         method = "masked" if method == "masked-random" else "decore-entropy"
         values["random_heads"] = "published"
-    if method in OPTIONS["amateur"].methods:
+    if has(method, "amateur"):
         values["amateur"] = AMATEUR
-    if method in MASKED_ROW:
+    if has(method, "num_heads"):
         values["num_heads"], origin = number_of_heads(row)
         values["mask"] = "query"
     values |= published(method, row["model"], task.choice)
@@ -116,7 +116,7 @@ def runs_of(row):
 
 def published(method, model, choice):
     """Settings of the published runs that are neither the defaults nor in a row of paper.csv."""
-    if method in DOLA and "qwen2" in model.lower() and not choice:
+    if has(method, "repetition_penalty") and "qwen2" in model.lower() and not choice:
         return {"repetition_penalty": 1.05}  # of Qwen2's generation_config.json
     return {}
 
@@ -187,7 +187,7 @@ def show(args, runs):
 def missing_heads(run, args):
     """[A sentence with the command that measures the scores of its heads], if they are missing."""
     masked = args.amateur if run.setup.amateur else args.model
-    if run.setup.method not in MASKED_ROW or run.setup.random_heads or head_file(masked):
+    if not has(run.setup.method, "num_heads") or run.setup.random_heads or head_file(masked):
         return []
     short = Path(masked).name
     command = f"python -m heads.detect --model {masked} --out heads/{short}.json"
@@ -295,8 +295,8 @@ def time_model(args):
 
     for _ in range(2):  # the first time warms up
         times[:] = [time.perf_counter()]
-        settings = dict(max_new_tokens=9, eos_ids=(), on_token=on_token)
-        baselines.generate(model, prompts, "greedy", **settings)
+        how = dict(max_new_tokens=9, eos_ids=(), on_token=on_token)
+        decore.generate(model, prompts, decore.Greedy(), **how)
     return TIMED / (times[1] - times[0]), 8 * len(prompts) / (times[-1] - times[1])
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from decoders import baselines
-from decoders.setup import METHODS, Setup
+from decoders.setup import METHODS, RECORDS, Setup
 from paper.tasks import data
 from runtime.fields import field, located
 from runtime.files import commit, json_lines, write
@@ -39,8 +38,8 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     own = {}
     if setup.method not in METHODS:
-        decoder = inspect.getfile(baselines.DECODERS[setup.method])
-        own["decoder"] = data.file_record(Path(decoder))
+        record, _ = RECORDS[setup.method]
+        own["decoder"] = data.file_record(Path(inspect.getfile(record)))
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
     return {
         **setup.header(),

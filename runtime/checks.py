@@ -1,8 +1,8 @@
 """Checks of the arguments of `generate` and `score`. Each ValueError says what to pass instead."""
 
-import inspect
 import math
 import numbers
+from dataclasses import fields
 from operator import itemgetter
 
 import torch
@@ -10,13 +10,18 @@ import torch
 from runtime.files import one_line
 
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
-ELSEWHERE = "; an amateur and other methods: decoders.baselines.generate"
-GIVEN = ("self", "model", "prompts", "capacity", "method")  # arguments of decoders, not settings
 HUGE = 10**9  # far above any α, and still safe to multiply with
-NUMBERS = {  # settings of decoders → the least and the greatest value
+KNOWN = {  # settings of methods → their values
+    "alpha_rule": ("entropy", "gain"),
+    "mask": MASKS,
+    "half": ("low", "high"),
+    "dola_layers": ("capped", "halves"),
+}
+NUMBERS = {  # settings of methods → the least and the greatest value
     "alpha": (-HUGE, HUGE),
     "alpha_cap": (0, HUGE),
     "relative_top": (0, 1),
+    "info_layer": (1, HUGE),
     "repetition_penalty": (0.01, HUGE),
 }
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
@@ -26,38 +31,33 @@ LONGER = (
 )
 
 
-def check_generation(
-    model, prompts, method, decoder, settings, max_new_tokens, eos_ids, min_new_tokens=0
-):
-    """The arguments of `generate` → prompts as lists of ints, `settings` without None, end ids as a
-    set, and the maximum number of new tokens of each text."""
-    check_model(model)
+def check_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens):
+    """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
+    number of new tokens of each text."""
+    methods = getattr(method, "methods", [method])  # each has its part of the texts
+    others = [check_method(model, method) for method in methods]
     prompts = check_prompts(model, prompts)
-    settings = check_argument_names(method, decoder, settings)
-    check_settings(model, settings)
-    amateur = settings.get("amateur") or model
-    check_prompts(amateur, prompts)
+    for other in others:
+        check_prompts(other, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
-    context = min(model.config.max_positions, amateur.config.max_positions)
-    limits = [min(max_new_tokens, max(1, context - len(p))) for p in prompts]
+    contexts = [min(m.config.max_positions for m in (model, other)) for other in others]
+    rooms = [contexts[b * len(methods) // len(prompts)] - len(p) for b, p in enumerate(prompts)]
+    limits = [min(max_new_tokens, max(1, room)) for room in rooms]
     eos_ids = model.eos_ids if eos_ids is None else eos_ids
     eos_ids = set(as_ints(eos_ids, "eos_ids", single=True))
-    return prompts, settings, eos_ids, limits
+    return prompts, eos_ids, limits
 
 
-def check_scoring(model, prompts, answers, method, decoder, settings):
-    """The arguments of `loglikelihoods` → prompts, the answers of each, and `settings` without
-    None."""
-    check_model(model)
+def check_scoring(model, prompts, answers, methods):
+    """The arguments of `loglikelihoods` → prompts, and the answers of each."""
+    readers = [model, *[check_method(model, method) for method in methods]]
     prompts = check_prompts(model, prompts)
     if len(answers) != len(prompts):
         raise ValueError(
             f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
     answers = [check_prompts(model, one, "answer") for one in answers]
-    settings = check_argument_names(method, decoder, settings)
-    check_settings(model, settings)
     for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
             raise ValueError(
@@ -65,10 +65,22 @@ def check_scoring(model, prompts, answers, method, decoder, settings):
                 "without it (tokenizer.encode(text, bos=False))"
             )
         longest = prompt + max(candidates, key=len)[:-1]  # an answer's last token is not read
-        for m in (model, settings.get("amateur") or model):
-            check_prompts(m, [longest], "prompt with its longest answer")
-            check_prompts(m, candidates, "answer")
-    return prompts, answers, settings
+        for reader in readers:
+            check_prompts(reader, [longest], "prompt with its longest answer")
+            check_prompts(reader, candidates, "answer")
+    return prompts, answers
+
+
+def check_method(model, method):
+    """Its amateur; the model, if it has none. ValueError for a method that does not fit the
+    model."""
+    check_model(model)
+    if isinstance(method, type) or not hasattr(method, "start"):
+        raise ValueError(
+            f"the method is {one_line(repr(method), 60)}; give a record, such as DeCoRe(heads)"
+        )
+    method.check(model)
+    return getattr(method, "amateur", None) or model
 
 
 def check_model(model):
@@ -171,33 +183,9 @@ def as_ints(ids, what, single=False):
     )
 
 
-def check_name(value, what, known, elsewhere=""):
+def check_name(value, what, known):
     if value not in known:
-        raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}{elsewhere}")
-
-
-def check_argument_names(method, decoder, settings):
-    """`settings` without those that are None. ValueError for one that the decoder does not take."""
-    known = argument_names(decoder)
-    settings = {name: value for name, value in settings.items() if value is not None}
-    for name in settings:
-        if name not in known:
-            elsewhere = "" if "amateur" in known else ELSEWHERE
-            raise ValueError(f"{method} takes no {name}, but {', '.join(known)}{elsewhere}")
-    return settings
-
-
-def argument_names(decoder):
-    """The names of a decoder's settings: arguments of its class, and of the base classes to which
-    it passes **others on."""
-    names = {}
-    for cls in decoder.__mro__:
-        if "__init__" in vars(cls):
-            parameters = inspect.signature(cls.__init__).parameters.values()
-            names |= {p.name: None for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD}
-            if all(p.kind != p.VAR_KEYWORD for p in parameters):
-                break
-    return [name for name in names if name not in GIVEN]
+        raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}")
 
 
 def check_mask(mask):
@@ -214,30 +202,75 @@ def check_head_mask(head_mask, model):
         )
 
 
-def check_masking(method, heads):
-    if heads is None and method != "greedy":
-        raise ValueError(f"{method} needs heads to mask")
+class Checked:
+    """Base class of methods: records with settings."""
+
+    def __post_init__(self):
+        """ValueError for a setting that is out of range, or has no effect. Heads become pairs of
+        ints."""
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name in KNOWN:
+                check_name(value, name, KNOWN[name])
+            elif name in NUMBERS:
+                kind = numbers.Integral if name == "info_layer" else numbers.Real
+                check_number(value, name, *NUMBERS[name], kind)
+            elif name == "heads":
+                object.__setattr__(self, name, tuple(pairs_of(value)))
+        scales = getattr(self, "scale_alpha", False) or getattr(self, "alpha_rule", "") == "gain"
+        if scales and getattr(self, "alpha", None) is not None:
+            raise ValueError("scale_alpha and alpha_rule have no effect on a constant alpha")
+
+    def check(self, model):
+        """ValueError if the method does not fit a model, or its facts: `name` and `config`."""
+        amateur = getattr(self, "amateur", None)
+        if amateur is not None:
+            check_vocabulary(amateur, model)
+        if hasattr(self, "heads"):
+            if self.heads is None:
+                raise ValueError(f"{type(self).__name__} needs heads to mask, () for none")
+            check_heads(self.heads, amateur or model)
 
 
-def check_settings(model, settings):
-    """ValueError for values out of range and an amateur of another vocabulary."""
-    for name, (low, high) in NUMBERS.items():
-        if settings.get(name) is not None:
-            check_number(settings[name], name, low, high)
-    check_mask(settings.get("mask", MASKS[0]))
-    amateur = settings.get("amateur")
-    if amateur is not None:
-        V, of_amateur = model.config.vocab_size, amateur.config.vocab_size
-        if abs(V - of_amateur) > 0.01 * V:  # more than padding
+def check_vocabulary(amateur, model):
+    """ValueError for an amateur of another vocabulary."""
+    V, of_amateur = model.config.vocab_size, amateur.config.vocab_size
+    if abs(V - of_amateur) > 0.01 * V:  # more than padding
+        raise ValueError(
+            f"{model.name} has {V} tokens and {amateur.name} {of_amateur}; "
+            "contrasting needs one vocabulary"
+        )
+
+
+def check_without_context(model, without, prompts, capacity):
+    """The context-free prompts of CAD, in the form of ids → a list for each prompt.
+
+    capacity: tokens that each text can still take."""
+    if without is None:
+        raise ValueError("cad needs each prompt without its context too: without_context")
+    without, _ = unpack(without)
+    without = check_prompts(model, without, "context-free prompt")
+    if len(without) != len(prompts):
+        raise ValueError(
+            f"cad needs one context-free prompt for each prompt; "
+            f"it got {len(without)} for {len(prompts)}"
+        )
+    for w, prompt in zip(without, prompts):
+        if w[-1] != prompt[-1]:
             raise ValueError(
-                f"{model.name} has {V} tokens and {amateur.name} {of_amateur}; "
-                "contrasting needs one vocabulary"
+                "a prompt and its context-free prompt end in different tokens; end both in "
+                "the same word"
             )
+        if len(w) > len(prompt):
+            longest = w + w[-1:] * (capacity - 1)  # the last new token is not read
+            check_prompts(model, [longest], "context-free prompt with its longest answer")
+    return without
 
 
-def check_heads(heads, model):
-    """(layer, head) pairs or "layer-head" → a list of pairs of ints in the model, each once."""
-    L, H = model.config.n_layers, model.config.n_heads
+def pairs_of(heads):
+    """(layer, head) pairs or "layer-head" → a list of pairs of ints."""
     pairs = []
     try:
         for head in heads:
@@ -251,6 +284,13 @@ def check_heads(heads, model):
             f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs "
             "or of texts like '3-1'"
         ) from None
+    return pairs
+
+
+def check_heads(heads, model):
+    """(layer, head) pairs or "layer-head" → a list of pairs of ints in the model, each once."""
+    L, H = model.config.n_layers, model.config.n_heads
+    pairs = pairs_of(heads)
     for layer, number in pairs:
         if not (0 <= layer < L and 0 <= number < H):
             raise ValueError(

@@ -33,6 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import cli
 import decore
+from decoders.setup import Setup
 from model import Linear, Transformer
 from runtime.config import DTYPES
 from runtime.files import commit, read_json
@@ -46,7 +47,8 @@ from speed.shapes import SHAPES, random_model, spread_heads, transformers_model,
 
 def this_project(model, new, heads, method, graph=True):
     def answer(prompts, tick):
-        out = decore.generate(model, prompts, method, new + 1, (), tick, graph, heads=heads)
+        record = Setup.of(method, heads=heads).record()
+        out = decore.generate(model, prompts, record, new + 1, (), tick, graph)
         return [g.ids for g in out]
 
     return answer
@@ -169,12 +171,13 @@ def take_turns(runs, rounds):
     return results
 
 
+METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
 # A contestant → those that must decode its tokens. Their speed is given relative to it.
 SAME_TOKENS = {
     "transformers": ("greedy", "hf-greedy"),
     "two-pass": ("decore-entropy", "hf", "custom-generate"),
 }
-RATIOS = {"greedy": decore.METHODS[1:]} | SAME_TOKENS
+RATIOS = {"greedy": METHODS[1:]} | SAME_TOKENS
 
 
 def quartiles(values, digits=3):
@@ -260,7 +263,7 @@ def parse():
         "--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)"
     )
     p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
-    known = [*decore.METHODS, *PEERS]
+    known = [*METHODS, *PEERS]
     default = ["greedy", "decore-entropy", "transformers", "two-pass"]
     p.add_argument(
         "--methods",

@@ -27,12 +27,12 @@ import cli
 import decore
 import evaluate
 from cli import decode as program
-from decoders import scoring
 from heads import load_heads
 from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
 from runtime.config import Config
+from tests import methods
 from tests.checkpoints import (
     ODD,
     change,
@@ -72,7 +72,7 @@ class World:
 def answer(engine, folder, ids):
     model = engine.load(folder, dtype="float32")
     heads = load_heads(model, 2, folder / "heads.json")
-    return decore.generate(model, ids, heads=heads, max_new_tokens=3, eos_ids=()).ids
+    return methods.generate(model, ids, heads=heads, max_new_tokens=3, eos_ids=()).ids
 
 
 def attempt(function):
@@ -123,7 +123,7 @@ def configuration(dice, world, folder):
     model = Transformer.load(folder)
     ids = torch.randint(0, config.vocab_size, (40,)).tolist()
     n = LENGTH - len(ids)
-    tokens = decore.generate(model, ids, "greedy", max_new_tokens=n, eos_ids=()).ids
+    tokens = methods.generate(model, ids, "greedy", max_new_tokens=n, eos_ids=()).ids
     text = torch.tensor([ids + tokens])
     with torch.inference_mode():
         expected = reference(text).logits
@@ -206,12 +206,12 @@ def python_arguments(dice, world, folder):
     values = [*ODD, HEADS, [(0, 9)], "query", 2**70, [10**9], [[ids, "x"]], {1, 2}]
     values += [[ids, []], [math.nan], iter(ids), np.array(["a"]), np.float32(0.5)]
     prompts = [ids, np.array(ids), torch.tensor([ids, ids]), torch.ones(2, 2, 2)]
-    function = dice.choice([decore.generate, scoring.score])
-    if function is decore.generate:
+    function = dice.choice([methods.generate, methods.score])
+    if function is methods.generate:
         arguments = dict(ids=dice.choice(prompts), max_new_tokens=3, eos_ids=())
     else:
         arguments = dict(prompt_ids=np.array(ids), answer_ids=[[1], [2, 3]])
-    arguments |= dict(method=dice.choice(decore.METHODS), heads=HEADS)
+    arguments |= dict(method=dice.choice(methods.METHODS), heads=HEADS)
     others = ["alpha", "alpha_cap", "scale_alpha", "mask", "mask_prompt", "attention_mask"]
     for name in dice.sample([*arguments, *others], dice.choice([0, 1, 1, 2])):
         arguments[name] = dice.choice(values)

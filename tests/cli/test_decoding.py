@@ -7,16 +7,15 @@ import pytest
 import torch
 
 import cli
-import decore
 from cli import decode as program
 from cli import prompts
 from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
-from decoders import baselines
 from heads import load_heads
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
+from tests.methods import generate
 from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
@@ -95,7 +94,7 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
     [line] = objects(*base, *FLAGS, "--prompt", text, "--sources")
     model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])
     heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
-    g = decore.generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
+    g = generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
     settings = dict(measure="copy", scale_alpha=False, alpha_rule="entropy", mask="output")
     assert line == vars(g) | settings | dict(
@@ -166,7 +165,7 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
     texts = "user:A document. What is it?", "user:it?"
     ids, without = (encode(f"<|turn|>{text}<|end|><|turn|>assistant:") for text in texts)
     more = dict(ids_without_context=without, max_new_tokens=6, eos_ids=[257])
-    g = baselines.generate(Transformer.load(base[1]), ids, "cad", **more)
+    g = generate(Transformer.load(base[1]), ids, "cad", **more)
     assert lines[1]["ids"] == g.ids and lines[1]["alpha"] == 0.5
     _, out, _ = call(program.main, *command[:-1], "decore-entropy")
     titles = "A document. Who is it?", "A document. What is it?", "And?"
@@ -390,7 +389,7 @@ def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arg
     settings = dict(amateur=model) if "amateur" in settings else settings
     [line] = objects(*base[:2], *SHORT, "--prompt", "Hi", *arguments.format(base=base[1]).split())
     more = dict(max_new_tokens=6, eos_ids=[257], **settings)
-    g = baselines.generate(model, line["prompt_ids"], line["method"], **more)
+    g = generate(model, line["prompt_ids"], line["method"], **more)
     assert line["ids"] == g.ids and line["alphas"] == g.alphas
     assert line["heads"] == [] and ("amateur" in line) == ("amateur" in settings)
 

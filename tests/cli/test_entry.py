@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,24 +59,6 @@ def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, m
     monkeypatch.setenv("DECORE_TRACEBACK", "1")
     status, _, err = call(raiser(ValueError("bad")))
     assert status == 2 and err.startswith("Traceback (most") and err.endswith("bad\n" + own)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "decore.py",
-        "evaluate.py",
-        "-m heads.detect",
-        "-m integrations.gguf",
-        "-m integrations.lm_eval",
-    ],
-)
-def test_ctrl_c_during_the_imports_leaves_no_traceback(program, tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, *program.split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_nothing(

@@ -42,7 +42,7 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
     ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
     heads = load_heads(model, 2, file)
-    decoder = DeCoRe(model, [line["prompt_ids"]], 8, "decore-static", heads, alpha=0.25)
+    decoder = DeCoRe(heads, alpha=0.25).start(model, [line["prompt_ids"]], 8)
     favourites, expected = [], []
     for token, h in zip([line["prompt_ids"][-1], *ids[:-1]], line["entropies"], strict=False):
         with torch.inference_mode():

@@ -11,13 +11,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MinNewTokensLengthLogitsProcessor
 
-from decoders import baselines
-from decoders.scoring import score
-from decore import METHODS, DeCoRe, decore, generate, make_head_mask
+from decoders.sweep import side_by_side
+from decore import DeCoRe, decore, make_head_mask
+from decore import generate as decode
 from hf import HFModel
 from model import Cache, Transformer
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
+from tests.methods import DECODERS, METHODS, NAMES, generate, record, score
 
 HEADS = [(1, 0), (2, 3), (1, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -69,7 +70,7 @@ def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, cas
     other, heads, how = model, HEADS, dict(heads=HEADS)
     if "amateur_heads" in case:
         other, heads, how = amateur, case["amateur_heads"], dict(amateur=amateur)
-    out = baselines.generate(model, PROMPTS, max_new_tokens=NEW, **how, **case)
+    out = generate(model, PROMPTS, max_new_tokens=NEW, **how, **case)
     for prompt, g in zip(PROMPTS, out, strict=True):
         assert g.stop == "length" and len(g.ids) == NEW
         for i, token in enumerate(g.ids):
@@ -148,23 +149,23 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
 
 
-@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize("method", NAMES)
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(
     llama, amateur, tmp_path, engine, method
 ):
-    settings = {} if method in baselines.DECODERS else dict(heads=HEADS)
+    settings = {} if method in DECODERS else dict(heads=HEADS)
     settings |= {"ad": dict(info_layer=2), "cd": dict(amateur=amateur)}.get(method, {})
     if method == "cad":
         settings |= dict(ids_without_context=[p[-1:] for p in PROMPTS])
     model = engine.load(write_checkpoint(tmp_path, "llama3"))
     how = dict(method=method, max_new_tokens=NEW, **settings)
-    free = baselines.generate(model, PROMPTS, eos_ids=(), **how)
+    free = generate(model, PROMPTS, eos_ids=(), **how)
     ends = sorted({g.ids[i] for g in free for i in (0, 2, 5)})  # those that would come early
     expected = []
     for prompt in PROMPTS:
         own = settings | ({"ids_without_context": [prompt[-1:]]} if method == "cad" else {})
-        decoder = baselines.find_decoder(method, own)(model, [prompt], NEW, method, **own)
+        decoder = record(method, **own).start(model, [prompt], NEW)
         process = MinNewTokensLengthLogitsProcessor(len(prompt), 4, ends, device="cpu")
         ids = list(prompt)
         while len(ids) < len(prompt) + NEW and (ids[len(prompt) :] or [None])[-1] not in ends:
@@ -172,9 +173,9 @@ def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_give
                 scores = decoder.step(torch.tensor([ids[-1:]])).scores[:, -1]
             ids.append(process(torch.tensor([ids]), scores).argmax().item())
         expected.append(ids[len(prompt) :])
-    out = baselines.generate(model, PROMPTS, eos_ids=ends, min_new_tokens=4, **how)
+    out = generate(model, PROMPTS, eos_ids=ends, min_new_tokens=4, **how)
     assert [g.ids for g in out] == expected and min(map(len, expected)) > 4
-    early = baselines.generate(model, PROMPTS, eos_ids=ends, **how)
+    early = generate(model, PROMPTS, eos_ids=ends, **how)
     assert [len(g.ids) for g in early] == [1] * len(PROMPTS)
 
 
@@ -183,7 +184,7 @@ def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path)
     prompts = [random_ids(n) for n in (20, 18, 5)]
     for out in (
         generate(short, prompts, "greedy", max_new_tokens=10**12),  # too many for a cache
-        baselines.generate(llama, prompts, "decore-entropy", amateur=short, amateur_heads=[]),
+        generate(llama, prompts, "decore-entropy", amateur=short, amateur_heads=[]),
     ):
         assert [len(g.ids) for g in out] == [1, 2, 15]
         assert [g.stop for g in out] == ["length"] * 3
@@ -208,13 +209,13 @@ def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
 
 def test_a_rule_of_ones_own_gives_alpha(llama):
     class Twice(DeCoRe):
-        def alpha(self, h, base, other):
+        def rule(self, h, base, other):
             return 2 * h
 
-    how = dict(heads=HEADS, decoder=Twice, max_new_tokens=6, eos_ids=())
-    out = generate(llama, PROMPTS[1], **how)
+    how = dict(max_new_tokens=6, eos_ids=())
+    out = decode(llama, PROMPTS[1], Twice(HEADS), **how)
     assert out.alphas == [2 * h for h in out.entropies]
-    assert max(generate(llama, PROMPTS[1], alpha_cap=0.25, **how).alphas) == 0.25
+    assert max(decode(llama, PROMPTS[1], Twice(HEADS, alpha_cap=0.25), **how).alphas) == 0.25
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -229,7 +230,7 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
 
 
 def stand_in(vocab_size):
-    config = SimpleNamespace(vocab_size=vocab_size, max_positions=12)
+    config = SimpleNamespace(vocab_size=vocab_size, max_positions=12, n_layers=1, n_heads=1)
     return SimpleNamespace(name="short", pad_ids=(), config=config)
 
 
@@ -249,8 +250,8 @@ REFUSED = {
     "have the shape of the ids, with 1": dict(attention_mask=5),
     "shape of the ids, with 1 for tokens": dict(attention_mask=True),
     "ids and input_ids are .* give one of them": dict(input_ids=[6]),
-    "method 'beam' is unknown; known: greedy, masked": dict(method="beam"),
-    "decore-entropy needs heads": dict(method="decore-entropy"),
+    "the method is 'beam'; give a record, such as": dict(method="beam", function=decode),
+    "DeCoRe needs heads": dict(method="decore-entropy"),
     r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(heads=[(3, 0)], method="masked"),
     "head 1-0 is listed twice": dict(heads=[(1, 0), (1, 0)]),
     "'1'. are not a list": dict(heads=["1-0", "1"]),
@@ -258,17 +259,13 @@ REFUSED = {
     "are not a list": dict(heads=[(1.5, 0)]),
     "mask 'keys' is unknown": dict(mask="keys"),
     "alpha_rule 'gian' is unknown; known: entropy, gain": dict(alpha_rule="gian"),
-    "alpha nan is not a finite": dict(alpha=math.nan),
+    "alpha nan is not a finite": dict(method="decore-static", alpha=math.nan, heads=HEADS),
     "alpha_cap -1 is not .* at least 0": dict(alpha_cap=-1),
     "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
     "eos_ids is '2'": dict(eos_ids="2"),
     "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
     "one vocabulary": AMATEUR | dict(amateur=stand_in(64)),
-    "takes no heads, but amateur, .* alpha_rule$": AMATEUR | dict(heads=HEADS),
-    "needs amateur_heads": AMATEUR | dict(amateur_heads=None),
-    "takes no amateur, .*: decoders.baselines.generate": AMATEUR | dict(function=generate),
-    "'cad' is unknown; .*: decoders.baselines.generate": dict(method="cad", function=generate),
-    "takes no n, but heads, mask, ": dict(n=4),
+    "needs heads to mask, .. for none": AMATEUR | dict(amateur_heads=None),
     "13 tokens; short reads 12": AMATEUR | dict(ids=[5] * 13),
     "longest answer has 13 tokens; short reads 12": AMATEUR | dict(answer_ids=[6] * 13),
     r"Linear is not a model of ours.* HFModel\(model\)": dict(model=torch.nn.Linear(1, 1)),
@@ -298,10 +295,58 @@ def test_each_mistake_has_its_message(llama, monkeypatch, words):
     how = dict(model=llama, ids=[5]) | REFUSED[words]
     if "method" not in how:
         how = dict(method="decore-entropy", heads=HEADS) | how
-    function = how.pop("function", baselines.generate)
+    function = how.pop("function", generate)
     if "answer_ids" in how:
         function = score
         how["prompt_ids"] = how.pop("ids")
     with pytest.raises(ValueError, match=words) as error:
         function(**how)
     assert "\n" not in str(error.value)
+
+
+def test_what_has_no_effect_on_a_constant_alpha_is_an_error():
+    for more in dict(scale_alpha=True), dict(alpha_rule="gain"):
+        with pytest.raises(ValueError, match="no effect on a constant alpha"):
+            DeCoRe(HEADS, alpha=0.5, **more)
+
+
+def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
+    heads = dict(heads=HEADS)
+    methods = [record(method, **heads) for method in METHODS]
+    methods += [record(mask="query", **heads), record(mask_prompt=True, **heads)]
+    methods += [record(amateur=amateur, amateur_heads=[(0, 1)]), record("cd", amateur=amateur)]
+    methods += [record("cad", ids_without_context=[p[-1:] for p in PROMPTS])]
+    methods += [record("dola-low"), record("dola-high", repetition_penalty=1.3)]
+    methods += [record("ad", info_layer=2)]
+    for model in llama, HFModel.load(llama.folder):
+        together = side_by_side(model, PROMPTS, methods, max_new_tokens=NEW)
+        for method, out in zip(methods, together, strict=True):
+            alone = decode(model, PROMPTS, method, max_new_tokens=NEW)
+            assert [g.ids for g in out] == [g.ids for g in alone], method
+            for g, one in zip(out, alone):
+                assert g.alphas == pytest.approx(one.alphas, abs=1e-5)
+        [first] = side_by_side(model, PROMPTS[0], methods[:1], max_new_tokens=NEW)  # of one prompt
+        assert first.ids == together[0][0].ids
+
+
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
+def test_a_method_whose_amateur_reads_less_ends_its_own_texts_only(llama, tmp_path, engine):
+    short = engine.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
+    methods = [record("greedy"), record(amateur=short, amateur_heads=[(0, 1)])]
+    prompts = [random_ids(n) for n in (18, 5)]
+    how = dict(max_new_tokens=30, eos_ids=())
+    long, cut = side_by_side(llama, prompts, methods, **how)
+    assert [len(g.ids) for g in long] == [30, 30] and [len(g.ids) for g in cut] == [2, 15]
+    assert [g.ids for g in cut] == [g.ids for g in decode(llama, prompts, methods[1], **how)]
+
+
+def test_an_amateur_with_less_padding_decodes_beside_others(tmp_path):
+    size = dict(num_hidden_layers=2, vocab_size=298, seed=5)
+    model = Transformer.load(write_checkpoint(tmp_path / "m", "llama3", vocab_size=300))
+    amateur = Transformer.load(write_checkpoint(tmp_path / "a", "llama3", **size))
+    methods = [DeCoRe([(0, 1)], amateur=amateur, scale_alpha=True), DeCoRe(HEADS)]
+    how = dict(max_new_tokens=NEW, eos_ids=[299], min_new_tokens=2)
+    for method, out in zip(methods, side_by_side(model, PROMPTS, methods, **how), strict=True):
+        alone = decode(model, PROMPTS, method, **how)
+        assert [g.ids for g in out] == [g.ids for g in alone]
+        assert out[0].alphas == pytest.approx(alone[0].alphas, abs=1e-5)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from decoders import baselines
-from decore import generate
 from heads import detect
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, settings
+from tests.methods import generate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,9 +54,7 @@ def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
     )
     for case in CASES:
         how = settings(case, amateur) | dict(max_new_tokens=20)
-        plain, graph = (
-            baselines.generate(model, PROMPTS, graph=graph, **how) for graph in (False, True)
-        )
+        plain, graph = (generate(model, PROMPTS, graph=graph, **how) for graph in (False, True))
         assert [g.ids for g in graph] == [g.ids for g in plain], case
 
 

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from decoders import baselines
-from decore import METHODS, DeCoRe, generate
+from decoders.sweep import side_by_side
 from model import Transformer
 from runtime import attention
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
+from tests.methods import METHODS, generate, record
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
@@ -143,9 +143,17 @@ def model(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
     how = settings(case, amateur) | dict(max_new_tokens=9)
-    expected = baselines.generate(model, PROMPTS, **how)
+    expected = generate(model, PROMPTS, **how)
     with graphs_on_cpu():
-        assert baselines.generate(model, PROMPTS, graph=True, **how) == expected
+        assert generate(model, PROMPTS, graph=True, **how) == expected
+
+
+def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, amateur):
+    hows = [settings(case, amateur) for case in CASES if not case.startswith(("dola", "ad"))]
+    methods = [record(**how) for how in hows]
+    expected = side_by_side(model, PROMPTS, methods, max_new_tokens=9)
+    with graphs_on_cpu():
+        assert side_by_side(model, PROMPTS, methods, max_new_tokens=9) == expected
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -183,7 +191,8 @@ class NothingFromTheHost(TorchFunctionMode):
 def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch):
     """On "meta" a tensor has no values: reading one is an error, and so is an operation with a
     tensor on the CPU."""
-    decoder = DeCoRe(model, PROMPTS, 5, method, HEADS, alpha_cap=2.0, mask=mask)
+    how = dict(heads=HEADS, alpha_cap=2.0, mask=mask)
+    decoder = record(method, **how).start(model, PROMPTS, 5)
     model.to("meta")
     for part in decoder.sessions[0], decoder.sessions[0].cache:
         vars(part).update(tree_map_only(torch.Tensor, lambda x: x.to("meta"), vars(part)))

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-import decore
-from decoders import baselines
-from decoders.scoring import score
 from model import common_prefix
 from tests.checkpoints import random_ids
 from tests.core.test_gpu_on_cpu import CASES, HEADS, settings
+from tests.methods import generate, score
 
 PREFIX = random_ids(150, seed=1)
 PROMPTS = [
@@ -30,7 +28,7 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, ca
         if case == "cad":
             more = dict(ids_without_context=without)
             more_scored = dict(prompt_ids_without_context=without)
-        out = baselines.generate(model, prompts, max_new_tokens=8, **how, **more)
+        out = generate(model, prompts, max_new_tokens=8, **how, **more)
         return out, score(model, prompts, answers, **how, **more_scored)
 
     batch = results(PROMPTS, ANSWERS, WITHOUT)
@@ -44,17 +42,17 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, ca
 def test_the_common_prefix_is_read_once_and_the_rest_of_each_prompt_after_it(llama, passes):
     """Then each new token is a pass. CAD's prompts with and without context are two sessions."""
     rest = len(PROMPTS[1]) - 1 - 70  # the shorter ones are padded
-    decore.generate(llama, PROMPTS, heads=HEADS, max_new_tokens=4)
+    generate(llama, PROMPTS, heads=HEADS, max_new_tokens=4)
     assert passes == [(1, 70), (3, rest)] + [(3, 1)] * 4
     passes.clear()
-    baselines.generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
+    generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
     assert passes == [(1, 70), (3, rest), (1, 70), (3, 3)] + [(3, 1)] * 2
 
 
 def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):
     monkeypatch.setattr("model.CHUNK", 60)
     prompts = [random_ids(n + 1, seed=n) for n in (90, 80, 30, 40)]
-    decore.generate(llama, prompts, "greedy", max_new_tokens=1)
+    generate(llama, prompts, "greedy", max_new_tokens=1)
     assert passes == [(4, 16), (4, 16), (4, 16), (2, 30), (2, 12), (4, 1)]
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from decoders.baselines import DECODERS, exit_layers, generate, most_divergent
-from decoders.scoring import score
+from decoders.baselines import exit_layers, most_divergent
 from model import Transformer
 from tests.checkpoints import FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.methods import DECODERS, generate, record, score
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]
@@ -108,7 +108,7 @@ def next_scores(
 @torch.inference_mode()
 def generate_with_scores(model, prompts, method, new, **how):
     """→ Generations, and the scores of each step, [B, T, V]."""
-    decoder = DECODERS[method](model, prompts, new, method, **how)
+    decoder = record(method, **how).start(model, prompts, new)
     token = torch.tensor([prompt[-1:] for prompt in prompts])
     scores = []
     for _ in range(new):

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from decoders import baselines
-from decoders.scoring import score
 from decore import make_head_mask
 from model import Transformer
+from tests.methods import generate, score
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
 DECODED = {
@@ -37,7 +36,7 @@ SUMS = [(item, name) for item in SCORED["items"] for name in item["scores"]]
 def test_tokens_alphas_and_entropies_are_the_published_ones(name, case):
     model, how = MODELS[name], case["settings"]
     prompt = DECODED[name]["prompts"][case["prompt"]]
-    out = baselines.generate(model, prompt, max_new_tokens=len(case["tokens"]), **how)
+    out = generate(model, prompt, max_new_tokens=len(case["tokens"]), **how)
     assert out.ids == case["tokens"]
     # The published entropy is scaled too.
     unit = math.log(model.config.vocab_size) if how.get("scale_alpha") else 1
@@ -71,9 +70,7 @@ def test_the_gain_of_entropy_is_the_authors_second_rule(llama, amateur, method, 
     if method.endswith("lite"):
         other, heads = amateur, [(0, 1), (1, 0)]
         how = dict(heads=None, amateur=amateur, amateur_heads=heads)
-    out = baselines.generate(
-        llama, prompt, "decore-entropy", mask=mask, alpha_cap=cap, **GAIN | how
-    )
+    out = generate(llama, prompt, "decore-entropy", mask=mask, alpha_cap=cap, **GAIN | how)
     head_mask = make_head_mask([heads], other)
     cache = other.new_cache([len(prompt) - 1], len(out.ids), rows=1)
     other.prefill(torch.tensor([prompt[:-1]]), cache)  # unmasked

@@ -3,11 +3,9 @@ compares the other decoders."""
 
 import pytest
 
-from decoders.baselines import generate
-from decoders.scoring import loglikelihoods, score
-from decore import METHODS
 from tests.checkpoints import random_ids
 from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, next_logits
+from tests.methods import METHODS, generate, loglikelihoods, score
 
 
 @pytest.mark.parametrize("method", METHODS)

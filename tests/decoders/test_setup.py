@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from decoders import baselines
-from decoders.setup import CHOOSING, LITE, MASKED_ROW, METHODS, OPTIONS, SETTINGS, Setup, no_effect
+from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, Setup, has, no_effect
 from paper.runfile import run_name
-from runtime.checks import argument_names
 
 STORED = sorted(Path(__file__).parents[2].glob("docs/results*/*.jsonl.gz"))
 VALUES = {  # two that are not the default
@@ -93,13 +91,16 @@ def test_names_and_labels_have_one_order():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_arguments_are_those_of_the_decoder(method):
+def test_the_record_has_the_settings(method):
     for setup in setups_of(method, choice=False):
-        heads = ((0, 1),) if method in MASKED_ROW else None
-        amateur = "owner/small" if method in (*LITE, "cd") else None
-        arguments = replace(setup, heads=heads, amateur=amateur).arguments(amateur="a model")
-        decoder = baselines.find_decoder(arguments.pop("method"), arguments)
-        assert set(arguments) <= set(argument_names(decoder))
+        heads = ((0, 1),) if has(method, "num_heads") else None
+        amateur = "owner/small" if has(method, "amateur") else None
+        record = replace(setup, heads=heads, amateur=amateur).record(amateur="a model")
+        values = vars(record)
+        assert values.get("heads") == heads and values.get("amateur") in (None, "a model")
+        for name in SETTINGS:
+            if name != "amateur" and name not in CHOOSING and getattr(setup, name) is not None:
+                assert name == "renormalise" or values[name] == getattr(setup, name)
 
 
 @pytest.mark.parametrize(

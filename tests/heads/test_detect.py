@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 import cli
 from cli import detect as program
-from decore import generate
 from heads import FOLDER, MEASURES, ablation, detect, load_heads, measures, needles
 from heads.sources import find_sources
 from hf import HFModel
 from model import Transformer
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
+from tests.methods import generate
 from tokenizer import Tokenizer
 
 NEEDLE = needles.Needle(

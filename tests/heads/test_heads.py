@@ -187,7 +187,7 @@ def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):
     model = stand_in(1, 3)
     for measure, best in ((None, (0, 2)), ("copy", (0, 2)), ("write", (0, 1))):
         setup = Setup.of("masked", num_heads=1, measure=measure).fit(model, source=path)
-        assert setup.arguments()["heads"] == (best,)
+        assert setup.record().heads == (best,)
     with pytest.raises(ValueError, match='"mass" must be an object .* heads.detect measures it'):
         load_heads(model, name=path, measure="mass")
     # Random heads are none of the best ones of the measure.

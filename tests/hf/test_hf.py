@@ -14,13 +14,10 @@ import pytest
 import torch
 
 import cli
-import decore
 import evaluate
 from cli import decode as program
-from decoders import baselines
-from decoders.scoring import score
 from decoders.sweep import PromptsReadOnce
-from decore import contrast, entropy, generate, make_head_mask, pad
+from decore import contrast, entropy, make_head_mask, pad
 from heads import detect
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
@@ -34,12 +31,13 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from hf import HFModel, describe, read_config  # noqa: E402
 from tests import families  # noqa: E402
 from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
+from tests.methods import METHODS, NAMES, generate, score  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
 CASES = [dict(method="greedy")] + [
     dict(method=method, heads=HEADS, mask=mask, mask_prompt=mask_prompt)
-    for method in decore.METHODS[1:]
+    for method in METHODS[1:]
     for mask in ("output", "query")
     for mask_prompt in (False, True)
 ]
@@ -69,9 +67,9 @@ def assert_equal(ours, theirs):
 
 def test_both_engines_decode_the_same_tokens_by_every_method(engines):
     for settings in CASES + BASELINES:
-        assert_equal(*(baselines.generate(model, PROMPTS, **settings, **N) for model in engines))
+        assert_equal(*(generate(model, PROMPTS, **settings, **N) for model in engines))
         if settings["method"] != "cad":  # a prompt of one token
-            assert_equal(*(baselines.generate(model, [[7]], **settings, **N) for model in engines))
+            assert_equal(*(generate(model, [[7]], **settings, **N) for model in engines))
 
 
 def test_both_engines_score_alike(engines):
@@ -87,7 +85,7 @@ def test_both_engines_score_alike(engines):
 def test_either_engine_is_the_amateur_of_either(engines):
     for method, more in ("cd", {}), ("decore-entropy", dict(amateur_heads=HEADS)):
         expected, *others = (
-            baselines.generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
+            generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
             for model in engines
             for amateur in engines
         )
@@ -108,7 +106,7 @@ def restricted(model, change):
     return model if isinstance(model, Transformer) else HFModel(model)
 
 
-@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engines, method):
     size = 90  # of a vocabulary of 96
     cases = [*CASES, *BASELINES, dict(method="cd")]
@@ -120,7 +118,7 @@ def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engin
         results, scores = [], []
         for model in padded, cut:
             how = settings | ({"amateur": model} if method == "cd" else {})
-            results.append(baselines.generate(model, PROMPTS, **how, **N))
+            results.append(generate(model, PROMPTS, **how, **N))
             if method == "cad":
                 how["prompt_ids_without_context"] = how.pop("ids_without_context")[0]
             scores.append(partial(score, model, PROMPTS[0], **how))
@@ -311,8 +309,8 @@ def load_pickle(folder):
             "phi: layer 1 has no query projection whose heads stay apart",
         ),
         (
-            lambda _: baselines.generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, "dola-high"),
-            "gemma3n_text (gemma3n_text): the layers cannot be read",
+            lambda _: generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, "dola-high"),
+            "gemma3n_text: the layers cannot be read, as dola-high does",
         ),
         (
             lambda _: wrap("gemma2")(torch.tensor([[5]]), head_mask=torch.ones(1, 2, 4)),

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-import decore
-from decoders.scoring import score
 from tests.checkpoints import random_ids
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -13,6 +11,7 @@ from hf import HFModel  # noqa: E402
 from hf.positions import check_positions  # noqa: E402
 from integrations.custom_generate import generate as custom_generate  # noqa: E402
 from tests.families import EXPERTS, random_model  # noqa: E402
+from tests.methods import generate, score  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 LONGROPE = dict(
@@ -62,10 +61,10 @@ def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
     for p in prompts:
         text = hf.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **GREEDY)
         alone.append(text[0, len(p) :].tolist())
-    assert [g.ids for g in decore.generate(model, prompts, method="greedy", **N)] == alone
+    assert [g.ids for g in generate(model, prompts, method="greedy", **N)] == alone
     out = decode_inside(hf, prompts, method="decore-static", alpha=0.0)
     assert out.sequences[:, len(prompts[0]) :].tolist() == alone
-    expected = decore.generate(model, prompts, heads=HEADS, **N)
+    expected = generate(model, prompts, heads=HEADS, **N)
     out = decode_inside(hf, prompts)
     assert out.sequences[:, len(prompts[0]) :].tolist() == [g.ids for g in expected]
     alphas = torch.tensor([g.alphas for g in expected])
@@ -82,7 +81,7 @@ def answer_inside(hf, prompts):
 
 
 def answer(hf, prompts):
-    decore.generate(HFModel(hf), prompts, heads=HEADS, **N)
+    generate(HFModel(hf), prompts, heads=HEADS, **N)
 
 
 def score_answer(hf, prompts):

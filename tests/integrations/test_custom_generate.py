@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import decore
 from heads import load_heads
 from model import Transformer
 
@@ -17,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from hf import HFModel  # noqa: E402
+from tests import methods  # noqa: E402
 from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model, round_together  # noqa: E402
 
@@ -63,7 +63,7 @@ def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
         for settings in CASES:
             more = dict(mask=mask, **settings)
             how = dict(heads=HEADS, eos_ids=(), max_new_tokens=8, **more)
-            expected = decore.generate(reference, PROMPTS, **how)
+            expected = methods.generate(reference, PROMPTS, **how)
             out = generate(model, PROMPTS, return_dict_in_generate=True, **more)
             assert out.sequences[:, len(PROMPTS[0]) :].tolist() == [g.ids for g in expected]
             for name in "alphas", "entropies":
@@ -100,7 +100,7 @@ def test_tokens_with_logits_of_minus_infinity_are_left_out():
     )
     reference = HFModel(model)
     for settings in CASES[:5]:
-        expected = decore.generate(
+        expected = methods.generate(
             reference, PROMPTS, heads=HEADS, eos_ids=(), max_new_tokens=8, **settings
         )
         assert new_tokens(model, PROMPTS, **settings) == [g.ids for g in expected]

@@ -20,14 +20,15 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
-from decoders import baselines
-from decoders.scoring import score
+from decore import Greedy
+from decore import generate as decode
 from integrations import lm_eval as harness
 from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
 from model import Transformer
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
+from tests.methods import record, score
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
     )
     own = Transformer.load(folder), Tokenizer.load(folder)
     models = (
-        HarnessModel(*own, batch_size=4, method="greedy"),
+        HarnessModel(*own, Greedy(), batch_size=4),
         HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4),
     )
     shot = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "yes"}]
@@ -141,7 +142,7 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     if name in ("cd", "decore-entropy-lite"):
         how["amateur"] = amateur
     more = dict(mask_prompt=True) if "heads" in how else {}
-    lm = HarnessModel(model, tokenizer, batch_size=2, **how, **more)
+    lm = HarnessModel(model, tokenizer, record(**how, **more), batch_size=2)
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
@@ -152,7 +153,7 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
     texts = run(lm, "generate_until", [(prompt, limits) for prompt in prompts])
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     more = dict(max_new_tokens=20, eos_ids=tokenizer.eos_ids)
-    expected = baselines.generate(model, ids, **more, **lm.settings)
+    expected = decode(model, ids, lm.method, **more)
     assert texts == [tokenizer.decode(g.ids).split("w")[0] for g in expected]
 
 
@@ -166,7 +167,7 @@ def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
     content["model"]["merges"] = [["e", "r"]]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
-    lm = HarnessModel(model, tokenizer, method="greedy")
+    lm = HarnessModel(model, tokenizer, Greedy())
     for pair, parts in [
         (("Answe", "r"), ("Answe", "r")),
         (("Answe ", "r"), ("Answe", " r")),
@@ -179,7 +180,7 @@ def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
 
 
 def test_contexts_that_lose_their_beginning_are_a_warning(small):
-    lm = HarnessModel(*small[:2], method="greedy")
+    lm = HarnessModel(*small[:2], Greedy())
     for kind, rest in (("loglikelihood", "x"), ("generate_until", dict(max_gen_toks=2))):
         for n, count in ((lm.max_length - 3, 0), (lm.max_length, 1)):  # BOS is one more token
             with warnings.catch_warnings(record=True) as caught:
@@ -218,7 +219,7 @@ def command(arguments):
 def test_what_cannot_be_run_is_refused_in_one_line(small, refuse, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["integrations.lm_eval"])
     monkeypatch.setattr(sys, "path", sys.path[:])
-    lm = HarnessModel(*small[:2], method="greedy")
+    lm = HarnessModel(*small[:2], Greedy())
     with pytest.raises(ValueError, match=words):
         refuse(lm)
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k",), 5)

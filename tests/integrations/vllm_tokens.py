@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from decoders.scoring import score
-from decore import generate
 from heads import load_heads
 from heads.needles import HAYSTACK
 from hf import HFModel
 from model import Transformer
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
 from tests.families import random_model
+from tests.methods import generate, score
 from tokenizer import Tokenizer
 
 HEADS = [(0, 1), (1, 3), (2, 0), (2, 2)]

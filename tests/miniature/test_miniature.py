@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cli import MINIATURE as FOLDER
-from decore import generate
 from heads import load_heads
 from miniature import data, train
 from model import Transformer
 from runtime.files import short_hash
+from tests.methods import generate
 from tokenizer import Tokenizer
 
 

@@ -17,8 +17,7 @@ import pytest
 
 import cli
 import evaluate
-from decoders import baselines
-from decoders.scoring import score
+from decoders.setup import RECORDS
 from hf import HFModel
 from model import Transformer
 from paper.benchmark import missing_batches
@@ -28,6 +27,7 @@ from paper.tasks.prompts import item_to_ids
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
+from tests.methods import generate, score
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tokenizer import Tokenizer
 
@@ -344,7 +344,8 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     start, call, model, data, tmp_path, monkeypatch
 ):
     """The two of CONTRIBUTING.md."""
-    monkeypatch.setattr(baselines, "DECODERS", dict(baselines.DECODERS))
+    for name in "surprise", "sharp":
+        monkeypatch.setitem(RECORDS, name, None)  # undone after the test
     page = (cli.MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
     code = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
     code = "\n".join(textwrap.dedent(block) for block in code if "class " in block)
@@ -368,7 +369,7 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     for line, sharp, greedy in zip(runs[1][1:], runs[3][1:], runs[5][1:]):
         assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
         assert sharp["ids"] == greedy["ids"]
-    monkeypatch.setattr(baselines, "DECODERS", {})  # a report does not load own decoders
+    del RECORDS["surprise"], RECORDS["sharp"]  # a report does not load own decoders
     _, report, _ = call(evaluate.main, "report", tmp_path / "o")
     assert "| surprise, N = 2, α = 1 " in report and "| sharp, α = 2 " in report
     _, out, err = start(*data["truthfulqa-mc"], *options)
@@ -494,5 +495,5 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
     _, [out], _ = start(*model[:2], *data["nq-swap"], *options)
     item = encoded(model, data["nq-swap"])
     how = dict(ids_without_context=item.without_context, max_new_tokens=3)
-    expected = baselines.generate(Transformer.load(model[1]), item.prompt, "cad", **how)
+    expected = generate(Transformer.load(model[1]), item.prompt, "cad", **how)
     assert content(out["run"])[1]["ids"] == expected.ids

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from decore import generate
 from hf import HFModel
 from model import Linear, Transformer
 from runtime import pack
 from runtime.pack import Filled, Packed
 from tests.checkpoints import random_ids, write_checkpoint
+from tests.methods import generate
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"

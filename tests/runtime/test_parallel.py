@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 import cli
 from cli import decode as program
-from decoders.baselines import generate
-from decoders.scoring import score
 from decore import make_head_mask
 from heads.detect import answer_batch
 from model import Transformer
@@ -37,6 +35,7 @@ from tests.core.test_gpu_on_cpu import (
     graphs_on_cpu,
     settings,
 )
+from tests.methods import generate, score
 
 MODELS = {
     family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"

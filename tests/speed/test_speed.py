@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decore import METHODS
 from paper import tasks
 from speed import decode, gpu, suite
 from speed.shapes import SHAPES, random_model, spread_heads
 from tests.checkpoints import stand_in, write_lines
+from tests.methods import METHODS
 
 pytest.importorskip("transformers")
 

@@ -20,9 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from cli import decode as program
-from decoders.baselines import DECODERS, generate
-from decoders.scoring import score
-from decore import Session
+from decore import Row, Session
 from heads import load_heads, random_heads
 from heads.detect import mean_scores, run_batch
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
@@ -30,6 +28,7 @@ from hf import HFModel
 from model import Transformer
 from tests.core.test_decore import contrast, log_softmax
 from tests.decoders.test_baselines import next_scores, with_oracle
+from tests.methods import DECODERS, generate, score
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -239,7 +238,7 @@ def detect(tokenizer):
     facts |= dict(lengths=[300], runs=8)
     needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
     prompts = make_prompts(facts, needles, texts, tokenizer)
-    read = Session(model, [ids for ids, _ in prompts], facts["max_new_tokens"]).cache
+    read = Session([Row(model, [ids for ids, _ in prompts])], facts["max_new_tokens"]).cache
 
     def run(heads=()):
         more = dict(cache=read.select(slice(None)), heads=heads)
