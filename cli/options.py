@@ -27,6 +27,7 @@ from decoders.setup import (
 )
 from decore import DeCoRe
 from heads import find_file, head_file, model_names, similar_models
+from runtime.files import json_bytes
 
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 
@@ -99,7 +100,9 @@ def did_you_mean(text, known):
 def json_object(text):
     """argparse type: a JSON object."""
     try:
-        return json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+        value = json.loads(text) | {}  # TypeError, which argparse reports, if it is not an object
+        json_bytes(value)
+        return value
     except RecursionError:
         raise argparse.ArgumentTypeError("the object is nested too deeply") from None
 

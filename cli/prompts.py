@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import cli
 from runtime.checks import check_prompts
-from runtime.files import json_lines, one_line, read_json, read_text
+from runtime.files import json_bytes, json_lines, one_line, read_json, read_text
 from tokenizer import join_parts
 
 EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
@@ -56,6 +56,7 @@ def chat_prompt(path):
         if not isinstance(prompt, dict) or "messages" not in prompt:
             raise ValueError(f'it must be a chat: {CHAT}, or {{"messages": [{{…}}, …]}}')
         check_prompt(prompt)
+        json_bytes(prompt)  # --json gives back all of its fields
     return [prompt]
 
 

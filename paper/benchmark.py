@@ -180,7 +180,7 @@ def question_of(item, encoded):
     fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
     key = files.short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
     fields |= {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}
-    return json.loads(json.dumps(fields))
+    return json.loads(files.json_bytes(fields))
 
 
 def answers_of(bench, batch, runs, model, readers, tokenizer):

@@ -19,6 +19,7 @@ def list_of(*types):
 KINDS = {  # in words → whether a value is of that kind
     "true or false": lambda value: isinstance(value, bool),
     "a text": lambda value: isinstance(value, str),
+    "a text or a number": lambda value: type(value) in (str, int, float),
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "a whole number from 0": lambda value: type(value) is int and value >= 0,
@@ -46,7 +47,7 @@ def field(fields, name, kind="a text", null=...):
     if valid:
         return value
     if name in fields:
-        found = one_line(json.dumps(value, default=str), 80)
+        found = one_line(json.dumps(value, default=repr), 80)
     else:
         found = f"missing (found: {one_line(', '.join(map(str, fields)) or 'nothing', 120)})"
     raise ValueError(f"{name} is {found}; it must be {expected}")

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -72,8 +73,7 @@ def json_lines(path, complete=False):
             continue
         try:
             value = json.loads(line.decode())
-            # This fails for NaN and lone surrogates.
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            json_bytes(value)
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__} instead of an object")
         except (ValueError, RecursionError) as error:
@@ -85,10 +85,31 @@ def json_lines(path, complete=False):
         yield number, value
 
 
+def json_bytes(value):
+    """A value in JSON and UTF-8, as a line of a file holds it. −∞, the score of an impossible
+    answer, is -Infinity.
+
+    ValueError for what `json_lines` would refuse, or give back as something else: NaN, ∞, dates,
+    bytes, halves of surrogate pairs."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"a line of JSON cannot hold it: {error}") from None
+    if "NaN" in text or "Infinity" in text:  # perhaps in a string
+        json.loads(text, parse_constant=minus_infinity)
+    return text.encode()
+
+
+def minus_infinity(name):
+    """The value of a constant in JSON. ValueError for another one."""
+    if name != "-Infinity":
+        raise ValueError(f"{name} is not a number in JSON; write null if there is none")
+    return -math.inf
+
+
 def append(path, rows):
     """Append the rows to a file of JSON lines in one call, and sync it to the disk."""
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    content = "".join(lines).encode()  # before the file is opened, since it may fail
+    content = b"".join(json_bytes(row) + b"\n" for row in rows)  # may fail
     with open(path, "ab") as file:
         file.write(content)
         file.flush()

@@ -15,7 +15,7 @@ from pathlib import Path
 from paper.tasks.prompts import last_turn
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.fields import field, list_of, located
-from runtime.files import json_lines, read_json, short_hash
+from runtime.files import json_bytes, json_lines, read_json, short_hash
 
 
 def read_entries(path):
@@ -30,7 +30,10 @@ def read_entries(path):
         rows = read_json(path, object)
         if not list_of(dict)(rows):
             raise ValueError(f"{path} must contain a JSON list of objects")
-        yield from enumerate(rows, 1)
+        for number, row in enumerate(rows, 1):
+            with located(f"{path}, line {number}"):
+                json_bytes(row)  # refuses NaN, as in JSON lines
+            yield number, row
     elif kind in ("csv", "tsv"):
         yield from read_table(path)
     elif kind in ("parquet", "arrow"):
@@ -206,16 +209,26 @@ def load_items(task, data):
     items = []
     for path in files:
         split = re.sub(r"^\d+-", "", path.name.split(".")[0])
-        for count, (entry, item) in enumerate(read_with(task.read, path)):
-            number = entry.get("id", entry.get("question_id", entry.get("key", count)))
+        for count, (_, item) in enumerate(read_with(partial(item_with_id, task), path)):
             if task.splits:
                 item |= {"id": f"{split}-{count}", "split": split}
-            items.append({"id": number} | item)
+            items.append({"id": count} | item)
     verdict = f", the paper scores {task.n:,}" * bool(task.n)
     if len(items) == task.n:
         verdict = ", as in the paper"
     print(f"{task.name}: {len(items):,} items of {names}{verdict}", file=sys.stderr)
     return items, list(files.values())
+
+
+def item_with_id(task, entry):
+    """The item of an entry, with its `id` if it has one. ValueError for what a run cannot store."""
+    item = task.read(entry)
+    for name in ("id", "question_id", "key"):
+        if name in entry:
+            item = {"id": field(entry, name, "a text or a number", null=None)} | item
+            break
+    json_bytes(item)
+    return item
 
 
 def find_demos(task, demos, data, items, records):

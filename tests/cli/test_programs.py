@@ -76,6 +76,7 @@ MISTAKES = [
     ("{base} --system S", "--system and --template-args need a chat template"),
     ("{chat} --raw --template-args '{{\"a\": 1}}'", "a chat template, and exclude --raw"),
     ("{chat} --template-args " + "[" * 9999, "--template-args: the object is nested too deeply"),
+    ("{chat} --template-args '{{\"a\": NaN}}'", "invalid json_object value: '{\"a\": NaN}'"),
     ("{chat} --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
     # options without effect, and their values
     ("{base} --method greedy", "--heads has no effect on greedy; it is an option of masked"),

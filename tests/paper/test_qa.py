@@ -1,10 +1,15 @@
 """Own questions: tables of every kind, prompts of one's own, runs and reports of them."""
 
 import json
+import math
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pandas
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import evaluate
 from paper import fetch
@@ -110,6 +115,30 @@ def test_a_file_that_is_not_right_is_refused_in_one_line(start, tmp_path, file, 
     status, out, err = start("--task", "qa", "--data", path, "--dry-run")
     assert (status, out) == (2, []) and words in err.splitlines()[-1]
     assert str(path) in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_nan_is_refused_in_any_field_of_json(start, tmp_path, kind):
+    path = tmp_path / f"q.{kind}"
+    for name in ("id", "ignored"):
+        rows = [json.dumps(ROWS[0]), json.dumps(ROWS[1] | {name: math.nan})]
+        path.write_text(f"[{','.join(rows)}]" if kind == "json" else "\n".join(rows))
+        status, _, err = start("--task", "qa", "--data", path, "--dry-run")
+        assert status == 2 and f"{path}, line 2: " in err and "NaN is not a number in JSON" in err
+
+
+@pytest.mark.parametrize(
+    "value", [date(2026, 1, 1), Decimal("1.5"), b"a", ["a"], {"a": 1}, math.nan, True]
+)
+def test_an_id_that_a_run_cannot_store_is_refused_before_decoding(start, tmp_path, value):
+    def write(**fields):
+        rows = [row | {"answers": ["Ann"]} | fields for row in ROWS]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
+        return start("--task", "qa", "--data", tmp_path / "q.parquet", "--dry-run")
+
+    status, out, err = write(id=value)
+    assert (status, out) == (2, []) and "q.parquet, line 1: " in err.splitlines()[-1]
+    assert write(ignored=value)[0] == 0
 
 
 def test_a_text_that_is_like_a_list_is_a_text_unless_it_begins_with_a_quote(tmp_path):

@@ -1,12 +1,14 @@
 """Run files: reading, the lock, when a run may continue."""
 
+import datetime
 import json
+import math
 
 import pytest
 
 from decoders.setup import Setup
 from paper.runfile import finish, open_run, read_run, remarks
-from runtime.files import locked, write
+from runtime.files import append, locked, write
 from tests.checkpoints import write_lines
 
 HEADER = {
@@ -124,6 +126,23 @@ def test_a_file_that_does_not_fit_is_refused_and_not_changed(path, stored, new, 
     message = str(error.value)
     assert words in message and "\n" not in message and len(message) < 400
     assert path.read_bytes() == before
+
+
+def test_scores_of_minus_infinity_are_stored_and_other_constants_are_refused(path):
+    """An answer that holds a token of probability 0 scores −∞."""
+    choice = HEADER | {"max_new_tokens": None, "n": 1, "renormalise": True}
+    line = ITEMS[0] | {"scores_true": [-math.inf, -1.5], "scores_false": [-2.0]}
+    open_run(path, choice, ITEMS)
+    append(path, [line])
+    assert finish(path) == [line]
+    assert open_run(path, choice, {0: ITEMS[0]}) == {0: line}
+    before = path.read_bytes()
+    for value in (math.nan, math.inf, datetime.date(2026, 1, 1), b"x"):
+        with pytest.raises(ValueError):
+            append(path, [line | {"x": value}])
+    assert path.read_bytes() == before
+    append(path, [{"index": 1, "text": "NaN, -Infinity"}])
+    assert read_run(path)[1][1]["text"] == "NaN, -Infinity"
 
 
 def test_a_text_that_cannot_be_written_leaves_no_draft(tmp_path):
