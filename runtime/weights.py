@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -41,6 +40,8 @@ def checkpoint_folder(name, weights=True):
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
             "single files are not read"
         )
+    from huggingface_hub import snapshot_download  # slow to import, and folders do not need it
+
     try:
         folder = snapshot_download(
             name,

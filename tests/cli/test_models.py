@@ -5,7 +5,6 @@ from argparse import Namespace
 import pytest
 
 import cli
-from runtime import weights
 
 
 @pytest.mark.parametrize("transformers", [False, True])
@@ -18,7 +17,7 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
         downloads.append(allow_patterns)
         return chat_model
 
-    monkeypatch.setattr(weights, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     names = dict(model="owner/tiny", amateur="owner/tiny")
     options = dict(device="cpu", dtype="auto", device_map=None, eos=None, transformers=transformers)
     args = Namespace(**names, **options)
