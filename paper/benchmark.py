@@ -51,7 +51,9 @@ def load_benchmark(task, args, model=None):
     model: a `cli.Checkpoint`; None: without the layout and the token ids of the prompts."""
     items, *rest = data.load_data(task, args.data, args.demos)
     seed = sample_seed(args)
-    drawn = data.draw_items(items, args.sample or args.limit, seed)
+    drawn = data.draw_items(items, args.sample or args.limit, seed, args.skip or 0)
+    if not drawn:
+        raise ValueError(f"--skip {args.skip} leaves none of {task.name}'s {len(items)} items")
     bench = Benchmark(task, len(items), drawn, *rest, sample_seed=seed)
     if model is None:
         return bench

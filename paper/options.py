@@ -177,6 +177,13 @@ def add_run_arguments(p, required):
         "--random-heads, --seed is the sample's (default, and with --random-heads: 1234)",
     )
     p.add_argument(
+        "--skip",
+        type=cli.positive,
+        metavar="K",
+        help="leave out the first K items, of the sample if there is one: others than those of an "
+        "earlier run",
+    )
+    p.add_argument(
         "--batch-size",
         type=cli.positive,
         default=16,

@@ -67,6 +67,7 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "limit": args.limit,
         "sample": args.sample,
         "sample_seed": bench.sample_seed,
+        "skip": args.skip,
         "data": bench.data,
         "demos": bench.demo_record,
         "batch_size": args.batch_size,

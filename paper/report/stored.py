@@ -113,6 +113,8 @@ def describe(header):
         inputs["prompt"] = f"prompt {short_hash(json.dumps(prompt).encode())[:6]}"
     if header.get("sample_seed") is not None:
         inputs["items"] = f"sample of seed {header['sample_seed']}"
+    if header.get("skip"):
+        inputs["items"] += f" without the first {header['skip']}"
     file = None
     if setup.num_heads and not setup.random_heads:
         record = header.get("head_file")

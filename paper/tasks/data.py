@@ -171,12 +171,13 @@ def load_data(task, data=None, demos=None):
     return items, records, demonstrations, record
 
 
-def draw_items(items, limit=None, sample_seed=None):
-    """At most `limit` items, each with its `index`: the first, or those that `shuffle` puts first
-    if there is a seed."""
+def draw_items(items, limit=None, sample_seed=None, skip=0):
+    """At most `limit` items after the first `skip`, each with its `index`: in the data's order, or
+    in that of `shuffle` if there is a seed."""
     if sample_seed is not None:
         items = shuffle(items, sample_seed)
-    return [item | {"index": index} for index, item in enumerate(items[:limit])]
+    items = items[skip:][:limit]
+    return [item | {"index": index} for index, item in enumerate(items)]
 
 
 def shuffle(items, seed):

@@ -154,6 +154,18 @@ def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp
     assert status == 2 and "sample_seed: 1234 there, 3 now" in err
 
 
+def test_the_first_items_can_be_left_out_so_that_none_was_seen_before(start, model, data, tmp_path):
+    arguments = [*model[:2], *data["nq-closed"], *GREEDY[:2], "--max-new-tokens", 2]
+    for skip, size in ((), 4), (("--skip", 2), 2):
+        _, [out], _ = start(*arguments, "--sample", size, *skip, "--out", tmp_path / str(size))
+        header, *lines = content(out["run"])
+        if not skip:
+            ids = [line["id"] for line in lines]
+    assert [line["id"] for line in lines] == ids[2:] and header["skip"] == 2
+    status, _, err = start(*arguments, "--limit", 2, "--skip", 500, "--out", tmp_path / "none")
+    assert status == 2 and "--skip 500 leaves none of nq-closed's" in err
+
+
 def test_answers_have_at_least_the_tokens_that_are_asked_for(start, model, data, tmp_path):
     eos = ",".join(map(str, range(200)))  # most answers end at once
     options = [*model[:2], *data["nq-closed"], *GREEDY, "--eos", eos, "--max-new-tokens", 4]
