@@ -96,4 +96,4 @@ def differing(a, b):
 
 def mcnemar(a, b):
     """McNemar's exact p of paired results, a truth value for each item."""
-    return p_value(np.array(a, dtype=float), np.array([b], dtype=float))
+    return p_value(np.array([a], dtype=float), np.array([b], dtype=float), range(len(a)))

@@ -1,10 +1,16 @@
-"""Intervals and exact tests of results on the same items."""
+"""Intervals and tests of results on the same items, for reports and for scripts. A script calls
+
+    difference, ends, p = paired(ours, greedy)
+
+for each comparison, with the values of the same items, and `holm` once for a family of them."""
 
 import math
 
 import numpy as np
 
 SAMPLES = 10_000
+FLIPS = 100_000
+MOST_SUMS = 2**20  # of an exact test
 Z = 1.959964  # of 95 %, two-sided
 Z_POWER = 0.841621  # of 80 %
 
@@ -47,42 +53,59 @@ def wilson(share, n):
     return max(0.0, centre - width), min(1.0, centre + width)
 
 
-def p_value(one, others):
-    """Two-sided p of a run against K others: on each item, its value could as well be that of any
-    of them.
+def paired(runs, others, questions=None):
+    """(difference, interval, p) of the mean of runs minus that of others, on the same n items.
 
-    one: values of n items, [n]; others [K, n]. Exact if all values are 0 or 1: for K = 1 it is
-    McNemar's test. Otherwise values are exchanged at random, SAMPLES times."""
-    values = np.vstack([one, others])
-    if np.isin(values, (0, 1)).all():
-        return exact(values)
-    return sampled(values)
-
-
-def exact(values):
-    """p of the number of items that row 0 of `values` has right, given how many of the 1 + K rows
-    are right on each item: twice the smaller tail."""
-    shares = values.mean(0)
-    distribution = np.ones(1)
-    for share in shares[(shares > 0) & (shares < 1)]:
-        distribution = np.convolve(distribution, (1 - share, share))
-    right = round(values[0].sum() - (shares == 1).sum())
-    tails = distribution[: right + 1].sum(), distribution[right:].sum()
-    return min(1.0, 2 * float(min(tails)))
+    runs, others: values of one run, [n], or of several, [K, n], which are averaged. questions: the
+    question of each item; None: each item has its own. interval: as in `interval`."""
+    runs, others = np.atleast_2d(runs), np.atleast_2d(others)
+    questions = range(runs.shape[1]) if questions is None else questions
+    columns = [[(values, np.ones(len(values)))] for values in (*runs, *others)]
+    means = averages(columns, questions)
+    differences = means[:, : len(runs)].mean(1) - means[:, len(runs) :].mean(1)
+    return float(differences[0]), interval(differences), p_value(runs, others, questions)
 
 
-def sampled(values):
-    """p of the mean difference of row 0 of `values` to the others."""
-    n_rows, n = values.shape
-    centred = values - values.mean(0)
+def p_value(runs, others, questions):
+    """Two-sided p of runs [J, n] against others [K, n], by `sign_flips` of each question's
+    difference of the means. Draws that are alike thus count as one.
+
+    For two runs whose values are 0 or 1 and whose items have a question each, it is McNemar's
+    exact test."""
+    # Multiples of the differences: whole numbers, if the values are 0 and 1.
+    of_items = len(others) * np.sum(runs, 0) - len(runs) * np.sum(others, 0)
+    _, numbers = np.unique(questions, return_inverse=True)
+    return sign_flips(np.bincount(numbers, of_items))
+
+
+def sign_flips(differences):
+    """Two-sided p of a sum: how often it is as large if the sign of each difference is drawn.
+
+    Exact if the possible sums are few, as they are for rates; else of FLIPS draws."""
+    differences = differences[differences != 0]
+    sums, chances = np.zeros(1), np.ones(1)
+    sizes, counts = np.unique(np.abs(differences).round(9), return_counts=True)
+    for size, count in zip(sizes, counts.tolist()):
+        if len(sums) * (count + 1) > MOST_SUMS:
+            return sampled(differences)
+        positive = np.arange(count + 1)
+        binomial = [math.comb(count, k) / 2**count for k in range(count + 1)]
+        sums = np.add.outer(sums, size * (2 * positive - count)).round(9)
+        sums, places = np.unique(sums, return_inverse=True)
+        chances = np.bincount(places.ravel(), np.outer(chances, binomial).ravel())
+    extreme = np.abs(sums) > abs(differences.sum()) - 1e-6  # a tolerance, for rounded sums
+    return min(1.0, float(chances[extreme].sum()))
+
+
+def sampled(differences):
+    """`sign_flips` of FLIPS draws of the signs."""
+    total = differences.sum()
     generator = np.random.default_rng(0)
     extreme = 0
-    for _ in range(10):
-        row = generator.integers(n_rows, size=(SAMPLES // 10, n))
-        sums = centred[row, np.arange(n)].sum(1)
-        # A tolerance, for sums of the same numbers in another order.
-        extreme += (np.abs(sums) > np.abs(centred[0].sum()) - 1e-9).sum()
-    return float(1 + extreme) / (1 + SAMPLES)
+    for _ in range(100):
+        positive = generator.integers(2, size=(FLIPS // 100, len(differences)), dtype=np.int8)
+        extreme += (np.abs(2 * positive @ differences - total) > abs(total) - 1e-9).sum()
+    return float(1 + extreme) / (1 + FLIPS)
 
 
 def holm(p_values):

@@ -227,23 +227,21 @@ def compare(runs, others, metric, half=None):
         ends and tuple(scale * end for end in ends),
         float((signs > 0).sum(-1).mean()),
         float((signs < 0).sum(-1).mean()),
-        None if metric in TEXTS else p_value(columns[:k], columns[k:]),
+        None if metric in TEXTS else p_value(columns[:k], columns[k:], questions),
         int(scored.sum()),
     )
 
 
-def p_value(runs, others):
-    """p of one run against draws, or of draws against one run; None for means over splits, and for
-    rates over items that differ from run to run."""
-    one, more = (runs, others) if len(runs) == 1 else (others, runs)
-    columns = [*one, *more]
+def p_value(runs, others, questions):
+    """p of runs against others; None for means over splits, and for rates over items that differ
+    from run to run. runs, others: columns, as in `statistics.averages`."""
+    columns = [*runs, *others]
     if any(len(pairs) > 1 for pairs in columns):
         return None
-    sums, weights = np.array(columns)[:, 0].swapaxes(0, 1)  # [1 + K, n] each
+    sums, weights = np.array(columns)[:, 0].swapaxes(0, 1)  # [J + K, n] each
     if (weights != weights[0]).any():
         return None
-    sums = sums[:, weights[0] > 0]
-    return statistics.p_value(sums[0], sums[1:])
+    return statistics.p_value(sums[: len(runs)], sums[len(runs) :], questions)
 
 
 def half_of(question):

@@ -172,17 +172,19 @@ def short_notes(tables):
         notes.append(
             "difference: to greedy decoding on the row's n items, with the paired 95 % bootstrap "
             f"interval over the questions ({statistics.SAMPLES:,} samples) and the items won : "
-            "lost. p: the exact McNemar test; of graded values, such as MC2 and ROUGE, values are "
-            "exchanged at random. It takes items as independent. Bold, and called shown: p < 0.05 "
-            "after Holm's correction within the table. The verdict's number of items finds a true "
-            "difference of 5 points in 80 % of samples, by one such test at 5 %."
+            "lost. p: how often the difference is as large if the sign of each question's "
+            "difference is drawn; exact, or for graded values, such as MC2 and ROUGE, in "
+            f"{statistics.FLIPS:,} draws. For right and wrong items of a question each it is the "
+            "exact McNemar test. Bold, and called shown: p < 0.05 after Holm's correction within "
+            "the table, a family of all its p: those of one model and one task. The verdict's "
+            "number of items finds a true difference of 5 points in 80 % of samples, by one such "
+            "test at 5 %."
         )
     if any(run.setup.random_heads for run in runs):
         notes.append(
             "random heads: the mean of the draws, and each draw in brackets; won : lost are means. "
-            "p is exact, too: on each item, the single run's answer could be that of any draw. "
             "retrieval − random: the retrieval heads' value minus the mean of the draws of the "
-            "same N, α and options, tested so. Interval and p concern these draws; how others "
+            "same N, α and options. Interval and p concern the mean of these draws; how others "
             "may differ is in the spread of the draws."
         )
     metrics_shown = {row.metric for row in rows} | {name for row in rows for name in row.beside}

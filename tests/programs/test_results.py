@@ -155,7 +155,7 @@ def sentences():
     minus = f"{MASKED}: {MINUS}"
     yield (
         f"Without ten random heads it is {said(S, random)} and {said(Q, random)}, not shown; "
-        f"retrieval minus random heads is {said(S, minus)} and {said(Q, minus)}, shown."
+        f"retrieval minus random heads is {said(S, minus)}, shown, and {said(Q, minus)}, not shown."
     )
     yield (
         f"In DeCoRe, retrieval heads do more for SmolLM2 than random ones, {said(S, MINUS10)} with "
@@ -180,7 +180,7 @@ def sentences():
     yield (
         f"On MemoTrap, where the paper gains, the default has {said(M, N10)} with SmolLM2, shown, "
         f"and {said(MQ, N10)} with Qwen 0.5B, not shown; ten random heads have "
-        f"{said(M, RANDOM10)}, shown, and {said(MQ, RANDOM10)}, not shown."
+        f"{said(M, RANDOM10)} and {said(MQ, RANDOM10)}, shown."
     )
     yield (
         f"On NQ-Open, where the passage is right, Qwen 0.5B has {said(OPEN, N10)} with the "
@@ -201,11 +201,11 @@ def sentences():
 
 SHOWN = {
     S: {MASKED, f"{MASKED}: {MINUS}", RANDOM10, MINUS10, RANDOM20, MINUS20, STATIC, CAD},
-    Q: {f"{MASKED}: {MINUS}"},
+    Q: set(),
     L: set(),
-    G: {RANDOM10},
+    G: {f"{MASKED}: {MINUS}"},
     M: {N5, N10, RANDOM10, N20, RANDOM20},
-    MQ: {N20, RANDOM20},
+    MQ: {N20, RANDOM10, RANDOM20},
     OPEN: set(),
     TRUE: {N10, MINUS10},
     XSUM: set(),
