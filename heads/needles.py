@@ -33,6 +33,12 @@ class Needle(NamedTuple):
     question: str
     real_needle: str  # the part that answers the question; heads are scored on its tokens
 
+    def place(self):
+        """The real needle's characters in the needle, (start, end); None if they are not there.
+        Case does not count, but offsets are those of the text as it is: "İ".lower() is longer."""
+        match = re.search(re.escape(self.real_needle), self.needle, re.IGNORECASE)
+        return match and match.span()
+
 
 class Sample(NamedTuple):
     book: int
@@ -57,7 +63,7 @@ def read_needles(path):
     needles = []
     for number, row in json_lines(path, complete=True):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
-        if not needle.real_needle or needle.real_needle.lower() not in needle.needle.lower():
+        if not needle.real_needle or not needle.place():
             raise ValueError(
                 f'{path}, line {number}: needs "needle", "question" and "real_needle", '
                 "a part of needle"
@@ -188,9 +194,8 @@ def make_prompt(sample, needle, book, tokenizer, facts):
             f"lengths: the prompt of {sample.length} tokens with the needle “{needle.needle}” has "
             f"{len(ids)}; give other lengths, or a haystack with spaces between words"
         )
-    first = shift + len(head) + at + needle.needle.lower().index(needle.real_needle.lower())
-    end_of_needle = first + len(needle.real_needle)
-    inside = [i for i, (a, b) in enumerate(offsets) if a < end_of_needle and b > first]
+    first, last = (shift + len(head) + at + place for place in needle.place())
+    inside = [i for i, (a, b) in enumerate(offsets) if a < last and b > first]
     return ids, (inside[0], inside[-1] + 1), round(100 * at / max(end, 1), 2)
 
 

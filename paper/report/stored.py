@@ -18,6 +18,7 @@ from paper.runfile import beside, read_run, remarks
 from paper.tasks import find_task, metrics
 from runtime.fields import field, located
 from runtime.files import json_lines, short_hash, write
+from runtime.words import is_unseparated
 
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
 ITI = {  # checkpoint → the model that it was made from
@@ -228,11 +229,13 @@ def unlike_the_paper(run, task):
 def text_values(line):
     """Values that describe a generated text: the base model's mean entropy over its tokens (of
     `masked`, the masked model's), its length, whether it ends by itself, whether its first token
-    ends it, and how long its words are."""
+    ends it, and how long its words are, in a script that separates words."""
     if not line.get("entropies"):
         return {}
     entropies = field(line, "entropies", "a list of numbers")
-    words = field(line, "prediction").split()
+    prediction = field(line, "prediction")
+    unseparated = sum(map(is_unseparated, prediction)) > len(prediction) / 2
+    words = [] if unseparated else prediction.split()
     return {
         "entropy": float(np.mean(entropies)),
         "tokens": len(entropies),

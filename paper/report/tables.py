@@ -24,7 +24,8 @@ TEXT_NOTES = [
     "(of masked, the masked model's); not that of the distribution decoded from. tokens: the mean "
     "length. % ended: texts that end by themselves before the limit of new tokens. % empty: texts "
     "that their first token ends. letters a word: about 5 in English, more if pieces of words are "
-    "glued together, as a model does that is pushed too far."
+    "glued together, as a model does that is pushed too far; not of texts in scripts that do not "
+    "separate words."
 ]
 CHOICE_NOTES = [
     "The setup of each method is the best of its setups (N, α and options) on one half of the "

@@ -20,6 +20,7 @@ from heads import FOLDER, MEASURES, ablation, detect, load_heads, measures, need
 from heads.sources import find_sources
 from hf import HFModel
 from model import Transformer
+from runtime import words
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.methods import generate
@@ -225,6 +226,16 @@ def test_a_haystack_of_any_script_fills_the_prompt_or_is_refused(tokenizer, text
     assert re.search(end + "$", tokenizer.decode(ids).split(NEEDLE.needle)[0])
 
 
+def test_a_needle_is_located_also_after_letters_whose_small_ones_are_longer(tokenizer):
+    """ "İ".lower() is two characters."""
+    real = "MAVİ TAŞIN ALTINDA"
+    item = needles.Needle("İİİİ: anahtarlar mavi taşın altında.", "Nerede?", real)
+    book = needles.make_book(tokenizer, BOOKS, 0, 500)
+    facts = dict(template=needles.TEMPLATE, template_args=None, seed=0)
+    ids, span, _ = needles.make_prompt(needles.Sample(0, 500, 50, 0), item, book, tokenizer, facts)
+    assert tokenizer.decode(ids[slice(*span)]) == "mavi taşın altında"
+
+
 def test_abbreviations_and_initials_do_not_end_a_sentence():
     text = 'Mr. Green met Dr. A. Stone. "Why?" He left at 3.30 p.m. sharp! 他走了。她没有。'
     starts = [text[match.end() :][:4] for match in needles.SENTENCE_END.finditer(text)]
@@ -361,6 +372,31 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         texts = ["The stones under", "under the", "I do not know"]  # recall 0.75, 0.5, 0
         records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts)
         assert [record["right"] for record in records] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "needle, right, wrong",
+    [
+        ("在蓝色的石头下面", "钥匙在蓝色石头下面。", "钥匙在红盒子里。"),
+        ("青い石の下", "鍵は青い石の下です", "鍵は箱の中です"),
+        ("ใต้หินสีน้ำเงิน", "กุญแจอยู่ใต้หินสีน้ำเงิน", "ไม่ทราบ"),
+        ("под синим камнем", "Они Под Синим камнем.", "Они на синей полке под дверью."),
+        ("κάτω από την πέτρα", "ΚΆΤΩ ΑΠΌ ΤΗΝ ΠΈΤΡΑ", "πάνω στην πέτρα"),
+        ("नीले पत्थर के नीचे", "चाबी नीले पत्थर के नीचे है।", "चाबी नीली नदी में है।"),
+        ("تحت الحجر الأزرق", "المفتاح تحت الحجر الأزرق.", "المفتاح في الصندوق"),
+        ("१९९९", "सन् १९९९", "सन् १९९८"),
+    ],
+)
+def test_a_needle_of_any_script_is_found(needle, right, wrong):
+    assert detect.recall_of(needle, right) > detect.SUCCESS
+    assert detect.recall_of(needle, wrong) <= detect.SUCCESS
+    assert detect.recall_of(needle, right, published=True) == 0
+
+
+def test_a_needle_of_latin_letters_is_compared_as_published():
+    for needle, answer in (("hidden keys", "the key hides"), ("Café Zoë", "caf zo"), ("7 m²", "7")):
+        assert words.is_latin(needle)
+        assert detect.recall_of(needle, answer) == detect.recall_of(needle, answer, True) > 0
 
 
 OWN_TEXTS = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 12]
