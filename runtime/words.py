@@ -3,16 +3,7 @@
 import unicodedata
 
 # First words of the names of characters, of scripts that do not separate words.
-UNSEPARATED = (
-    "CJK",
-    "HIRAGANA",
-    "KATAKANA",
-    "THAI",
-    "LAO",
-    "KHMER",
-    "MYANMAR",
-    "TIBETAN",
-)
+UNSEPARATED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
 def words_of(text):

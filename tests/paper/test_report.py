@@ -352,7 +352,11 @@ def test_texts_that_do_not_end_or_are_empty_and_their_entropies_are_shown(add, t
 
 
 def test_letters_a_word_are_counted_in_scripts_that_separate_words():
-    for text, letters in (("Бор и сад.", 8 / 3), ("a 東京 city", 7 / 3), ("鍵は青い石の下です。", None)):
+    for text, letters in (
+        ("Бор и сад.", 8 / 3),
+        ("a 東京 city", 7 / 3),
+        ("青い石の下です。", None),
+    ):
         line = {"prediction": text, "entropies": [1.0]}
         assert stored.text_values(line)["letters"] == letters
 
