@@ -26,11 +26,13 @@ def read_text(path):
         raise ValueError(f"{name} is not UTF-8: {error}") from None
 
 
-def read_json(path, kinds=dict):
-    """The object in a JSON file, or a value of other kinds; ValueError or OSError with its path."""
+def read_json(path, kinds=dict, **options):
+    """The object in a JSON file, or a value of other kinds; ValueError or OSError with its path.
+
+    options: of `json.loads`."""
     text = read_text(path)
     try:
-        value = json.loads(text)
+        value = json.loads(text, **options)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, kinds):
@@ -72,7 +74,7 @@ def json_lines(path, complete=False):
         if not line.strip():
             continue
         try:
-            value = json.loads(line.decode())
+            value = json.loads(line.decode(), object_pairs_hook=object_of)
             json_bytes(value)
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__} instead of an object")
@@ -83,6 +85,17 @@ def json_lines(path, complete=False):
                 f"{path}, line {number}: not JSON in UTF-8 ({one_line(error)})"
             ) from None
         yield number, value
+
+
+def object_of(pairs):
+    """A JSON object, as the `object_pairs_hook` of json. ValueError for a name that is there twice,
+    since one of its values would be lost."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has two fields {twice!r}")
+    return value
 
 
 def json_bytes(value):

@@ -15,7 +15,7 @@ from pathlib import Path
 from paper.tasks.prompts import last_turn
 from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.fields import field, list_of, located
-from runtime.files import json_bytes, json_lines, read_json, short_hash
+from runtime.files import json_bytes, json_lines, object_of, read_json, short_hash
 
 
 def read_entries(path):
@@ -27,7 +27,7 @@ def read_entries(path):
     if kind == "jsonl":
         yield from json_lines(path, complete=True)
     elif kind == "json":
-        rows = read_json(path, object)
+        rows = read_json(path, object, object_pairs_hook=object_of)
         if not list_of(dict)(rows):
             raise ValueError(f"{path} must contain a JSON list of objects")
         for number, row in enumerate(rows, 1):
@@ -44,6 +44,7 @@ def read_entries(path):
                 table = parquet.read_table(path)
             else:
                 table = ipc.open_stream(path.read_bytes()).read_all()
+            check_unique(table.column_names)
             yield from enumerate(table.to_pylist(), 1)
     else:
         raise ValueError(
@@ -64,6 +65,7 @@ def read_table(path):
             delimiter = max(",;\t", key=lines.readline().count)
             lines.seek(0)
             reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            check_unique(reader.fieldnames or [])
             for row in reader:
                 if None in row or None in row.values():
                     raise ValueError(
@@ -74,6 +76,14 @@ def read_table(path):
                     yield reader.line_num, row
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error}); save the table as “CSV UTF-8”") from None
+
+
+def check_unique(columns):
+    """ValueError for two columns of one name, one of which would be lost. Those without a name are
+    not read."""
+    for name in filter(None, columns):
+        if columns.count(name) > 1:
+            raise ValueError(f"two columns are called {name!r}; rename one")
 
 
 def find_files(path, task, patterns):

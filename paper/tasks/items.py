@@ -13,13 +13,16 @@ import re
 
 from runtime.fields import field
 
+# A list in a table's cell, also with the quotation marks of spreadsheets, for the error.
+LIST = re.compile(r"""\s*\[(\s*["'“”„«‘’‚‹]|.*\]\s*$)""", re.DOTALL)
+
 
 def texts(entry, name):
     """A list of texts. One text is a list of one, unless it is a JSON list in a table's cell."""
     value = entry.get(name)
     if not isinstance(value, str):
         return field(entry, name, "a list of texts")
-    if not re.match(r"""\[\s*["'\]]""", value):
+    if not LIST.match(value):
         return [value]
     try:
         return field({name: json.loads(value)}, name, "a list of texts")

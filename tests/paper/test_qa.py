@@ -141,10 +141,33 @@ def test_an_id_that_a_run_cannot_store_is_refused_before_decoding(start, tmp_pat
     assert write(ignored=value)[0] == 0
 
 
-def test_a_text_that_is_like_a_list_is_a_text_unless_it_begins_with_a_quote(tmp_path):
-    rows = [ROWS[0] | {"answers": text} for text in ("[0, 1]", "[1]: a note", '[ "a" ]')]
+def test_a_text_in_brackets_is_a_list_of_texts_or_refused(tmp_path):
+    texts = ('["[0, 1]"]', "[1]: a note", "x[1]", ' [ "a" ]\n')
+    rows = [ROWS[0] | {"answers": text} for text in texts]
     items, _ = load(write_questions(tmp_path / "q.csv", rows))
-    assert [item["references"] for item in items] == [["[0, 1]"], ["[1]: a note"], ["a"]]
+    references = [item["references"] for item in items]
+    assert references == [["[0, 1]"], ["[1]: a note"], ["x[1]"], ["a"]]
+    for text in ("[0, 1]", "[“23”, “23 days”]", "[„a“", "[a, b]", "['a', 'b']"):
+        with pytest.raises(ValueError, match="list of texts|is not a JSON list"):
+            load(write_questions(tmp_path / "q.csv", [ROWS[0] | {"answers": text}]))
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, kind):
+    names = ["question", "context", "answers", "answers"]
+    path = tmp_path / f"q.{kind}"
+    row = json.dumps(dict.fromkeys(names, "x")).replace("}", ', "answers": "y"}')
+    if kind == "arrow":
+        table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 4, names)
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        path.write_text({"csv": f"{','.join(names)}\na,b,c,d\n", "json": f"[{row}]"}.get(kind, row))
+    with pytest.raises(ValueError, match=f"q.{kind}.* 'answers'"):
+        load(path)
+    if kind == "csv":  # columns at the end without a name, as spreadsheets write them
+        path.write_text("question,context,answers,,\na,b,c,,\n")
+        assert load(path)[0][0]["references"] == ["c"]
 
 
 def test_a_folder_without_the_file_says_which_file_is_looked_for(start, tmp_path):
