@@ -5,7 +5,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 import evaluate

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from itertools import cycle
 
-import huggingface_hub
+import huggingface_hub.constants
 import pandas
 import pyarrow
 import pytest
