@@ -1,15 +1,20 @@
 """Where a causal language model of transformers has its attention heads, and hooks that mask them.
 
-Needs torch alone: integrations/hub.py publishes a copy of this file.
+Other threads may run the same model at the same time: all changes here affect only the passes of
+the thread that makes them. Needs torch and transformers alone: integrations/hub.py publishes a copy
+of this file.
 
     R rows   B texts   T tokens   H query heads   K head width   L layers   C keys"""
 
+import copy
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 TEXTS, PROBE = 4, 7  # so many texts of so many tokens show the structure of a model
 
@@ -36,6 +41,14 @@ def find_decoder(model):
     """The module that gives the last hidden states; some families do not say what it is."""
     decoder = model.get_decoder()
     return model.model if decoder in (model, None) else decoder
+
+
+def without_training(model):
+    """The model; in training mode, a copy that shares its tensors and is in evaluation mode."""
+    if not model.training:
+        return model
+    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared).eval()
 
 
 @torch.no_grad()
@@ -85,23 +98,38 @@ def record_calls(model, ids):
     with ExitStack() as changes:
         for i, layer in enumerate(stacks[0] if stacks else ()):
             for module in list(layer.modules())[1:]:  # without the layer itself
-                hook = module.register_forward_hook(partial(record, i), with_kwargs=True)
-                changes.enter_context(hook)
+                hook = in_this_thread(partial(record, i))
+                changes.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         changes.enter_context(eager(decoder))
         model(input_ids=ids)
     return calls
 
 
+def in_this_thread(hook):
+    """The hook, without effect on passes of other threads."""
+    thread = get_ident()
+    return lambda *args: hook(*args) if get_ident() == thread else None
+
+
+EAGER = {}  # thread → the configuration whose attention is eager there
+chosen = PreTrainedConfig._attn_implementation
+
+
+def implementation(config):
+    return "eager" if EAGER and EAGER.get(get_ident()) is config else chosen.fget(config)
+
+
+PreTrainedConfig._attn_implementation = chosen.getter(implementation)
+
+
 @contextmanager
 def eager(decoder):
     """Inside, attention returns its probabilities; fused kernels do not."""
-    c = decoder.config
-    before = c._attn_implementation_internal
-    c._attn_implementation_internal = "eager"
+    EAGER[get_ident()] = decoder.config
     try:
         yield
     finally:
-        c._attn_implementation_internal = before
+        del EAGER[get_ident()]
 
 
 def output_of_heads(child, calls, inputs, result, heads):
@@ -193,7 +221,7 @@ def masked_heads(projections, head_mask, mask):
             add = module.register_forward_hook
             if mask == "output":
                 add = module.register_forward_pre_hook
-            hooks.enter_context(add(partial(silence, layer, heads)))
+            hooks.enter_context(add(in_this_thread(partial(silence, layer, heads))))
         yield
     for layer in projections.keys() - called:
         raise ValueError(f"layer {layer} does not call its projection: its heads are not masked")

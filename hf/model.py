@@ -29,6 +29,7 @@ from hf.attention import (
     find_projections,
     masked_heads,
     probe_ids,
+    without_training,
 )
 from hf.cache import HFCache
 from hf.config import describe, naming, read_config
@@ -59,9 +60,9 @@ class HFModel(nn.Module):
 
     def __init__(self, hf, name=None, folder=None, packs=False):
         super().__init__()
-        hf = unwrap(hf)
+        hf = without_training(unwrap(hf))
         c = hf.config.get_text_config(decoder=True)
-        self.hf = hf.eval()
+        self.hf = hf
         self.shard = Shard()
         self.folder = folder
         self.name = str(name or checkpoint_name(hf.name_or_path or c.model_type))
@@ -71,7 +72,7 @@ class HFModel(nn.Module):
         self.eos_ids = tuple(dict.fromkeys(joined))
         padding = getattr(c, "pad_token_id", None)
         self.pad_ids = self.eos_ids if padding is None else (padding,)
-        self.arguments = inspect.signature(hf.forward).parameters
+        self.arguments = (*inspect.signature(hf.forward).parameters,)
         with naming(f"{self.name} ({c.model_type})"):
             self.config = describe(c)
             head = hf.get_output_embeddings()

@@ -10,14 +10,13 @@ sampling, streamers, stopping criteria and quantized weights work as without DeC
 
     B texts   T tokens   V vocabulary   L layers   H heads"""
 
+import copy
 import inspect
 import math
 import re
-from contextlib import contextmanager
 from functools import wraps
 from itertools import product
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -31,7 +30,13 @@ from heads.reader import (
     plain_name,
     usual_number,
 )
-from hf.attention import device_of, find_attentions, find_projections, masked_heads
+from hf.attention import (
+    device_of,
+    find_attentions,
+    find_projections,
+    masked_heads,
+    without_training,
+)
 from hf.positions import check_positions
 
 METHODS = {  # the options that have an effect
@@ -88,6 +93,7 @@ def generate(
     if arguments.get("use_cache") is None:  # whatever the configuration says
         arguments["use_cache"] = True
     config = check_arguments(model, arguments)
+    model = without_training(model)
     attentions = find_attentions(model)
     n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     n_heads = max(a.heads for a in attentions.values())
@@ -102,8 +108,12 @@ def generate(
         return scores
 
     masking = find_projections(attentions, head_mask, mask), head_mask, mask
-    with contrasted(model, TwoRows(model, masking, exponent, config)):
-        out = type(model).generate(model, **arguments)
+    rows = TwoRows(model, masking, exponent, config)
+    try:
+        out = type(model).generate(with_passes_of(rows), **arguments)
+    finally:
+        if rows.texts:
+            rows.cache.reorder_cache(torch.arange(rows.texts))  # the cache keeps the base rows
     if not steps:
         raise ValueError(f"{type(model).__name__} has a loop of its own: cannot contrast its texts")
     if not isinstance(out, torch.Tensor):
@@ -272,25 +282,18 @@ class TwoRows:
         check_positions(config, first, last, type(self.model).__name__)
 
 
-@contextmanager
-def contrasted(model, rows):
-    """Inside, `model.generate` runs with the passes of `rows`. On leaving, the cache keeps the base
-    rows."""
+def with_passes_of(rows):
+    """A shallow copy of the model of `rows`, whose `generate` has their passes. The model itself
+    stays as it is, so that other threads can run it."""
+    view = copy.copy(rows.model)
+    view.forward = as_function(rows.forward, rows.plain_forward)
+    view.prepare_inputs_for_generation = as_function(rows.prepare, rows.plain_prepare)
+    return view
 
-    @wraps(rows.plain_forward)  # generate looks at the signatures
-    def forward(*args, **inputs):
-        return rows.forward(*args, **inputs)
 
-    @wraps(rows.plain_prepare)
-    def prepare(*args, **arguments):
-        return rows.prepare(*args, **arguments)
-
-    try:
-        with patch.multiple(model, forward=forward, prepare_inputs_for_generation=prepare):
-            yield
-    finally:
-        if rows.texts:
-            rows.cache.reorder_cache(torch.arange(rows.texts))
+def as_function(method, original):
+    """The method with the signature of the original, which `generate` looks at."""
+    return wraps(original)(lambda *args, **more: method(*args, **more))
 
 
 def choose_heads(model, head_mask, heads, num_heads, measure):

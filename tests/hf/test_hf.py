@@ -353,6 +353,31 @@ def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
     assert model.kernel is None and type(hf.lm_head) is torch.nn.Linear
 
 
+def test_a_model_in_training_mode_stays_in_it_and_decodes_without_dropout():
+    hf = random_model("llama", attention_dropout=0.5)
+    how = dict(heads=HEADS, **N)
+    expected = generate(HFModel(hf), PROMPTS, **how)
+    hf.activation_checkpointing_enable()
+    hf.train()
+    model = HFModel(hf)
+    assert_equal(generate(model, PROMPTS, **how), expected)
+    assert all(module.training for module in hf.modules())
+    with torch.no_grad():
+        hf.get_output_embeddings().weight *= -1  # as a step of training: the tensors are shared
+    assert generate(model, PROMPTS[0], **how).ids != expected[0].ids
+
+
+def test_a_copy_of_an_hf_model_is_a_model_of_its_own():
+    model = HFModel(random_model("gemma2"))
+    expected = generate(model, PROMPTS, heads=HEADS, **N)
+    other = copy.deepcopy(model)
+    assert_equal(generate(other, PROMPTS, heads=HEADS, **N), expected)
+    with torch.no_grad():
+        other.hf.get_output_embeddings().weight *= -1
+    assert_equal(generate(model, PROMPTS, heads=HEADS, **N), expected)
+    assert generate(other, PROMPTS[0], heads=HEADS, **N).ids != expected[0].ids
+
+
 def with_lora(hf):
     peft = pytest.importorskip("peft", reason="pip install peft")
     options = dict(target_modules=["q_proj", "o_proj"], init_lora_weights=False)

@@ -155,6 +155,14 @@ def test_the_model_is_as_before_after_an_error(llama):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.modules())
 
 
+def test_a_model_in_training_mode_decodes_as_in_evaluation_and_stays_in_it(llama):
+    model = copy.deepcopy(llama)
+    model.activation_checkpointing_enable()
+    model.train()
+    assert new_tokens(model) == new_tokens(llama)
+    assert all(module.training for module in model.modules())
+
+
 def bypassed(model):
     class Bypassed(torch.nn.Linear):
         __call__ = torch.nn.Linear.forward

@@ -1,0 +1,71 @@
+"""Threads that run one model of transformers at the same time, as servers do."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.checkpoints import random_ids
+from tests.methods import generate
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+import integrations  # noqa: E402
+from hf import HFModel  # noqa: E402
+from hf.attention import eager  # noqa: E402
+from tests.families import random_model  # noqa: E402
+
+PROMPT = random_ids(30, seed=1)
+ONES = torch.ones(1, 30, dtype=torch.long)
+PLAIN = dict(do_sample=False, max_new_tokens=12, attention_mask=ONES, pad_token_id=0)
+CUSTOM = dict(custom_generate=integrations.__path__[0], trust_remote_code=True)
+HEADS = [(0, 2), (1, 0), (1, 3), (2, 2)]
+N = dict(max_new_tokens=12, eos_ids=())
+
+
+@pytest.fixture(scope="module")
+def hf():
+    model = random_model("llama")
+    for p in model.parameters():
+        p.data *= 1.5
+    return model
+
+
+def in_hf_generate(hf, **more):
+    return lambda: hf.generate(torch.tensor([PROMPT]), **PLAIN, **more)[0, 30:].tolist()
+
+
+def in_generate(model, method, **more):
+    return lambda: generate(model, PROMPT, method, **more, **N).ids
+
+
+@pytest.fixture(scope="module")
+def calls(hf):
+    model = HFModel(hf)
+    return {
+        "plain": in_hf_generate(hf),
+        "custom": in_hf_generate(hf, **CUSTOM, heads=HEADS),
+        "custom masked": in_hf_generate(hf, **CUSTOM, heads=HEADS[:2], method="masked"),
+        "HFModel greedy": in_generate(model, "greedy"),
+        "HFModel masked": in_generate(model, "masked", heads=HEADS[1:]),
+        "HFModel with layers": in_generate(model, "dola-low"),
+        "new HFModel": lambda: in_generate(HFModel(hf), "decore-static", heads=HEADS)(),
+    }
+
+
+def test_threads_that_share_a_model_get_the_texts_of_each_alone(calls):
+    alone = [call() for call in calls.values()]
+    assert len({*map(tuple, alone)}) >= 5  # the methods differ
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for _ in range(2):
+            together = pool.map(lambda call: call(), calls.values())
+            assert dict(zip(calls, together)) == dict(zip(calls, alone))
+
+
+def test_attention_is_eager_in_one_thread_alone(hf):
+    def implementation():
+        return hf.config._attn_implementation
+
+    with eager(hf.model), ThreadPoolExecutor(1) as pool:
+        assert (implementation(), pool.submit(implementation).result()) == ("eager", "sdpa")
+    assert implementation() == "sdpa"
