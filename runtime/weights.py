@@ -258,9 +258,14 @@ def weight_files(folder):
         try:
             path.open("rb").close()  # safe_open calls a file without permission missing
             with safe_open(path, "pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
+                tensors = dict.fromkeys(file.keys(), path)
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
+        for tensor in sorted(tensors.keys() & files.keys()):
+            raise ValueError(
+                f"{tensor} is in two files, {files[tensor]} and {path.name}; download them again"
+            )
+        files |= tensors
     return files
 
 

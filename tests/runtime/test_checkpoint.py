@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -246,6 +247,16 @@ def test_of_an_index_only_the_names_of_files_in_its_folder_are_used(tmp_path):
         write_index(folder, weight_map)
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files"):
             weight_files(folder)
+
+
+@pytest.mark.parametrize("load", [Transformer.load, HFModel.load])
+def test_a_tensor_in_two_files_is_refused_whatever_the_index_says(load, tmp_path):
+    folder = write_checkpoint(tmp_path, "llama3", shards=2)
+    tensor, path = min(weight_files(folder).items())
+    [other] = {*weight_files(folder).values()} - {path}
+    save_file(load_file(other) | {tensor: load_file(path)[tensor] + 1}, other)
+    with pytest.raises(ValueError, match=f"{tensor} is in two files, .* and .*; download"):
+        load(folder)
 
 
 def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(tmp_path):
