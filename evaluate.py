@@ -43,7 +43,7 @@ def evaluate(argv):
     """The tasks and setups of the command line."""
     args = options.parse(argv)
     tasks = find_tasks(args.task).values()
-    tasks = [with_prompt(task, args.template, args.system) for task in tasks]
+    tasks = [with_prompt(task, args.template, args.system, args.closed_book) for task in tasks]
     if args.dry_run:
         print_prompts(tasks, args)
         return

@@ -14,6 +14,7 @@ from runtime.weights import checkpoint_folder
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
 LONGEST = 10_000_000  # characters to encode, which takes 1.4 GB
+MARK = "\ue000"  # ends the content of a message that is continued; no text has this character
 UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 
@@ -54,10 +55,18 @@ class Tokenizer:
         options: the other arguments of `render`."""
         return self.encode(self.render(messages, **options), bos=False)
 
-    def render(self, messages, generation_prompt=True, template_args=None, today=None):
+    def render(
+        self,
+        messages,
+        generation_prompt=True,
+        template_args=None,
+        today=None,
+        continue_final_message=False,
+    ):
         """Messages → the text of a chat. ValueError if the template rejects the messages.
 
         If the template has no system turn, the system message precedes the first user message.
+        continue_final_message: leave the last turn open, in place of a generation prompt.
         template_args: more variables of the template, for example {"enable_thinking": False}.
         today: the date in templates; None: the clock's."""
         if not self.chat_template:
@@ -71,7 +80,10 @@ class Tokenizer:
         roles = [message.get("role") for message in messages[:2]]
         if roles == ["system", "user"] and not self.has_system_turn:
             messages = join_system(messages)
-        text = self.fill(messages, generation_prompt, template_args, today)
+        if continue_final_message:
+            text = self.fill_open(messages, template_args, today)
+        else:
+            text = self.fill(messages, generation_prompt, template_args, today)
         for key, token in self.special.items():
             written = token in text and (self.template_reads(key) or token in self.chat_template)
             if written and self.core.token_to_id(token) is None:
@@ -97,6 +109,21 @@ class Tokenizer:
             raise ValueError(
                 f"{self.name}: the chat template rejects these messages: {one_line(error)}"
             ) from None
+
+    def fill_open(self, messages, template_args, today):
+        """The text of the chat template up to the end of the last message's content."""
+        *before, last = messages
+        content = last["content"]
+        marked = last | {"content": content + MARK + " "}  # templates may trim the blank
+        text = self.fill([*before, marked], False, template_args, today)
+        text, _, after = text.rpartition(MARK)
+        trims = content != content.rstrip() and not after.startswith(" ")
+        if trims or not content.strip() or not text.endswith(content) or MARK in text:
+            raise ValueError(
+                f"{self.name}: the chat template does not keep the beginning of the answer, "
+                f"{content!r:.80}; give a text without blanks at its ends"
+            )
+        return text
 
     @cached_property
     def has_system_turn(self):

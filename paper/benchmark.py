@@ -21,6 +21,7 @@ from decoders.sweep import PromptsReadOnce, side_by_side
 from decore import DeCoRe, Greedy, Masked
 from model import Transformer
 from paper import runfile
+from paper.known import choose_rows
 from paper.tasks import Task, data, prompts
 from runtime import files
 
@@ -41,6 +42,7 @@ class Benchmark(NamedTuple):
     max_new_tokens: int | None = None  # None for multiple choice
     min_new_tokens: int | None = None  # None if an answer may be empty
     sample_seed: int | None = None  # None if the items are no sample
+    known: dict | None = None  # how items were chosen by a closed-book run; None: they were not
     encoded: list = ()  # the token ids of each item, a prompts.Encoded
     questions: dict = {}  # index → the fields of a line that do not depend on the answer
 
@@ -50,11 +52,15 @@ def load_benchmark(task, args, model=None):
 
     model: a `cli.Checkpoint`; None: without the layout and the token ids of the prompts."""
     items, *rest = data.load_data(task, args.data, args.demos)
+    choice = None
+    for name in ("known", "unknown"):
+        if path := getattr(args, name, None):
+            items, choice = choose_rows(task, items, path, name == "known", model)
     seed = sample_seed(args)
     drawn = data.draw_items(items, args.sample or args.limit, seed, args.skip or 0)
     if not drawn:
         raise ValueError(f"--skip {args.skip} leaves none of {task.name}'s {len(items)} items")
-    bench = Benchmark(task, len(items), drawn, *rest, sample_seed=seed)
+    bench = Benchmark(task, len(items), drawn, *rest, sample_seed=seed, known=choice)
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"
@@ -200,6 +206,9 @@ def answers_of(bench, batch, runs, model, readers, tokenizer):
         ]
     how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
     how["min_new_tokens"] = bench.min_new_tokens or 0
+    certainties = [{}] * len(batch)
+    if bench.task.closed_book:
+        certainties = memory_log_ps(batch, readers[model])
     return [
         [
             {
@@ -209,10 +218,23 @@ def answers_of(bench, batch, runs, model, readers, tokenizer):
                 "entropies": [round(entropy, 6) for entropy in g.entropies],
                 "stop": g.stop,
             }
-            for g in texts
+            | certainty
+            for g, certainty in zip(texts, certainties)
         ]
         for texts in side_by_side(readers[model], prompts, methods, **how)
     ]
+
+
+def memory_log_ps(batch, reader):
+    """For each item of a closed-book run the log-probability that the model gives to `memory`, of
+    its most probable spelling, as a field of its line; nothing without `memory`."""
+    having = [e for e in batch if e.answers]
+    fields = {}
+    if having:
+        lists = [e.prompt for e in having], [e.answers for e in having]
+        [(sums, _)] = scoring.loglikelihoods(reader, *lists, [Greedy()])
+        fields = {e.index: {"memory_log_p": round(max(x), 6)} for e, x in zip(having, sums)}
+    return [fields.get(e.index, {}) for e in batch]
 
 
 def method_for(run, batch, readers):

@@ -45,7 +45,7 @@ def unused_by(task):
     if task.shots == 0:
         unused.add("demos")
     if not task.own:
-        unused |= {"template", "system"}
+        unused |= {"template", "system", "closed_book", "known", "unknown"}
     return unused
 
 
@@ -69,6 +69,21 @@ def make_parser():
         help="qa: the prompt, a text with {question} and, on a line of its own, {context}",
     )
     p.add_argument("--system", metavar="TEXT", help="qa: the system turn; '' for none")
+    p.add_argument(
+        "--closed-book",
+        action="store_true",
+        help="qa: leave the contexts out, to see which rows are answered with their `memory`",
+    )
+    rows = p.add_mutually_exclusive_group()
+    rows.add_argument(
+        "--known",
+        type=Path,
+        metavar="RUN.jsonl",
+        help="qa: only the rows that this closed-book run answered with their `memory`",
+    )
+    rows.add_argument(
+        "--unknown", type=Path, metavar="RUN.jsonl", help="qa: only the rows that it did not"
+    )
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
     p.add_argument(
         "--min-new-tokens",

@@ -18,6 +18,7 @@ HEADLINES = {
     "truthfulqa-mc": "mc2",
     "memotrap": "micro",
     "ifeval": "prompt_strict",
+    "qa": "passage",  # of rows with `memory`
 }
 
 

@@ -61,6 +61,8 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "layout": bench.layout,
         "template": bench.task.template if bench.task.own else None,
         "system": bench.task.instruction if bench.task.own else None,
+        "closed_book": bench.task.closed_book or None,
+        "known": bench.known,
         "eos": args.eos,
         "template_args": bench.template_args,
         "n": len(bench.items),
@@ -80,9 +82,12 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
 
 
 def run_name(header):
-    """The name of a run's file: task, model, method and its settings."""
-    setup = Setup.from_header(header)
-    return ".".join([header["task"], Path(header["model"]).name, setup.file_name])
+    """The name of a run's file: task, model, method and its settings, which rows."""
+    parts = [header["task"], Path(header["model"]).name, Setup.from_header(header).file_name]
+    parts += ["closed-book"] * bool(header.get("closed_book"))
+    if choice := header.get("known"):
+        parts.append(f"{choice['rows']}-{choice['sha256'][:6]}")
+    return ".".join(parts)
 
 
 def read_run(path):

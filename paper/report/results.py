@@ -23,7 +23,8 @@ from runtime import statistics
 from runtime.files import short_hash
 
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens", "letters")  # not in per cent
-BESIDE = ("exact_match", "memory_match")  # values shown beside the metric of a short table
+# Values shown beside the metric of a short table
+BESIDE = ("memory", "neither", "blank", "exact_match", "memory_match")
 
 
 class Difference(NamedTuple):

@@ -139,8 +139,10 @@ def conditions_of(header, task, model):
         "layout": task.layout or ("mistral" if "mistral" in model.lower() else "chat"),
         "max_new_tokens": task.max_new_tokens,
         "template_args": {"enable_thinking": False},
+        "closed_book": None,
     }
-    return differences(header, conditions)
+    known = header.get("known") or {"rows": None}
+    return ", ".join(filter(None, [differences(header, conditions), known["rows"]]))
 
 
 def differences(settings, paper):
@@ -196,6 +198,8 @@ def read(path):
         )
     if not lines:
         raise ValueError("no examples yet")
+    if task.own and any(line.get("memory") for line in lines):
+        run.conditions = ", ".join(filter(None, [run.conditions, "with memory"]))
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = values_of(path, task, lines)

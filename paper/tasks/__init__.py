@@ -64,6 +64,7 @@ class Task:
     n: int = 0  # items in the paper's table; 0: the paper has no such task
     layout: str | None = None  # None: the model's
     own: bool = False  # the questions are the user's, and so may be the prompt (`with_prompt`)
+    closed_book: bool = False  # of own questions: without their contexts
     version: int = 1
 
     @property
@@ -331,18 +332,25 @@ def find_task(name):
     return TASKS[name]
 
 
-def with_prompt(task, template=None, system=None):
+def with_prompt(task, template=None, system=None, closed_book=False):
     """The task with another prompt, if its questions are the user's.
 
     template: a file with the last user turn, which names {question}, and {context} on a line of its
     own; prompts without a context leave out this line and empty ones after it. None: the task's.
-    system: the system turn; None: the task's. ValueError for a template with other fields."""
+    system: the system turn; None: the task's. closed_book: no prompt has a context. ValueError for
+    a template with other fields."""
     if not task.own:
         return task
     if system is not None:
         task = replace(task, instruction=system)
-    if template is None:
-        return task
+    if template is not None:
+        task = with_template(task, template)
+    if closed_book:
+        task = replace(task, context="", without_context="", closed_book=True)
+    return task
+
+
+def with_template(task, template):
     text = read_text(template).rstrip("\n")
     with located(template):
         fields = [name for _, name, *_ in string.Formatter().parse(text) if name is not None]

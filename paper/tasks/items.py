@@ -174,11 +174,22 @@ def miniature(entry):
 
 
 def own_question(entry):
-    """A question of the user's. Its field `context` may be empty."""
+    """A question of the user's. Its field `context` may be empty.
+
+    Optional: `memory`, answers that the model may give from memory; `begin`, how the answer
+    begins."""
     item = qa(entry, "answers")
-    for name, values in (("question", [item["question"]]), ("answers", item["references"])):
+    more = {}
+    if entry.get("memory"):
+        more["memory"] = texts(entry, "memory")
+    if begin := field(entry, "begin", null=""):
+        more["begin"] = begin
+    filled = ("question", [item["question"]]), ("answers", item["references"])
+    for name, values in (*filled, ("memory", more.get("memory", ())), ("begin", [begin or "x"])):
         if not all(map(str.strip, values)):
             raise ValueError(f"field {name!r} is empty")
+    if both := {*item["references"]} & {*more.get("memory", ())}:
+        raise ValueError(f"{both.pop()!r} is in both answers and memory")
     is_null = "context" in entry and entry["context"] is None
     context = "" if is_null else field(entry, "context")
-    return item | {"context": context if context.strip() else ""}
+    return item | {"context": context if context.strip() else ""} | more

@@ -8,6 +8,7 @@ model_metrics.py; without it, they are left out.
 In this file: short answers, multiple choice, TruthfulQA's generated answers; then what concerns all
 lines."""
 
+import math
 import re
 import string
 import sys
@@ -26,6 +27,15 @@ SPLITS = {  # MemoTrap's
     "history-of-science-qa",
 }
 PUNCTUATION = str.maketrans("", "", string.punctuation)
+SIGNS = PUNCTUATION | str.maketrans("–—", "  ", "‘’“”")
+ARTICLES = ("a", "an", "the")
+SENTENCE_END = re.compile(r"\w[.!?]['’”\")\]]*(?=\s|$)")
+CLAUSES = re.compile(r"(?<=[,;:])\s+|\s+(?=but\b)")
+DENIAL = re.compile(r"\b(not|no longer|never|formerly|\w+n['’]t)\b", re.IGNORECASE)
+
+
+SOURCES = ("passage", "memory", "neither", "blank")  # of answers to questions with `memory`
+NOWHERE = (math.inf, 0)
 
 
 def map_lines(function, lines):
@@ -86,13 +96,60 @@ def short_answer(line):
 
 @per_line
 def own_answer(line):
-    """The first line that is not empty counts."""
+    """The first line that is not empty counts. With `memory`, also whether its first sentence gives
+    the passage's answer, the memorised one, neither, or the line is blank: one of them is 1."""
     answer = field(line, "prediction").strip().split("\n")[0]
     references = texts(line, "references")
     values = compare(answer, references)
     del values["answer_contained_published"]
     overlaps = [f1(normalise(answer), normalise(reference)) for reference in references]
-    return values | {"f1": max(values["exact_match"], *overlaps)}
+    values["f1"] = max(values["exact_match"], *overlaps)
+    if line.get("memory"):
+        kind = source_of(answer, references, texts(line, "memory"))
+        values |= {name: float(name == kind) for name in SOURCES}
+    return values
+
+
+def source_of(answer, references, memory):
+    """Which of SOURCES an answer is. If it gives names of both, the first one counts."""
+    if not answer:
+        return "blank"
+    passage, memorised = first_name(answer, references), first_name(answer, memory)
+    if min(passage, memorised) == NOWHERE:
+        return "neither"
+    return "passage" if passage <= memorised else "memory"
+
+
+def first_name(answer, names):
+    """(number of words in front of it, −its length) of the first name that the answer's first
+    sentence gives; NOWHERE without one. A clause with a denial gives none: "not in Rome".
+
+    Complete words are compared, without articles and signs. Case matters only for names of one or
+    two letters with a capital, such as "In" and "US"."""
+    end = SENTENCE_END.search(answer)
+    sentence = answer[: end.end()] if end else answer
+    words = words_of(answer)  # a name such as "St. John's" may end after the first full stop
+    places = [NOWHERE]
+    start = 0
+    for clause in CLAUSES.split(sentence):
+        stop = start + len(words_of(clause))
+        for name in filter(None, map(words_of, names)) if not DENIAL.search(clause) else ():
+            for place in range(start, stop):
+                if same_words(words[place : place + len(name)], name):
+                    places.append((place, -len(name)))
+        start = stop
+    return min(places)
+
+
+def words_of(text):
+    words = text.translate(SIGNS).split()
+    return [word for word in words if word.lower() not in ARTICLES]
+
+
+def same_words(words, name):
+    if len(name) == 1 and len(name[0]) <= 2 and name[0] != name[0].lower():
+        return words == name
+    return [word.lower() for word in words] == [word.lower() for word in name]
 
 
 def f1(answer, reference):

@@ -5,6 +5,8 @@ chat      system = instruction; demonstrations as user and assistant in turn; la
 user      no system turn: the instruction and an empty line precede the first user turn
 mistral   no system turn: the instruction and a newline precede every user turn
 plain     one text: instruction, demonstrations, question; it ends with the answer's prefix
+
+The `begin` of an item's answer follows: in chats it is the assistant's turn, which stays open.
 """
 
 import datetime
@@ -46,6 +48,8 @@ def messages(task, item, demos, layout, with_context=True):
         chat.append({"role": "user", "content": front + demo["user"]})
         chat.append({"role": "assistant", "content": demo["answer"]})
     chat.append({"role": "user", "content": front + last})
+    if begin := item.get("begin"):
+        chat.append({"role": "assistant", "content": begin})
     return join_system(chat) if task.instruction and layout == "user" else chat
 
 
@@ -53,6 +57,8 @@ def plain_text(task, item, demos, with_context=True):
     """The plain layout. MuSiQue's plain prompt without context keeps its demonstrations."""
     demos, last = shown_of(task, item, demos, with_context)
     blocks = [f"{demo['user'].rstrip(' ')} {demo['answer']}" for demo in demos]
+    if begin := item.get("begin"):
+        last = f"{last.rstrip(' ')} {begin}"
     gap = task.gap if with_context else task.gap_without_context
     return task.instruction + gap * bool(task.instruction) + "\n\n".join([*blocks, last])
 
@@ -75,7 +81,8 @@ class Encoded(NamedTuple):
     index: int
     prompt: list  # token ids
     without_context: list | None
-    answers: list | None  # multiple choice: token ids of each candidate
+    # Multiple choice: token ids of each candidate. Closed book: of each spelling of `memory`.
+    answers: list | None
     merged: int  # candidates whose first token merged with the prompt's last
 
 
@@ -88,13 +95,19 @@ def item_to_ids(task, item, demos, tokenizer, layout, template_args=None):
     one token, the candidate is tokenised alone, and in chat the end of its turn is added. Otherwise
     a part of it would not be scored."""
 
-    def ids(with_context=True, answer=None):
+    def ids(with_context=True, answer=None, **changes):
+        shown = item | changes
         if layout == "plain":
-            return tokenizer.encode(plain_text(task, item, demos, with_context) + (answer or ""))
-        turns = messages(task, item, demos, layout, with_context)
+            return tokenizer.encode(plain_text(task, shown, demos, with_context) + (answer or ""))
+        turns = messages(task, shown, demos, layout, with_context)
+        begins = turns[-1]["role"] == "assistant"
         turns += [] if answer is None else [{"role": "assistant", "content": answer}]
         return tokenizer.encode_chat(
-            turns, generation_prompt=answer is None, template_args=template_args, today=DAY
+            turns,
+            generation_prompt=answer is None,
+            template_args=template_args,
+            today=DAY,
+            continue_final_message=begins,
         )
 
     prompt = ids()
@@ -110,5 +123,9 @@ def item_to_ids(task, item, demos, tokenizer, layout, template_args=None):
             end = commonprefix(chats)[::-1]
             answers.append(tokenizer.encode(candidate, bos=False) + end)
             merged += 1
+    for text in item.get("memory", ()) if task.closed_book else ():
+        both = ids(begin=" ".join(filter(None, [item.get("begin"), text])))
+        if both[: len(prompt)] == prompt:
+            answers.append(both[len(prompt) :])
     without_context = ids(with_context=False) if task.without_context else None
     return Encoded(item["index"], prompt, without_context, answers or None, merged)

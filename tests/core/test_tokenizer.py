@@ -168,6 +168,43 @@ def test_chat_templates_give_the_ids_of_transformers(template, core, tmp_path):
         assert tokenizer.encode_chat(messages, generation_prompt=prompt) == ids
 
 
+CONTINUED = {
+    "llama-3": TEMPLATES["llama-3"],
+    "qwen3": TEMPLATES["qwen3"],
+    "chatml": "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}",
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content | trim + eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "gemma": "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + ('model' if m.role == "
+    "'assistant' else m.role) + '\n' + m.content | trim + '<|end|>\n' }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_final_turn_is_continued_as_by_transformers_or_refused(name, core, tmp_path):
+    """Refused are beginnings whose blanks the template trims. (Mistral's writes one in front.)"""
+    tokenizer = save(tmp_path, core, chat_template=CONTINUED[name])
+    reference = oracle(tmp_path, CONTINUED[name])
+    refused = []
+    for begin in ("The capital is", "the <b>", "a\n\nb", " the", "the ", "the\n", " ", ""):
+        for messages in CONVERSATIONS:
+            messages = [*messages, {"role": "assistant", "content": begin}]
+            try:
+                ids = tokenizer.encode_chat(messages, continue_final_message=True)
+            except ValueError as error:
+                assert "does not keep the beginning of the answer" in str(error)
+                refused.append(begin)
+                continue
+            assert ids == reference.apply_chat_template(
+                messages, continue_final_message=True, return_dict=False
+            )
+            assert tokenizer.decode(ids).endswith(begin)
+    trims = [" the"] * (name != "mistral") + ["the ", "the\n"]
+    trims = trims if "trim" in CONTINUED[name] else []
+    assert list(dict.fromkeys(refused)) == [*trims, " ", ""]
+
+
 @pytest.mark.parametrize("system", ["{{ raise_exception('no') }}", "", "{{ m.content }}\n\n"])
 def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_turn(
     system, tmp_path
@@ -180,6 +217,18 @@ def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_t
     assert tokenizer.has_system_turn == ("content" in system)
     expected = "Be short.\n\n<user>the one" if "content" in system else "<user>Be short.\n\nthe one"
     assert tokenizer.render(CONVERSATIONS[1][:2]) == expected
+
+
+@pytest.mark.parametrize(
+    "content", ["{{ m.content[:3] }}", "{{ m.content | upper }}", "{{ m | tojson }}{{ m.content }}"]
+)
+def test_a_template_that_changes_the_beginning_of_an_answer_is_refused(content, tmp_path):
+    template = f"{{% for m in messages %}}{content}{{% endfor %}}"
+    chat = [{"role": "assistant", "content": "the river"}]
+    with pytest.raises(ValueError, match="does not keep the beginning of the answer, 'the river'"):
+        save(tmp_path, byte_level(), chat_template=template).render(
+            chat, continue_final_message=True
+        )
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -12,9 +14,13 @@ import pytest
 from pyarrow import parquet
 
 import evaluate
+from decoders.scoring import score
+from decore import Greedy
+from model import Transformer
 from paper import fetch
 from paper.tasks import TASKS, data, metrics, prompts, with_prompt
 from tests.checkpoints import write_lines
+from tokenizer import Tokenizer
 
 QA = TASKS["qa"]
 ROWS = [
@@ -345,3 +351,229 @@ def test_the_papers_files_are_recognised_by_their_hash():
     assert fetch.of_paper({"hub": "akariasai/PopQA", "file": "test.tsv", "sha256": "0"})
     assert fetch.of_paper({"file": popqa.name, "sha256": "0"})
     assert not fetch.of_paper({"file": swap.name, "sha256": "0"})
+
+
+# Memory, and the beginning of the answer
+
+CAPITAL = {
+    "question": "What is the capital of Spain?",
+    "context": "The parliament of Spain meets in Valencia.",
+    "answers": ["Valencia"],
+    "memory": ["Madrid"],
+    "begin": "The capital of Spain is",
+}
+
+
+@pytest.mark.parametrize("name", ["q.csv", "q.jsonl", "q.parquet"])
+def test_memory_and_begin_are_optional_columns_with_cells_that_may_be_empty(tmp_path, name):
+    bare = CAPITAL | {"memory": "" if name == "q.csv" else None, "begin": ""}
+    path = tmp_path / name
+    if name == "q.parquet":
+        pandas.DataFrame([CAPITAL, bare]).to_parquet(path)
+    else:
+        write_questions(path, [CAPITAL, bare])
+    items, _ = load(path)
+    assert (items[0]["memory"], items[0]["begin"]) == (["Madrid"], "The capital of Spain is")
+    assert not {"memory", "begin"} & items[1].keys()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"memory": [" "]}, "field 'memory' is empty"),
+        ({"begin": " "}, "field 'begin' is empty"),
+        ({"begin": ["x"]}, "begin is ["),
+        ({"memory": "Valencia"}, "'Valencia' is in both answers and memory"),
+    ],
+)
+def test_memory_and_begin_that_are_not_right_are_refused(tmp_path, changes, words):
+    with pytest.raises(ValueError, match="line 1: .*" + re.escape(words)):
+        load(write_lines(tmp_path / "q.jsonl", [CAPITAL | changes]))
+
+
+def test_the_beginning_follows_the_last_question_in_all_layouts_with_and_without_context(tmp_path):
+    """Demonstrations show their first answers alone."""
+    (item,), demos = load(*[write_lines(tmp_path / "q.jsonl", [CAPITAL])] * 2)
+    assert chat_of(QA, item, demos)[2:] == ["Valencia", chat_of(QA, item)[1], CAPITAL["begin"]]
+    for layout in prompts.LAYOUTS[:3]:
+        for with_context in (True, False):
+            last = prompts.messages(QA, item, demos, layout, with_context)[-1]
+            assert last == {"role": "assistant", "content": "The capital of Spain is"}
+    for with_context in (True, False):
+        text = prompts.plain_text(QA, item, demos, with_context)
+        assert text.endswith("Spain?\nAnswer: The capital of Spain is")
+        assert text.count("The capital of Spain is") == 1
+
+
+@pytest.mark.parametrize("layout", prompts.LAYOUTS)
+def test_what_is_decoded_continues_the_beginning(layout, chat_model):
+    """The byte-level ids are the text's. The turn of the assistant is open."""
+    tokenizer = Tokenizer.load(chat_model)
+    item = QA.read(CAPITAL) | {"index": 0}
+    closed = replace(QA, context="", without_context="", closed_book=True)
+    encoded = prompts.item_to_ids(QA, item, [], tokenizer, layout)
+    alone = prompts.item_to_ids(closed, item, [], tokenizer, layout)
+    for ids in encoded.prompt, encoded.without_context, alone.prompt:
+        assert tokenizer.decode(ids).endswith("The capital of Spain is")
+    assert encoded.without_context == alone.prompt and encoded.answers is None
+    assert list(map(tokenizer.decode, alone.answers)) == [" Madrid"]
+    del item["begin"]
+    alone = prompts.item_to_ids(closed, item, [], tokenizer, layout)
+    assert list(map(tokenizer.decode, alone.answers)) == [
+        " Madrid" if layout == "plain" else "Madrid"
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer, kind",
+    [
+        ("Valencia.", "passage"),
+        (" the city of Valencia, not Madrid.", "passage"),
+        ("Madrid.", "memory"),
+        ("Madrid, though the passage says Valencia.", "memory"),  # the first one counts
+        ("not the capital of Spain.", "neither"),  # after “Valencia is”
+        ("Valencia is not the capital of Spain.", "neither"),
+        ("Valencia isn’t the capital of Spain, Madrid is.", "memory"),
+        ("no longer Madrid but Valencia.", "passage"),
+        ("formerly Madrid, now Valencia.", "passage"),
+        ("unknown. It may be Valencia.", "neither"),  # the first sentence counts
+        ("Valenciana.", "neither"),
+        ("\n\n**Valencia**\nMadrid", "passage"),
+        (" \n", "blank"),
+        ("", "blank"),
+    ],
+)
+def test_an_answer_is_the_passages_the_memorised_one_neither_or_blank(answer, kind):
+    line = {"prediction": answer, "references": ["Valencia"], "memory": ["Madrid", "Madrid City"]}
+    [values] = metrics.compute(QA, [line])
+    shares = {name: values[name] for name in metrics.SOURCES}
+    assert shares == dict.fromkeys(metrics.SOURCES, 0) | {kind: 1}
+    [without] = metrics.compute(QA, [{n: line[n] for n in ("prediction", "references")}])
+    assert without == {name: values[name] for name in ("answer_contained", "exact_match", "f1")}
+
+
+@pytest.mark.parametrize(
+    "answer, name, given",
+    [
+        ("Romania", "Oman", False),
+        ("Na. It is a metal", "Na", True),
+        ("in the table", "In", False),
+        ("Augustus", "Au", False),
+        ("No, it isn't", "no", True),
+        ("new york city", "New York City", True),
+        ("Hague", "The Hague", True),
+        ("“Lomé”", "Lomé", True),
+        ("St. John's. It lies", "St. John’s", True),
+        ("the U.S. dollar", "US dollar", True),
+        ("Washington, D.C", "Washington, D.C.", True),
+        ("a", "A", False),  # articles are left out
+    ],
+)
+def test_names_are_compared_by_complete_words(answer, name, given):
+    assert metrics.source_of(answer, [name], ["x y z"]) == ("passage" if given else "neither")
+    assert metrics.source_of(answer, ["x y z"], [name]) == ("memory" if given else "neither")
+
+
+def test_of_names_that_begin_at_one_word_the_longest_counts():
+    names = ["Mexico"], ["Mexico City"]
+    assert metrics.source_of("Mexico City.", *names) == "memory"
+    assert metrics.source_of("Mexico City.", *names[::-1]) == "passage"
+    assert metrics.source_of("Mexico.", *names) == "passage"
+
+
+@pytest.fixture
+def capitals(start, chat_model, tmp_path):
+    """capitals(*options) runs 6 questions with memory → (status, objects, stderr). Their file is
+    qa.jsonl."""
+    rows = []
+    for i in range(6):
+        row = {"id": f"c{i}", "question": f"Capital of {i}?", "context": f"It is New{i}."}
+        row |= {"answers": [f"New{i}"], "memory": [f"Old{i}", "Old"], "begin": "It is"}
+        rows.append(row)
+    write_lines(tmp_path / "qa.jsonl", rows)
+    options = "--model", chat_model, "--task", "qa", "--data", tmp_path, "--out", tmp_path / "out"
+    return lambda *more: start(*options, "--max-new-tokens", 2, *more)
+
+
+def closed_book(capitals, known):
+    """A closed-book run whose answers are made to be `known` → its path."""
+    [out] = capitals("--method", "greedy", "--closed-book")[1]
+    path = Path(out["run"])
+    header, *lines = map(json.loads, path.read_text().splitlines())
+    for line in lines:
+        line["prediction"] = f" Old{line['index']}." if line["id"] in known else " Else."
+    return write_lines(path, [header, *lines])
+
+
+def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_model(
+    capitals, chat_model
+):
+    status, [out], err = capitals("--method", "greedy", "--closed-book", "--limit", 2)
+    assert status == 0 and out["run"].endswith(".greedy.closed-book.jsonl"), err
+    assert {"passage", "memory", "neither", "blank"} < out["metrics"].keys()
+    header, *lines = map(json.loads, Path(out["run"]).read_text().splitlines())
+    assert header["header"]["closed_book"] is True
+    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    for line in lines:
+        [prompt] = capitals("--dry-run", "--closed-book", "--limit", line["index"] + 1)[1][-1:]
+        assert "New" not in str(prompt["messages"]) and prompt["messages_without_context"] is None
+        chat = prompt["messages"]
+        ids = tokenizer.encode_chat(chat, continue_final_message=True, today=prompts.DAY)
+        answers = [tokenizer.encode(f" {text}") for text in line["memory"]]
+        log_ps = score(model, ids, answers, Greedy())
+        assert line["memory_log_p"] == pytest.approx(max(log_ps), abs=1e-5)  # rounded
+    status, _, err = capitals("--method", "cad", "--closed-book")
+    assert status == 2 and "cad is left out: its prompts have no context to leave out" in err
+
+
+def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_memory(
+    capitals, tmp_path
+):
+    run = closed_book(capitals, known=("c1", "c4"))
+    names = []
+    for option, expected in (("--known", ["c1", "c4"]), ("--unknown", ["c0", "c2", "c3", "c5"])):
+        status, [out], err = capitals("--method", "greedy", option, run)
+        assert status == 0 and f"qa: {len(expected)} of 6 rows are {option[2:]}\n" in err
+        header, *lines = map(json.loads, Path(out["run"]).read_text().splitlines())
+        assert [line["id"] for line in lines] == expected
+        record = header["header"]["known"]
+        assert record["rows"] == option[2:] and record["file"] == run.name
+        names.append(Path(out["run"]).name)
+        assert f".{option[2:]}-{record['sha256'][:6]}.jsonl" in names[-1]
+    assert len(capitals("--dry-run", "--known", run, "--sample", 1)[1]) == 1
+    # A file in which the passage says the truth is matched by ids; one without ids, by questions.
+    rows = [json.loads(line) for line in (tmp_path / "qa.jsonl").read_text().splitlines()]
+    truth = [row | {"answers": row.pop("memory")} for row in rows[::-1]]
+    write_lines(tmp_path / "truth.jsonl", truth)
+    options = "--dry-run", "--known", run, "--data", tmp_path / "truth.jsonl"
+    assert [line["id"] for line in capitals(*options)[1]] == ["c4", "c1"]
+    for row in truth:
+        del row["id"]
+    write_lines(tmp_path / "truth.jsonl", truth)
+    assert [line["id"] for line in capitals(*options)[1]] == [1, 4]
+
+
+def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals, tmp_path):
+    run = closed_book(capitals, known=("c1",))
+    header, *lines = map(json.loads, run.read_text().splitlines())
+    bare = [{n: line[n] for n in line if n != "memory"} for line in lines]
+    other = {"header": header["header"] | {"model": "tiny"}}
+    open_book = {"header": header["header"] | {"closed_book": None}}
+    moved = [lines[0] | {"question": "Who?"}, *lines[1:]]
+    unknown = [line | {"prediction": "Else"} for line in lines]
+    for content, words in (
+        ([header], "it holds no answers"),
+        (lines, "it was not made with --closed-book"),
+        ([open_book, *lines], "it was not made with --closed-book"),
+        ([header, *bare], "rows of it have no field 'memory'"),
+        ([other, *lines], "it is of tiny, not of chat"),
+        ([header, *lines[1:]], "lacks 1 of 6 questions of the data, such as 'c0', 'Capital of 0?'"),
+        ([header, *moved], "lacks 1 of 6 questions of the data, such as 'c0'"),
+        ([header, *unknown], "no row of the data is known"),
+    ):
+        path = write_lines(tmp_path / "run.jsonl", content)
+        status, _, err = capitals("--method", "greedy", "--known", path)
+        assert status == 2 and words in err.splitlines()[-1] and str(path) in err, words
+    options = "--task", "miniature", "--closed-book"
+    status, _, err = capitals(*options)
+    assert status == 2 and "--closed-book has no effect on miniature" in err

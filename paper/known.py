@@ -1,0 +1,58 @@
+"""Keeps the rows whose memorised answer a model knows, or those whose it does not know, by a stored
+closed-book run: greedy decoding of the same questions without their passages."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from paper.runfile import read_run
+from paper.tasks import find_task, metrics
+
+
+def choose_rows(task, items, path, known, model=None):
+    """(the items that the run answers with `memory`, or the others if not `known`; a record of the
+    choice for a run's header).
+
+    Rows are matched by their ids, or without them by their questions. model: a `cli.Checkpoint`,
+    which must be the run's; None: not checked. ValueError for a run that does not tell."""
+    header, lines = read_run(path)
+    problem = not lines and "it holds no answers" or problem_of(task, header or {}, lines, model)
+    if problem:
+        raise ValueError(f"{path} is not a closed-book run that tells what is known: {problem}")
+    by_id = [item["id"] for item in items] != list(range(len(items)))  # else they are row numbers
+    answers = metrics.compute(find_task(task.name), lines)
+    knows, questions = {}, {}
+    for line, values in zip(lines, answers):
+        key = key_of(line, by_id)
+        knows[key] = knows.get(key, True) and values["memory"] == 1
+        questions[key] = line["question"]
+    lacking = [item for item in items if questions.get(key_of(item, by_id)) != item["question"]]
+    if lacking:
+        raise ValueError(
+            f"{path} lacks {len(lacking):,} of {len(items):,} questions of the data, such as "
+            f"{lacking[0]['id']!r}, {lacking[0]['question']!r}: run them with --closed-book first"
+        )
+    chosen = [item for item in items if knows[key_of(item, by_id)] == known]
+    words = "known" if known else "unknown"
+    print(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}", file=sys.stderr)
+    if not chosen:
+        raise ValueError(f"by {path} no row of the data is {words}")
+    facts = sorted((str(key), value) for key, value in knows.items())
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return chosen, {"rows": words, "file": Path(path).name.removesuffix(".gz"), "sha256": digest}
+
+
+def problem_of(task, header, lines, model):
+    """Why a run does not tell what a model knows; None if it does."""
+    if header.get("task") != task.name or not header.get("closed_book"):
+        return "it was not made with --closed-book"
+    if not all(line.get("memory") for line in lines):
+        return "rows of it have no field 'memory'"
+    if model and Path(header["model"]).name != Path(model.name).name:
+        return f"it is of {header['model']}, not of {model.name}"
+    return None
+
+
+def key_of(row, by_id):
+    return str(row["id"]) if by_id else row["question"]
