@@ -1,0 +1,25 @@
+"""Prints questions about facts, with a passage that contradicts the facts or agrees with them.
+
+    python -m paper.facts --half explore --passage implied --value false > conflict.jsonl
+
+The rows are for `evaluate.py --task qa`. README.md describes them."""
+
+import json
+import sys
+
+import cli
+from paper.facts import HALVES, PASSAGES, VALUES, questions
+
+
+def main():
+    parser = cli.parser(__doc__)
+    parser.add_argument("--half", choices=HALVES, required=True)
+    parser.add_argument("--passage", choices=PASSAGES, required=True)
+    parser.add_argument("--value", choices=VALUES, required=True, help="false contradicts the fact")
+    args = parser.parse_args()
+    for row in questions(args.half, args.passage, args.value):
+        print(json.dumps(row, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))
