@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import cli
 import decore
@@ -34,6 +35,7 @@ from heads.sources import find_sources
 from runtime.torchrun import rank_and_size
 
 COMPARED = ("greedy", "masked")
+HIGH = 2.5  # a mean α, in nats: docs/choosing.md says which stored answers have a higher one
 # What --json says of an answer, besides the fields of its prompt.
 NAMES = {"index", "prompt_ids", "text", "model", "sources"}
 NAMES |= vars(decore.Generation()).keys() | Setup("greedy").header().keys()
@@ -167,6 +169,8 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             lines.append(line)
     report(label, lines, seconds, args)
+    if setup.alpha is None and has(setup.method, "alpha_cap"):
+        warn_of_alpha(label, [line["alphas"] for line in lines])
     return lines
 
 
@@ -192,6 +196,23 @@ def report(name, lines, seconds, args):
             "end id (--min-new-tokens 1 forbids it)",
             file=sys.stderr,
         )
+
+
+def warn_of_alpha(name, answers):
+    """Say on standard error if α stays high in an answer. answers: the α of each."""
+    high = [fmean(alphas) for alphas in answers if stays_high(alphas)]
+    if high:
+        where = f" in {len(high)} of {len(answers)} answers" * (len(answers) > 1)
+        print(
+            f"{name}: mean α {fmean(high):.1f}{where}; on small models this breaks words: "
+            "--alpha-cap 0.5 limits it, docs/choosing.md says more",
+            file=sys.stderr,
+        )
+
+
+def stays_high(alphas):
+    """Whether α is high in an answer, and not only before its first tokens."""
+    return len(alphas) >= 6 and fmean(alphas) > HIGH
 
 
 # ------------------------------------------------------------------------------------------ options

@@ -235,6 +235,21 @@ def test_an_answer_that_fills_the_context_says_so(call):
         assert ("an answer ended because the context is full" in err) == full
 
 
+def test_an_alpha_that_stays_high_is_reported_with_its_remedy(call, base):
+    """The tiny model is unsure of everything: its entropy is near ln 259."""
+    prompts = "--prompt", "a", "--prompt", "b"
+    heads = "--num-heads", 2, "--eos", 0
+    err = call(program.main, *base, *heads, *prompts, "--max-new-tokens", 6)[2]
+    assert re.search(r"\ndecore-entropy: mean α 5\.\d in 2 of 2 answers; .* --alpha-cap 0.5 ", err)
+    assert "entropy: mean α 5" in call(program.main, *base, *heads, *prompts[:2], *SHORT)[2]
+    for more in (
+        ["--alpha-cap", 0.5],
+        ["--max-new-tokens", 5],  # the first tokens of an answer are often unsure
+        ["--method", "decore-static", "--alpha", 3],  # as requested
+    ):
+        assert "mean α" not in call(program.main, *base, *heads, *prompts, *SHORT, *more)[2]
+
+
 def test_sources_stand_below_each_answer_word_by_word(call):
     _, out, _ = call(program.main, "--prompt-file", EXAMPLE, "--sources")
     assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"

@@ -1,13 +1,16 @@
 """Every number of the results, on their page and in the README, is that of the stored runs."""
 
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from cli.decode import stays_high
 from paper.report import results, stored
 from paper.report.tables import number, p_text, signed, span
 from paper.tasks import model_metrics
+from runtime.files import json_lines
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -58,6 +61,18 @@ def cells_of(page, heading):
     lines = page[page.index(heading) :].partition("\n\n")[0].splitlines()
     cells = ([x.strip() for x in line.strip("|").split("|")] for line in lines[2:])
     return {first: others for first, *others in cells}
+
+
+def test_the_page_says_in_how_many_answers_alpha_stays_high():
+    page = " ".join((ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").split())
+    [sentence] = re.findall(r"On NQ-Swap with the default N that was so in .*?\.(?= )", page)
+    counts = []
+    for model in ("smollm2", "gemma", "qwen", "large"):
+        name = MODELS[model].split(",")[0]
+        path = ROOT / "docs" / "results" / f"nq-swap.{name}.decore-entropy.n10.jsonl.gz"
+        high = [stays_high(line["alphas"]) for _, line in json_lines(path) if "alphas" in line]
+        counts.append((str(sum(high)), str(len(high))))
+    assert re.findall(r"(\d+) of (\d+)", sentence) == counts
 
 
 S = "smollm2", "nq-swap"
