@@ -57,7 +57,8 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
 
     def forward(self, x, layer, attend, head_mask, mask):
-        """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1, 1, H, 1], or None."""
+        """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1|B, 1, H, 1], or
+        None."""
         H = self.n_heads
         G = self.n_kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.width))  # [R, B, T, H + 2·G, K]
@@ -141,7 +142,8 @@ class Transformer(nn.Module):
         """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask →
         [R, B, T, V].
 
-        cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1.
+        cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1,
+        or [R, B, L, H] for a mask per text; it may require a gradient.
         mask: "output" (Eq. 4 and 5) or "query" (the published runs).
         probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is
         appended, float32."""
@@ -176,7 +178,8 @@ class Transformer(nn.Module):
             check_head_mask(head_mask, self)
             rows = len(head_mask)
             head_mask = head_mask[..., self.shard.part(c.n_heads)].to(self.device, self.dtype)
-            layer_masks = head_mask[:, :, None, None, :, None].unbind(1)  # L of [R, 1, 1, H, 1]
+            head_mask = head_mask.reshape(rows, -1, *head_mask.shape[-2:])  # [R, 1|B, L, H]
+            layer_masks = head_mask[..., None, :, None].unbind(2)  # L of [R, 1|B, 1, H, 1]
         x = self.embedding(ids).expand(rows, -1, -1, -1)
         states = []
         for i, layer in enumerate(self.layers):
@@ -228,6 +231,7 @@ class Transformer(nn.Module):
             self.run_layers(chunk, attend, head_mask, mask)
 
     @classmethod
+    @torch.inference_mode(False)  # inference tensors have no gradients
     def load(cls, name, device="cpu", dtype=None, shard=None):
         """A model with the weights of a checkpoint, a folder or a hub id. Each rank reads only its
         slices.

@@ -187,6 +187,16 @@ def check_out(args):
     return runs
 
 
+def say_missing(content):
+    """Print which measures a head file does not have, and why."""
+    for measure, reason in (
+        ("write", "does not show its heads' values"),
+        ("effect", "has no gradient, or the stored runs are of an earlier version"),
+    ):
+        if measure not in content:
+            print(f"{measure} is left out: {content['model']} {reason}", file=sys.stderr)
+
+
 def main():
     args = parse_args()
     runs = check_out(args)
@@ -227,9 +237,9 @@ def main():
         if model.shard.rank:
             return
         if not args.masked:
-            files.write(args.out, [mean_scores(model, records, facts, min_success)])
+            content = mean_scores(model, records, facts, min_success)
+            files.write(args.out, [content])
+            say_missing(content)
     if args.masked:
         print(*table(records), "", sep="\n")
-    elif not any(record["write"] for record in records):
-        print(f"write is left out: {model.name} does not show its heads' values", file=sys.stderr)
     print(f"{summary(records)}; wrote {args.out}")

@@ -5,7 +5,7 @@ import numpy as np
 
 from decore import Row, Session
 from heads import load_heads, random_heads
-from heads.detect import run_batch
+from heads.detect import answer_runs
 from heads.reader import find_measures
 from runtime.statistics import holm, p_value
 
@@ -29,7 +29,7 @@ def heads_to_mask(model, path, sizes):
 
 
 def ablate_batch(model, tokenizer, prompts, needles, facts, sets):
-    """One record per run, as of `detect.run_batch`, without scores.
+    """One record per run, as of `detect.answer_runs`.
 
     record["masked"]: {name: whether the answer is right while these heads are masked}, for each of
     `sets`."""
@@ -38,12 +38,10 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets):
 
     def run(heads):
         copy = cache.select(slice(None))  # answers write to it
-        return run_batch(model, tokenizer, prompts, needles, facts, cache=copy, heads=heads)
+        answered = answer_runs(model, tokenizer, prompts, needles, facts, cache=copy, heads=heads)
+        return [record for record, _ in answered]
 
-    records = []
-    for (_, place), record in zip(prompts, run(())):
-        answer = {field: record[field] for field in ("answer", "recall", "right")}
-        records.append(place | answer | {"masked": {}})
+    records = [record | {"masked": {}} for record in run(())]
     for name, heads in sets.items():
         for record, masked in zip(records, run(heads)):
             record["masked"][name] = masked["right"]

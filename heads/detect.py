@@ -14,8 +14,9 @@ from itertools import product
 
 from tqdm import tqdm
 
+from decore import Row, Session
 from heads import MEASURES
-from heads.measures import answer_batch, head_scores, score_run  # noqa: F401
+from heads.measures import answer_batch, effects, head_scores, score_run  # noqa: F401
 from runtime import files
 from runtime.words import is_latin, words_of
 
@@ -76,8 +77,11 @@ def stored_facts(path):
 
 
 def is_run(record, run, facts):
-    """Whether a stored record is complete, and that of a run of `make_prompts`."""
+    """Whether a stored record is complete, and that of a run of `make_prompts`. Records of earlier
+    versions have no effect."""
     fields = dict.fromkeys(MEASURES.values(), float)
+    if "effect" not in record:
+        del fields["effect"]
     if "masked" in facts:
         fields = {"masked": bool}  # of ablation.py
     kinds = {"answer": str, "right": bool} | dict.fromkeys(fields, dict)
@@ -89,26 +93,41 @@ def is_run(record, run, facts):
     )
 
 
-def run_batch(model, tokenizer, prompts, needles, facts, **settings):
-    """One record per run: that of `make_prompts`, the answer, whether it is right, and the scores
-    that are not 0. settings: arguments of `answer_batch`."""
-    published = facts["published"]
+def run_batch(model, tokenizer, prompts, needles, facts):
+    """One record per run: that of `answer_runs`, and the scores that are not 0."""
+    in_prompts = [ids[slice(*run["span"])] for ids, run in prompts]  # the needles' tokens
+    capacity = max(facts["max_new_tokens"], *map(len, in_prompts))
+    ids = [ids for ids, _ in prompts]
+    cache = Session([Row(model, ids)], capacity).cache
+    of_effect = effects(model, ids, in_prompts, cache=cache)
+    answered = answer_runs(model, tokenizer, prompts, needles, facts, cache=cache)
     records = []
+    for prompt, (record, answer), effect in zip(ids, answered, of_effect):
+        measured = head_scores(answer, prompt, record["span"], facts["published"])
+        for measure, scores in (measured | {"effect": effect}).items():
+            record[MEASURES[measure]] = {
+                f"{layer}-{head}": round(scores[layer, head].item(), 6)
+                for layer, head in scores.nonzero().tolist()
+            }
+        records.append(record)
+    return records
+
+
+def answer_runs(model, tokenizer, prompts, needles, facts, **settings):
+    """(record, `Answer`) of each run. record: that of `make_prompts`, the answer, and whether it is
+    right. settings: arguments of `answer_batch`."""
+    published = facts["published"]
     stops = [144, tokenizer.core.token_to_id("<0x0A>")] if published else tokenizer.eos_ids
     ids, runs = zip(*prompts)
     spans = [run["span"] for run in runs]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published, **settings)
-    for prompt, run, answer in zip(ids, runs, answers):
+    answered = []
+    for run, answer in zip(runs, answers):
         text = tokenizer.decode(answer.ids).strip()
         recall = recall_of(needles[run["needle"]].real_needle, text, published)
         result = dict(answer=text, recall=round(recall, 4), right=recall > SUCCESS)
-        for measure, scores in head_scores(answer, prompt, run["span"], published).items():
-            result[MEASURES[measure]] = {
-                f"{layer}-{head}": round(scores[layer, head].item(), 6)
-                for layer, head in scores.nonzero().tolist()
-            }
-        records.append(run | result)
-    return records
+        answered.append((run | result, answer))
+    return answered
 
 
 def recall_of(needle, answer, published=False):
@@ -144,7 +163,7 @@ def mean_scores(model, records, facts, min_success):
     ValueError if fewer than `min_success` answers are right, or no head has a score."""
     c = model.config
     right = [record for record in records if record["right"]]
-    totals = {key: Counter() for key in MEASURES.values()}
+    totals = {key: Counter() for key in MEASURES.values() if all(key in r for r in right)}
     for record in right:
         for key, total in totals.items():
             total.update(record[key])  # adds negative numbers too

@@ -8,6 +8,10 @@
   language-model head. The score is Σ_needle φ − (needle's tokens / other tokens) · Σ_other φ,
   the mean over the steps that generate a token of the needle.
 * mass: the head's attention to the needle, Σ_needle p, the mean over the same steps.
+* effect: how much the head adds to the preference d for an answer that stands in the prompt,
+  ∂d/∂m_h at m = 1, if m is the head mask of Eq. 4 from the prompt's last token on. d is
+  log p(answer | prompt), less log p(memory | prompt) if the model remembers another answer. In a
+  run with a needle the answer is the needle's tokens.
 
     S generated tokens   B batch   P prompt tokens   L layers   H query heads   C keys in the cache
     G key/value heads    K head width
@@ -18,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from decore import Row, Session, make_head_mask
+from decore import Row, Session, make_head_mask, pad
 
 
 class Answer(NamedTuple):
@@ -37,7 +41,7 @@ def score_run(
     """Scores of all heads in one run [L, H], and the generated ids.
 
     needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as
-    the published runs did. measure: "copy", "write" or "mass"."""
+    the published runs did. measure: "copy", "write", "mass" or "effect"."""
     prompt_ids = [int(i) for i in prompt_ids]
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
         raise ValueError(
@@ -45,6 +49,8 @@ def score_run(
             "give (first token, last token + 1)"
         )
     [answer] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+    if measure == "effect":
+        return effects(model, [prompt_ids], [prompt_ids[slice(*needle)]])[0], answer.ids
     return head_scores(answer, prompt_ids, needle, published)[measure], answer.ids
 
 
@@ -136,3 +142,35 @@ def head_scores(answer, prompt_ids, needle, published=False):
         x[steps].double().sum(0) / max(1, int(steps.sum())) for x in (answer.write, answer.mass)
     )
     return {"copy": copy, "write": write, "mass": mass}
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def effects(model, prompts, answers, memories=None, cache=None):
+    """The effect of each head on each of B answers, float64 [B, L, H].
+
+    answers, memories: of each prompt, the ids after it; [] if there are none. cache: that of the
+    prompts, if they are read; it does not change. Zeros if the model's products have no gradient.
+    The prompts are read without one; what the backward pass keeps grows with the answers."""
+    texts = [(b, ids, 1) for b, ids in enumerate(answers) if ids]
+    texts += [(b, ids, -1) for b, ids in enumerate(memories or []) if ids]
+    c = model.config
+    head_mask = torch.ones(len(prompts), c.n_layers, c.n_heads, device=model.device)
+    none = torch.zeros_like(head_mask, dtype=torch.float64).cpu()
+    if not texts:
+        return none
+    head_mask.requires_grad_()
+    places, ids, signs = zip(*texts)
+    cache = cache or Session([Row(model, prompts)], max(map(len, ids))).cache
+    places = torch.tensor(places, device=model.device)
+    before = pad([[*prompts[b][-1:], *text[:-1]] for b, text, _ in texts], model.device)
+    logits = model(before, cache.select(places), head_mask[places][None])[0]
+    log_p = logits.log_softmax(-1).gather(-1, pad(ids, model.device)[..., None])[..., 0]
+    lengths = torch.tensor([[len(text)] for text in ids], device=model.device)
+    inside = torch.arange(log_p.shape[1], device=model.device) < lengths
+    d = (log_p * inside).sum(-1) @ torch.tensor(signs).to(log_p)
+    if not d.requires_grad:
+        return none
+    # Every rank computes d; backward, their sum is what is differentiated.
+    [gradient] = torch.autograd.grad(d / model.shard.size, head_mask)
+    return model.shard.all_reduce(gradient).double().cpu()

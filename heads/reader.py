@@ -16,7 +16,7 @@ import numpy as np
 FOLDER = Path(__file__).parent
 HEAD = "(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"  # layer-head, counted from 0
 # Measure, as measures.py defines it → field of a head file.
-MEASURES = {"copy": "scores", "write": "write", "mass": "mass"}
+MEASURES = {"copy": "scores", "write": "write", "mass": "mass", "effect": "effect"}
 
 
 def usual_number(n_layers, n_heads):

@@ -186,11 +186,14 @@ def first_text(x):
 
 def find_projections(attentions, head_mask, mask):
     """{layer: (the module whose hook masks heads, number of heads)} of the layers in which
-    head_mask [R, L, H] has zeros. ValueError for heads that cannot be masked."""
+    head_mask [R, L, H] or [R, B, L, H] masks heads; of all layers if it requires a gradient.
+    ValueError for heads that cannot be masked."""
     projections = {}
-    for layer in (head_mask == 0).any(-1).any(0).nonzero().flatten().tolist():
+    masked = (head_mask != 1).flatten(0, -3).any(0)  # [L, H]
+    layers = masked.any(-1).nonzero().flatten().tolist()
+    for layer in attentions if head_mask.requires_grad else layers:
         a = attentions.get(layer, Attention(0, 0, {}))
-        if (head_mask[:, layer, a.heads :] == 0).any():
+        if masked[layer, a.heads :].any():
             raise ValueError(f"layer {layer} has {a.heads} heads; mask others")
         if mask not in a.projections:
             raise ValueError(
@@ -202,8 +205,8 @@ def find_projections(attentions, head_mask, mask):
 
 @contextmanager
 def masked_heads(projections, head_mask, mask):
-    """Inside, a pass over R·B texts, row 0's, then row 1's, is without the heads that are 0 in
-    head_mask [R, L, H]. projections: as `find_projections` returns."""
+    """Inside, a pass over R·B texts, row 0's, then row 1's, multiplies its heads by head_mask
+    [R, L, H] or [R, B, L, H]. projections: as `find_projections` returns."""
     called = set()
 
     def silence(layer, heads, module, args, *output):
@@ -211,9 +214,10 @@ def masked_heads(projections, head_mask, mask):
         [R·B, T, H·K]."""
         called.add(layer)
         x, *others = output or args
-        silent = head_mask[:, layer, None, :heads, None].to(x.device) == 0  # [R, 1, H, 1]
-        split = x.reshape(len(silent), -1, heads, x.shape[-1] // heads)  # [R, B·T, H, K]
-        x = split.masked_fill(silent, 0).view(x.shape)
+        factors = head_mask[..., layer, None, :heads, None].to(x)  # [R, 1, H, 1], [R, B, 1, H, 1]
+        # [R, B·T, H, K] or [R, B, T, H, K]
+        split = x.reshape(*factors.shape[:-3], -1, heads, x.shape[-1] // heads)
+        x = (split * factors).view(x.shape)
         return x if output else (x, *others)
 
     with ExitStack() as hooks:

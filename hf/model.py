@@ -87,6 +87,7 @@ class HFModel(nn.Module):
     device = property(lambda self: device_of(self.hf))
 
     @classmethod
+    @torch.inference_mode(False)  # inference tensors have no gradients
     def load(cls, name, device="cpu", dtype=None, device_map=None):
         """As `Transformer.load`. device_map: that of transformers, in place of `device`; weights
         then have the checkpoint's dtype by default."""
@@ -177,10 +178,12 @@ class HFModel(nn.Module):
         check_positions(c, lengths, [n + capacity for n in lengths], self.name)
         return HFCache(self, lengths, rows)
 
-    @torch.no_grad()
     def run_hf(self, inputs, head_mask=None, mask="output", output_attentions=False, **options):
-        """A pass of transformers over R·B texts. Its changes of the model are undone afterwards."""
+        """A pass of transformers over R·B texts, with a gradient if the head mask requires one. Its
+        changes of the model are undone afterwards."""
+        has_gradient = head_mask is not None and head_mask.requires_grad
         with ExitStack() as changes:
+            changes.enter_context(torch.set_grad_enabled(has_gradient))
             if output_attentions:
                 changes.enter_context(eager(self.decoder))
                 options["output_attentions"] = True

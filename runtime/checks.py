@@ -193,9 +193,9 @@ def check_mask(mask):
 
 
 def check_head_mask(head_mask, model):
-    """ValueError if the head mask is not [R, L, H] of this model."""
+    """ValueError if the head mask is not [R, L, H] or [R, B, L, H] of this model."""
     L, H = model.config.n_layers, model.config.n_heads
-    if head_mask.shape[1:] != (L, H):
+    if head_mask.dim() not in (3, 4) or head_mask.shape[-2:] != (L, H):
         raise ValueError(
             f"the head mask is [R, L, H] = {list(head_mask.shape)}; "
             f"{model.name} has L = {L}, H = {H}"

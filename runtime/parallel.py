@@ -52,16 +52,21 @@ class Shard:
         return slice(min(self.rank * step, n), min((self.rank + 1) * step, n))
 
     def all_reduce(self, x):
-        """The sum over all ranks, in place if x is contiguous."""
-        if self.size > 1:
-            x = x.contiguous()
-            call(dist.all_reduce, x, group=self.group)
+        """The sum over all ranks, in place if x is contiguous and has no gradient."""
+        if self.size == 1:
+            return x
+        if x.requires_grad:
+            return Reduced.apply(x, self)
+        x = x.contiguous()
+        call(dist.all_reduce, x, group=self.group)
         return x
 
     def all_gather(self, x):
         """Concatenates along the last axis in the order of the ranks, in the dtype of x."""
         if self.size == 1:
             return x
+        if x.requires_grad:
+            return Gathered.apply(x, self)
         parts = list(x.new_empty(self.size, *x.shape))
         call(dist.all_gather, parts, x.contiguous(), group=self.group)
         return torch.cat(parts, -1)
@@ -72,6 +77,36 @@ class Shard:
         if self.size > 1:
             call(dist.broadcast_object_list, values, group_src=0, group=self.group)
         return values[0]
+
+
+# Backward, each rank gets the gradient of the sum over the ranks of what each of them computes.
+
+
+class Reduced(torch.autograd.Function):
+    """`Shard.all_reduce` with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, shard):
+        ctx.shard = shard
+        return shard.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.shard.all_reduce(gradient.clone()), None
+
+
+class Gathered(torch.autograd.Function):
+    """`Shard.all_gather` with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, shard):
+        ctx.shard = shard
+        return shard.all_gather(x.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        shard = ctx.shard
+        return shard.all_reduce(gradient.clone()).chunk(shard.size, -1)[shard.rank], None
 
 
 class Ranks:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import cli
 from cli import detect as program
-from heads import FOLDER, MEASURES, ablation, detect, load_heads, measures, needles
+from heads import FOLDER, ablation, detect, load_heads, measures, needles
 from heads.sources import find_sources
 from hf import HFModel
 from model import Transformer
@@ -370,8 +370,8 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
     for more in ([], ["--published"]):
         facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
         texts = ["The stones under", "under the", "I do not know"]  # recall 0.75, 0.5, 0
-        records = detect.run_batch(None, tokenizer, prompts, [NEEDLE] * 3, facts)
-        assert [record["right"] for record in records] == [True, False, False]
+        answered = detect.answer_runs(None, tokenizer, prompts, [NEEDLE] * 3, facts)
+        assert [record["right"] for record, _ in answered] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_c
 
 
 def run_names(sizes):
-    kinds = [*MEASURES, *(f"random {seed}" for seed in range(3))]
+    kinds = ["copy", "write", "mass", *(f"random {seed}" for seed in range(3))]
     return [f"{n} {kind}" for n in sizes.split(",") for kind in kinds]
 
 

@@ -20,6 +20,7 @@ import cli
 from cli import decode as program
 from decore import make_head_mask
 from heads.detect import answer_batch
+from heads.measures import effects
 from model import Transformer
 from runtime import torchrun as torchrun_names
 from runtime.config import Config
@@ -57,6 +58,7 @@ def results(folder, name, shard=None):
         "logits": model(ids).tolist(),
         "rows": model(ids, head_mask=head_mask).tolist(),
         "score": score(model, PROMPTS[0], answers, heads=HEADS),
+        "effects": effects(model, PROMPTS[1:], answers, answers[::-1]).tolist(),
         "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[2]], [(2, 8)], 3)[0][1:]],
     }
     for case in CASES if name == "llama3" else ["decore-entropy"]:
@@ -160,8 +162,8 @@ def one_rank(folder):
 def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_rank, size, name):
     several, one = torchrun[0][size][name], one_rank[name]
     # A score is a sum over tokens of (1 + α) base − α masked, with an α of about 4.
-    for key in ("logits", "rows", "heads", "score"):
-        atol = 10 * ATOL if key == "score" else ATOL
+    for key in ("logits", "rows", "heads", "effects", "score"):
+        atol = 10 * ATOL if key in ("effects", "score") else ATOL
         np.testing.assert_allclose(several.pop(key), one[key], atol=atol, rtol=0)
     for case, (ids, alphas) in several.items():
         assert ids == one[case][0], case
