@@ -17,7 +17,6 @@ import cli
 from decoders.setup import Setup
 from heads import (
     FOLDER,
-    MEASURES,
     ablation,
     choose_heads,
     head_file,
@@ -27,6 +26,7 @@ from heads import (
     published_random_heads,
     random_heads,
 )
+from heads.reader import find_measures
 from hf import HFModel
 from model import Transformer
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
@@ -55,7 +55,9 @@ def test_every_file_fits_its_row_of_the_readme():
         content = json.loads((FOLDER / f"{name}.json").read_text())
         facts = [content[field] for field in ("model", "n_layers", "n_heads", "samples")]
         assert facts == [model, int(L), int(H), int(samples)]
-        for kind in MEASURES if measure == "all" else ["copy"]:
+        kinds = find_measures(FOLDER / f"{name}.json")
+        assert kinds[:3] == (["copy", "write", "mass"] if measure == "all" else ["copy"])
+        for kind in kinds:
             assert load_heads(stand_in(int(L), int(H), model), measure=kind)
     assert len(rows) == len(head_files()) - 2  # without the bundled models
 
@@ -110,7 +112,7 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
     )
     for name, *cells, common in of_measures:
         content = json.loads((FOLDER / f"{name}.json").read_text())
-        scores = [load_scores(name, measure) for measure in MEASURES]
+        scores = [load_scores(name, measure) for measure in ("copy", "write", "mass")]
         above = sum(score > 0.1 for score in scores[0].values())
         runs = content["samples"] / content["success_rate"]
         assert [int(x) for x in cells] == [content["samples"], round(runs), above, len(scores[0])]
