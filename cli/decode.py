@@ -28,6 +28,7 @@ from cli.prompts import (
     read_prompt,
     read_prompts,
     text_prompt,
+    with_begin,
     without_context,
 )
 from decoders.setup import METHODS, Setup, has, short
@@ -90,6 +91,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
         objects = text_prompt(read_prompt(EXAMPLE))
         chosen = list(dict.fromkeys(["greedy", *chosen]))
         texts = texts or [objects[0]["prompt"].rpartition("\n")[2]]
+    objects = with_begin(objects, args.begin)
     prompts = encode(objects, model, tokenizer, args)
     if args.json:
         check_fields(prompts)
@@ -137,7 +139,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
         texts = Texts(
             tokenizer,
             args.stop,
-            beginnings=[title + before for title in titles],
+            beginnings=[t + before + p.fields.get("begin", "") for t, p in zip(titles, batch)],
             end="\n\n" if several else "\n",
             holds_ends=args.sources,
             quiet=args.json,
@@ -245,15 +247,16 @@ def make_parser():
         type=chat_prompt,
         metavar="FILE",
         **prompts,
-        help=f'a JSON file that is a chat: {CHAT}, or {{"messages": […]}}',
+        help=f'a JSON file that is a chat: {CHAT}, or {{"messages": […]}}; a last turn of the '
+        "assistant is continued",
     )
     add(
         "--prompts",
         type=line_prompts,
         metavar="FILE.jsonl",
         **prompts,
-        help='a JSON object in each line, with "prompt" or "messages", and "without_context" for '
-        "cad; --json gives back all of its fields",
+        help='a JSON object in each line, with "prompt" or "messages", "begin" if it has one, and '
+        '"without_context" for cad; --json gives back all of its fields',
     )
     add(
         "--prompt-ids",
@@ -261,6 +264,11 @@ def make_parser():
         metavar="ID,…",
         **prompts,
         help="token ids separated by commas, used as they are",
+    )
+    add(
+        "--begin",
+        metavar="TEXT",
+        help="the beginning of the answer; it follows plain text as it is",
     )
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")

@@ -1,7 +1,8 @@
 """Prompts from the command line: options, files, standard input.
 
 Before it is encoded, a prompt is an object, as in a line of --prompts: "prompt" (a text),
-"messages" (a chat) or "prompt_ids"; "without_context", for cad, a text or a chat; and fields of the
+"messages" (a chat) or "prompt_ids"; "begin", the beginning of the answer, which may also be a turn
+of the assistant that ends the chat; "without_context", for cad, a text or a chat; and fields of the
 user, which --json gives back."""
 
 import argparse
@@ -91,6 +92,10 @@ def check_prompt(prompt):
         check_chat(prompt["messages"])
     elif not isinstance(prompt["prompt"], str):
         raise ValueError('"prompt" must be a text')
+    if not isinstance(prompt.get("begin", ""), str):
+        raise ValueError('"begin" must be a text')
+    if prompt.get("begin") and chat_begin(prompt):
+        raise ValueError('"messages" end with an assistant\'s turn, so "begin" has no place')
     without = prompt.get("without_context")
     if isinstance(without, list):
         check_chat(without)
@@ -110,8 +115,14 @@ def check_chat(chat):
             raise ValueError(
                 f'{one_line(repr(message), 60)} must be {{"role": …, "content": …}}, texts'
             )
-    if not chat or chat[-1]["role"] == "assistant":
-        raise ValueError("the chat must end in a message for the model to answer")
+    if not chat:
+        raise ValueError("the chat must end in a message for the model to answer or to continue")
+
+
+def chat_begin(prompt):
+    """The assistant's turn with which a chat ends; "" without one."""
+    last = join_parts(prompt["messages"][-1]) if "messages" in prompt else {}
+    return last["content"] if last.get("role") == "assistant" else ""
 
 
 # ---------------------------------------------------------------------------- reading and encoding
@@ -163,6 +174,19 @@ def read_prompt(path):
     return read_text(sys.stdin.fileno() if str(path) == "-" else path).removesuffix("\n")
 
 
+def with_begin(objects, begin):
+    """The objects, with the text of --begin where they have no beginning of the answer."""
+    if not begin:
+        return objects
+    out = []
+    for prompt in objects:
+        takes = "prompt_ids" not in prompt and not prompt.get("begin") and not chat_begin(prompt)
+        out.append(prompt | {"begin": begin} if takes else prompt)
+    if out == objects:
+        raise ValueError("--begin has no effect on --prompt-ids and on answers that have begun")
+    return out
+
+
 def encode(objects, model, tokenizer, args):
     """Objects → `Prompt`s.
 
@@ -172,9 +196,11 @@ def encode(objects, model, tokenizer, args):
     for fields, ids in zip(objects, all_ids):
         if not {"prompt", "messages"} & fields.keys():  # of --prompt-ids
             fields = {"prompt": tokenizer.decode(ids)}
-        last = join_parts(fields["messages"][-1])["content"] if "messages" in fields else None
+        if begin := chat_begin(fields):
+            fields = fields | {"begin": begin}
         all_fields.append(fields)
-        texts.append(fields["prompt"] if last is None else last)
+        turns = [turn for turn in fields.get("messages", ()) if turn["role"] != "assistant"]
+        texts.append(join_parts(turns[-1])["content"] if turns else fields.get("prompt", begin))
     return list(map(Prompt, count(), all_fields, titles(texts), all_ids))
 
 
@@ -192,6 +218,7 @@ def encode_all(objects, model, tokenizer, args, what="prompt"):
 
 def encode_one(prompt, tokenizer, args):
     """The ids of an object: a text passes through the chat template, if there is one."""
+    begin = prompt.get("begin", "")
     if "messages" in prompt:
         chat = prompt["messages"]
     elif "prompt" not in prompt:
@@ -201,16 +228,21 @@ def encode_one(prompt, tokenizer, args):
     elif args.raw or not tokenizer.chat_template:
         if args.system is not None or args.template_args:
             raise ValueError("--system and --template-args need a chat template, and exclude --raw")
-        return tokenizer.encode(prompt["prompt"])
+        return tokenizer.encode(prompt["prompt"] + begin)
     else:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         chat = [*system, {"role": "user", "content": prompt["prompt"]}]
-    return tokenizer.encode_chat(chat, template_args=args.template_args)
+    if begin:
+        chat = [*chat, {"role": "assistant", "content": begin}]
+    is_open = chat[-1]["role"] == "assistant"
+    return tokenizer.encode_chat(
+        chat, template_args=args.template_args, continue_final_message=is_open
+    )
 
 
 def without_context(objects, texts):
-    """The prompts without their contexts, as objects. texts: of --without-context, in the order of
-    the prompts whose lines have none."""
+    """The prompts without their contexts, as objects with the same beginnings of answers. texts: of
+    --without-context, in the order of the prompts whose lines have none."""
     lines = [prompt.get("without_context") for prompt in objects]
     if len(texts) != lines.count(None):
         raise ValueError(
@@ -219,7 +251,13 @@ def without_context(objects, texts):
         )
     rest = iter(texts)
     lines = [next(rest) if line is None else line for line in lines]
-    return [{"messages" if isinstance(line, list) else "prompt": line} for line in lines]
+    out = []
+    for prompt, line in zip(objects, lines):
+        without = {"messages" if isinstance(line, list) else "prompt": line}
+        if not chat_begin(without):
+            without["begin"] = prompt.get("begin") or chat_begin(prompt)
+        out.append(without)
+    return out
 
 
 def titles(texts):

@@ -192,6 +192,11 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
         ('{"prompt": 5}', 'p.jsonl, line 2: "prompt" must be a text'),
         ('{"messages": "a"}', "p.jsonl, line 2: a chat is a list of messages: [{"),
         ('{"messages": []}', "p.jsonl, line 2: the chat must end in a message for"),
+        ('{"prompt": "a", "begin": ["b"]}', 'p.jsonl, line 2: "begin" must be a text'),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}], "begin": "b"}',
+            'p.jsonl, line 2: "messages" end with an assistant\'s turn, so "begin" has no place',
+        ),
         ('{"prompt": "a", "without_context": 5}', 'p.jsonl, line 2: "without_context" must be'),
         ('{"prompt": "a", "without_context": [5]}', 'p.jsonl, line 2: 5 must be {"role"'),
         ('{"prompt": " "}', "prompt 2 of 2: the prompt is empty"),
@@ -339,8 +344,6 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     path.write_text(json.dumps(dict(messages=chat, id=7)))
     [line] = objects(*model, *FLAGS, "--messages", path)
     assert line["prompt_ids"] == encode(text) and line["id"] == 7 and line["messages"] == chat
-    write(several[:3])
-    assert "must end in a message for" in call(program.main, *model, "--messages", path)[2]
     path.write_text('[{"role": "user"}]')
     assert "{'role': 'user'} must be" in call(program.main, *model, "--messages", path)[2]
     for text, words in (
@@ -354,6 +357,48 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
         path.write_text(text)
         status, _, err = call(program.main, *model, "--messages", path)
         assert (status, err.count("\n")) == (2, 1) and words in err
+
+
+def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(call, objects, tmp_path):
+    model = write_model(tmp_path / "chat", THINKING)
+    encode = Tokenizer.load(model[1]).encode
+    turns = [dict(role="user", content="Where?"), dict(role="assistant", content="It is")]
+    closed = [dict(role="user", content="Who?"), *turns]
+    given = [
+        dict(prompt="In Rome. Where?", without_context="Where?"),
+        dict(prompt="Where?", without_context="?", begin="It"),
+        dict(messages=turns, without_context="?"),
+        dict(messages=turns[:1], without_context=closed),
+    ]
+    path = write_lines(tmp_path / "p.jsonl", given)
+    command = *model, *FLAGS, "--prompts", path, "--begin", "It is"
+    lines = objects(*command)
+    chats = "In Rome. Where?", "Where?", "Where?", "Where?"
+    begins = "It is", "It", "It is", "It is"
+    for line, prompt, chat, begin in zip(lines, given, chats, begins, strict=True):
+        assert line["prompt_ids"] == encode(f"<|turn|>user:{chat}<|end|><|turn|>assistant:{begin}")
+        assert line["begin"] == begin and line | prompt == line
+    _, out, _ = call(program.main, *command)
+    for begin, line in zip(begins, lines):
+        assert f"\n{begin}{line['text']}\n\n" in out and not line["text"].startswith(begin)
+    [raw] = objects(*model, *FLAGS, "--raw", "--prompt=A: ", "--begin=It is")
+    assert raw["prompt_ids"] == encode("A: It is")
+    args = program.make_parser().parse_args(["--begin", "It is"])
+    without = prompts.without_context(prompts.with_begin(given, args.begin), [])
+    begins = "It is", "It", "It is", "It is"
+    expected = [f"<|turn|>user:{text}<|end|><|turn|>assistant:" for text in ("Where?", "?", "?")]
+    expected.append("<|turn|>user:Who?<|end|><|turn|>user:Where?<|end|><|turn|>assistant:")
+    for prompt, text, begin in zip(without, expected, begins, strict=True):
+        ids = prompts.encode_one(prompt, Tokenizer.load(model[1]), args)
+        assert ids == encode(text + begin)
+    write_lines(path, given[2:3])
+    for options in ["--prompt-ids=5"], ["--prompts", path]:
+        status, _, err = call(program.main, *model, *options, "--begin=It")
+        assert status == 2 and "--begin has no effect on --prompt-ids and on answers that" in err
+    chat = [dict(role="user", content="a"), dict(role="assistant", content=" ")]
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    status, _, err = call(program.main, *model, "--messages", tmp_path / "chat.json")
+    assert status == 2 and "does not keep the beginning of the answer, ' '" in err
 
 
 def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tmp_path):
