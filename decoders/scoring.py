@@ -70,7 +70,7 @@ def score_answers(decoding, prompts, answers, renormalise, tops):
             session.cache = cache.select(torch.full([len(answers[b])], b))
         for k, method in enumerate(decoding.methods):
             if isinstance(method, AD):
-                read_answers(decoding.parts[k], b, prompt[-1:], answers[b])
+                read_answers(decoding.others[k], b, prompt[-1:], answers[b])
         # No more numbers at once than the two rows of one run have.
         size = SCORED_AT_ONCE // (len(answers[b]) * max(1, len(caches) // 2))
         passes = []
@@ -85,7 +85,7 @@ def score_answers(decoding, prompts, answers, renormalise, tops):
             values, chosen = (torch.cat(x, 1).tolist() for x in zip(*parts))
             sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
             greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
-            checks.check_finite(sum(sums[b]), model)
+            checks.check_finite(model, *sums[b])
     return results
 
 

@@ -205,20 +205,27 @@ def check_head_mask(head_mask, model):
 class Checked:
     """Base class of methods: records with settings."""
 
+    def __new__(cls, *_, **settings):
+        known = [field.name for field in fields(cls)]
+        for name in settings.keys() - known:
+            raise ValueError(
+                f"{cls.__name__} has no setting {name!r}; it has {', '.join(known) or 'none'}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self):
         """ValueError for a setting that is out of range, or has no effect. Heads become pairs of
         ints."""
-        for name in (f.name for f in fields(self)):
-            value = getattr(self, name)
-            if value is None:
+        for name, value in vars(self).copy().items():
+            if name == "heads":
+                object.__setattr__(self, name, tuple(pairs_of(value)))
+            elif value is None:
                 continue
-            if name in KNOWN:
+            elif name in KNOWN:
                 check_name(value, name, KNOWN[name])
             elif name in NUMBERS:
                 kind = numbers.Integral if name == "info_layer" else numbers.Real
                 check_number(value, name, *NUMBERS[name], kind)
-            elif name == "heads":
-                object.__setattr__(self, name, tuple(pairs_of(value)))
         scales = getattr(self, "scale_alpha", False) or getattr(self, "alpha_rule", "") == "gain"
         if scales and getattr(self, "alpha", None) is not None:
             raise ValueError("scale_alpha and alpha_rule have no effect on a constant alpha")
@@ -229,8 +236,6 @@ class Checked:
         if amateur is not None:
             check_vocabulary(amateur, model)
         if hasattr(self, "heads"):
-            if self.heads is None:
-                raise ValueError(f"{type(self).__name__} needs heads to mask, () for none")
             check_heads(self.heads, amateur or model)
 
 
@@ -310,12 +315,12 @@ def check_number(n, name, low, high=HUGE, kind=numbers.Real):
         )
 
 
-def check_finite(value, model):
+def check_finite(model, *values):
     """ValueError for a score or entropy that is NaN or ∞.
 
     An answer with a token of probability 0 scores −∞. A token scores ∞, by Eq. 7, if its
     probability is 0 in the subtracted model alone."""
-    if not value < math.inf:
+    if not all(value < math.inf for value in values):
         raise ValueError(
             f"{model.name} gives logits that are not finite; try float32 or bfloat16, "
             "or look for damaged weights"

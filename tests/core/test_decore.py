@@ -2,6 +2,7 @@
 tokens."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,14 +12,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MinNewTokensLengthLogitsProcessor
 
+from decoders.baselines import AD, CAD, CD, DoLa
+from decoders.scoring import score
 from decoders.sweep import side_by_side
-from decore import DeCoRe, decore, make_head_mask
-from decore import generate as decode
+from decore import DeCoRe, Greedy, Masked, decore, generate, make_head_mask
 from hf import HFModel
 from model import Cache, Transformer
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
-from tests.methods import DECODERS, METHODS, NAMES, generate, record, score
 
 HEADS = [(1, 0), (2, 3), (1, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -33,16 +34,20 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum())
 
 
-def contrast(base, masked, method, alpha=0.5, alpha_cap=math.inf, scale_alpha=False, **_):
+def contrast(base, masked, method):
     """Scores, α and entropy of Eq. 7 and 8 from two rows of logits."""
-    base, masked = log_softmax(masked if method == "masked" else base), log_softmax(masked)
+    alone = type(method) is Masked
+    base, masked = log_softmax(masked if alone else base), log_softmax(masked)
     h = -(np.exp(base) * base).sum()
-    unit = np.log(len(base)) if scale_alpha else 1
-    a = min({"decore-static": alpha, "decore-entropy": h / unit}.get(method, 0), alpha_cap)
-    return (1 + a) * base - a * masked, a, h
+    alpha = 0
+    if isinstance(method, DeCoRe):
+        alpha = h / (np.log(len(base)) if method.scale_alpha else 1)
+        alpha = alpha if method.alpha is None else method.alpha
+        alpha = min(alpha, math.inf if method.alpha_cap is None else method.alpha_cap)
+    return (1 + alpha) * base - alpha * masked, alpha, h
 
 
-def next_logits(model, prompt, new, heads, mask="output", mask_prompt=False, **_):
+def next_logits(model, prompt, new, heads, mask="output", mask_prompt=False):
     """Logits after prompt + new: one row, and everything is computed again at every step."""
     head_mask = make_head_mask([heads], model)
     if mask_prompt:
@@ -53,30 +58,37 @@ def next_logits(model, prompt, new, heads, mask="output", mask_prompt=False, **_
 
 
 CASES = [
-    *(
-        dict(method=method, mask=mask, mask_prompt=mask_prompt)
-        for method, mask, mask_prompt in product(METHODS, MASKS, (False, True))
-    ),
-    dict(method="decore-static", alpha=-0.5),
-    dict(method="decore-entropy", alpha_cap=0.7),
-    dict(method="decore-entropy", alpha_cap=0.97, scale_alpha=True),
-    dict(method="decore-entropy", amateur_heads=[]),
-    dict(method="decore-entropy", amateur_heads=[(0, 1), (1, 0)], mask_prompt=True),
+    Greedy(),
+    *(Masked(HEADS, *how) for how in product(MASKS, (False, True))),
+    *(DeCoRe(HEADS, *how, alpha=0.5) for how in product(MASKS, (False, True))),
+    *(DeCoRe(HEADS, *how) for how in product(MASKS, (False, True))),
+    DeCoRe(HEADS, alpha=-0.5),
+    DeCoRe(HEADS, alpha_cap=0.7),
+    DeCoRe(HEADS, alpha_cap=0.97, scale_alpha=True),
 ]
+LITE = [DeCoRe([]), DeCoRe([(0, 1), (1, 0)], mask_prompt=True)]  # with an amateur
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, case):
-    other, heads, how = model, HEADS, dict(heads=HEADS)
-    if "amateur_heads" in case:
-        other, heads, how = amateur, case["amateur_heads"], dict(amateur=amateur)
-    out = generate(model, PROMPTS, max_new_tokens=NEW, **how, **case)
+@pytest.mark.parametrize("method", CASES, ids=str)
+def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, method):
+    check_with_numpy(model, model, method, method)
+
+
+@pytest.mark.parametrize("method", LITE, ids=str)
+def test_with_an_amateur_they_equal_the_numpy_version_too(model, amateur, method):
+    check_with_numpy(model, amateur, method, replace(method, amateur=amateur))
+
+
+def check_with_numpy(model, other, method, used):
+    heads = getattr(method, "heads", ())
+    how = getattr(method, "mask", "output"), getattr(method, "mask_prompt", False)
+    out = generate(model, PROMPTS, used, max_new_tokens=NEW)
     for prompt, g in zip(PROMPTS, out, strict=True):
         assert g.stop == "length" and len(g.ids) == NEW
         for i, token in enumerate(g.ids):
-            base = next_logits(model, prompt, g.ids[:i], [], **case)
-            masked = next_logits(other, prompt, g.ids[:i], heads, **case)
-            scores, a, h = contrast(base, masked, **case)
+            base = next_logits(model, prompt, g.ids[:i], [])
+            masked = next_logits(other, prompt, g.ids[:i], heads, *how)
+            scores, a, h = contrast(base, masked, method)
             assert token == scores.argmax()
             assert (g.alphas[i], g.entropies[i]) == pytest.approx((a, h), abs=1e-5)  # float32
 
@@ -88,7 +100,7 @@ def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, cas
 def test_the_plain_loop_gives_the_tokens_and_alphas_of_generate(model, prompts):
     steps = zip(*decore(model, prompts, HEADS, NEW))
     tokens, alphas = (torch.cat(x, 1).tolist() for x in steps)
-    out = generate(model, prompts, heads=HEADS, max_new_tokens=NEW)
+    out = generate(model, prompts, DeCoRe(HEADS), max_new_tokens=NEW)
     assert tokens == [g.ids for g in out] and alphas == [g.alphas for g in out]
 
 
@@ -103,16 +115,16 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
-    how = dict(heads=HEADS, max_new_tokens=3)
-    plain, batch = generate(llama, [5, 6], **how), generate(llama, [[5, 6], [7, 8]], **how)
-    assert generate(llama, form([5, 6]), **how, amateur=None) == plain
-    assert generate(llama, (form([5, 6]), form([7, 8])), **how) == batch
+    method = DeCoRe(HEADS)
+    plain, batch = (generate(llama, ids, method, 3) for ids in ([5, 6], [[5, 6], [7, 8]]))
+    assert generate(llama, form([5, 6]), method, 3) == plain
+    assert generate(llama, (form([5, 6]), form([7, 8])), method, 3) == batch
     if form in (np.array, torch.tensor):
-        assert generate(llama, form([[5, 6], [7, 8]]), **how) == batch
-    sums = score(llama, form([5, 6]), form([7, 8]), heads=HEADS)
-    assert sums == score(llama, [5, 6], [7, 8], heads=HEADS)
+        assert generate(llama, form([[5, 6], [7, 8]]), method, 3) == batch
+    sums = score(llama, form([5, 6]), form([7, 8]), method)
+    assert sums == score(llama, [5, 6], [7, 8], method)
     for heads in ["1-0", "2-3", "1-2"], [form(h) for h in HEADS], iter(HEADS):
-        assert generate(llama, [5, 6], **how | dict(heads=heads)) == plain
+        assert generate(llama, [5, 6], DeCoRe(heads), 3) == plain
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -120,7 +132,7 @@ def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, side
     prompts = [[5, 6, 7], [8]]
     ids = pad_sequence([torch.tensor(p) for p in prompts], True, 2, side)
     masks = pad_sequence([torch.ones(len(p)) for p in prompts], True, 0, side)
-    how = dict(method="decore-entropy", heads=HEADS)
+    how = dict(method=DeCoRe(HEADS))
     batch = generate(llama, input_ids=ids, attention_mask=masks, **how)
     for b, prompt in enumerate(prompts):
         alone = generate(llama, prompt, **how)
@@ -136,7 +148,7 @@ def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, side
 def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_the_batch_goes_on(
     llama, tmp_path
 ):
-    how = dict(heads=HEADS, max_new_tokens=NEW)
+    how = dict(method=DeCoRe(HEADS), max_new_tokens=NEW)
     free = generate(llama, PROMPTS, **how)
     end = free[1].ids[2]
     expected = [g.ids[: g.ids.index(end) + 1] if end in g.ids else g.ids for g in free]
@@ -149,28 +161,37 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
 
 
-@pytest.mark.parametrize("method", NAMES)
+METHODS = {
+    "greedy": Greedy(),
+    "masked": Masked(HEADS),
+    "decore-static": DeCoRe(HEADS, alpha=0.5),
+    "decore-entropy": DeCoRe(HEADS),
+    "cad": CAD([p[-1:] for p in PROMPTS]),
+    "dola-low": DoLa("low"),
+    "dola-high": DoLa("high"),
+    "ad": AD(info_layer=2),
+}
+
+
+@pytest.mark.parametrize("name", [*METHODS, "cd"])
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(
-    llama, amateur, tmp_path, engine, method
+    llama, amateur, tmp_path, engine, name
 ):
-    settings = {} if method in DECODERS else dict(heads=HEADS)
-    settings |= {"ad": dict(info_layer=2), "cd": dict(amateur=amateur)}.get(method, {})
-    if method == "cad":
-        settings |= dict(ids_without_context=[p[-1:] for p in PROMPTS])
+    method = CD(amateur) if name == "cd" else METHODS[name]
     model = engine.load(write_checkpoint(tmp_path, "llama3"))
-    how = dict(method=method, max_new_tokens=NEW, **settings)
+    how = dict(method=method, max_new_tokens=NEW)
     free = generate(model, PROMPTS, eos_ids=(), **how)
     ends = sorted({g.ids[i] for g in free for i in (0, 2, 5)})  # those that would come early
     expected = []
     for prompt in PROMPTS:
-        own = settings | ({"ids_without_context": [prompt[-1:]]} if method == "cad" else {})
-        decoder = record(method, **own).start(model, [prompt], NEW)
+        own = CAD([prompt[-1:]]) if name == "cad" else method
+        decoding = own.start(model, [prompt], NEW)
         process = MinNewTokensLengthLogitsProcessor(len(prompt), 4, ends, device="cpu")
         ids = list(prompt)
         while len(ids) < len(prompt) + NEW and (ids[len(prompt) :] or [None])[-1] not in ends:
             with torch.inference_mode():
-                scores = decoder.step(torch.tensor([ids[-1:]])).scores[:, -1]
+                scores = decoding.step(torch.tensor([ids[-1:]])).scores[:, -1]
             ids.append(process(torch.tensor([ids]), scores).argmax().item())
         expected.append(ids[len(prompt) :])
     out = generate(model, PROMPTS, eos_ids=ends, min_new_tokens=4, **how)
@@ -183,19 +204,18 @@ def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path)
     short = Transformer.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
     prompts = [random_ids(n) for n in (20, 18, 5)]
     for out in (
-        generate(short, prompts, "greedy", max_new_tokens=10**12),  # too many for a cache
-        generate(llama, prompts, "decore-entropy", amateur=short, amateur_heads=[]),
+        generate(short, prompts, Greedy(), max_new_tokens=10**12),  # too many for a cache
+        generate(llama, prompts, DeCoRe([], amateur=short)),
     ):
         assert [len(g.ids) for g in out] == [1, 2, 15]
         assert [g.stop for g in out] == ["length"] * 3
     answer = random_ids(6)  # whose last token is not read
-    assert score(short, random_ids(15), answer, "greedy") < 0
-    how = dict(method="cad", prompt_ids_without_context=random_ids(15))
-    assert math.isfinite(score(short, random_ids(15)[-1:], answer, **how))
+    assert score(short, random_ids(15), answer, Greedy()) < 0
+    assert math.isfinite(score(short, random_ids(15)[-1:], answer, CAD(random_ids(15))))
 
 
 def test_on_token_gets_every_token_in_order_and_may_end_a_text(llama):
-    how = dict(heads=HEADS, max_new_tokens=9)
+    how = dict(method=DeCoRe(HEADS), max_new_tokens=9)
     text, calls = generate(llama, PROMPTS[1], **how), [[], []]
 
     def on_token(b, token, h):
@@ -213,9 +233,9 @@ def test_a_rule_of_ones_own_gives_alpha(llama):
             return 2 * h
 
     how = dict(max_new_tokens=6, eos_ids=())
-    out = decode(llama, PROMPTS[1], Twice(HEADS), **how)
+    out = generate(llama, PROMPTS[1], Twice(HEADS), **how)
     assert out.alphas == [2 * h for h in out.entropies]
-    assert max(decode(llama, PROMPTS[1], Twice(HEADS, alpha_cap=0.25), **how).alphas) == 0.25
+    assert max(generate(llama, PROMPTS[1], Twice(HEADS, alpha_cap=0.25), **how).alphas) == 0.25
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -226,7 +246,7 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
     broken.norm.weight.data[0] = math.nan
     for function, *answer in (generate,), (score, [6]):
         with pytest.raises(ValueError, match="not finite"):
-            function(broken, [5], *answer, method="greedy")
+            function(broken, [5], *answer, method=Greedy())
 
 
 def stand_in(vocab_size):
@@ -234,9 +254,12 @@ def stand_in(vocab_size):
     return SimpleNamespace(name="short", pad_ids=(), config=config)
 
 
-AMATEUR = dict(method="decore-entropy", amateur=stand_in(96), amateur_heads=[])
-CAD = dict(method="cad", ids=[[5, 6], [7]])
-REFUSED = {
+def lite(vocab_size=96, heads=()):
+    return DeCoRe(heads, amateur=stand_in(vocab_size))
+
+
+TWO = [[5, 6], [7]]
+MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
     "prompt 2 of 2 is empty": dict(ids=[[5], []]),
     "prompt 2 of 2 is 6; give": dict(ids=[[5], 6]),
     "contains the id 96; .* knows 0 to 95": dict(ids=[96]),
@@ -250,37 +273,23 @@ REFUSED = {
     "have the shape of the ids, with 1": dict(attention_mask=5),
     "shape of the ids, with 1 for tokens": dict(attention_mask=True),
     "ids and input_ids are .* give one of them": dict(input_ids=[6]),
-    "the method is 'beam'; give a record, such as": dict(method="beam", function=decode),
-    "DeCoRe needs heads": dict(method="decore-entropy"),
-    r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(heads=[(3, 0)], method="masked"),
-    "head 1-0 is listed twice": dict(heads=[(1, 0), (1, 0)]),
-    "'1'. are not a list": dict(heads=["1-0", "1"]),
-    "'00-3'. are not a list": dict(heads=["00-3"]),
-    "are not a list": dict(heads=[(1.5, 0)]),
-    "mask 'keys' is unknown": dict(mask="keys"),
-    "alpha_rule 'gian' is unknown; known: entropy, gain": dict(alpha_rule="gian"),
-    "alpha nan is not a finite": dict(method="decore-static", alpha=math.nan, heads=HEADS),
-    "alpha_cap -1 is not .* at least 0": dict(alpha_cap=-1),
+    "the method is 'beam'; give a record, such as": dict(method="beam"),
+    "the method is <class .*; give a record, such as": dict(method=Greedy),
+    r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(method=Masked([(3, 0)])),
+    "head 1-0 is listed twice": dict(method=DeCoRe([(1, 0), (1, 0)])),
     "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
     "eos_ids is '2'": dict(eos_ids="2"),
     "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
-    "one vocabulary": AMATEUR | dict(amateur=stand_in(64)),
-    "needs heads to mask, .. for none": AMATEUR | dict(amateur_heads=None),
-    "13 tokens; short reads 12": AMATEUR | dict(ids=[5] * 13),
-    "longest answer has 13 tokens; short reads 12": AMATEUR | dict(answer_ids=[6] * 13),
+    "one vocabulary": dict(method=lite(64)),
+    "13 tokens; short reads 12": dict(method=lite(), ids=[5] * 13),
+    "longest answer has 13 tokens; short reads 12": dict(method=lite(), answer_ids=[6] * 13),
     r"Linear is not a model of ours.* HFModel\(model\)": dict(model=torch.nn.Linear(1, 1)),
-    "cd needs an amateur": dict(method="cd"),
-    "cad needs each prompt without its context": CAD,
-    "context-free prompt 2 of 2 is empty": CAD | dict(ids_without_context=[[6], []]),
-    "it got 1 for 2": CAD | dict(ids_without_context=[[6]]),
-    "end in different tokens": CAD | dict(ids_without_context=[[6], [6]]),
-    "context-free .* has 513 tokens": CAD | dict(ids_without_context=[[6], [7] * 450]),
-    "info_layer 1.5 is not a whole number": dict(method="ad", info_layer=1.5),
-    "info_layer True is not a whole number": dict(method="ad", info_layer=True),
-    "info_layer 24 is outside .*layers 1 to 3": dict(method="ad"),
-    "dola_layers 'thirds' is unknown": dict(method="dola-low", dola_layers="thirds"),
-    "relative_top 1.5 is not .* at most 1": dict(method="dola-low", relative_top=1.5),
-    "repetition_penalty 0 is not": dict(method="dola-low", repetition_penalty=0),
+    "cad needs each prompt without its context": dict(method=CAD(), ids=TWO),
+    "context-free prompt 2 of 2 is empty": dict(method=CAD([[6], []]), ids=TWO),
+    "it got 1 for 2": dict(method=CAD([[6]]), ids=TWO),
+    "end in different tokens": dict(method=CAD([[6], [6]]), ids=TWO),
+    "context-free .* has 513 tokens": dict(method=CAD([[6], [7] * 450]), ids=TWO),
+    "info_layer 24 is outside .*layers 1 to 3": dict(method=AD()),
     "the answer is empty": dict(answer_ids=[]),
     "prompt with its longest answer has 513": dict(ids=[5] * 500, answer_ids=[5] * 14),
     "an answer begins with 7": dict(answer_ids=[[6], [7, 8]]),
@@ -288,14 +297,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("words", MISTAKES)
 def test_each_mistake_has_its_message(llama, monkeypatch, words):
     monkeypatch.setattr(llama, "bos_id", 7)
     monkeypatch.setattr(llama, "pad_ids", (2,))
-    how = dict(model=llama, ids=[5]) | REFUSED[words]
-    if "method" not in how:
-        how = dict(method="decore-entropy", heads=HEADS) | how
-    function = how.pop("function", generate)
+    how = dict(model=llama, ids=[5], method=DeCoRe(HEADS)) | MISTAKES[words]
+    function = generate
     if "answer_ids" in how:
         function = score
         how["prompt_ids"] = how.pop("ids")
@@ -304,24 +311,44 @@ def test_each_mistake_has_its_message(llama, monkeypatch, words):
     assert "\n" not in str(error.value)
 
 
-def test_what_has_no_effect_on_a_constant_alpha_is_an_error():
-    for more in dict(scale_alpha=True), dict(alpha_rule="gain"):
-        with pytest.raises(ValueError, match="no effect on a constant alpha"):
-            DeCoRe(HEADS, alpha=0.5, **more)
+SETTINGS = {  # that no record takes
+    "heads None are not a list": lambda: DeCoRe(None),
+    "'1'. are not a list": lambda: DeCoRe(["1-0", "1"]),
+    "'00-3'. are not a list": lambda: DeCoRe(["00-3"]),
+    "are not a list": lambda: DeCoRe([(1.5, 0)]),
+    "mask 'keys' is unknown": lambda: Masked(HEADS, mask="keys"),
+    "alpha_rule 'gian' is unknown; known: entropy, gain": lambda: DeCoRe((), alpha_rule="gian"),
+    "alpha nan is not a finite": lambda: DeCoRe(HEADS, alpha=math.nan),
+    "alpha_cap -1 is not .* at least 0": lambda: DeCoRe(HEADS, alpha_cap=-1),
+    "info_layer 1.5 is not a whole number": lambda: AD(1.5),
+    "info_layer True is not a whole number": lambda: AD(info_layer=True),
+    "half 'middle' is unknown": lambda: DoLa("middle"),
+    "dola_layers 'thirds' is unknown": lambda: DoLa(dola_layers="thirds"),
+    "relative_top 1.5 is not .* at most 1": lambda: DoLa(relative_top=1.5),
+    "repetition_penalty 0 is not": lambda: DoLa(repetition_penalty=0),
+    "DeCoRe has no setting 'alhpa'; it has heads, mask, .*alpha_cap": lambda: DeCoRe((), alhpa=1),
+    "Greedy has no setting 'heads'; it has none": lambda: Greedy(heads=()),
+    "scale_alpha .* no effect on a constant alpha": lambda: DeCoRe((), alpha=1, scale_alpha=True),
+    "alpha_rule have no effect on a constant alpha": lambda: DeCoRe(
+        HEADS, alpha=0.5, alpha_rule="gain"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_a_record_refuses_unknown_settings_and_values(words):
+    with pytest.raises(ValueError, match=words):
+        SETTINGS[words]()
 
 
 def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
-    heads = dict(heads=HEADS)
-    methods = [record(method, **heads) for method in METHODS]
-    methods += [record(mask="query", **heads), record(mask_prompt=True, **heads)]
-    methods += [record(amateur=amateur, amateur_heads=[(0, 1)]), record("cd", amateur=amateur)]
-    methods += [record("cad", ids_without_context=[p[-1:] for p in PROMPTS])]
-    methods += [record("dola-low"), record("dola-high", repetition_penalty=1.3)]
-    methods += [record("ad", info_layer=2)]
+    methods = [*METHODS.values(), DeCoRe(HEADS, mask="query"), DeCoRe(HEADS, mask_prompt=True)]
+    methods += [DeCoRe([(0, 1)], amateur=amateur), CD(amateur)]
+    methods += [DoLa("high", repetition_penalty=1.3)]
     for model in llama, HFModel.load(llama.folder):
         together = side_by_side(model, PROMPTS, methods, max_new_tokens=NEW)
         for method, out in zip(methods, together, strict=True):
-            alone = decode(model, PROMPTS, method, max_new_tokens=NEW)
+            alone = generate(model, PROMPTS, method, max_new_tokens=NEW)
             assert [g.ids for g in out] == [g.ids for g in alone], method
             for g, one in zip(out, alone):
                 assert g.alphas == pytest.approx(one.alphas, abs=1e-5)
@@ -332,12 +359,12 @@ def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_a_method_whose_amateur_reads_less_ends_its_own_texts_only(llama, tmp_path, engine):
     short = engine.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
-    methods = [record("greedy"), record(amateur=short, amateur_heads=[(0, 1)])]
+    methods = [Greedy(), DeCoRe([(0, 1)], amateur=short)]
     prompts = [random_ids(n) for n in (18, 5)]
     how = dict(max_new_tokens=30, eos_ids=())
     long, cut = side_by_side(llama, prompts, methods, **how)
     assert [len(g.ids) for g in long] == [30, 30] and [len(g.ids) for g in cut] == [2, 15]
-    assert [g.ids for g in cut] == [g.ids for g in decode(llama, prompts, methods[1], **how)]
+    assert [g.ids for g in cut] == [g.ids for g in generate(llama, prompts, methods[1], **how)]
 
 
 def test_an_amateur_with_less_padding_decodes_beside_others(tmp_path):
@@ -347,6 +374,6 @@ def test_an_amateur_with_less_padding_decodes_beside_others(tmp_path):
     methods = [DeCoRe([(0, 1)], amateur=amateur, scale_alpha=True), DeCoRe(HEADS)]
     how = dict(max_new_tokens=NEW, eos_ids=[299], min_new_tokens=2)
     for method, out in zip(methods, side_by_side(model, PROMPTS, methods, **how), strict=True):
-        alone = decode(model, PROMPTS, method, **how)
+        alone = generate(model, PROMPTS, method, **how)
         assert [g.ids for g in out] == [g.ids for g in alone]
         assert out[0].alphas == pytest.approx(alone[0].alphas, abs=1e-5)
