@@ -2,9 +2,10 @@
 
 The header says what determines the lines, and names the file. Lines are appended batch by batch,
 and sorted into the order of the data after the last batch. A run that was killed continues where
-it stopped, and a complete one may grow (--limit, --sample). Another header is refused, by the names
-of its fields. Another device, batch size or version of torch changes a last digit at most: it is
-accepted. header["continued"] names them, commit and date, each time with the items from then on."""
+it stopped, and a complete one may grow (--limit, --sample). Another `identity` is refused, by the
+names of its fields. Another device, batch size or version of torch changes a last digit at most: it
+is accepted. header["continued"] names them, commit and date, each time with the items from then
+on."""
 
 import datetime
 import inspect
@@ -26,6 +27,7 @@ from runtime.files import commit, json_lines, write
 SURROUNDINGS = ("device", "batch_size", "tp", "versions", "product")
 GROWING = ("n", "limit", "sample", "command")
 FACTS = (*GROWING, "commit", "date", "paper", "head_file", "measure", "continued")
+IGNORED = (*SURROUNDINGS, *FACTS)  # what cannot change an answer, or only a last digit
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
@@ -81,6 +83,17 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
     }
 
 
+def identity(header):
+    """The fields of a header without IGNORED ones and those without a value. Runs of one identity
+    have the same answers. ValueError for a damaged header."""
+    header = header | Setup.from_header(header).header()
+    return {
+        name: value
+        for name, value in header.items()
+        if name not in IGNORED and value is not None and value != {}
+    }
+
+
 def run_name(header):
     """The name of a run's file: task, model, method and its settings, which rows."""
     parts = [header["task"], Path(header["model"]).name, Setup.from_header(header).file_name]
@@ -132,11 +145,10 @@ def continued(path, header, items):
     if not lines:
         return header, lines
     with located(path):
-        same = stored | Setup.from_header(stored).header()
-    ignored = dict.fromkeys([*SURROUNDINGS, *FACTS])
+        there, now = identity(stored), identity(header)
     if field(stored, "n", "a whole number from 0") > header["n"]:
-        del ignored["n"]
-    if texts := list(differences(same | ignored, header | ignored)):
+        there["n"], now["n"] = stored["n"], header["n"]
+    if texts := list(differences(there, now)):
         raise ValueError(
             f"{path} was made with other settings ({'; '.join(texts[:4])}); "
             "choose another --out or remove the file"

@@ -7,6 +7,7 @@ computed again:
     rows = {row.label: row for row in tables["SmolLM2-135M-Instruct", "nq-swap"]}
     rows["CAD, α = 0.5"].versus.difference"""
 
+import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from decoders.setup import METHODS, SETTINGS
-from paper import printed
-from paper.report.stored import TEXTS
+from paper import printed, runfile
+from paper.report.stored import ORIGIN, TEXTS, words
 from paper.tasks import metrics
 from runtime import statistics
 from runtime.files import short_hash
@@ -73,27 +74,37 @@ def short_tables(runs):
     for (task, title), same in groupby(runs, lambda run: (run.task, run.title)):
         same = list(same)
         metric = printed.headline(task, known_metrics(same))
-        if metric is None:
-            continue
         by_row = runs_by_row(same)
         results = []
         for row, draws in by_row.items():
-            results.append(result_of(draws, metric, greedy_of(draws[0], same)))
+            result = metric and result_of(draws, metric, greedy_of(draws[0], same))
+            if not result:
+                for run in draws:
+                    name = metric or "the task's metrics"
+                    print(f"left out: {run.path}: no values of {name}", file=sys.stderr)
+                continue
+            results.append(result)
             if row.setup.random_heads:
                 results += contrasts(row, by_row, metric)
-        tables[title, task] = correct(filter(None, results))
+        if results:
+            tables[title, task] = correct(results)
     return tables
 
 
 def contrasts(random, by_row, metric):
     """Yields a result for each row with retrieval heads that is otherwise equal to `random`."""
-    setup = replace(random.setup, random_heads=None)
     for row, runs in by_row.items():
-        alike = replace(row, setup=replace(row.setup, measure=None), heads="")
-        if row != random and alike == replace(random, setup=setup):
+        if row.setup.num_heads and not row.setup.random_heads and alike(runs[0], by_row[random][0]):
             if versus := compare(runs, by_row[random], metric):
                 label = f"{row}: retrieval − {random.setup.words()['random_heads']}"
                 yield Result(label, metric, runs, versus.n, [], versus, by_row[random])
+
+
+def alike(run, other):
+    """Whether two runs differ in their heads alone."""
+    chosen = ("heads", "random_heads", "seed", *ORIGIN)
+    one, two = run.identity, other.identity
+    return all(one.get(name) == two.get(name) for name in (one | two).keys() - chosen)
 
 
 def correct(results):
@@ -251,36 +262,59 @@ def half_of(question):
 
 
 def greedy_of(run, runs):
-    """The greedy run with the most items of this run, of the same data, demonstrations and
-    precision; None without one, and for greedy decoding itself."""
+    """The comparable greedy run with the most items of this run; None without one, and for greedy
+    decoding itself."""
     if run.row.method == "greedy":
         return None
     same = []
     for other in runs:
-        of_inputs = all(other.inputs[name] == run.inputs[name] for name in ("data", "demos"))
-        if other.row.method == "greedy" and of_inputs and other.precision == run.precision:
+        if other.row.method == "greedy" and not unlike(run, other):
             if n := len(other.items.keys() & run.items.keys()):
                 same.append((n, other))
     return max(same, key=lambda pair: pair[0], default=(0, None))[1]
+
+
+def unlike(run, greedy):
+    """What keeps a run from being compared with a greedy one, a text for each field."""
+    there = dict(greedy.comparable)
+    if run.row.is_iti:
+        there.pop("fingerprint", None)
+        there["model"] = run.identity["model"]
+    return list(runfile.differences(there, run.comparable))
+
+
+def why_alone(run, runs):
+    """Yields a sentence for a run that is compared with no greedy run of its task."""
+    greedy = [other for other in runs if other.row.method == "greedy" and other.task == run.task]
+    if run in greedy or greedy_of(run, greedy):
+        return
+    if not (greedy := [other for other in greedy if other.model == run.model]):
+        yield "no run of greedy decoding to compare with"
+        return
+    nearest = min(greedy, key=lambda other: len(unlike(run, other)))
+    reason = "; ".join(unlike(run, nearest)) or "they have no items in common"
+    yield f"{run.path} is not compared with {nearest.path}: {reason}"
 
 
 # Runs in the order of the tables
 
 
 def select(runs):
-    """The runs in the order of the tables, labelled. Of several runs of one setup, task and draw,
-    the one with the most examples is taken."""
-    runs = sorted(label_variants(runs), key=lambda run: (order(run), -len(run.lines)))
-    chosen = []
-    for _, (first, *others) in groupby(runs, order):
-        chosen.append(first)
-        for run in others:
+    """The runs in the order of the tables, labelled. Of several runs of one identity the one with
+    the most examples is taken."""
+    chosen = {}
+    for run in sorted(runs, key=lambda run: -len(run.lines)):
+        first = chosen.setdefault(json.dumps(run.identity, sort_keys=True), run)
+        if first is not run:
+            names = run.header | first.header
+            names = [name for name in names if run.header.get(name) != first.header.get(name)]
             print(
                 f"skipped: {run.path}: the same setup as {first.path}, which has as many examples "
-                "or more",
+                f"or more; their headers differ in {', '.join(names) or 'nothing'}",
                 file=sys.stderr,
             )
-    return chosen
+    chosen = sorted(label_variants([*chosen.values()]), key=order)
+    return [replace(run, remarks=[*run.remarks, *why_alone(run, chosen)]) for run in chosen]
 
 
 def runs_by_row(runs):
@@ -292,14 +326,30 @@ def runs_by_row(runs):
 
 
 def label_variants(runs):
-    """Yields the runs, labelled by heads that differ within a model (or its amateur), and by
-    precision and inputs that differ within a model and task."""
+    """The runs, labelled by what differs: checkpoints of one name, heads within a model (or its
+    amateur), precision and inputs within a model and task, anything else within a row."""
+    texts = differing([run.checkpoint for run in runs], [run.title for run in runs])
+    runs = [
+        replace(run, conditions=", ".join(filter(None, [run.conditions, text])))
+        for run, text in zip(runs, texts)
+    ]
     heads = differing([run.heads for run in runs], [(run.title, run.setup.amateur) for run in runs])
     variants = differing(
         [run.precision | run.inputs for run in runs], [(run.title, run.task) for run in runs]
     )
-    for run, of_heads, variant in zip(runs, heads, variants):
-        yield replace(run, row=replace(run.row, heads=of_heads, variant=variant))
+    runs = [
+        replace(run, row=replace(run.row, heads=of_heads, variant=variant))
+        for run, of_heads, variant in zip(runs, heads, variants)
+    ]
+    names = dict.fromkeys(name for run in runs for name in run.identity)
+    fields = [
+        {name: words(name, run.identity.get(name)) for name in names if name not in run.draw}
+        for run in runs
+    ]
+    texts = differing(fields, [(run.title, run.task, run.row) for run in runs])
+    for run, text in zip(runs, texts):
+        variant = ", ".join(filter(None, [run.row.variant, text]))
+        yield replace(run, row=replace(run.row, variant=variant))
 
 
 def differing(facts, places):
@@ -315,10 +365,8 @@ def differing(facts, places):
 
 def order(run):
     """Sort key: task, model, setup, draw."""
-    draw = (run.header.get("seed") or 0, run.header.get("heads") or [])
-    is_draw = bool(run.setup.random_heads)
-    task = list(printed.TASKS).index(run.task)
-    return task, run.title, order_of_row(run.row), draw if is_draw else ()
+    draw = (run.identity.get("seed") or 0, run.identity.get("heads") or []) if run.draw else ()
+    return list(printed.TASKS).index(run.task), run.title, order_of_row(run.row), draw
 
 
 def order_of_row(row):
@@ -329,6 +377,7 @@ def order_of_row(row):
         words.pop(name, None)
     return (
         METHODS.index(setup.method) if setup.method in METHODS else len(METHODS),
+        setup.method,
         row.is_iti,
         tuple(words.values()),
         row.variant,

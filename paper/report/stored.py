@@ -1,8 +1,10 @@
 """Reads stored runs.
 
-A *row* is a setup as tables show it; draws of random heads share one. *Conditions* are settings of
-the task that differ from the paper's: each combination has separate tables. Greedy decoding from a
-checkpoint of ITI is the method `iti` of the model that ITI edited."""
+A *row* is a setup as tables show it; draws of random heads share one. Runs of one *identity* have
+the same answers, so one of them is taken. Runs are *comparable* if their identities differ in their
+setups and items alone. *Conditions* are settings of the task that differ from the paper's: each
+combination has separate tables. Greedy decoding from a checkpoint of ITI is the method `iti` of the
+model that ITI edited."""
 
 import json
 import sys
@@ -12,14 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from decoders.setup import METHODS, Setup
+from decoders.setup import METHODS, SETTINGS, Setup
 from paper import fetch, judges
-from paper.runfile import beside, read_run, remarks
-from paper.tasks import find_task, metrics
+from paper.runfile import beside, identity, read_run, remarks
+from paper.tasks import find_task, metrics, model_metrics
 from runtime.fields import field, located
 from runtime.files import json_lines, short_hash, write
 from runtime.words import is_unseparated
 
+ORIGIN = ("measure", "head_file")  # of heads
+SETUP = ("method", "heads", *SETTINGS, "head_file", "decoder", "amateur_fingerprint")
+ITEMS = ("sample_seed", "skip")
+LABELLED = (  # fields whose differences the names of models, `precision` and `inputs` say
+    *("model", "like", "fingerprint", "task", "version", "dtype", "engine", "product"),
+    *("data", "demos", "template", "system", *ITEMS),
+)
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
@@ -31,8 +40,8 @@ ITI = {  # checkpoint → the model that it was made from
 class Row:
     setup: Setup  # without its heads; of random heads also without measure and seed
     is_iti: bool = False
-    heads: str = ""  # their file, if other runs of the model have others
-    variant: str = ""  # precision and inputs, if other runs of the model and task have others
+    heads: str = ""  # their file or numbers, if other runs of the model have others
+    variant: str = ""  # precision, inputs, …, if other runs of the model and task have others
 
     @property
     def method(self):
@@ -46,6 +55,7 @@ class Row:
 @dataclass(eq=False)
 class Run:
     header: dict
+    identity: dict  # the fields of the header that can change an answer
     model: str
     paper_model: str  # the model whose values in the paper are compared with the run's
     conditions: str  # "" if they are the paper's
@@ -71,6 +81,24 @@ class Run:
         return ", ".join(filter(None, [self.model, self.conditions]))
 
     @property
+    def comparable(self):
+        """What two runs have in common that are compared: the identity less setup and items."""
+        setup = (*SETUP, *ITEMS, *["fingerprint"] * self.row.is_iti)
+        return {name: value for name, value in self.identity.items() if name not in setup}
+
+    @property
+    def checkpoint(self):
+        """{field: text}; None for ITI's, which stand beside those that ITI edited."""
+        known = None if self.row.is_iti else self.identity.get("fingerprint")
+        text = known and f"checkpoint {short_hash(json.dumps(known).encode())[:6]}"
+        return {"fingerprint": text}
+
+    @property
+    def draw(self):
+        """The fields of the identity in which draws of random heads differ."""
+        return ("seed", "heads") if self.setup.random_heads else ()
+
+    @property
     def items(self):
         """(id, hash of the prompt) → (question, metric values)."""
         keys = [(line.get("id", line["index"]), line.get("prompt_sha256")) for line in self.lines]
@@ -87,6 +115,8 @@ def describe(header):
     if header["method"] not in METHODS and not header.get("decoder"):
         raise ValueError(f"unknown method {header['method']!r}")
     setup = replace(Setup.from_header(header), heads=None)
+    if setup.amateur:
+        setup = replace(setup, amateur=Path(setup.amateur).name)
     if setup.random_heads:
         setup = replace(setup, measure=None, seed=None)
     own = Path(header["model"]).name
@@ -96,6 +126,13 @@ def describe(header):
     if row.is_iti:
         paper_model = ITI[paper_model]
     demos = header.get("demos") or {"source": "none"}
+    fields = identity(header) | {"model": own, "amateur": setup.amateur}
+    fields |= {name: header.get(name) for name in ("product", *ORIGIN)}
+    if demos.get("paper"):
+        fields["demos"] = {"paper": True}  # from whichever file
+    if setup.random_heads:
+        fields |= dict.fromkeys(ORIGIN)
+    fields = {name: value for name, value in fields.items() if value is not None}
     precision = {
         "dtype": str(header.get("dtype")),
         "engine": f"{header.get('engine', 'own')} engine",
@@ -122,9 +159,10 @@ def describe(header):
         file = f"heads of {names_of([record])}" if record else "heads as listed"
     return Run(
         header,
+        fields,
         f"{own} like {paper_model}" if like else paper_model,
         paper_model,
-        conditions_of(header, find_task(header["task"]), paper_model),
+        conditions_of(fields, find_task(header["task"]), paper_model),
         row,
         {"file": file},
         precision,
@@ -133,25 +171,36 @@ def describe(header):
     )
 
 
-def conditions_of(header, task, model):
-    """The settings of the task that are not those of the paper's runs of the model."""
-    conditions = {
+def conditions_of(fields, task, model):
+    """The settings of the task that are not those of the paper's runs of the model.
+
+    fields: a run's identity."""
+    paper = {
         "layout": task.layout or ("mistral" if "mistral" in model.lower() else "chat"),
         "max_new_tokens": task.max_new_tokens,
         "template_args": {"enable_thinking": False},
-        "closed_book": None,
     }
-    known = header.get("known") or {"rows": None}
-    return ", ".join(filter(None, [differences(header, conditions), known["rows"]]))
-
-
-def differences(settings, paper):
-    """The settings that are not the paper's, as a text such as "alpha cap 0.5, scale alpha"."""
+    names = [name for name in dict.fromkeys([*paper, *fields]) if name not in (*SETUP, *LABELLED)]
     return ", ".join(
-        name.replace("_", " ") + ("" if settings[name] is True else f" {settings[name]}")
-        for name, value in paper.items()
-        if settings.get(name) not in (None, {}, value)
+        words(name, fields[name])
+        for name in names
+        if fields.get(name) not in (None, paper.get(name))
     )
+
+
+def words(name, value):
+    """A field of a header as a text, such as "layout plain"."""
+    if name == "known" and value:
+        return value["rows"]
+    name = name.replace("_", " ")
+    if value is None:
+        return f"no {name}"
+    if value is True:
+        return name
+    if isinstance(value, dict) and "sha256" in value:
+        return f"{name} {names_of([value])}"
+    text = str(value)
+    return f"{name} {text}" if len(text) < 40 else f"{name} {short_hash(text.encode())[:6]}"
 
 
 def names_of(records):
@@ -250,12 +299,14 @@ def text_values(line):
 
 
 def values_of(path, task, lines):
-    """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`."""
+    """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`, for the
+    code that computed them."""
     store = beside(path, ".scores.json")
     content = []
     for line in lines:
         content.append({name: value for name, value in line.items() if name != "place"})
-    key = short_hash(json.dumps([task.version, content]).encode())
+    code = [Path(module.__file__).read_text("utf-8") for module in (metrics, model_metrics)]
+    key = short_hash(json.dumps([code, task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
         if entry.get("key") == key:
             return entry["values"]

@@ -1,0 +1,216 @@
+"""Which runs a report takes for one, which share a table, and which it compares."""
+
+import json
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import evaluate
+from decoders.setup import RECORDS, Setup
+from decore import DeCoRe
+from paper.benchmark import Benchmark
+from paper.report import results, stored
+from paper.runfile import make_header
+from paper.tasks import TASKS, model_metrics
+from tests.checkpoints import write_lines
+
+FILE = {"file": "a.json", "sha256": 64 * "a"}
+OTHER = {"file": "b.json", "sha256": 64 * "b"}
+ENTROPY = {"method": "decore-entropy"}
+LITE = {
+    "method": "decore-entropy-lite",
+    "amateur": "small",
+    "amateur_fingerprint": {"weights": "1"},
+}
+# A field of a header → what else both runs have, its other value, and what the report does:
+# one: takes the runs for one, and says in which fields they differ
+# rows: gives each a row, and compares both with greedy decoding
+# draws: gives them one row, as draws of random heads
+# apart: does not compare the other run with greedy decoding, and says why
+# refused: does not read it
+FIELDS = {
+    "method": ({}, "decore-entropy", "rows"),
+    "heads": ({}, ["0-1"], "rows"),
+    "num_heads": ({}, 2, "rows"),
+    "measure": ({}, "write", "rows"),
+    "random_heads": ({}, "uniform", "rows"),
+    "seed": ({"random_heads": "uniform", "seed": 1}, 2, "draws"),
+    "alpha": ({"method": "decore-static", "alpha": 0.5}, 1.0, "rows"),
+    "alpha_cap": (ENTROPY, 0.5, "rows"),
+    "scale_alpha": (ENTROPY, True, "rows"),
+    "alpha_rule": (ENTROPY, "gain", "rows"),
+    "mask": ({}, "query", "rows"),
+    "mask_prompt": ({}, True, "rows"),
+    "amateur": (LITE, "tiny", "rows"),
+    "relative_top": ({"method": "cad"}, 0.2, "rows"),
+    "info_layer": ({"method": "ad"}, 5, "rows"),
+    "renormalise": ({"method": "cad", "task": "memotrap", "max_new_tokens": None}, False, "rows"),
+    "dola_layers": ({"method": "dola-low"}, "halves", "rows"),
+    "repetition_penalty": ({"method": "dola-low"}, 1.05, "rows"),
+    "head_file": ({}, OTHER, "rows"),
+    "decoder": ({"method": "own", "decoder": FILE}, OTHER, "rows"),
+    "amateur_fingerprint": (LITE, {"weights": "2"}, "rows"),
+    "sample_seed": ({"sample": 8, "sample_seed": 1}, 2, "rows"),
+    "skip": ({"sample": 8, "sample_seed": 1}, 3, "rows"),
+    "model": ({}, "other", "apart"),
+    "like": ({}, "Meta-Llama-3-8B-Instruct", "apart"),
+    "fingerprint": ({}, {"weights": "cc"}, "apart"),
+    "dtype": ({}, "bfloat16", "apart"),
+    "engine": ({}, "transformers", "apart"),
+    "product": ({}, "filled", "apart"),
+    "task": ({}, "triviaqa", "apart"),
+    "layout": ({}, "plain", "apart"),
+    "template": ({}, "{question}", "apart"),
+    "system": ({"template": "{question}"}, "Answer.", "apart"),
+    "closed_book": ({}, True, "apart"),
+    "known": ({}, {"rows": "known"} | FILE, "apart"),
+    "eos": ({}, ["."], "apart"),
+    "template_args": ({}, {"date": "today"}, "apart"),
+    "data": ({}, [OTHER], "apart"),
+    "demos": ({}, OTHER, "apart"),
+    "max_new_tokens": ({}, 50, "apart"),
+    "min_new_tokens": ({}, 5, "apart"),
+    "version": ({}, 99, "refused"),
+    "tp": ({}, 2, "one"),
+    "device": ({}, "cuda (H100)", "one"),
+    "batch_size": ({}, 1, "one"),
+    "versions": ({}, {"torch": "3"}, "one"),
+    "commit": ({}, "0123", "one"),
+    "date": ({}, "2026-01-01", "one"),
+    "command": ({}, "evaluate.py", "one"),
+    "n": ({}, 9, "one"),
+    "limit": ({}, 8, "one"),
+    "sample": ({"sample": 8, "sample_seed": 1}, 9, "one"),
+    "paper": ({}, {"table": "1"}, "one"),
+}
+
+
+@pytest.fixture
+def header(monkeypatch):
+    """That of a run with a rule of one's own."""
+    monkeypatch.setitem(RECORDS, "own", (DeCoRe, {}))
+    monkeypatch.setattr("paper.runfile.data.file_record", lambda path: FILE)
+    bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, "chat")
+    how = dict(tp=1, transformers=False, batch_size=16, eos=None, limit=None, sample=None)
+    model = SimpleNamespace(
+        name="models/m", device=torch.device("cpu"), dtype=torch.float32, kernel="packed"
+    )
+    setup = Setup.of("own", heads=[(0, 0)], num_heads=1, measure="copy")
+    more = {"paper": None, "like": None}
+    fingerprints = [{"weights": "aa"}, None]
+    args = Namespace(**how, skip=None)
+    header = make_header(bench, setup, args, model, fingerprints, "a.json", more)
+    return header | {"max_new_tokens": TASKS["popqa"].max_new_tokens}
+
+
+def write_run(path, header, right=4):
+    lines = [{"header": header}]
+    for i in range(8):
+        line = {"index": i, "question": f"q{i}", "references": ["Alaria"], "entropies": [0.1]}
+        line |= {"prediction": " Alaria." if i < right else " Bodun.", "stop": "eos"}
+        lines.append(line | {"scores_true": [i], "scores_false": [4], "split": "proverb-ending"})
+    return write_lines(path, lines)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_two_runs_that_differ_in_one_field(header, tmp_path, capsys, name):
+    """The runs are named by their paths, and what is left out by a line with both and the field."""
+    same, other, expected = FIELDS[name]
+    first = header | {"method": "masked", "decoder": None} | same
+    greedy = write_run(tmp_path / "greedy.jsonl", first | {"method": "greedy"})
+    a = write_run(tmp_path / "a.jsonl", first)
+    b = write_run(tmp_path / "b.jsonl", first | {name: other}, right=6)
+    runs = results.select(stored.collect(tmp_path))
+    tables = results.short_tables(runs)
+    errors = capsys.readouterr().err.splitlines()
+    rows = [row for table in tables.values() for row in table if not row.contrast]
+    rows_of = {run.path: row for row in rows for run in row.runs}
+    assert len({(title, row.label) for title, rows in tables.items() for row in rows}) == sum(
+        map(len, tables.values())
+    )
+    if expected == "one":
+        assert rows_of.keys() == {greedy, a}
+        [line] = errors
+        assert str(a) in line and str(b) in line and line.endswith(f"differ in {name}")
+    elif expected == "refused":
+        assert rows_of.keys() == {greedy, a}
+        assert len(errors) == 1 and errors[0].startswith(f"skipped: {b}: ")
+    else:
+        assert rows_of.keys() == {greedy, a, b} and not errors
+        assert rows_of[a].versus.difference == pytest.approx(12.5 if expected == "draws" else 0)
+        assert (rows_of[a] is rows_of[b]) == (expected == "draws")
+        remarks = {run.path: run.remarks for run in runs}
+        alone = f"{b} is not compared with {greedy}: {name}"
+        if name in ("task", "model", "like"):
+            alone = "no run of greedy decoding to compare with"
+        assert any(remark.startswith(alone) for remark in remarks[b]) == (expected == "apart")
+        assert not any("compare" in remark for remark in remarks[a])
+        assert (rows_of[b].versus is None) == (expected == "apart")
+
+
+def test_the_table_above_has_every_field_of_a_header(header):
+    assert header.keys() == FIELDS.keys()
+
+
+def test_seed_and_origin_of_heads_are_no_setup_if_they_change_no_head(header, tmp_path, capsys):
+    for name, more in (("a", {}), ("b", {"seed": 5})):
+        write_run(tmp_path / f"{name}.jsonl", header | {"method": "masked", "decoder": None} | more)
+    drawn = header | {"method": "masked", "random_heads": "uniform", "seed": 1}
+    write_run(tmp_path / "c.jsonl", drawn)
+    write_run(tmp_path / "d.jsonl", drawn | {"head_file": OTHER, "measure": "write"})
+    names = [run.path.name for run in results.select(stored.collect(tmp_path))]
+    errors = capsys.readouterr().err
+    assert names == ["a.jsonl", "c.jsonl"]
+    assert "differ in seed" in errors and "differ in measure, head_file" in errors
+
+
+def test_rules_of_ones_own_have_a_row_each(header, tmp_path, call):
+    """Two of one file, and one of the same name in another file."""
+    write_run(tmp_path / "greedy.jsonl", header | {"method": "greedy"})
+    for number, (method, file) in enumerate((("one", FILE), ("two", FILE), ("one", OTHER))):
+        own = {"method": method, "decoder": file}
+        write_run(tmp_path / f"{number}.jsonl", header | own, right=5 + number)
+    status, out, err = call(evaluate.main, "report", tmp_path)
+    assert (status, err) == (0, "")
+    for name, value in (
+        ("one, N = 1, decoder a.json aaaaaa", "62.5"),
+        ("two, N = 1", "75.0"),
+        ("one, N = 1, decoder b.json bbbbbb", "87.5"),
+    ):
+        assert f"| {name.ljust(33)} | 8 | {value} " in out
+    _, out, _ = call(evaluate.main, "report", tmp_path, "--csv")
+    assert all(f"\n{number}.jsonl," in out for number in range(3))
+
+
+def test_checkpoints_of_one_name_have_tables_of_their_own(header, tmp_path, call):
+    for number, method in enumerate(("greedy", "masked", "greedy", "masked")):
+        run = {"method": method, "decoder": None, "fingerprint": {"weights": number // 2}}
+        write_run(tmp_path / f"{number}.jsonl", header | run, right=2 + number)
+    _, out, err = call(evaluate.main, "report", tmp_path)
+    titles = [line for line in out.splitlines() if line.startswith("### PopQA: m, checkpoint ")]
+    assert len(set(titles)) == 2 and not err
+    assert out.count("| +12.5 ") == 2
+
+
+def test_values_that_other_code_computed_are_computed_again(header, tmp_path, call, monkeypatch):
+    path = write_run(tmp_path / "a.jsonl", header | {"method": "greedy"})
+    monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)  # all is slow
+    stored.read(path)
+    store = tmp_path / "a.scores.json"
+    entry = json.loads(store.read_text())
+    for values in entry["values"]:
+        values["substring_match"] = values.pop("answer_contained")
+    write_lines(store, [entry])
+    assert "answer_contained" not in stored.read(path).values[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("paper.report.stored.metrics.__file__", __file__)  # another code
+        assert stored.read(path).values[0]["answer_contained"] == 1
+
+
+def test_a_run_without_the_value_of_a_table_is_named(header, tmp_path, call, monkeypatch):
+    path = write_run(tmp_path / "a.jsonl", header | {"method": "greedy", "task": "xsum"})
+    monkeypatch.setattr(model_metrics.rouge, "problem", lambda: "rougeL needs a library")
+    status, out, err = call(evaluate.main, "report", tmp_path)
+    assert status == 0 and f"left out: {path}: no values of the task's metrics\n" in err
