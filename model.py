@@ -101,7 +101,8 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's.
+    """A decoder-only transformer with random weights; `Transformer.load` reads a checkpoint's. It
+    offers what runtime/protocols.py lists.
 
     Call the model itself for logits, `prefill` to store prompts in a cache, and `read_layers` for
     hidden states, which `logits` turns into logits. All three run their tokens by `run_layers`."""
@@ -111,6 +112,8 @@ class Transformer(nn.Module):
     eos_ids = ()
     pad_ids = ()
     kernel = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
+    reads_one_text = False
+    has_exits = True
 
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):
         super().__init__()

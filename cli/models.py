@@ -22,6 +22,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     config: object  # has n_layers, n_heads, vocab_size, max_positions, tied_embeddings
     tokenizer: object
+    has_exits = True  # until the model is loaded, see runtime/protocols.py
 
 
 def read_models(args):

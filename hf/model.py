@@ -51,7 +51,9 @@ from runtime.weights import (
 
 
 class HFModel(nn.Module):
-    """hf: a causal language model, loaded by transformers; or one in torch.compile, which is then
+    """Offers what runtime/protocols.py lists, as `Transformer` does.
+
+    hf: a causal language model, loaded by transformers; or one in torch.compile, which is then
     left out, or with adapters of PEFT. ValueError if its heads cannot be masked. packs: replace the
     linear layers by faster ones, as runtime/pack.py does."""
 

@@ -21,8 +21,8 @@ NAMES = [name for name in short(METHODS) if name not in ("cad", "ad")]
 
 def main():
     args, rest = make_parser().parse_known_args()
-    [method] = cli.full_names([args.method], args.amateur)
-    cli.check_options(args, [method], seeded=True)
+    [name] = cli.full_names([args.method], args.amateur)
+    cli.check_options(args, [name], seeded=True)
     offline_if_unreachable()
     # The harness's tasks import the library `evaluate`, so our evaluate.py must be found after it.
     sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
@@ -40,27 +40,26 @@ def main():
         raise ValueError(
             "--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa"
         )
-    for name in ("model_args", "use_cache", "cache_requests"):
-        if getattr(run, name, None):
+    for option in ("model_args", "use_cache", "cache_requests"):
+        if getattr(run, option, None):
             raise ValueError(
-                f"--{name} has no effect: the model is --model's, and nothing is cached"
+                f"--{option} has no effect: the model is --model's, and nothing is cached"
             )
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise ValueError("--template-args has no effect without --apply_chat_template")
     checkpoint, tokenizer, of_amateur = cli.read_models(args)
-    [setup] = cli.setups(args, [method])
+    [setup] = cli.setups(args, [name])
     setup = cli.fit(setup, args, checkpoint, of_amateur)
     setup.record(of_amateur).check(checkpoint)
     model, amateur = cli.load_weights(args)
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
     renormalise = args.renormalise is None  # --no-renormalise is the only value
-    decoder = setup.record(amateur)
-    run.model = HarnessModel(model, tokenizer, decoder, args.batch_size, renormalise, template_args)
+    method = setup.record(amateur)
+    run.model = HarnessModel(model, tokenizer, method, args.batch_size, renormalise, template_args)
     libraries = ["torch", "tokenizers", *["transformers"] * args.transformers]
     run.batch_size = args.batch_size
-    settings = {name: value for name, value in vars(decoder).items() if value is not None}
+    settings = {name: value for name, value in setup.header().items() if value is not None}
     run.model_args = settings | {  # stored beside the results
-        "method": method,
         "engine": "transformers" if args.transformers else "own",
         "versions": {name: version(name) for name in libraries},
         "pretrained": args.model,

@@ -1,4 +1,4 @@
-"""What models stand on: configurations, weights, ranks, attention, the engine over transformers."""
+"""What models stand on: configurations, weights, ranks, attention, and checks of arguments."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,0 +1,43 @@
+"""What a model and a method must offer. B prompts   R rows   T tokens   V vocabulary   D width"""
+
+from typing import Protocol
+
+
+class Model(Protocol):
+    """`model.Transformer` and `hf.HFModel`, which say what the arguments are."""
+
+    name: str
+    config: object  # n_layers, n_heads, vocab_size, max_positions, tied_embeddings, d_model
+    folder: object  # of the checkpoint; None: there is none
+    bos_id: int | None
+    eos_ids: tuple  # that end a text
+    pad_ids: tuple
+    shard: object  # runtime.parallel.Shard: its rank among those that share the model
+    kernel: str | None  # of a CPU's linear layers, as in a run's header
+    can_record: bool  # its steps as CUDA graphs
+    reads_one_text: bool  # all rows of a pass read the same tokens
+    has_exits: bool  # `read_layers` works
+    device: object
+    dtype: object
+
+    def new_cache(self, lengths, capacity, rows=1): ...  # has lengths, slots, select, values
+    def prefill(self, ids, cache, head_mask=None, mask="output"): ...
+    def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None): ...
+    def read_layers(self, ids, layers, cache=None): ...  # hidden states [R, B, T, D]
+    def logits(self, x): ...  # of hidden states → [R, B, T, V]
+    def unembedding(self, ids): ...
+    def output_projections(self): ...
+
+
+class Method(Protocol):
+    """A record, as those of decore.py and decoders/baselines.py. `runtime.checks.Checked` has its
+    checks. If it has an `amateur`, that is a model too."""
+
+    def check(self, model): ...  # ValueError if it does not fit a model, or its facts
+    def start(self, model, prompts, capacity): ...  # read prompts → a Decoding
+
+
+class Decoding(Protocol):
+    sessions: list  # each has the `model` and the `cache` of a pass
+
+    def step(self, tokens): ...  # append [B, T], first the prompts' last tokens → a decore.Step
