@@ -18,7 +18,6 @@ HEADLINES = {
     "truthfulqa-mc": "mc2",
     "memotrap": "micro",
     "ifeval": "prompt_strict",
-    "qa": "passage",  # of rows with `memory`
 }
 
 

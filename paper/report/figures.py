@@ -38,6 +38,8 @@ KINDS = {  # of results → their look, from top to bottom beside one name
     "retrieval − random heads": {"color": COLOURS[2], "marker": "D"},
     "other methods": {"color": "#555555", "marker": "s"},
 }
+# What an answer is, from left to right in a bar → its colour
+ANSWERS = {"passage": COLOURS[0], "memory": COLOURS[1], "neither": "#BBBBBB", "blank": "#EEEEEE"}
 BARS = "bars: paired 95 % intervals"
 
 
@@ -54,13 +56,13 @@ def draw_all(tables, folder):
     return pictures
 
 
-def figure_of(panels, draw, runs, *notes, heights=None):
+def figure_of(panels, draw, runs, *notes, heights=None, columns=COLUMNS):
     """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
 
     The foot says which runs it shows. heights: of the rows of panels, in inches."""
     if not panels:
         return None
-    columns = min(COLUMNS, len(panels))
+    columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     heights = heights or [2.2] * rows
     figure = Figure(figsize=(7.6, sum(heights) + 0.9), layout="constrained")
@@ -214,9 +216,84 @@ def heads_figure(tables):
     return figure_of(panels, draw, runs_of(swept), "points of difference to greedy decoding", BARS)
 
 
+# Answers of the passage and of memory
+
+
+def memory_figure(tables):
+    """For each task and model with memorised answers: a bar of each setup's answers; and, with a
+    closed-book run, the largest gains over greedy decoding by the certainty of that run."""
+    panels, heights, shown = [], [], {}
+    closed_book = [run for run in runs_of(tables) if run.header.get("closed_book")]
+    for key, rows in tables.items():
+        rows = [row for row in rows if row.metric == "passage" and not row.contrast]
+        if rows:
+            curves = curves_of(rows, closed_book)
+            panels += [(draw_answers, key, rows), (draw_gains, curves)]
+            heights.append(0.7 + max(1.6, 0.2 * len(rows)))
+            shown[key] = rows
+    names = dict.fromkeys(name for _, curves, *_ in panels[1::2] for name in curves)
+    looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
+
+    def draw(ax, draw_panel, *panel):
+        draw_panel(ax, *panel, looks)
+
+    note = "p closed book: probability of the memorised answer without the passage, quarters of the"
+    note += f" items; the {len(COLOURS)} setups with the largest gains"
+    return figure_of(panels, draw, runs_of(shown), note, heights=heights, columns=2)
+
+
+def draw_answers(ax, key, rows, looks):
+    places = range(len(rows))
+    left = np.zeros(len(rows))
+    for name, colour in ANSWERS.items():
+        shares = np.array([row.value if name == row.metric else row.beside[name] for row in rows])
+        ax.barh(places, shares, left=left, color=colour, height=0.7, label=name)
+        left += shares
+    ax.set_yticks(places, [row.label for row in rows])
+    ax.set(title=title_of(key, rows), xlim=(0, 100), xlabel="% of the answers")
+    ax.invert_yaxis()
+
+
+def draw_gains(ax, curves, looks):
+    if not curves:
+        ax.set_axis_off()
+        return
+    ax.axhline(0, color="#000000", linewidth=0.8)
+    for name, points in curves.items():
+        colour, marker = looks[name]
+        ax.plot(*points, marker=marker, color=colour, markersize=3.6, label=name)
+    ax.set(xlim=(0, 1), xlabel="p closed book", ylabel="gain in the passage's answers, points")
+
+
+def curves_of(rows, closed_book):
+    """{setup: (certainties, gains)} of the setups that gain most over greedy decoding: means of
+    quarters of the items, gains in points. closed_book: runs."""
+    certainties = {}
+    for run in closed_book:
+        if run.model == rows[0].runs[0].model:
+            for line, question in zip(run.lines, run.questions):
+                if (log_p := line.get("memory_log_p")) is not None:
+                    certainties[line["id"], question] = np.exp(log_p)
+    curves = {}
+    compared = [row for row in rows if row.versus]
+    for row in sorted(compared, key=lambda row: -row.versus.difference)[: len(COLOURS)]:
+        draws, [greedy] = [run.items for run in row.runs], row.others
+        points = []
+        for key, (question, values) in greedy.items.items():
+            certainty = certainties.get((key[0], question))
+            if certainty is not None and all(key in items for items in draws):
+                share = np.mean([items[key][1]["passage"] for items in draws])
+                points.append((certainty, 100 * (share - values["passage"])))
+        if points:
+            quarters = np.array_split(sorted(points), min(4, len(points)))
+            curves[row.label] = np.transpose([quarter.mean(0) for quarter in quarters])
+    return curves
+
+
 FIGURES = {
     "differences": (difference_figure, "differences to greedy decoding on the same items"),
     "heads": (heads_figure, "difference to greedy decoding against the number of masked heads"),
+    "memory": (memory_figure, "answers of the passage and of memory, and gain by certainty"),
 }
 
 

@@ -37,6 +37,10 @@ CONTAINED = (
     "answer contained: the answer contains a reference. The paper calls this EM, exact match. "
     "exact match: the answer equals a reference."
 )
+SHARES = (
+    "passage, memory, neither, blank: what the answer's first sentence gives, in complete words; "
+    "of both the first one counts. A clause with not, no longer, never or formerly gives none."
+)
 MEMORY = "memory match: the answer is the memorised one, which the passage contradicts."
 QUERY = (
     "query mask: the query of masked heads is zero, as in the published runs. In the other rows "
@@ -193,6 +197,8 @@ def short_notes(tables):
         notes.append(CONTAINED)
     if "memory_match" in metrics_shown:
         notes.append(MEMORY)
+    if "passage" in metrics_shown:
+        notes.append(SHARES)
     return notes + setting_notes(rows)
 
 
@@ -375,6 +381,8 @@ def score_notes(rows):
         notes.append(CONTAINED)
     if any(row.metric == "memory_match" for row in rows):
         notes.append(MEMORY)
+    if any(row.metric == "memory" for row in rows):
+        notes.append(SHARES)
     return notes + setting_notes(rows) + remarks(rows)
 
 

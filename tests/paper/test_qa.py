@@ -18,6 +18,7 @@ from decoders.scoring import score
 from decore import Greedy
 from model import Transformer
 from paper import fetch
+from paper.report import figures, results, stored
 from paper.tasks import TASKS, data, metrics, prompts, with_prompt
 from tests.checkpoints import write_lines
 from tokenizer import Tokenizer
@@ -577,3 +578,38 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
     options = "--task", "miniature", "--closed-book"
     status, _, err = capitals(*options)
     assert status == 2 and "--closed-book has no effect on miniature" in err
+
+
+def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_book_run(
+    capitals, call, chat_model, tmp_path
+):
+    heads = "--heads", chat_model / "heads.json", "--num-heads", 2
+    run = closed_book(capitals, known=("c0",))
+    header, *lines = map(json.loads, run.read_text().splitlines())
+    log_ps = [-3, -1, -2, -0.5, -5, -4]
+    write_lines(run, [header, *(x | {"memory_log_p": p} for x, p in zip(lines, log_ps))])
+    capitals("--method", "greedy,masked", *heads)
+    answers = {"greedy": ("Old0", "New1", "Old2", "New3", "Else", " "), "masked": ("New",) * 6}
+    for path in (tmp_path / "out").glob("*.jsonl"):
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        if path != run:
+            texts = answers[header["header"]["method"]]
+            texts = [text + str(i) * (text == "New") for i, text in enumerate(texts)]
+            lines = [line | {"prediction": text} for line, text in zip(lines, texts)]
+        write_lines(path, [header, *lines])
+    status, out, err = call(evaluate.main, "report", tmp_path / "out")
+    assert status == 0 and "closed book, with memory" in out, err
+    assert "passage, memory, neither, blank: what the answer's first sentence gives" in out
+    assert "| setup         | n | passage | memory | neither | blank |" in out
+    assert "| greedy        | 6 | 33.3    | 33.3   | 16.7    | 16.7  |" in out
+    assert "| masked, N = 2 | 6 | 100.0   | 0.0    | 0.0     | 0.0   |" in out
+    runs = results.select(stored.collect(tmp_path / "out"))
+    bars, gains = figures.FIGURES["memory"][0](results.short_tables(runs)).axes[2:]
+    assert [bar.get_width() for bar in bars.patches] == pytest.approx(
+        [100 / 3, 100, 100 / 3, 0, 50 / 3, 0, 50 / 3, 0]  # greedy, masked of each kind
+    )
+    _, line = gains.lines
+    # In the order of p: items 4 and 5, 0 and 2, 1, 3; greedy has 1 and 3.
+    means = [(math.exp(-5) + math.exp(-4)) / 2, (math.exp(-3) + math.exp(-2)) / 2]
+    assert list(line.get_xdata()) == pytest.approx([*means, math.exp(-1), math.exp(-0.5)])
+    assert list(line.get_ydata()) == pytest.approx([100, 100, 0, 0])
