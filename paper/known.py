@@ -12,7 +12,8 @@ from paper.tasks import find_task, metrics
 
 def choose_rows(task, items, path, known, model=None):
     """(the items that the run answers with `memory`, or the others if not `known`; a record of the
-    choice for a run's header).
+    choice for a run's header). Items without `memory`, such as those whose passage is right, get
+    the run's.
 
     Rows are matched by their ids, or without them by their questions. model: a `cli.Checkpoint`,
     which must be the run's; None: not checked. ValueError for a run that does not tell."""
@@ -22,18 +23,26 @@ def choose_rows(task, items, path, known, model=None):
         raise ValueError(f"{path} is not a closed-book run that tells what is known: {problem}")
     by_id = [item["id"] for item in items] != list(range(len(items)))  # else they are row numbers
     answers = metrics.compute(find_task(task.name), lines)
-    knows, questions = {}, {}
+    knows, of_run = {}, {}
     for line, values in zip(lines, answers):
         key = key_of(line, by_id)
         knows[key] = knows.get(key, True) and values["memory"] == 1
-        questions[key] = line["question"]
-    lacking = [item for item in items if questions.get(key_of(item, by_id)) != item["question"]]
+        of_run[key] = {name: line[name] for name in ("question", "memory")}
+    lacking = []
+    for item in items:
+        line = of_run.get(key_of(item, by_id), {})
+        if line.get("question") != item["question"]:
+            lacking.append(item)
     if lacking:
         raise ValueError(
             f"{path} lacks {len(lacking):,} of {len(items):,} questions of the data, such as "
             f"{lacking[0]['id']!r}, {lacking[0]['question']!r}: run them with --closed-book first"
         )
-    chosen = [item for item in items if knows[key_of(item, by_id)] == known]
+    chosen = []
+    for item in items:
+        key = key_of(item, by_id)
+        if knows[key] == known:
+            chosen.append(of_run[key] | item)
     words = "known" if known else "unknown"
     print(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}", file=sys.stderr)
     if not chosen:

@@ -247,8 +247,8 @@ def read(path):
         )
     if not lines:
         raise ValueError("no examples yet")
-    if task.own and any(line.get("memory") for line in lines):
-        run.conditions = ", ".join(filter(None, [run.conditions, "with memory"]))
+    if task.own and not header.get("closed_book"):
+        run.conditions = ", ".join(filter(None, [run.conditions, passages_of(lines)]))
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = values_of(path, task, lines)
@@ -296,6 +296,15 @@ def text_values(line):
         "empty": float(line.get("stop") == "eos" and len(entropies) == 1),
         "letters": sum(map(len, words)) / len(words) if words else None,
     }
+
+
+def passages_of(lines):
+    """Whether passages agree with memory, as a condition of a table; "" for lines without it."""
+    lines = [line for line in lines if line.get("memory")]
+    if not lines:
+        return ""
+    agree = all(set(line["memory"]) & set(line["references"]) for line in lines)
+    return f"passages {'that agree with' if agree else 'against'} memory"
 
 
 def values_of(path, task, lines):

@@ -475,6 +475,12 @@ def test_names_are_compared_by_complete_words(answer, name, given):
     assert metrics.source_of(answer, ["x y z"], [name]) == ("memory" if given else "neither")
 
 
+def test_an_answer_that_is_the_passages_and_memorised_is_the_passages():
+    line = {"prediction": " Old.", "references": ["Old"], "memory": ["Old", "older"]}
+    assert metrics.compute(QA, [line])[0]["passage"] == 1
+    assert stored.passages_of([line, {}]) == "passages that agree with memory"
+
+
 def test_of_names_that_begin_at_one_word_the_longest_counts():
     names = ["Mexico"], ["Mexico City"]
     assert metrics.source_of("Mexico City.", *names) == "memory"
@@ -547,7 +553,9 @@ def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_mem
     truth = [row | {"answers": row.pop("memory")} for row in rows[::-1]]
     write_lines(tmp_path / "truth.jsonl", truth)
     options = "--dry-run", "--known", run, "--data", tmp_path / "truth.jsonl"
-    assert [line["id"] for line in capitals(*options)[1]] == ["c4", "c1"]
+    lines = capitals(*options)[1]
+    assert [line["id"] for line in lines] == ["c4", "c1"]
+    assert all(line["memory"] == line["references"] for line in lines)  # of the run
     for row in truth:
         del row["id"]
     write_lines(tmp_path / "truth.jsonl", truth)
@@ -598,7 +606,7 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
             lines = [line | {"prediction": text} for line, text in zip(lines, texts)]
         write_lines(path, [header, *lines])
     status, out, err = call(evaluate.main, "report", tmp_path / "out")
-    assert status == 0 and "closed book, with memory" in out, err
+    assert status == 0 and "closed book\n" in out and "passages against memory\n" in out, err
     assert "passage, memory, neither, blank: what the answer's first sentence gives" in out
     assert "| setup         | n | passage | memory | neither | blank |" in out
     assert "| greedy        | 6 | 33.3    | 33.3   | 16.7    | 16.7  |" in out
