@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from cli.progress import show_reading
 from model import Transformer
 from runtime.config import Config
 from runtime.files import checkpoint_name
@@ -69,8 +70,11 @@ def load_model(name, args, shard=None):
     if args.transformers:
         from hf import HFModel
 
-        return HFModel.load(name, device, dtype, args.device_map)
-    return Transformer.load(name, device, dtype, shard)
+        model = HFModel.load(name, device, dtype, args.device_map)
+    else:
+        model = Transformer.load(name, device, dtype, shard)
+    show_reading(model)
+    return model
 
 
 def choose_device(args):

@@ -1,0 +1,39 @@
+"""Bars on standard error that move while one piece of work runs for minutes."""
+
+from contextlib import ExitStack
+
+from tqdm import tqdm
+
+from model import Transformer, prefill_chunks
+
+DELAY = 2  # seconds of reading before its bar appears
+SHARE = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+
+
+def show_reading(model):
+    """From now on, show a bar while the model reads prompts, if that takes more than DELAY. It
+    moves with each layer."""
+    read = model.prefill
+
+    def prefill(ids, cache, *args):
+        passes = 1
+        if isinstance(model, Transformer):
+            passes = len(list(prefill_chunks(ids, cache.lengths.tolist())))
+        layers = model.output_projections()
+        bar = tqdm(
+            desc=f"reading {int(cache.lengths.sum()):,} tokens",
+            total=passes * len(layers),
+            bar_format=SHARE,
+            delay=DELAY,
+            leave=False,
+        )
+
+        def tick(*_):  # what a hook returns would be the layer's output
+            bar.update()
+
+        with bar, ExitStack() as hooks:
+            for layer in layers:
+                hooks.callback(layer.register_forward_hook(tick).remove)
+            read(ids, cache, *args)
+
+    model.prefill = prefill
