@@ -32,6 +32,7 @@ from cli.prompts import (
     without_context,
 )
 from decoders.setup import METHODS, Setup, has, short
+from decoders.sweep import PromptsReadOnce
 from heads.sources import find_sources
 from runtime.torchrun import rank_and_size
 
@@ -59,6 +60,9 @@ def main():
         job = prepare(args, chosen, facts, tokenizer, amateur_facts)
     model, amateur = cli.load_weights(args)
     prompts, setups = model.shard.broadcast(job)
+    if len(setups) > 1 and len(prompts) <= args.batch_size:  # more batches need more memory
+        model = PromptsReadOnce(model)
+        amateur = amateur and PromptsReadOnce(amateur)
     width = max(14, *map(len, setups)) if len(setups) > 1 else 0
     answers = {}
     for label, setup in setups.items():
@@ -128,6 +132,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
     label."""
     several = len(prompts) > 1
     before = f"{label:>{width}}  " if width else ""
+    are_read = bool(getattr(model, "known", None)) and not setup.mask_prompt
     method = setup.record(amateur)
     lines = []
     seconds = 0
@@ -170,7 +175,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
             if args.json:
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             lines.append(line)
-    report(label, lines, seconds, args)
+    report(label, lines, seconds, args, are_read)
     if setup.alpha is None and has(setup.method, "alpha_cap"):
         warn_of_alpha(label, [line["alphas"] for line in lines])
     return lines
@@ -184,10 +189,14 @@ def json_object(prompt, g, text, setup, model):
     return line | {"model": model.name, "heads": []} | settings
 
 
-def report(name, lines, seconds, args):
-    """Say on standard error how fast a method was, and how answers ended early."""
+def report(name, lines, seconds, args, are_read):
+    """Say on standard error how fast a method was, and how answers ended early.
+
+    are_read: another method has read the prompts."""
     n = sum(len(line["ids"]) for line in lines)
-    print(f"{name}: {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s", file=sys.stderr)
+    without = ", prompts already read" * are_read
+    speed = f"{n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s{without}"
+    print(f"{name}: {speed}", file=sys.stderr)
     full = [x for x in lines if x["stop"] == "length" and len(x["ids"]) < args.max_new_tokens]
     if full:
         print(f"{name}: an answer ended because the context is full", file=sys.stderr)

@@ -7,6 +7,7 @@ from tqdm import tqdm
 from model import Transformer, prefill_chunks
 
 DELAY = 2  # seconds of reading before its bar appears
+INTERVAL = 0.1  # seconds between two states of it
 SHARE = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 
@@ -25,6 +26,7 @@ def show_reading(model):
             total=passes * len(layers),
             bar_format=SHARE,
             delay=DELAY,
+            mininterval=INTERVAL,
             leave=False,
         )
 

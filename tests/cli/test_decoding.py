@@ -295,6 +295,26 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
     assert text == "".join(f"{name:>14}  {line['text']}\n" for name, line in lines.items())
 
 
+def test_several_methods_read_a_batch_of_prompts_once(objects, call, base, passes):
+    prompts = *SHORT, "--raw", "--prompt", "A prompt", "--prompt", "Another one"
+    options = *base, *prompts, "--num-heads", 2
+    alone = objects(*base[:2], *prompts, "--method", "greedy")
+    alone += objects(*options, "--method", "masked")
+    alone += objects(*options, "--method", "decore-entropy")
+    alone += objects(*base[:2], *prompts, "--method", "dola-low")
+    passes.clear()
+    lines = objects(*options, "--method", "greedy,masked,decore-entropy,dola-low")
+    fields = "ids", "alphas", "entropies", "method"
+    assert [[x[f] for f in fields] for x in lines] == [[x[f] for f in fields] for x in alone]
+    assert [shape for shape in passes if shape[1] > 1] == [(2, 10)]
+    passes.clear()
+    err = call(program.main, *options, "--method", "greedy,masked", "--batch-size", 1)[2]
+    assert [shape for shape in passes if shape[1] > 1] == [(1, 7), (1, 10)] * 2
+    assert "already" not in err
+    err = call(program.main, *options, "--method", "greedy,masked")[2]
+    assert re.findall("(.*): .*, prompts already read", err) == ["masked"]
+
+
 def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_error(call, base):
     compare = [*base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare"]  # no heads are known
     status, out, err = call(program.main, *compare, "--method", "dola-low")

@@ -1,10 +1,14 @@
 """Models of the command line: what is checked before their weights are read."""
 
+import re
 from argparse import Namespace
 
 import pytest
+import torch
 
 import cli
+from cli import progress
+from tests.checkpoints import random_ids
 
 
 @pytest.mark.parametrize("transformers", [False, True])
@@ -29,3 +33,29 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
     assert tokenizer is checkpoint.tokenizer
     for fact in "n_layers", "n_heads", "vocab_size", "max_positions", "tied_embeddings":
         assert getattr(checkpoint.config, fact) == getattr(model.config, fact)
+
+
+@pytest.mark.parametrize("engine", ["own", "transformers"])
+def test_a_bar_moves_with_each_layer_while_a_long_prompt_is_read(
+    chat_model, engine, monkeypatch, capsys
+):
+    options = dict(device="cpu", dtype="auto", device_map=None, transformers=engine != "own")
+    model = cli.load_model(chat_model, Namespace(**options))
+    ids = torch.tensor([random_ids(1000, vocab_size=259)])
+    monkeypatch.setattr("model.CHUNK", 400)  # three passes of three layers
+
+    def read(read):
+        cache = model.new_cache([1000], 8)
+        read(ids, cache)
+        return model(ids[:, -1:], cache)
+
+    expected = read(type(model).prefill.__get__(model))
+    assert torch.equal(read(model.prefill), expected)
+    assert "reading" not in capsys.readouterr().err
+    monkeypatch.setattr(progress, "DELAY", 0)
+    monkeypatch.setattr(progress, "INTERVAL", 0)
+    assert torch.equal(read(model.prefill), expected)
+    shown = re.findall(r"reading 1,000 tokens: +(\d+)%", capsys.readouterr().err)
+    layers = 3 * (3 if engine == "own" else 1)
+    assert shown == [str(round(100 * i / layers)) for i in range(layers + 1)]
+    assert not any(layer._forward_hooks for layer in model.output_projections())
