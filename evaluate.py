@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 import cli
-from paper import fetch, judges, options, plan, report, rescore
+from paper import fetch, judges, options, plan, questions, report, rescore
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.report import stored
 from paper.runfile import continued, make_header, run_name
@@ -92,16 +92,20 @@ def sweep(args, wanted, lenient=False):
     fingerprints = ranks.share(
         lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
     )
-    runs = []
+    runs, measured = [], {}
     for bench, setup, more in fitting:
         method = setup.record(amateur)
         method.check(model)
         masked = amateur if setup.amateur else model
         head_file = cli.used_head_file(setup, args, masked)
+        if head_file and setup.measure == "effect":
+            measured[bench.task, head_file] = bench
         header = make_header(bench, setup, args, model, fingerprints, head_file, more)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
         runs.append(Run(bench, header, method, setup.renormalise, path))
     ranks.share(lambda: check_files(runs))
+    for (_, head_file), bench in measured.items():
+        questions.say_overlap(bench, head_file)
     for task, of_task in itertools.groupby(runs, lambda run: run.bench.task):
         of_task = list(of_task)
         try:

@@ -20,6 +20,7 @@ from heads.needles import (
     read_needles,
     spread,
 )
+from heads.reader import read_head_file
 from runtime import files
 from runtime.weights import fingerprint
 
@@ -40,7 +41,11 @@ def template(text):
 
 
 def parse_args():
-    p = cli.parser("Find the retrieval heads of a model, needle-in-a-haystack.")
+    p = cli.parser(
+        "Find the retrieval heads of a model, needle-in-a-haystack.",
+        epilog="With --questions FILE or --task T, heads are measured by their effect on answers: "
+        "see python -m heads.detect --task T --help.",
+    )
     add = p.add_argument
     cli.add_model_arguments(p)
     add(
@@ -182,9 +187,17 @@ def check_out(args):
     runs = args.out if args.masked else Path(f"{args.out}.runs.jsonl")
     if runs.exists():
         stored_facts(runs)
-    elif args.out.exists():
+    elif args.out.exists() and (args.masked or "scores" in read_head_file(args.out)):
         raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; {REMEDY}")
     return runs
+
+
+def effect_on_questions(path):
+    """The effect scores of a head file that questions measured, with their facts; {} if none did.
+
+    They stay: needles measure the effect in a text that is not the user's task."""
+    content = read_head_file(path) if path.exists() else {}
+    return {n: content[n] for n in ("effect", "effect_facts") if "effect_facts" in content}
 
 
 def say_missing(content):
@@ -238,6 +251,7 @@ def main():
             return
         if not args.masked:
             content = mean_scores(model, records, facts, min_success)
+            content |= effect_on_questions(args.out)
             files.write(args.out, [content])
             say_missing(content)
     if args.masked:

@@ -1,6 +1,7 @@
 """Find the retrieval heads of a model: the heads that copy when the model answers from its context.
 
     python -m heads.detect --model M --out heads/M.json
+    python -m heads.detect --questions FILE --model M --out heads/M.json    (see paper/questions.py)
 
 Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text,
 and the model is asked about it. It answers greedily. A head's score is the mean over the runs whose
@@ -189,5 +190,7 @@ def mean_scores(model, records, facts, min_success):
 
 if __name__ == "__main__":
     from cli import detect, run_program
+    from paper import questions
 
-    sys.exit(run_program(detect.main))
+    has_questions = {arg.split("=")[0] for arg in sys.argv} & {"--questions", "--task"}
+    sys.exit(run_program(questions.main if has_questions else detect.main))

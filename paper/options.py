@@ -59,30 +59,11 @@ def make_parser():
     add_run_arguments(p, required="--task")
     cli.add_method_arguments(p, short(RECORDS), exclude=["without_context"])
     p.add_argument("--decoder", **DECODER)
-    p.add_argument(
-        "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"
-    )
-    p.add_argument(
-        "--template",
-        type=Path,
-        metavar="FILE",
-        help="qa: the prompt, a text with {question} and, on a line of its own, {context}",
-    )
-    p.add_argument("--system", metavar="TEXT", help="qa: the system turn; '' for none")
+    add_prompt_arguments(p)
     p.add_argument(
         "--closed-book",
         action="store_true",
         help="qa: leave the contexts out, to see which rows are answered with their `memory`",
-    )
-    rows = p.add_mutually_exclusive_group()
-    rows.add_argument(
-        "--known",
-        type=Path,
-        metavar="RUN.jsonl",
-        help="qa: only the rows that this closed-book run answered with their `memory`",
-    )
-    rows.add_argument(
-        "--unknown", type=Path, metavar="RUN.jsonl", help="qa: only the rows that it did not"
     )
     p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
     p.add_argument(
@@ -173,6 +154,28 @@ def add_run_arguments(p, required):
         help="the data: a file, or a folder that contains it, as `fetch` makes it (default: "
         "downloaded, if it is on the Hugging Face hub)",
     )
+    add_item_arguments(p)
+    p.add_argument(
+        "--batch-size",
+        type=cli.positive,
+        default=16,
+        metavar="B",
+        help="prompts at once (default: 16)",
+    )
+    p.add_argument(
+        "--tp",
+        type=cli.positive,
+        default=1,
+        metavar="K",
+        help="ranks that share one model (torchrun)",
+    )
+    p.add_argument(
+        "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
+    )
+
+
+def add_item_arguments(p):
+    """Options that choose items and demonstrations."""
     p.add_argument(
         "--demos",
         type=Path,
@@ -198,20 +201,27 @@ def add_run_arguments(p, required):
         help="leave out the first K items, of the sample if there is one: others than those of an "
         "earlier run",
     )
+
+
+def add_prompt_arguments(p):
+    """Options of prompts, and of own questions."""
     p.add_argument(
-        "--batch-size",
-        type=cli.positive,
-        default=16,
-        metavar="B",
-        help="prompts at once (default: 16)",
+        "--layout", choices=prompts.LAYOUTS, help="layout of the prompts (default: the model's)"
     )
     p.add_argument(
-        "--tp",
-        type=cli.positive,
-        default=1,
-        metavar="K",
-        help="ranks that share one model (torchrun)",
+        "--template",
+        type=Path,
+        metavar="FILE",
+        help="qa: the prompt, a text with {question} and, on a line of its own, {context}",
     )
-    p.add_argument(
-        "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
+    p.add_argument("--system", metavar="TEXT", help="qa: the system turn; '' for none")
+    rows = p.add_mutually_exclusive_group()
+    rows.add_argument(
+        "--known",
+        type=Path,
+        metavar="RUN.jsonl",
+        help="qa: only the rows that this closed-book run answered with their `memory`",
+    )
+    rows.add_argument(
+        "--unknown", type=Path, metavar="RUN.jsonl", help="qa: only the rows that it did not"
     )

@@ -78,11 +78,11 @@ def generate(
     heads: (layer, head) pairs, "layer-head" texts, the text "18-6,23-2", the path of a head file,
     or the name of a model whose heads are known (by default this model's own name). num_heads: how
     many of a file's best heads are masked; by default 10, at most an eighth of all. measure:
-    "copy", "write" or "mass", the scores of the file that count. method: decore-entropy (α = H, Eq.
-    8), decore-static (a constant α) or masked (the masked model alone). alpha: α of decore-static,
-    0.5. alpha_rule: "entropy", or "gain" (α = H of the masked model − H, may be negative).
-    alpha_cap: α = min(α, cap). scale_alpha: α / ln V. mask: "output" zeroes the heads' outputs (Eq.
-    5), "query" their queries (the published runs).
+    "copy", "write", "mass" or "effect", the scores of the file that count. method: decore-entropy
+    (α = H, Eq. 8), decore-static (a constant α) or masked (the masked model alone). alpha: α of
+    decore-static, 0.5. alpha_rule: "entropy", or "gain" (α = H of the masked model − H, may be
+    negative). alpha_cap: α = min(α, cap). scale_alpha: α / ln V. mask: "output" zeroes the heads'
+    outputs (Eq. 5), "query" their queries (the published runs).
 
     With return_dict_in_generate=True the result also has `alphas`, α as applied, and `entropies`,
     H of the base model (for masked, of the masked one) in nats: [B, new tokens] each, float32."""

@@ -285,7 +285,7 @@ class Settings(BaseModel, extra="forbid", allow_inf_nan=False, frozen=True):
 
     heads: Annotated[str | tuple[Head, ...] | None, BeforeValidator(as_list)] = None
     num_heads: PositiveInt | None = None
-    measure: Literal["copy", "write", "mass"] = "copy"
+    measure: Literal["copy", "write", "mass", "effect"] = "copy"
     method: Literal[tuple(UNUSED)] = "decore-entropy"
     alpha: float = 0.5
     alpha_rule: Literal["entropy", "gain"] = "entropy"

@@ -1,18 +1,23 @@
 """The effect of heads: against finite differences and against masking each head alone."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import cli
+from cli import detect as needles_program
 from decore import Row, Session, make_head_mask, pad
 from heads.detect import score_run
 from heads.measures import effects
 from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
+from paper import questions
+from paper.tasks import TASKS
 from runtime import pack
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import random_ids, write_checkpoint, write_lines
 from tokenizer import Tokenizer
 
 PROMPTS = [random_ids(23, seed=1), random_ids(1, seed=2), random_ids(70, seed=3)]
@@ -162,3 +167,144 @@ def test_of_the_prompt_the_backward_pass_keeps_its_keys_and_which_of_them_are_se
         kept.append(sum(size for size in sizes.values() if size != cache.kv[0].nbytes))
         keys.append(cache.P + cache.S)
     assert kept[1] - kept[0] == 4 * 6 * (keys[1] - keys[0])  # of three tokens, two heads per key
+
+
+CAPITALS = [
+    {
+        "id": f"c{i}",
+        "question": f"Capital of {name}?",
+        "context": f"The king of {name} lives in New{i}. " * (1 + i % 2),
+        "answers": [f"New{i}", "another"],
+        **({"memory": [f"Old{i}"]} if i < 3 else {}),
+        **({"begin": "It is"} if i % 2 else {}),
+    }
+    for i, name in enumerate("ABCDE")
+]
+
+
+@pytest.fixture
+def detect(call, chat_model, tmp_path):
+    """Runs `heads.detect --questions` on the tiny chat model: detect(*options) → (status, the head
+    file's content or None, stderr)."""
+    path = write_lines(tmp_path / "capitals.jsonl", CAPITALS)
+    out = tmp_path / "heads.json"
+
+    def run(*options, origin=("--questions", path)):
+        argv = *origin, "--model", chat_model, "--out", out, *options
+        status, _, err = call(questions.main, *argv)
+        return status, json.loads(out.read_text()) if out.exists() else None, err
+
+    return run
+
+
+def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat_model, tmp_path):
+    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    expected = 0
+    for row in CAPITALS:
+        user = f"Context: {row['context']}\nQuestion: {row['question']}\nAnswer:"
+        chat = [{"role": "system", "content": TASKS["qa"].instruction}]
+        prompt = tokenizer.encode_chat([*chat, {"role": "user", "content": user}])
+        space = ""
+        if "begin" in row:
+            prompt += tokenizer.encode(row["begin"], bos=False)
+            space = " "
+        texts = [tokenizer.encode(space + t, bos=False) for t in [row["answers"][0]]]
+        texts += [tokenizer.encode(space + t, bos=False) for t in row.get("memory", [])]
+        expected += effects(model, [prompt], *([text] for text in texts))[0] / len(CAPITALS)
+    status, content, err = detect("--batch-size", 2)
+    assert status == 0, err
+    found = torch.tensor([content["effect"][f"{i}-{j}"] for i in range(3) for j in range(4)])
+    torch.testing.assert_close(found.double(), expected.flatten(), atol=2e-6, rtol=1e-3)
+    assert content.keys() == {"model", "n_layers", "n_heads", "effect", "effect_facts"}
+    facts = content["effect_facts"]
+    assert facts["ids"] == [f"c{i}" for i in range(5)] and (facts["n"], facts["memories"]) == (5, 3)
+    scores = {"scores": {f"{i}-{j}": i / 9 for i in range(3) for j in range(4)}, "samples": 7}
+    path = tmp_path / "heads.json"
+    for stored, kept in (
+        (scores | {"model": model.name, "mass": {"0-0": 1.0}}, scores | {"mass": {"0-0": 1.0}}),
+        (scores["scores"], {"scores": scores["scores"]}),  # as the authors' files
+    ):
+        write_lines(path, [stored])
+        status, again, err = detect("--limit", 1, "--template", template(tmp_path))
+        assert status == 0 and kept.items() <= again.items(), err
+        assert again["effect"] != content["effect"] and again["effect_facts"]["n"] == 1
+
+
+def template(folder):
+    path = folder / "prompt.txt"
+    path.write_text("{context}\nQ: {question}")
+    return path
+
+
+@pytest.mark.parametrize(
+    "origin, options, message",
+    [
+        ((), (), "one of the arguments --questions --task is required"),
+        (("--task", "memotrap"), (), "memotrap is multiple choice"),
+        (("--task", "nq-swap"), ("--known", "x"), "--known has no effect on nq-swap"),
+        (None, ("--data", "x"), "--data has no effect with --questions"),
+        (None, ("--seed", "1"), "--seed has no effect without --sample"),
+        (None, ("--eos", "1"), "--eos has no effect on answers that are given"),
+        (None, ("--lengths", "5"), "unrecognized arguments: --lengths"),
+        (None, ("--skip", "5"), "--skip 5 leaves none"),
+    ],
+)
+def test_questions_that_measure_nothing_are_refused(detect, origin, options, message):
+    status, content, err = detect(*options, **({} if origin is None else {"origin": origin}))
+    assert (status, content) == (2, None) and message in err.splitlines()[-1]
+
+
+def test_a_file_of_another_model_is_refused(detect, tmp_path):
+    for other in ({"model": "other"}, {"model": "chat0", "n_layers": 5}):
+        write_lines(tmp_path / "heads.json", [other])
+        status, content, err = detect()
+        assert status == 2 and content == other and "holds the heads of" in err.splitlines()[-1]
+
+
+def test_scored_questions_that_measured_the_heads_are_counted(detect, start, chat_model, tmp_path):
+    rows = write_lines(tmp_path / "first.jsonl", [r | {"context": "x"} for r in CAPITALS[:2]])
+    detect(origin=("--questions", rows))
+    argv = "--task", "qa", "--data", tmp_path / "capitals.jsonl", "--model", chat_model
+    argv += "--heads", tmp_path / "heads.json", "--measure", "effect", "--num-heads", "1,2"
+    argv += "--max-new-tokens", 1, "--out", tmp_path / "out"
+    status, _, err = start(*argv)
+    assert status == 0 and err.count("warning: 2 of 5 questions measured the heads of") == 1, err
+    status, _, err = start(*argv, "--skip", 2, "--out", tmp_path / "others")
+    assert status == 0 and "measured the heads" not in err
+
+
+def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_needles(
+    call, tmp_path
+):
+    folder, out = cli.MINIATURE / "detection", tmp_path / "heads.json"
+    argv = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 9, "--out", out]
+    argv += ["--needles", folder / "needles.jsonl", "--haystack", folder / "haystack.jsonl"]
+    argv += ["--lengths", 60, "--depths", 2, "--runs", 4, "--min-success", 1]
+    status, _, err = call(needles_program.main, *argv)
+    assert status == 0, err
+    by_needles = json.loads(out.read_text())
+    lines = [
+        {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}
+    ]
+    more = "--questions", write_lines(tmp_path / "q.jsonl", lines), "--out", out
+    status, _, err = call(questions.main, *more)
+    both = json.loads(out.read_text())
+    assert both.pop("effect") != by_needles.pop("effect") and both.pop("effect_facts")
+    assert status == 0 and both == by_needles, err
+    expected = json.loads(out.read_text())
+    for left_out in ((), by_needles):  # also if the questions came first
+        write_lines(out, [{n: x for n, x in expected.items() if n not in left_out}])
+        status, _, err = call(needles_program.main, *argv)
+        assert status == 0 and json.loads(out.read_text()) == expected, err
+    # Stored runs of earlier versions have no effect.
+    runs = tmp_path / "heads.json.runs.jsonl"
+    header, *records = map(json.loads, runs.read_text().splitlines())
+    write_lines(runs, [header, *({**r, "effect": None} for r in records)])
+    assert call(needles_program.main, *argv)[0] == 2
+    for record in records:
+        del record["effect"]
+    write_lines(runs, [header, *records])
+    write_lines(out, [by_needles])
+    status, _, err = call(needles_program.main, *argv)
+    assert status == 0 and "effect is left out: miniature has no gradient, or the stored" in err
+    assert json.loads(out.read_text()) == by_needles

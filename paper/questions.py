@@ -1,0 +1,180 @@
+"""Measures heads by their effect on the answers to questions, as a program:
+
+    python -m heads.detect --questions FILE --model M --out heads/M.json
+    python -m heads.detect --task nq-swap --data DIR --sample 20 --model M --out heads/M.json
+
+Of each question the first answer counts, and the first of `memory`; heads/measures.py defines the
+effect. Other scores of the head file stay."""
+
+import json
+import sys
+import time
+from itertools import product
+from os.path import commonprefix
+from pathlib import Path
+
+from tqdm import tqdm
+
+import cli
+from heads.measures import effects
+from heads.reader import plain_name, read_head_file
+from paper import options
+from paper.benchmark import load_benchmark
+from paper.tasks import find_task, prompts, with_prompt
+from runtime import files
+from runtime.weights import fingerprint
+
+
+def parse_args():
+    p = cli.parser(__doc__)
+    p.prog = "python -m heads.detect"
+    cli.add_model_arguments(p)
+    origin = p.add_mutually_exclusive_group(required=True)
+    origin.add_argument(
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help="a table with the columns question, context and answers, and if there are any memory "
+        "and begin: the data of the task qa (docs/own-data.md)",
+    )
+    origin.add_argument("--task", metavar="T", help="or the items of a task of evaluate.py")
+    p.add_argument("--data", type=Path, metavar="FILE", help="of --task, as for evaluate.py")
+    p.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="head scores; of a file that exists, effect alone is replaced",
+    )
+    options.add_item_arguments(p)
+    options.add_prompt_arguments(p)
+    p.add_argument(
+        "--seed", type=cli.comma_list(cli.number(int, 0)), help="of --sample (default: 1234)"
+    )
+    p.add_argument(
+        "--batch-size", type=cli.positive, default=8, help="questions at once (default: 8)"
+    )
+    args = p.parse_args()
+    if args.questions:
+        cli.refuse_unused(args, {"data": "with --questions"})
+        args.task, args.data = "qa", args.questions
+    if not args.sample:
+        cli.refuse_unused(args, {"seed": "without --sample"})
+    args.random_heads = None
+    return args
+
+
+def chosen_task(args):
+    """The task, with the prompt of the command line. ValueError for options without effect on it,
+    and if it has no answers to measure."""
+    task = find_task(args.task)
+    cli.refuse_unused(args, dict.fromkeys(sorted(options.unused_by(task)), f"on {task.name}"))
+    cli.refuse_unused(args, {"eos": "on answers that are given"})
+    if task.choice:
+        raise ValueError(f"{task.name} is multiple choice; give a task with questions to answer")
+    return with_prompt(task, args.template, args.system)
+
+
+def main():
+    args = parse_args()
+    task = chosen_task(args)
+    checkpoint = cli.read_model(args.model, args)
+    content = stored_scores(args.out, checkpoint)
+    bench = load_benchmark(task, args, checkpoint)
+    texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
+    model = cli.load_model(args.model, args)
+    cli.limit_threads(model)
+    start = time.perf_counter()
+    totals = 0
+    for i in tqdm(range(0, len(texts), args.batch_size), unit="batch", disable=model.shard.rank):
+        totals += effects(model, *zip(*texts[i : i + args.batch_size])).sum(0)
+    if not totals.any():
+        raise ValueError(f"{model.name}: no head has an effect; its products have no gradient")
+    if model.shard.rank:
+        return
+    seconds = time.perf_counter() - start
+    means = (totals / len(texts)).tolist()
+    c = model.config
+    content["effect"] = {
+        f"{layer}-{head}": round(means[layer][head], 6)
+        for layer, head in product(range(c.n_layers), range(c.n_heads))
+    }
+    content["effect_facts"] = {
+        "task": task.name,
+        "version": task.version,
+        "data": bench.data,
+        "demos": bench.demo_record,
+        "known": bench.known,
+        "sample": args.sample,
+        "sample_seed": bench.sample_seed,
+        "layout": bench.layout,
+        "template": task.template if task.own else None,
+        "system": task.instruction if task.own else None,
+        "template_args": bench.template_args,
+        "n": len(texts),
+        "memories": sum(bool(memory) for _, _, memory in texts),
+        "ids": [item["id"] for item in bench.items],
+        "questions": [key_of(item) for item in bench.items],
+        "fingerprint": fingerprint(args.model),
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "engine": "transformers" if args.transformers else "own",
+    }
+    files.write(args.out, [content])
+    print(f"effect on {len(texts)} answers in {seconds:.1f} s; wrote {args.out}")
+
+
+def stored_scores(path, model):
+    """The content of a head file, or that of a new one. model: a cli.Checkpoint. ValueError for the
+    file of another model."""
+    L, H = model.config.n_layers, model.config.n_heads
+    new = {"model": model.name, "n_layers": L, "n_heads": H}
+    if not path.exists():
+        return new
+    content = read_head_file(path)
+    same = plain_name(content.get("model", model.name)) == plain_name(model.name)
+    if not same or (content.get("n_layers", L), content.get("n_heads", H)) != (L, H):
+        raise ValueError(
+            f"--out {path} holds the heads of {content.get('model')}, not of {model.name}; choose "
+            "another --out"
+        )
+    return new | content if "model" in content or not content else new | {"scores": content}
+
+
+def ids_of(bench, item, tokenizer):
+    """(prompt, first answer, first memorised answer) of an item, lists of ids; without a memory,
+    the last is [].
+
+    The answers' ids are those that follow the prompt's in the encoding of both. If the prompt's
+    last token would merge with one of them, it is part of the answers."""
+    if not item["references"]:
+        raise ValueError(f"{bench.task.name}: item {item['id']} has no answer to measure")
+
+    def encode(begin):
+        begun = item | ({"begin": begin} if begin else {})
+        how = bench.demos, tokenizer, bench.layout, bench.template_args
+        return prompts.item_to_ids(bench.task, begun, *how).prompt
+
+    begin = item.get("begin", "")
+    answers = item["references"][:1] + item.get("memory", [])[:1]
+    prompt, *texts = map(encode, [begin, *(f"{begin} {text}".strip() for text in answers)])
+    n = len(commonprefix([prompt, *texts]))
+    answer, memory = [ids[n:] for ids in texts] + [[]] * (2 - len(texts))
+    return prompt[:n], answer, memory
+
+
+def key_of(item):
+    """What items of one question have in common, whatever their passages."""
+    return files.short_hash(json.dumps(item.get("question", item["id"])).encode())
+
+
+def say_overlap(bench, head_file):
+    """Print how many items of a benchmark measured the effect of the heads in a file."""
+    known = read_head_file(head_file).get("effect_facts", {}).get("questions", [])
+    n = sum(key_of(item) in known for item in bench.items)
+    if n:
+        print(
+            f"{bench.task.name}: warning: {n} of {len(bench.items)} questions measured the heads "
+            f"of {head_file}, so their scores are not those of new ones (--skip leaves items out)",
+            file=sys.stderr,
+        )
