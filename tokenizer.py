@@ -4,12 +4,20 @@ import json
 import re
 from contextlib import suppress
 from datetime import datetime
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 
+from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.files import check_unicode, one_line, read_text
-from runtime.special import read_eos_ids, read_optional, read_special_tokens, read_tokenizer
+from runtime.special import (
+    read_eos_ids,
+    read_optional,
+    read_special_tokens,
+    read_tokenizer,
+    tokens_of_class,
+)
 from runtime.weights import checkpoint_folder
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
@@ -34,6 +42,7 @@ class Tokenizer:
         added = self.core.get_added_tokens_decoder().items()
         self.hidden = {i for i, token in added if token.special}
         self.special = read_special_tokens(folder)
+        self.of_class = tokens_of_class(folder)
         self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
         eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
         self.eos_ids = read_eos_ids(folder, eos_id) if eos_ids is None else tuple(eos_ids)
@@ -63,7 +72,7 @@ class Tokenizer:
         today=None,
         continue_final_message=False,
     ):
-        """Messages → the text of a chat. ValueError if the template rejects the messages.
+        """Messages → the text of a chat. ValueError if the template rejects or omits a message.
 
         If the template has no system turn, the system message precedes the first user message.
         continue_final_message: leave the last turn open, in place of a generation prompt.
@@ -91,10 +100,26 @@ class Tokenizer:
                     f"{self.name}: the chat template writes {key} {token!r}, which is not in "
                     "tokenizer.json; download the checkpoint again"
                 )
+        for i, message in enumerate(messages):
+            if message.get("content") and self.omits(messages, i, template_args):
+                raise ValueError(
+                    f"{self.name}: the chat template omits message {i + 1}, whose role is "
+                    f"{message.get('role')!r}; leave the message out, or change its role"
+                )
+        for key in filter(self.template_reads, self.of_class):
+            if self.fill(messages, template_args={key: "x"}) != self.fill(messages):
+                raise ValueError(
+                    f"{self.name}: the chat template writes {key}, but tokenizer_config.json leaves"
+                    " it to the tokenizer's class; add it there (null: an empty text)"
+                )
         return text
 
-    def fill(self, messages, generation_prompt=True, template_args=None, today=None):
-        """The text of the chat template, which writes the messages as they are."""
+    def fill(self, messages, generation_prompt=True, template_args=None, today=None, as_parts=None):
+        """The text of the chat template, which writes the messages as they are.
+
+        as_parts: give it each content as a list of parts; None: if it reads no others."""
+        if self.reads_parts if as_parts is None else as_parts:
+            messages = [in_parts(message) for message in messages]
         variables = dict(
             messages=messages,
             add_generation_prompt=generation_prompt,
@@ -125,13 +150,34 @@ class Tokenizer:
             )
         return text
 
+    def omits(self, messages, i, template_args=None, as_parts=None):
+        """Whether the chat template writes the same for another text of message i."""
+        other = "x" * (len(str(messages[i]["content"])) + 1)
+        others = [*messages[:i], messages[i] | {"content": other}, *messages[i + 1 :]]
+        texts = [
+            self.fill(chat, template_args=template_args, as_parts=as_parts)
+            for chat in (messages, others)
+        ]
+        return texts[0] == texts[1]
+
+    @cached_property
+    def reads_parts(self):
+        """Whether the chat template reads only contents that are lists of parts, as Idefics3's."""
+        for as_parts in False, True:
+            with suppress(ValueError):
+                if not self.omits([dict(role="user", content="text")], 0, as_parts=as_parts):
+                    return as_parts
+        return False
+
     @cached_property
     def has_system_turn(self):
         """Whether the chat template writes a system message. Gemma's, for example, rejects it."""
-        messages = [dict(role=role, content=f"the {role}'s text") for role in ("system", "user")]
-        for chat in messages, messages[1:]:
-            with suppress(ValueError):
-                return messages[0]["content"] in self.fill(chat)
+        chat = [dict(role=role, content=f"the {role}'s text") for role in ("system", "user")]
+        with suppress(ValueError):
+            return not self.omits(chat, 0)
+        with suppress(ValueError):
+            self.fill(chat[1:])
+            return False
         return True  # it rejects both, for another reason
 
     def template_reads(self, key):
@@ -207,6 +253,11 @@ def join_parts(message):
     return message | {"content": "".join(part["text"] for part in parts)}
 
 
+def in_parts(message):
+    """The message, with its text as a list of one part."""
+    return message | {"content": [{"type": "text", "text": message.get("content") or ""}]}
+
+
 def join_system(messages):
     """The messages, with the system's text and an empty line in front of the first user's text."""
     system, user, *rest = messages
@@ -221,28 +272,47 @@ def compile_template(text):
     def raise_exception(message):
         raise ValueError(message)
 
+    # Jinja's own escapes HTML.
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
     jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
-    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    jinja.filters["tojson"] = tojson
     jinja.globals["raise_exception"] = raise_exception
-    # {% generation %} marks the assistant's text for training: a scope, like {% with %}.
-    return jinja.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
+    return jinja.from_string(text)
+
+
+class GenerationTag(Extension):
+    """{% generation %}, which marks the assistant's text for training: a scope, like {% with %}."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def read_chat_template(folder):
-    """chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts),
-    or ""."""
-    if (folder / "chat_template.jinja").exists():
-        return read_text(folder / "chat_template.jinja")
+    """The default chat template, or "": additional_chat_templates/default.jinja, else
+    chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts)."""
+    for file in "additional_chat_templates/default.jinja", "chat_template.jinja":
+        if (folder / file).exists():
+            return read_text(folder / file)
     text = read_optional(folder / "tokenizer_config.json").get("chat_template")
     for named in text if isinstance(text, list) else ():
         if isinstance(named, dict) and named.get("name") == "default":
             text = named.get("template")
+    if isinstance(text, dict):
+        text = text.get("default", text)
     text = text or ""
     if not isinstance(text, str):
         raise ValueError(
             f"{folder}/tokenizer_config.json: chat_template must be a text, "
-            "or a list with a 'default'"
+            "or named texts with a 'default'"
         )
     return text

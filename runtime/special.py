@@ -23,6 +23,7 @@ MISTRAL_WORDS = "|".join(
         r"\s+",
     ]
 )
+GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
@@ -64,6 +65,16 @@ def read_special_tokens(folder):
                     "it must be a text"
                 )
     return tokens
+
+
+def tokens_of_class(folder):
+    """Names of special tokens that no file sets or rules out, so that in transformers they are
+    those of the tokenizer's class, if it is not the general one."""
+    settings = read_settings(folder)
+    model_type = read_optional(folder / "config.json").get("model_type")
+    if settings.get("tokenizer_class", model_type) in (None, *GENERAL_CLASSES):
+        return []
+    return [name for name in NAMED if name not in settings]
 
 
 def read_eos_ids(folder, eos_id=None):

@@ -47,7 +47,7 @@ def checkpoint_folder(name, weights=True):
             name,
             allow_patterns=["*.json", "*.jinja", *["*.safetensors"] * weights],
             # Llama and Mistral hold the weights again, in original/ or as consolidated*.
-            ignore_patterns=["*/*", "consolidated*"],
+            ignore_patterns=["*/*.json", "*/*.safetensors", "consolidated*"],
         )
     except Exception as error:  # the network library raises many kinds
         raise OSError(
@@ -287,6 +287,7 @@ HASHED = (
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/default.jinja",
 )
 LARGE = 2**20  # bytes up to which a tensor is hashed as a whole
 BLOCKS = 8  # number of blocks of a larger one that are hashed

@@ -133,6 +133,7 @@ TEMPLATES = {
         {% endgeneration %}
     {% else %}
         {%- generation -%}  {{ loop.index }} {{ message.content }}  {%- endgeneration -%}
+        {{ "{% generation %}" }}{{ message | tojson(true, 1) }}
     {% endif %}
 {% endfor %}{% generation %}{% set inner = 1 %}{{ inner }}{% endgeneration %}{{ inner is defined }}
 """,
@@ -433,13 +434,104 @@ def test_lists_of_text_parts_are_joined_and_other_parts_are_refused(system, tmp_
             tokenizer.render([{"role": "user", "content": [*PARTS, part]}])
 
 
-def test_the_jinja_file_takes_precedence_over_the_configuration_and_default_over_other_names(
-    tmp_path,
+@pytest.mark.parametrize("filter", ["e", "upper", "wordwrap(9)", "replace('e', 'i')"])
+def test_a_template_that_changes_the_systems_text_has_a_system_turn(filter, tmp_path):
+    template = (
+        f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content | {filter} }}}}{{% endfor %}}"
+    )
+    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    chat = [{"role": "system", "content": "Be <b>."}, {"role": "user", "content": "the one"}]
+    reference = oracle(tmp_path, template).apply_chat_template(chat, tokenize=False)
+    assert tokenizer.has_system_turn and tokenizer.render(chat) == reference
+
+
+PARTS_ALONE = """{% for m in messages %}{{ m['role'] | capitalize }}
+{%- if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
+{%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end>
+{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+
+def test_a_template_that_writes_only_parts_gets_texts_as_parts(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), chat_template=PARTS_ALONE)
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PARTS}]
+    assert tokenizer.has_system_turn
+    assert tokenizer.render(chat) == "System: Be short.<end>\nUser: the one<end>\nAssistant:"
+    refusing = PARTS_ALONE.replace(
+        "{% for m",
+        "{% if messages[0].content is string %}{{ raise_exception('x') }}{% endif %}{% for m",
+        1,
+    )
+    assert save(tmp_path, byte_level(), chat_template=refusing).render(chat) == tokenizer.render(
+        chat
+    )
+
+
+@pytest.mark.parametrize(
+    "template, chat, words",
+    [
+        ("User: {% for part in messages[0].parts %}{% endfor %}", 0, "omits message 1, whose role"),
+        ("{{ messages[0].content }}", 1, "omits message 2, whose role is 'user'"),
+        (
+            "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}",
+            1,
+            "omits message 3, whose role is 'assistant'",
+        ),
+    ],
+)
+def test_a_message_that_the_template_omits_is_an_error(template, chat, words, tmp_path):
+    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    with pytest.raises(ValueError, match=words):
+        tokenizer.render(CONVERSATIONS[chat])
+
+
+USER = "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    "setting, files",
+    [
+        ([{"name": "default", "template": "1" + USER}, {"name": "x", "template": "2" + USER}], {}),
+        ({"default": "1" + USER, "tool_use": "2" + USER}, {}),
+        ("2" + USER, {"chat_template.jinja": "1" + USER}),
+        (
+            None,
+            {
+                "chat_template.jinja": "2" + USER,
+                "additional_chat_templates/default.jinja": "1" + USER,
+                "additional_chat_templates/tool_use.jinja": "3" + USER,
+            },
+        ),
+    ],
+    ids=["list", "dict", "file", "folder"],
+)
+def test_the_default_of_named_templates_is_that_of_transformers(setting, files, tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    ours = save(tmp_path, byte_level(), chat_template=setting)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = theirs.apply_chat_template(CONVERSATIONS[0], tokenize=False)
+    assert ours.render(CONVERSATIONS[0]) == text == "1" + CONVERSATIONS[0][0]["content"]
+
+
+@pytest.mark.parametrize("value, expected", [(..., None), (None, "the one"), ("<s>", "<s>the one")])
+def test_a_token_that_only_the_tokenizers_class_sets_is_refused_where_the_template_writes_it(
+    value, expected, tmp_path
 ):
-    named = [{"name": "default", "template": "river"}, {"name": "tool_use", "template": "tools"}]
-    assert save(tmp_path, byte_level(), chat_template=named).render(CONVERSATIONS[0]) == "river"
-    (tmp_path / "chat_template.jinja").write_text("Paris")
-    assert Tokenizer.load(tmp_path).render(CONVERSATIONS[0]) == "Paris"
+    more = {} if value is ... else {"unk_token": value}
+    files = {"config": {"model_type": "qwen2"}}
+    template = "{{ unk_token }}{{ messages[0].content }}{{ pad_token if nothing }}"
+    tokenizer = save(tmp_path, byte_level(), files, chat_template=template, **more)
+    chat = [{"role": "user", "content": "the one"}]
+    if expected:
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert (
+            tokenizer.render(chat) == theirs.apply_chat_template(chat, tokenize=False) == expected
+        )
+    else:
+        with pytest.raises(ValueError, match="the chat template writes unk_token, but"):
+            tokenizer.render(chat)
 
 
 def panicking_tokenizer():
@@ -472,8 +564,12 @@ NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
         ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
         ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
         ("chat_template.jinja", "<bos>hello", NO_TOKEN),
-        ("chat_template.jinja", "{{ '%99999999d' % 1 }}", "a text of 99999999 characters"),
-        ("chat_template.jinja", "{{ messages[1].content }}", "half of a surrogate pair"),
+        ("chat_template.jinja", "{{ '%10000000d' % 1 }}{{ messages }}", "a text of 1000"),
+        (
+            "chat_template.jinja",
+            "{{ messages[0].content }}{{ messages[1].content }}",
+            "half of a surrogate pair",
+        ),
     ],
 )
 def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_line(

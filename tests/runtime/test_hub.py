@@ -19,6 +19,7 @@ from runtime.weights import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXT = [
+    "additional_chat_templates/default.jinja",
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
@@ -138,7 +139,8 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     )
     assert done.returncode == 0, done.stderr
     lines = json.loads(done.stdout)
-    assert lines["text"] == TEXT and lines["all"] == lines["cached"] == sorted([*TEXT, *WEIGHTS])
+    text, everything = (sorted(Path(file).name for file in x) for x in (TEXT, [*TEXT, *WEIGHTS]))
+    assert lines["text"] == text and lines["all"] == lines["cached"] == everything
     assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
     assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
     assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
