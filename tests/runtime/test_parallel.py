@@ -1,10 +1,10 @@
 """Two and four ranks give one rank's tokens and logits.
 
-torchrun starts this file once, with four ranks and gloo."""
+Every family is run by ranks that are threads, as a sum of gloo's takes milliseconds; one family by
+processes. torchrun starts this file once."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -37,6 +37,7 @@ from tests.core.test_gpu_on_cpu import (
     settings,
 )
 from tests.methods import generate, score
+from tests.ranks import on_processes, on_threads
 
 MODELS = {
     family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"
@@ -47,7 +48,7 @@ MODELS["one-kv-head"] = ("qwen3", dict(num_key_value_heads=1))
 ATOL = 1e-5  # sums in another order, in float32
 
 
-def results(folder, name, shard=None):
+def results(folder, name, shard=None, cases=("decore-entropy",)):
     """Everything about a model that must not depend on the number of ranks."""
     model = Transformer.load(folder / name, shard=shard)
     amateur = Transformer.load(folder / "amateur", shard=shard)
@@ -61,7 +62,7 @@ def results(folder, name, shard=None):
         "effects": effects(model, PROMPTS[1:], answers, answers[::-1]).tolist(),
         "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[2]], [(2, 8)], 3)[0][1:]],
     }
-    for case in CASES if name == "llama3" else ["decore-entropy"]:
+    for case in cases:
         texts = generate(model, PROMPTS, max_new_tokens=4, **settings(case, amateur))
         out[case] = [text.ids for text in texts], [text.alphas for text in texts]
     return out
@@ -103,19 +104,23 @@ def command_line(folder, *more):
     return [*command.split(), *more]
 
 
-def worker(folder):
-    """One of four ranks. Ends with a run of decore.py, and with one that fails."""
+def of_processes(folder):
+    """Writes the results of one of four ranks."""
     # As on two machines with two ranks each.
     os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
     ranks = Ranks(tp=2)
     out = {
-        "4": {name: results(folder, name) for name in MODELS},
-        "2": {name: results(folder, name, ranks.shard) for name in MODELS},
+        "4": results(folder, "llama3"),
+        "2": results(folder, "llama3", ranks.shard),
         "ranks": [None] * 4,
     }
     dist.all_gather_object(out["ranks"], together(folder, ranks))
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(out))
+
+
+def of_torchrun(folder):
+    """One of two ranks: a run of decore.py, and one that fails."""
     for more in (["--prompt-file", "-"], ["--num-heads", "99"]):
         sys.argv = command_line(folder, *more)
         program.main()
@@ -133,34 +138,22 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def torchrun(folder):
-    """(results of the worker, its standard output and error)."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    start = f"-m torch.distributed.run --nproc-per-node 4 --master-port {port}"
-    done = subprocess.run(
-        [sys.executable, *start.split(), "-m", "tests.runtime.test_parallel", str(folder)],
-        cwd=Path(__file__).parents[2],
-        input="and another",
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert (folder / "results.json").exists(), done.stderr
-    return json.loads((folder / "results.json").read_text()), done
+def one_rank(folder):
+    with torch.inference_mode():
+        return {name: results(folder, name, cases=cases_of(name)) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder):
-    with torch.inference_mode():
-        return {name: results(folder, name) for name in MODELS}
+def processes(folder):
+    on_processes(4, lambda: of_processes(folder))
+    return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", ["2", "4"])
-def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_rank, size, name):
-    several, one = torchrun[0][size][name], one_rank[name]
+def cases_of(name):
+    return CASES if name == "llama3" else ["decore-entropy"]
+
+
+def compare(several, one):
     # A score is a sum over tokens of (1 + α) base − α masked, with an α of about 4.
     for key in ("logits", "rows", "heads", "effects", "score"):
         atol = 10 * ATOL if key in ("effects", "score") else ATOL
@@ -170,29 +163,49 @@ def test_several_ranks_give_the_logits_scores_and_tokens_of_one(torchrun, one_ra
         np.testing.assert_allclose(alphas, one[case][1], atol=ATOL, rtol=0, err_msg=case)
 
 
-def test_ranks_gather_and_share_in_order(torchrun):
-    for number, rank in enumerate(torchrun[0]["ranks"]):
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_give_the_logits_scores_and_tokens_of_one(folder, one_rank, size, name):
+    for several in on_threads(size, lambda rank: results(folder, name, rank, cases_of(name))):
+        compare(several, one_rank[name])
+
+
+@pytest.mark.parametrize("size", ["2", "4"])
+def test_ranks_may_be_processes(processes, one_rank, size):
+    compare(processes[size], one_rank["llama3"])
+
+
+def test_ranks_gather_and_share_in_order(processes):
+    for number, rank in enumerate(processes["ranks"]):
         assert rank["dtype"] == "torch.bfloat16" and rank["gathered"] == 2 * [[0, 1, 2, 3]]
         assert rank["first"] == number // 2 * 2  # of two ranks that share a model, the first
         assert rank["shared"] == "of rank 0" and rank["lists"] == [0, 2]
 
 
-def test_all_ranks_replay_graphs_or_none_does(torchrun, one_rank):
+def test_all_ranks_replay_graphs_or_none_does(processes, one_rank):
     for number, reason in enumerate([None, "no memory for a graph"]):
-        messages, ids = zip(*(rank["graphs"][number] for rank in torchrun[0]["ranks"]))
+        messages, ids = zip(*(rank["graphs"][number] for rank in processes["ranks"]))
         assert all(one == one_rank["llama3"]["decore-entropy"][0] for one in ids)
         assert [len(lines) for lines in messages] == 4 * [reason is not None]
         assert reason is None or reason in messages[-1][0] and "another rank" in messages[0][0]
 
 
-def test_decore_prints_the_same_and_its_mistakes_once_with_four_ranks(
-    torchrun, folder, call, monkeypatch, tmp_path
+def test_decore_prints_the_same_and_its_mistakes_once_with_torchrun(
+    folder, call, monkeypatch, tmp_path
 ):
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "tests.runtime.test_parallel", str(folder)],
+        cwd=Path(__file__).parents[2],
+        input="and another",
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     (tmp_path / "input").write_text("and another")
     with (tmp_path / "input").open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         _, alone, _ = call(program.main, *command_line(folder, "--prompt-file", "-")[1:])
-    done = torchrun[1]
     expected = [json.loads(line)["ids"] for line in alone.splitlines()]
     printed = [json.loads(line)["ids"] for line in done.stdout.splitlines()]
     assert len(expected) == 2 and printed == expected
@@ -275,5 +288,4 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with torch.inference_mode():
-        sys.exit(cli.run_program(lambda: worker(Path(sys.argv[1]))))
+    sys.exit(cli.run_program(lambda: of_torchrun(Path(sys.argv[1]))))
