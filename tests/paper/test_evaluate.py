@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +27,7 @@ from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.methods import generate, score
 from tests.paper.test_tasks import DEMOS, write, write_data
+from tests.ranks import on_processes
 from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
@@ -196,18 +195,18 @@ def test_batches_of_a_run_that_continues(known, batches):
 
 
 @pytest.mark.parametrize("more", [[], ["--tp", "2"]], ids=["replicas", "one model"])
-def test_two_ranks_write_the_same_rows_as_one(start, model, data, tmp_path, more):
+def test_two_ranks_write_the_same_rows_as_one(model, data, tmp_path, monkeypatch, capfd, more):
     # 3 batches, 2 replicas
-    arguments = [*model, *data["nq-closed"], *DECORE, "--batch-size", "3", "--out"]
-    _, [one], _ = start(*arguments, tmp_path / "one")
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 evaluate.py".split()
-    command = [sys.executable, *torchrun, *map(str, [*arguments, tmp_path / "two", *more])]
-    done = subprocess.run(
-        command, text=True, cwd=cli.MINIATURE.parent, capture_output=True, timeout=300
-    )
-    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr  # rank 0 alone prints
-    [path] = (tmp_path / "two").glob("*.jsonl")
-    ids = [[(row["id"], row["ids"]) for row in content(file)[1:]] for file in (one["run"], path)]
+    arguments = ["evaluate.py", *model, *data["nq-closed"], *DECORE, "--batch-size", "3"]
+    files = []
+    for ranks, options in ((1, []), (2, more)):
+        folder = tmp_path / str(ranks)
+        monkeypatch.setattr("sys.argv", [*arguments, "--out", str(folder), *options])
+        on_processes(ranks, lambda: cli.run_program(evaluate.main))
+        out, err = capfd.readouterr()
+        assert out.count("\n") == 1, err  # rank 0 alone prints
+        files += folder.glob("*.jsonl")
+    ids = [[(row["id"], row["ids"]) for row in content(file)[1:]] for file in files]
     assert ids[0] == ids[1]
 
 
