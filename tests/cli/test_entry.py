@@ -13,7 +13,6 @@ import cli
 
 ROOT = Path(__file__).parents[2]
 PRINT = "-c 'import cli, sys; sys.exit(cli.run_program(lambda: print(\"1 α ←\")))'"
-NO_HUB = "-c 'import sys; sys.modules[\"huggingface_hub\"] = None; import cli.decode, evaluate'"
 
 
 def raiser(error):
@@ -90,7 +89,6 @@ def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_
             "error: 'a\\udcff' has bytes that are not UTF-8; see --help\n",
         ),
         (f"-W error {PRINT} > /dev/null", 0, ""),
-        (NO_HUB, 0, ""),
         ("-OO -m speed.decode --help > /dev/null", 0, ""),
     ],
 )
