@@ -102,7 +102,8 @@ def title_of(key, rows):
     title, task = key
     n = sorted({row.n for row in rows})
     items = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
-    return f"{TASKS[task][0]}, n = {items}\n{title}"
+    metric = rows[0].metric.replace("_", " ")
+    return f"{TASKS[task][0]}, {metric}, n = {items}\n{title}"
 
 
 # Differences
@@ -118,27 +119,41 @@ def difference_figure(tables):
     panels, heights = [], []
     for start in range(0, len(compared), COLUMNS):
         some = compared[start : start + COLUMNS]  # they share the names of their setups
-        places = {}
-        for row in itertools.chain(*(rows for _, rows in some)):
-            places[str(place_of(row))] = order_of_row(place_of(row))
-        names = sorted(places, key=places.get)
-        panels += [(key, rows, names, key == some[0][0]) for key, rows in some]
-        heights.append(0.7 + 0.27 * len(names))
+        lines = lines_of([row for _, rows in some for row in rows])
+        panels += [(key, rows, lines, key == some[0][0]) for key, rows in some]
+        heights.append(0.7 + 0.27 * len(lines))
 
-    def draw(ax, key, rows, names, first):
+    def draw(ax, key, rows, lines, first):
         ax.axvline(0, color="#000000", linewidth=0.8)
         for row in rows:
-            offset = dict(zip(KINDS, (-0.25, 0, 0.25, 0)))[kind_of(row)]
-            draw_difference(ax, row, names.index(str(place_of(row))) + offset)
+            draw_difference(ax, row, lines[str(place_of(row))][kind_of(row)])
         if rows[0].metric not in NOT_RATES:
             low, high = ax.get_xlim()
             ax.set_xlim(max(low, -100), min(high, 100))
-        ax.set(title=title_of(key, rows), ylim=(len(names) - 0.4, -0.6))
-        ax.set_yticks(range(len(names)), names if first else [])
-        ax.grid(axis="y", linewidth=0.3, color="#CCCCCC")
+        ax.set(title=title_of(key, rows), ylim=(len(lines) - 0.4, -0.6))
+        ax.set_yticks(range(len(lines)), lines if first else [])
+        grid = [y for of_place in lines.values() for y in of_place.values()]
+        across = ax.get_yaxis_transform()
+        ax.hlines(grid, 0, 1, "#CCCCCC", linewidth=0.3, transform=across, zorder=0)
 
     notes = "points of difference on the same items", f"{BARS}, thick if p < 0.05 after Holm"
     return figure_of(panels, draw, runs_of(tables), *notes, heights=heights)
+
+
+def lines_of(rows):
+    """Name of a setup → {kind of result: y}: a line of the grid for each, those of one name close
+    together."""
+    kinds, order = defaultdict(set), {}
+    for row in rows:
+        place = place_of(row)
+        kinds[str(place)].add(kind_of(row))
+        order[str(place)] = order_of_row(place)
+    lines = {}
+    for number, name in enumerate(sorted(kinds, key=order.get)):
+        present = [kind for kind in KINDS if kind in kinds[name]]
+        first = number - 0.25 * (len(present) - 1) / 2
+        lines[name] = {kind: first + 0.25 * i for i, kind in enumerate(present)}
+    return lines
 
 
 def place_of(row):

@@ -630,8 +630,11 @@ def test_the_figure_of_differences_has_every_row_with_its_interval_in_the_possib
         expected += [([*versus.interval], y), ([versus.difference], y)]
         if not y:
             expected.append((pytest.approx([-72.5, -22.5]), y))  # each draw
-    assert lines == [*expected, ([0], 0.75)]  # of N = 2 no item differs
+    assert lines == [*expected, ([0], 1)]  # of N = 2 no item differs
     assert ax.get_xlim()[0] == -100
+    [grid] = ax.collections
+    assert {y for _, y in lines} == {y for (_, y), _ in grid.get_segments()}
+    assert ax.get_title(loc="left").startswith("miniature, exact match, n = 40\n")
 
 
 def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
@@ -642,6 +645,7 @@ def test_lines_of_a_figure_against_n_can_be_told_apart(add, tmp_path):
         add("masked", n, random_heads="published", **run)
     add("masked", 10, mask="query", **run)  # a single N is not a line
     [ax] = draw("heads", tmp_path).axes
+    assert ax.get_title(loc="left").startswith("NQ-Swap, answer contained, n = 40\n")
     looks = {}
     for line in ax.lines:
         if not line.get_label().startswith("_"):
