@@ -47,14 +47,19 @@ def contrast(base, masked, method):
     return (1 + alpha) * base - alpha * masked, alpha, h
 
 
-def next_logits(model, prompt, new, heads, mask="output", mask_prompt=False):
-    """Logits after prompt + new: one row, and everything is computed again at every step."""
+def logits_of_steps(model, prompt, new, heads, mask="output", mask_prompt=False):
+    """Logits after prompt + new[:i] for each i: one row, the text in one pass."""
     head_mask = make_head_mask([heads], model)
     if mask_prompt:
-        return model(torch.tensor([prompt + new]), head_mask=head_mask, mask=mask)[0, 0, -1].numpy()
+        logits = model(torch.tensor([prompt + new]), head_mask=head_mask, mask=mask)
+        return logits[0, 0, len(prompt) - 1 :].numpy()
     cache = Cache(model, [len(prompt) - 1], len(new) + 1)
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long), cache)
-    return model(torch.tensor([[prompt[-1]] + new]), cache, head_mask, mask)[0, 0, -1].numpy()
+    return model(torch.tensor([[prompt[-1]] + new]), cache, head_mask, mask)[0, 0].numpy()
+
+
+def next_logits(*args, **how):
+    return logits_of_steps(*args, **how)[-1]
 
 
 CASES = [
@@ -85,10 +90,10 @@ def check_with_numpy(model, other, method, used):
     out = generate(model, PROMPTS, used, max_new_tokens=NEW)
     for prompt, g in zip(PROMPTS, out, strict=True):
         assert g.stop == "length" and len(g.ids) == NEW
+        base = logits_of_steps(model, prompt, g.ids, [])
+        masked = logits_of_steps(other, prompt, g.ids, heads, *how)
         for i, token in enumerate(g.ids):
-            base = next_logits(model, prompt, g.ids[:i], [])
-            masked = next_logits(other, prompt, g.ids[:i], heads, *how)
-            scores, a, h = contrast(base, masked, method)
+            scores, a, h = contrast(base[i], masked[i], method)
             assert token == scores.argmax()
             assert (g.alphas[i], g.entropies[i]) == pytest.approx((a, h), abs=1e-5)  # float32
 
