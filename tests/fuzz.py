@@ -27,12 +27,12 @@ import cli
 import decore
 import evaluate
 from cli import decode as program
+from decoders.scoring import score
 from heads import load_heads
 from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
 from runtime.config import Config
-from tests import methods
 from tests.checkpoints import (
     ODD,
     change,
@@ -72,7 +72,7 @@ class World:
 def answer(engine, folder, ids):
     model = engine.load(folder, dtype="float32")
     heads = load_heads(model, 2, folder / "heads.json")
-    return methods.generate(model, ids, heads=heads, max_new_tokens=3, eos_ids=()).ids
+    return decore.generate(model, ids, decore.DeCoRe(heads), max_new_tokens=3, eos_ids=()).ids
 
 
 def attempt(function):
@@ -123,7 +123,7 @@ def configuration(dice, world, folder):
     model = Transformer.load(folder)
     ids = torch.randint(0, config.vocab_size, (40,)).tolist()
     n = LENGTH - len(ids)
-    tokens = methods.generate(model, ids, "greedy", max_new_tokens=n, eos_ids=()).ids
+    tokens = decore.generate(model, ids, decore.Greedy(), max_new_tokens=n, eos_ids=()).ids
     text = torch.tensor([ids + tokens])
     with torch.inference_mode():
         expected = reference(text).logits
@@ -206,16 +206,22 @@ def python_arguments(dice, world, folder):
     values = [*ODD, HEADS, [(0, 9)], "query", 2**70, [10**9], [[ids, "x"]], {1, 2}]
     values += [[ids, []], [math.nan], iter(ids), np.array(["a"]), np.float32(0.5)]
     prompts = [ids, np.array(ids), torch.tensor([ids, ids]), torch.ones(2, 2, 2)]
-    function = dice.choice([methods.generate, methods.score])
-    if function is methods.generate:
+    function = dice.choice([decore.generate, score])
+    if function is decore.generate:
         arguments = dict(ids=dice.choice(prompts), max_new_tokens=3, eos_ids=())
     else:
         arguments = dict(prompt_ids=np.array(ids), answer_ids=[[1], [2, 3]])
-    arguments |= dict(method=dice.choice(methods.METHODS), heads=HEADS)
-    others = ["alpha", "alpha_cap", "scale_alpha", "mask", "mask_prompt", "attention_mask"]
-    for name in dice.sample([*arguments, *others], dice.choice([0, 1, 1, 2])):
+    record = dice.choice([decore.Greedy, decore.Masked, decore.DeCoRe])
+    settings = {} if record is decore.Greedy else dict(heads=HEADS)
+    odd = {name: dice.choice(values) for name in dice.sample(SETTINGS, dice.choice([0, 0, 1, 2]))}
+    for name in dice.sample(["method", "attention_mask", *arguments], dice.choice([0, 1, 1, 2])):
         arguments[name] = dice.choice(values)
-    result = attempt(lambda: function(dice.choice(world.engines), **arguments))
+
+    def run():
+        how = dict(method=record(**settings | odd)) | arguments
+        return function(dice.choice(world.engines), **how)
+
+    result = attempt(run)
     for out in result if isinstance(result, list) else [result]:
         if isinstance(out, decore.Generation):
             out = out.alphas + out.entropies
@@ -223,6 +229,7 @@ def python_arguments(dice, world, folder):
     return result
 
 
+SETTINGS = ["heads", "alpha", "alpha_cap", "scale_alpha", "mask", "mask_prompt"]
 KINDS = configuration, checkpoint, stored_files, command_line, python_arguments
 
 

@@ -12,11 +12,12 @@ from cli import decode as program
 from cli import prompts
 from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
+from decoders.baselines import AD, CAD, CD, DoLa
+from decore import DeCoRe, generate
 from heads import load_heads
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
-from tests.methods import generate
 from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
@@ -95,7 +96,7 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
     [line] = objects(*base, *FLAGS, "--prompt", text, "--sources")
     model, tokenizer = Transformer.load(base[1]), Tokenizer.load(base[1])
     heads, prompt = load_heads(stand_in(), 2, base[3]), tokenizer.encode(text)
-    g = generate(model, prompt, heads=heads, max_new_tokens=6, eos_ids=tokenizer.eos_ids)
+    g = generate(model, prompt, DeCoRe(heads), max_new_tokens=6, eos_ids=tokenizer.eos_ids)
     sources = find_sources(model, prompt, g.ids, heads, tokenizer.hidden)
     settings = dict(measure="copy", scale_alpha=False, alpha_rule="entropy", mask="output")
     assert line == vars(g) | settings | dict(
@@ -165,8 +166,8 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
     encode = Tokenizer.load(base[1]).encode
     texts = "user:A document. What is it?", "user:it?"
     ids, without = (encode(f"<|turn|>{text}<|end|><|turn|>assistant:") for text in texts)
-    more = dict(ids_without_context=without, max_new_tokens=6, eos_ids=[257])
-    g = generate(Transformer.load(base[1]), ids, "cad", **more)
+    more = dict(max_new_tokens=6, eos_ids=[257])
+    g = generate(Transformer.load(base[1]), ids, CAD(without), **more)
     assert lines[1]["ids"] == g.ids and lines[1]["alpha"] == 0.5
     _, out, _ = call(program.main, *command[:-1], "decore-entropy")
     titles = "A document. Who is it?", "A document. What is it?", "And?"
@@ -455,25 +456,23 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
 
 
 @pytest.mark.parametrize(
-    "arguments, settings",
+    "arguments, method",
     [
-        ("--method=cad --without-context=i --alpha=2", dict(ids_without_context=[72], alpha=2.0)),
-        ("--method=ad --info-layer=2 --relative-top=0", dict(info_layer=2, relative_top=0)),
+        ("--method=cad --without-context=i --alpha=2", lambda _: CAD([72], alpha=2.0)),
+        ("--method=ad --info-layer=2 --relative-top=0", lambda _: AD(2, relative_top=0)),
         (
             "--method=dola-high --dola-layers=halves --repetition-penalty=1.3",
-            dict(dola_layers="halves", repetition_penalty=1.3),
+            lambda _: DoLa("high", "halves", repetition_penalty=1.3),
         ),
-        ("--method=cd --amateur={base}", dict(amateur=True)),
+        ("--method=cd --amateur={base}", CD),
     ],
 )
-def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments, settings):
+def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments, method):
     model = Transformer.load(base[1])
-    settings = dict(amateur=model) if "amateur" in settings else settings
     [line] = objects(*base[:2], *SHORT, "--prompt", "Hi", *arguments.format(base=base[1]).split())
-    more = dict(max_new_tokens=6, eos_ids=[257], **settings)
-    g = generate(model, line["prompt_ids"], line["method"], **more)
+    g = generate(model, line["prompt_ids"], method(model), max_new_tokens=6, eos_ids=[257])
     assert line["ids"] == g.ids and line["alphas"] == g.alphas
-    assert line["heads"] == [] and ("amateur" in line) == ("amateur" in settings)
+    assert line["heads"] == [] and ("amateur" in line) == (method is CD)
 
 
 def test_an_answer_ends_before_a_stop_text(objects, base):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from decore import DeCoRe, Greedy, generate
 from heads import detect
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
-from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, settings
-from tests.methods import generate
+from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, method_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,14 +37,10 @@ def test_logits_and_tokens_on_cuda_are_those_of_the_cpu(folder, graph):
     cpu, cuda = Transformer.load(folder), Transformer.load(folder, device="cuda")
     ids = torch.tensor(random_ids(2, 40))
     torch.testing.assert_close(cuda(ids.cuda()).cpu(), cpu(ids), atol=1e-4, rtol=0)  # other kernels
-    for how in (
-        dict(method="greedy"),
-        dict(heads=HEADS),
-        dict(heads=HEADS, mask="query", method="decore-static"),
-    ):
-        expected = generate(cpu, PROMPTS, max_new_tokens=20, **how)
-        results = generate(cuda, PROMPTS, max_new_tokens=20, graph=graph, **how)
-        assert [g.ids for g in results] == [g.ids for g in expected], how
+    for method in Greedy(), DeCoRe(HEADS), DeCoRe(HEADS, mask="query", alpha=0.5):
+        expected = generate(cpu, PROMPTS, method, max_new_tokens=20)
+        results = generate(cuda, PROMPTS, method, max_new_tokens=20, graph=graph)
+        assert [g.ids for g in results] == [g.ids for g in expected], method
 
 
 def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
@@ -53,7 +49,7 @@ def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
         write_checkpoint(tmp_path / "a", "llama3", seed=5, num_hidden_layers=1), device="cuda"
     )
     for case in CASES:
-        how = settings(case, amateur) | dict(max_new_tokens=20)
+        how = dict(method=method_of(case, amateur), max_new_tokens=20)
         plain, graph = (generate(model, PROMPTS, graph=graph, **how) for graph in (False, True))
         assert [g.ids for g in graph] == [g.ids for g in plain], case
 

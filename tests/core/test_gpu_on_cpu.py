@@ -14,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.sweep import side_by_side
+from decore import DeCoRe, Greedy, Masked, generate
 from model import Transformer
 from runtime import attention
 from runtime.checks import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
-from tests.methods import METHODS, generate, record
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
@@ -113,26 +114,24 @@ def graphs_on_cpu(kind=RecordedOnCPU):
         yield
 
 
-CASES = {
-    "greedy": {},
-    "masked": dict(heads=HEADS),
-    "decore-static": dict(heads=HEADS),
-    "decore-entropy": dict(heads=HEADS),
-    "decore-entropy, query": dict(heads=HEADS, mask="query"),
-    "decore-entropy, masked prompt": dict(heads=HEADS, mask_prompt=True),
-    "decore-entropy, amateur": dict(amateur_heads=[(0, 1)]),
-    "cd, amateur": {},
-    "cad": dict(ids_without_context=[[5, *p[-1:]] for p in PROMPTS]),
-    "dola-low": {},
-    "dola-high": dict(repetition_penalty=1.3),
-    "ad": dict(info_layer=2),
+METHODS = {
+    "greedy": Greedy(),
+    "masked": Masked(HEADS),
+    "decore-static": DeCoRe(HEADS, alpha=0.5),
+    "decore-entropy": DeCoRe(HEADS),
+    "decore-entropy, query": DeCoRe(HEADS, mask="query"),
+    "decore-entropy, masked prompt": DeCoRe(HEADS, mask_prompt=True),
+    "cad": CAD([[5, *p[-1:]] for p in PROMPTS]),
+    "dola-low": DoLa("low"),
+    "dola-high": DoLa("high", repetition_penalty=1.3),
+    "ad": AD(info_layer=2),
 }
+CASES = [*METHODS, "decore-entropy, amateur", "cd"]
 
 
-def settings(case, amateur=None):
-    """The arguments of `baselines.generate` in a case."""
-    how = dict(method=case.split(",")[0]) | CASES[case]
-    return how | dict(amateur=amateur) if "amateur" in case else how
+def method_of(case, amateur=None):
+    lite = {"decore-entropy, amateur": DeCoRe([(0, 1)], amateur=amateur), "cd": CD(amateur)}
+    return (METHODS | lite)[case]
 
 
 @pytest.fixture
@@ -142,15 +141,15 @@ def model(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
-    how = settings(case, amateur) | dict(max_new_tokens=9)
-    expected = generate(model, PROMPTS, **how)
+    method = method_of(case, amateur)
+    expected = generate(model, PROMPTS, method, max_new_tokens=9)
     with graphs_on_cpu():
-        assert generate(model, PROMPTS, graph=True, **how) == expected
+        assert generate(model, PROMPTS, method, max_new_tokens=9, graph=True) == expected
 
 
 def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, amateur):
-    hows = [settings(case, amateur) for case in CASES if not case.startswith(("dola", "ad"))]
-    methods = [record(**how) for how in hows]
+    cases = [case for case in CASES if not case.startswith(("dola", "ad"))]
+    methods = [method_of(case, amateur) for case in cases]
     expected = side_by_side(model, PROMPTS, methods, max_new_tokens=9)
     with graphs_on_cpu():
         assert side_by_side(model, PROMPTS, methods, max_new_tokens=9) == expected
@@ -172,7 +171,7 @@ def test_no_graph_outlives_the_call_that_recorded_it(model, stopped):
             raise KeyboardInterrupt
 
     with graphs_on_cpu(Watched), pytest.raises(KeyboardInterrupt) if stopped else nullcontext():
-        generate(model, PROMPTS[0], heads=HEADS, max_new_tokens=3, graph=True, on_token=on_token)
+        generate(model, PROMPTS[0], DeCoRe(HEADS), max_new_tokens=3, graph=True, on_token=on_token)
     gc.collect()  # the error's traceback is a cycle
     assert not graphs
 
@@ -187,17 +186,18 @@ class NothingFromTheHost(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [Greedy, Masked, DeCoRe])
 def test_a_step_reads_nothing_back_to_the_host(model, method, mask, monkeypatch):
     """On "meta" a tensor has no values: reading one is an error, and so is an operation with a
     tensor on the CPU."""
-    how = dict(heads=HEADS, alpha_cap=2.0, mask=mask)
-    decoder = record(method, **how).start(model, PROMPTS, 5)
+    arguments = {Greedy: {}, Masked: dict(heads=HEADS, mask=mask)}
+    arguments[DeCoRe] = dict(arguments[Masked], alpha_cap=2.0)
+    decoding = method(**arguments[method]).start(model, PROMPTS, 5)
     model.to("meta")
-    for part in decoder.sessions[0], decoder.sessions[0].cache:
+    for part in decoding.sessions[0], decoding.sessions[0].cache:
         vars(part).update(tree_map_only(torch.Tensor, lambda x: x.to("meta"), vars(part)))
     token = torch.zeros(len(PROMPTS), 1, dtype=torch.long, device="meta")
     monkeypatch.setattr(Transformer, "can_record", True)  # else the slots in use are read
     with NothingFromTheHost(), torch.inference_mode():
         for _ in range(2):
-            decoder.step(token)
+            decoding.step(token)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from decoders.baselines import CAD
+from decoders.scoring import score
+from decore import DeCoRe, Greedy, generate
 from model import common_prefix
 from tests.checkpoints import random_ids
-from tests.core.test_gpu_on_cpu import CASES, HEADS, settings
-from tests.methods import generate, score
+from tests.core.test_gpu_on_cpu import CASES, HEADS, method_of
 
 PREFIX = random_ids(150, seed=1)
 PROMPTS = [
@@ -20,16 +22,10 @@ ANSWERS = [[random_ids(n, seed=10 * b + n) for n in (1, 5, 3)][: 1 + b] for b in
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, case):
-    how = settings(case, amateur)
-    how.pop("ids_without_context", None)
-
     def results(prompts, answers, without):
-        more, more_scored = {}, {}
-        if case == "cad":
-            more = dict(ids_without_context=without)
-            more_scored = dict(prompt_ids_without_context=without)
-        out = generate(model, prompts, max_new_tokens=8, **how, **more)
-        return out, score(model, prompts, answers, **how, **more_scored)
+        method = CAD(without) if case == "cad" else method_of(case, amateur)
+        out = generate(model, prompts, method, max_new_tokens=8)
+        return out, score(model, prompts, answers, method)
 
     batch = results(PROMPTS, ANSWERS, WITHOUT)
     for *one, g, sums in zip(PROMPTS, ANSWERS, WITHOUT, *batch, strict=True):
@@ -42,17 +38,17 @@ def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, ca
 def test_the_common_prefix_is_read_once_and_the_rest_of_each_prompt_after_it(llama, passes):
     """Then each new token is a pass. CAD's prompts with and without context are two sessions."""
     rest = len(PROMPTS[1]) - 1 - 70  # the shorter ones are padded
-    generate(llama, PROMPTS, heads=HEADS, max_new_tokens=4)
+    generate(llama, PROMPTS, DeCoRe(HEADS), max_new_tokens=4)
     assert passes == [(1, 70), (3, rest)] + [(3, 1)] * 4
     passes.clear()
-    generate(llama, PROMPTS, "cad", ids_without_context=WITHOUT, max_new_tokens=1)
+    generate(llama, PROMPTS, CAD(WITHOUT), max_new_tokens=1)
     assert passes == [(1, 70), (3, rest), (1, 70), (3, 3)] + [(3, 1)] * 2
 
 
 def test_texts_that_have_ended_are_not_read_on(llama, passes, monkeypatch):
     monkeypatch.setattr("model.CHUNK", 60)
     prompts = [random_ids(n + 1, seed=n) for n in (90, 80, 30, 40)]
-    generate(llama, prompts, "greedy", max_new_tokens=1)
+    generate(llama, prompts, Greedy(), max_new_tokens=1)
     assert passes == [(4, 16), (4, 16), (4, 16), (2, 30), (2, 12), (4, 1)]
 
 

@@ -1,5 +1,6 @@
 """Each decoder against numpy on float64 logits of transformers without a cache."""
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -8,16 +9,18 @@ import pytest
 import torch
 import transformers
 
-from decoders.baselines import exit_layers, most_divergent
+from decoders.baselines import AD, CAD, CD, DoLa, exit_layers, most_divergent
+from decoders.scoring import score
+from decore import DeCoRe, generate
 from model import Transformer
 from tests.checkpoints import FAMILIES, random_ids, random_weights, write_checkpoint
-from tests.methods import DECODERS, generate, record, score
 
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]
 ANSWERS = [random_ids(n, seed=80 + n) for n in (4, 1, 7)]
 NEW = 6
 ATOL = 3e-5  # float32 against float64; scores are of the order of 10
+METHODS = ("cd", "cad", "dola-low", "dola-high", "ad")
 CHANGES = {
     "cd": dict(alpha=1.25),
     "cad": dict(alpha=1.25),
@@ -64,10 +67,15 @@ def small(amateur):
     return with_oracle(amateur)
 
 
-def settings(method, small, **without_context):
-    """The settings that a method needs."""
-    needs = {"cd": dict(amateur=small.model), "cad": without_context, "ad": dict(info_layer=3)}
-    return needs.get(method, {})
+def method_of(name, small, without):
+    """The record of a name. without: prompts without context, in the form of ids."""
+    return {
+        "cd": CD(small.model),
+        "cad": CAD(without),
+        "dola-low": DoLa("low"),
+        "dola-high": DoLa("high"),
+        "ad": AD(info_layer=3),
+    }[name]
 
 
 # ---------------------------------------------------------------------------- the decoders in numpy
@@ -106,15 +114,15 @@ def next_scores(
 
 
 @torch.inference_mode()
-def generate_with_scores(model, prompts, method, new, **how):
+def generate_with_scores(model, prompts, method, new):
     """→ Generations, and the scores of each step, [B, T, V]."""
-    decoder = record(method, **how).start(model, prompts, new)
+    decoding = method.start(model, prompts, new)
     token = torch.tensor([prompt[-1:] for prompt in prompts])
     scores = []
     for _ in range(new):
-        scores.append(decoder.step(token).scores)
+        scores.append(decoding.step(token).scores)
         token = scores[-1].argmax(-1)
-    out = generate(model, prompts, method, max_new_tokens=new, **how)
+    out = generate(model, prompts, method, max_new_tokens=new)
     return out, torch.cat(scores, 1).numpy()
 
 
@@ -122,24 +130,24 @@ def generate_with_scores(model, prompts, method, new, **how):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("method", DECODERS)
-def test_tokens_and_scores_equal_the_numpy_version(expert, small, method, changed, monkeypatch):
-    changes = dict(relative_top=0.4) | CHANGES.get(method, {}) if changed else {}
+@pytest.mark.parametrize("name", METHODS)
+def test_tokens_and_scores_equal_the_numpy_version(expert, small, name, changed, monkeypatch):
+    changes = dict(relative_top=0.4) | CHANGES[name] if changed else {}
     if changed:
         monkeypatch.setattr("model.CHUNK", 1)  # longer prompts are prefilled in two passes
-    how = settings(method, small, ids_without_context=WITHOUT) | changes
-    out, scores = generate_with_scores(expert.model, PROMPTS, method, NEW, **how)
-    changes = dict(relative_top=0 if method in ("cd", "cad") else 0.1) | changes
+    method = replace(method_of(name, small, WITHOUT), **changes)
+    out, scores = generate_with_scores(expert.model, PROMPTS, method, NEW)
+    changes = dict(relative_top=0 if name in ("cd", "cad") else 0.1) | changes
     top = changes.pop("relative_top")
     penalty = changes.pop("repetition_penalty", 1)
     penalise = transformers.RepetitionPenaltyLogitsProcessor(float(penalty))
-    alpha = 1.0 if method.startswith("dola") else changes.get("alpha", 0.5)
+    alpha = 1.0 if name.startswith("dola") else changes.get("alpha", 0.5)
     for b, (prompt, without, g) in enumerate(zip(PROMPTS, WITHOUT, out, strict=True)):
         assert g.alphas == [alpha] * NEW and g.stop == "length"
         assert np.isinf(scores[b]).any() == (top > 0)
         for i, token in enumerate(g.ids):
             text, pair = prompt + g.ids[:i], (expert, small, without + g.ids[:i])
-            expected = next_scores(method, len(text) - 1, text, *pair, len(prompt), **changes)
+            expected = next_scores(name, len(text) - 1, text, *pair, len(prompt), **changes)
             expected = penalise(torch.tensor([text]), torch.tensor(expected[None]))[0].numpy()
             log_p = log_softmax(expert.read(*text)[0][-1])
             plausible = np.exp(log_p) >= top * np.exp(log_p).max()
@@ -161,22 +169,22 @@ def test_dola_chooses_the_same_exits_without_tokens_whose_logits_are_minus_infin
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("method", DECODERS)
-def test_scores_of_answers_equal_the_numpy_version(expert, small, method, renormalise):
+@pytest.mark.parametrize("name", METHODS)
+def test_scores_of_answers_equal_the_numpy_version(expert, small, name, renormalise):
     """Neither relative_top nor repetition_penalty changes them."""
     prompt, without, expected = PROMPTS[1], WITHOUT[1], []
     for answer in ANSWERS:
         text, total = prompt + answer, 0.0
         pair = text, expert, small, without + answer, len(text)
         for i, token in enumerate(answer):
-            scores = next_scores(method, len(prompt) + i - 1, *pair, scoring=True)
-            total += (log_softmax(scores) if renormalise and method != "ad" else scores)[token]
+            scores = next_scores(name, len(prompt) + i - 1, *pair, scoring=True)
+            total += (log_softmax(scores) if renormalise and name != "ad" else scores)[token]
         expected.append(total)
-    how = settings(method, small, prompt_ids_without_context=without)
-    how |= dict(renormalise=renormalise, relative_top=0.9)
-    if method.startswith("dola"):
-        how |= dict(repetition_penalty=1.5)
-    sums = score(expert.model, prompt, ANSWERS, method, **how)
+    changes = dict(relative_top=0.9)
+    if name.startswith("dola"):
+        changes |= dict(repetition_penalty=1.5)
+    method = replace(method_of(name, small, without), **changes)
+    sums = score(expert.model, prompt, ANSWERS, method, renormalise=renormalise)
     assert sums == pytest.approx(expected, abs=2e-4)  # sums of 7
 
 
@@ -199,10 +207,8 @@ def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, e
     assert exit_layers(SimpleNamespace(config=config), half, rule) == list(expected)
 
 
-@pytest.mark.parametrize(
-    "method, how", [("cd", {}), ("decore-entropy", dict(amateur_heads=[(0, 1)]))]
-)
-def test_rows_that_pad_a_vocabulary_take_no_part(tmp_path, method, how):
+@pytest.mark.parametrize("make", [CD, lambda amateur: DeCoRe([(0, 1)], amateur=amateur)])
+def test_rows_that_pad_a_vocabulary_take_no_part(tmp_path, make):
     def load(seed, padding):
         weights = random_weights(FAMILIES["llama3"] | dict(vocab_size=200), seed)
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -213,8 +219,8 @@ def test_rows_that_pad_a_vocabulary_take_no_part(tmp_path, method, how):
 
     results = []
     for of_model, of_amateur in ((0, 0), (2, 0), (0, 2)):
-        model, how["amateur"] = load(0, of_model), load(1, of_amateur)
-        out = generate(model, PROMPTS[1], method, max_new_tokens=NEW, **how)
-        scores = score(model, PROMPTS[1], ANSWERS, method, **how)
+        model, method = load(0, of_model), make(load(1, of_amateur))
+        out = generate(model, PROMPTS[1], method, max_new_tokens=NEW)
+        scores = score(model, PROMPTS[1], ANSWERS, method)
         results.append([*out.ids, *out.entropies, *scores])
     assert results[1] == pytest.approx(results[0]) == results[2]

@@ -3,25 +3,30 @@ compares the other decoders."""
 
 import pytest
 
+from decoders.baselines import DoLa
+from decoders.scoring import loglikelihoods, score
+from decore import DeCoRe, Greedy, Masked, generate
 from tests.checkpoints import random_ids
 from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, next_logits
-from tests.methods import METHODS, generate, loglikelihoods, score
+
+METHODS = [Greedy(), Masked(HEADS), DeCoRe(HEADS, alpha=0.8), DeCoRe(HEADS)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("changes", [{}, dict(renormalise=False), dict(mask_prompt=False)], ids=str)
 def test_scores_equal_the_numpy_version(model, method, changes):
     """Heads are masked at every position, unless mask_prompt is False."""
     prompt, answers = PROMPTS[1], [random_ids(n, seed=40 + n) for n in (4, 1, 7)]
-    sums = score(model, prompt, answers, method, heads=HEADS, alpha=0.8, **changes)
-    how = dict(mask_prompt=True) | changes
+    sums = score(model, prompt, answers, method, **changes)
+    mask_prompt = changes.get("mask_prompt", True)
     for answer, value in zip(answers, sums, strict=True):
         expected = 0.0
         for i, token in enumerate(answer):
             base, masked = (
-                next_logits(model, prompt, answer[:i], heads, **how) for heads in ([], HEADS)
+                next_logits(model, prompt, answer[:i], heads, mask_prompt=mask_prompt)
+                for heads in ([], HEADS)
             )
-            scores = contrast(base, masked, method, alpha=0.8)[0]
+            scores = contrast(base, masked, method)[0]
             expected += (scores if "renormalise" in changes else log_softmax(scores))[token]
         assert value == pytest.approx(expected, abs=1e-4)  # float32, up to seven tokens
 
@@ -29,19 +34,25 @@ def test_scores_equal_the_numpy_version(model, method, changes):
 def test_many_answers_go_through_in_several_passes(llama, passes, monkeypatch):
     monkeypatch.setattr(llama, "bos_id", 5)  # complete texts, after the id that begins them
     answers = [[5, *random_ids(299, seed=n)] for n in range(4)]  # 1,200 tokens, 512 in a pass
-    together = score(llama, [5], answers, method="greedy")
+    together = score(llama, [5], answers, Greedy())
     assert passes == [(4, 128), (4, 128), (4, 44)]
     for answer, value in zip(answers, together, strict=True):
-        assert score(llama, [5], answer, method="greedy") == pytest.approx(value, abs=1e-2)
+        assert score(llama, [5], answer, Greedy()) == pytest.approx(value, abs=1e-2)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "dola-high"])
+DECODED_AS_SCORED = [
+    Greedy(),
+    Masked(HEADS, mask_prompt=True),
+    DeCoRe(HEADS, mask_prompt=True, alpha=0.5),
+    DeCoRe(HEADS, mask_prompt=True),
+    DoLa("high", dola_layers="halves", relative_top=0.9),  # few tokens are candidates
+]
+
+
+@pytest.mark.parametrize("method", DECODED_AS_SCORED, ids=str)
 def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
-    more = dict(heads=HEADS, mask_prompt=True)
-    if method == "dola-high":
-        more = dict(dola_layers="halves", relative_top=0.9)  # few tokens are candidates
-    text = generate(llama, PROMPTS[1], method, max_new_tokens=5, **more).ids
+    text = generate(llama, PROMPTS[1], method, max_new_tokens=5).ids
     answers = [text, text[:4] + [text[4] ^ 1], text[:2]]
-    sums, greedy = loglikelihoods(llama, [PROMPTS[1]], [answers], method, **more)
+    [(sums, greedy)] = loglikelihoods(llama, [PROMPTS[1]], [answers], [method])
     assert greedy == [[True, False, True]]
-    assert sums == [score(llama, PROMPTS[1], answers, method, **more)]
+    assert sums == [score(llama, PROMPTS[1], answers, method)]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import cli
 from cli import detect as program
+from decore import DeCoRe, generate
 from heads import FOLDER, ablation, detect, load_heads, measures, needles
 from heads.sources import find_sources
 from hf import HFModel
@@ -23,7 +24,6 @@ from model import Transformer
 from runtime import words
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.methods import generate
 from tokenizer import Tokenizer
 
 NEEDLE = needles.Needle(
@@ -163,7 +163,7 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
     heads = [(0, 1), (1, 0), (2, 2), (2, 3)]
     model = Transformer.load(write_checkpoint(tmp_path, family))
     for prompt in (random_ids(21, seed=1), random_ids(1, seed=2)):
-        ids = generate(model, prompt, heads=heads, max_new_tokens=19, eos_ids=()).ids
+        ids = generate(model, prompt, DeCoRe(heads), max_new_tokens=19, eos_ids=()).ids
         complete = torch.tensor([prompt + ids[:-1]])
         with torch.no_grad():
             layers = load_reference(tmp_path)(complete, output_attentions=True).attentions

@@ -16,8 +16,10 @@ import torch
 import cli
 import evaluate
 from cli import decode as program
+from decoders.baselines import AD, CAD, CD, DoLa
+from decoders.scoring import score
 from decoders.sweep import PromptsReadOnce
-from decore import contrast, entropy, make_head_mask, pad
+from decore import DeCoRe, Greedy, Masked, contrast, entropy, generate, make_head_mask, pad
 from heads import detect
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
@@ -31,22 +33,22 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from hf import HFModel, describe, read_config  # noqa: E402
 from tests import families  # noqa: E402
 from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
-from tests.methods import METHODS, NAMES, generate, score  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
-CASES = [dict(method="greedy")] + [
-    dict(method=method, heads=HEADS, mask=mask, mask_prompt=mask_prompt)
-    for method in METHODS[1:]
-    for mask in ("output", "query")
-    for mask_prompt in (False, True)
+WAYS = [(mask, mask_prompt) for mask in ("output", "query") for mask_prompt in (False, True)]
+CASES = [
+    Greedy(),
+    *(Masked(HEADS, *how) for how in WAYS),
+    *(DeCoRe(HEADS, *how, alpha=0.5) for how in WAYS),
+    *(DeCoRe(HEADS, *how) for how in WAYS),
 ]
 BASELINES = [
-    dict(method="cad", ids_without_context=[prompt[2:] for prompt in PROMPTS]),
-    dict(method="dola-low", dola_layers="halves"),
-    dict(method="dola-high", repetition_penalty=1.3),
-    dict(method="ad", info_layer=1),
-    dict(method="ad", info_layer=3),
+    CAD([prompt[2:] for prompt in PROMPTS]),
+    DoLa("low", "halves"),
+    DoLa("high", repetition_penalty=1.3),
+    AD(info_layer=1),
+    AD(info_layer=3),
 ]
 N = dict(max_new_tokens=6, eos_ids=())
 RECURRENT = ["falcon_h1", "qwen3_next", "lfm2"]  # their layers keep a state
@@ -66,35 +68,30 @@ def assert_equal(ours, theirs):
 
 
 def test_both_engines_decode_the_same_tokens_by_every_method(engines):
-    for settings in CASES + BASELINES:
-        assert_equal(*(generate(model, PROMPTS, **settings, **N) for model in engines))
-        if settings["method"] != "cad":  # a prompt of one token
-            assert_equal(*(generate(model, [[7]], **settings, **N) for model in engines))
+    for method in CASES + BASELINES:
+        assert_equal(*(generate(model, PROMPTS, method, **N) for model in engines))
+        if type(method) is not CAD:  # a prompt of one token
+            assert_equal(*(generate(model, [[7]], method, **N) for model in engines))
 
 
 def test_both_engines_score_alike(engines):
     answers = [[3, 4, 5, 6, 8], [7, 3], [60]]
-    cad = dict(method="cad", prompt_ids_without_context=PROMPTS[0][4:])
-    for settings in [*CASES, *BASELINES[1:], cad]:
-        of_generate = ("mask_prompt", "repetition_penalty")
-        settings = {k: v for k, v in settings.items() if k not in of_generate}
-        ours, theirs = (score(m, PROMPTS[0], answers, **settings) for m in engines)
+    for method in [*CASES, *BASELINES[1:], CAD(PROMPTS[0][4:])]:
+        ours, theirs = (score(m, PROMPTS[0], answers, method) for m in engines)
         assert ours == pytest.approx(theirs, abs=2e-4)
 
 
 def test_either_engine_is_the_amateur_of_either(engines):
-    for method, more in ("cd", {}), ("decore-entropy", dict(amateur_heads=HEADS)):
+    for make in CD, lambda amateur: DeCoRe(HEADS, amateur=amateur):
         expected, *others = (
-            generate(model, PROMPTS, method=method, amateur=amateur, **more, **N)
-            for model in engines
-            for amateur in engines
+            generate(model, PROMPTS, make(amateur), **N) for model in engines for amateur in engines
         )
         for other in others:
             assert_equal(expected, other)
 
 
 def test_heads_attend_to_the_same_tokens_in_both_engines(engines):
-    ids = generate(engines[0], PROMPTS[0], heads=HEADS, **N).ids
+    ids = generate(engines[0], PROMPTS[0], DeCoRe(HEADS), **N).ids
     ours, theirs = (find_sources(model, PROMPTS[0], ids, HEADS) for model in engines)
     assert ours == theirs
 
@@ -106,26 +103,24 @@ def restricted(model, change):
     return model if isinstance(model, Transformer) else HFModel(model)
 
 
-@pytest.mark.parametrize("method", NAMES)
-def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engines, method):
+@pytest.mark.parametrize("kind", [Greedy, Masked, DeCoRe, CD, CAD, DoLa, AD])
+def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engines, kind):
     size = 90  # of a vocabulary of 96
-    cases = [*CASES, *BASELINES, dict(method="cd")]
-    settings = next(case for case in cases if case["method"] == method)
+    methods = [method for method in CASES[::4] + BASELINES[:4] if type(method) is kind]
     for engine in engines:
         padded = restricted(engine, lambda z: z.masked_fill(torch.arange(96) >= size, -math.inf))
         cut = restricted(engine, lambda z: z[..., :size])
         object.__setattr__(cut.config, "vocab_size", size)
-        results, scores = [], []
-        for model in padded, cut:
-            how = settings | ({"amateur": model} if method == "cd" else {})
-            results.append(generate(model, PROMPTS, **how, **N))
-            if method == "cad":
-                how["prompt_ids_without_context"] = how.pop("ids_without_context")[0]
-            scores.append(partial(score, model, PROMPTS[0], **how))
-        assert_equal(*results)
         answers = [[3, 4, 5, 6, 8], [7, 3]]
-        assert scores[0](answers) == pytest.approx(scores[1](answers), abs=1e-4)
-        assert scores[0]([[3, size], [3]])[0] == -math.inf
+        pairs = [(CD(padded), CD(cut))] if kind is CD else zip(methods, methods)
+        for of_padded, of_cut in pairs:
+            results = generate(padded, PROMPTS, of_padded, **N), generate(cut, PROMPTS, of_cut, **N)
+            assert_equal(*results)
+            if kind is CAD:
+                of_padded = of_cut = CAD(PROMPTS[0][2:])
+            scores = score(padded, PROMPTS[0], answers, of_padded)
+            assert scores == pytest.approx(score(cut, PROMPTS[0], answers, of_cut), abs=1e-4)
+            assert score(padded, PROMPTS[0], [[3, size], [3]], of_padded)[0] == -math.inf
 
 
 @pytest.mark.parametrize(
@@ -184,12 +179,13 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
     ones = torch.ones(1, len(prompt), dtype=torch.long)
     options = dict(do_sample=False, max_new_tokens=6, eos_token_id=None, attention_mask=ones)
     text = model.hf.generate(torch.tensor([prompt]), **options)[0].tolist()
-    assert prompt + generate(model, prompt, method="greedy", **N).ids == text
-    settings = dict(heads=HEADS, mask_prompt=True, **N)
-    batch = generate(model, PROMPTS, **settings)
-    assert_equal(batch, [generate(model, ids, **settings) for ids in PROMPTS])
-    for method, alpha in ("masked", -1), ("decore-static", 0.5), ("decore-entropy", None):
-        ids = generate(model, prompt, method, **settings).ids
+    assert prompt + generate(model, prompt, Greedy(), **N).ids == text
+    how = dict(heads=HEADS, mask_prompt=True)
+    batch = generate(model, PROMPTS, DeCoRe(**how), **N)
+    assert_equal(batch, [generate(model, ids, DeCoRe(**how), **N) for ids in PROMPTS])
+    for method in Masked(**how), DeCoRe(**how, alpha=0.5), DeCoRe(**how):
+        alpha = getattr(method, "alpha", -1)
+        ids = generate(model, prompt, method, **N).ids
         base = log_p(model.hf, ids)
         alpha = entropy(base) if alpha is None else torch.full((1, 6), alpha)
         assert contrast(base, log_p(other, ids), alpha).argmax(-1)[0].tolist() == ids
@@ -197,16 +193,14 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
     base = log_p(model.hf, answer)
     total = contrast(base, log_p(other, answer), entropy(base)).log_softmax(-1)[0]
     expected = sum(total[i, token].item() for i, token in enumerate(answer))
-    assert score(model, prompt, answer, heads=HEADS) == pytest.approx(expected, abs=1e-3)
+    assert score(model, prompt, answer, DeCoRe(HEADS)) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
     model = HFModel(random_model(family))
-    runs = [
-        dict(method=method, heads=HEADS) for method in ("decore-entropy", "masked", "decore-static")
-    ]
-    expected = [generate(model, PROMPTS, **run, **N) for run in runs]
+    methods = [DeCoRe(HEADS), Masked(HEADS), DeCoRe(HEADS, alpha=0.5)]
+    expected = [generate(model, PROMPTS, method, **N) for method in methods]
     lengths, caches = [], []
     run_hf, new_cache = model.run_hf, model.new_cache
 
@@ -222,8 +216,8 @@ def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
     monkeypatch.setattr(model, "run_hf", counted)
     monkeypatch.setattr(model, "new_cache", kept)
     reader = PromptsReadOnce(model)
-    for run, alone in zip(runs, expected):
-        assert_equal(generate(reader, PROMPTS, **run, **N), alone)
+    for method, alone in zip(methods, expected):
+        assert_equal(generate(reader, PROMPTS, method, **N), alone)
     gc.collect()
     assert [cache() is not None for cache in caches] == [True, False, False]
     longest = max(map(len, PROMPTS)) - 1
@@ -301,15 +295,15 @@ def load_pickle(folder):
             "jamba (jamba): a padded batch with a cache gives other logits",
         ),
         (
-            lambda _: generate(wrap("lfm2"), PROMPTS, heads=[(1, 0), (0, 2)]),
+            lambda _: generate(wrap("lfm2"), PROMPTS, DeCoRe([(1, 0), (0, 2)])),
             "lfm2: layer 0 has 0 heads",
         ),
         (
-            lambda _: generate(wrap("phi", qk_layernorm=True), PROMPTS, heads=HEADS, mask="query"),
+            lambda _: generate(wrap("phi", qk_layernorm=True), PROMPTS, DeCoRe(HEADS, "query")),
             "phi: layer 1 has no query projection whose heads stay apart",
         ),
         (
-            lambda _: generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, "dola-high"),
+            lambda _: generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, DoLa("high")),
             "gemma3n_text: the layers cannot be read, as dola-high does",
         ),
         (
@@ -355,7 +349,7 @@ def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
 
 def test_a_model_in_training_mode_stays_in_it_and_decodes_without_dropout():
     hf = random_model("llama", attention_dropout=0.5)
-    how = dict(heads=HEADS, **N)
+    how = dict(method=DeCoRe(HEADS), **N)
     expected = generate(HFModel(hf), PROMPTS, **how)
     hf.activation_checkpointing_enable()
     hf.train()
@@ -369,13 +363,13 @@ def test_a_model_in_training_mode_stays_in_it_and_decodes_without_dropout():
 
 def test_a_copy_of_an_hf_model_is_a_model_of_its_own():
     model = HFModel(random_model("gemma2"))
-    expected = generate(model, PROMPTS, heads=HEADS, **N)
+    expected = generate(model, PROMPTS, DeCoRe(HEADS), **N)
     other = copy.deepcopy(model)
-    assert_equal(generate(other, PROMPTS, heads=HEADS, **N), expected)
+    assert_equal(generate(other, PROMPTS, DeCoRe(HEADS), **N), expected)
     with torch.no_grad():
         other.hf.get_output_embeddings().weight *= -1
-    assert_equal(generate(model, PROMPTS, heads=HEADS, **N), expected)
-    assert generate(other, PROMPTS[0], heads=HEADS, **N).ids != expected[0].ids
+    assert_equal(generate(model, PROMPTS, DeCoRe(HEADS), **N), expected)
+    assert generate(other, PROMPTS[0], DeCoRe(HEADS), **N).ids != expected[0].ids
 
 
 def with_lora(hf):
@@ -395,7 +389,7 @@ def test_wrapped_models_decode_as_those_inside(wrapper):
     wrapped = wrapper(random_model("gemma2"))
     ids = torch.tensor(PROMPTS[:1])
     text = wrapped.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    out = generate(HFModel(wrapped), PROMPTS[0], method="greedy", **N)
+    out = generate(HFModel(wrapped), PROMPTS[0], Greedy(), **N)
     assert PROMPTS[0] + out.ids == text[0].tolist()
 
 
@@ -419,9 +413,9 @@ def test_a_kernel_that_config_json_asks_for_is_not_needed(family, tmp_path):
 
 def test_scoring_copies_the_keys_of_the_prompt_that_it_scores_alone(monkeypatch):
     model = HFModel(random_model("qwen3_next"))
-    expected = [score(model, prompt, [3, 4], heads=HEADS) for prompt in PROMPTS]
+    expected = [score(model, prompt, [3, 4], DeCoRe(HEADS)) for prompt in PROMPTS]
     monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda *_: 1 / 0)
-    together = score(model, PROMPTS, [[[3, 4]]] * 3, heads=HEADS)
+    together = score(model, PROMPTS, [[[3, 4]]] * 3, DeCoRe(HEADS))
     assert sum(together, []) == pytest.approx(expected, abs=1e-4)
 
 
@@ -451,7 +445,7 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
 def test_a_batch_may_end_beyond_learned_positions_for_texts_that_have_ended(family):
     model = HFModel(random_model(family, max_position_embeddings=32))
     prompts = [random_ids(30, seed=1), random_ids(2, seed=2)]
-    how = dict(heads=HEADS, max_new_tokens=20, eos_ids=())
+    how = dict(method=DeCoRe(HEADS), max_new_tokens=20, eos_ids=())
     batch = generate(model, prompts, **how)
     assert [len(g.ids) for g in batch] == [2, 20]
     assert_equal(batch, [generate(model, prompt, **how) for prompt in prompts])
@@ -502,4 +496,4 @@ def test_quantized_weights_decode_alike_in_both_ways_of_transformers(tmp_path):
     options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
     options["attention_mask"] = torch.ones_like(ids)
     text = custom_generate.generate(model.hf, heads=HEADS, input_ids=ids, **options)
-    assert PROMPTS[0] + generate(model, PROMPTS[0], heads=HEADS, **N).ids == text[0].tolist()
+    assert PROMPTS[0] + generate(model, PROMPTS[0], DeCoRe(HEADS), **N).ids == text[0].tolist()

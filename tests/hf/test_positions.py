@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from decoders.scoring import score
+from decore import DeCoRe, Greedy, generate
 from tests.checkpoints import random_ids
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -11,7 +13,6 @@ from hf import HFModel  # noqa: E402
 from hf.positions import check_positions  # noqa: E402
 from integrations.custom_generate import generate as custom_generate  # noqa: E402
 from tests.families import EXPERTS, random_model  # noqa: E402
-from tests.methods import generate, score  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 LONGROPE = dict(
@@ -61,10 +62,10 @@ def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
     for p in prompts:
         text = hf.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **GREEDY)
         alone.append(text[0, len(p) :].tolist())
-    assert [g.ids for g in generate(model, prompts, method="greedy", **N)] == alone
+    assert [g.ids for g in generate(model, prompts, Greedy(), **N)] == alone
     out = decode_inside(hf, prompts, method="decore-static", alpha=0.0)
     assert out.sequences[:, len(prompts[0]) :].tolist() == alone
-    expected = generate(model, prompts, heads=HEADS, **N)
+    expected = generate(model, prompts, DeCoRe(HEADS), **N)
     out = decode_inside(hf, prompts)
     assert out.sequences[:, len(prompts[0]) :].tolist() == [g.ids for g in expected]
     alphas = torch.tensor([g.alphas for g in expected])
@@ -73,7 +74,7 @@ def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
     with torch.no_grad():
         log_p = hf(torch.tensor([prompts[0] + answer])).logits[0].log_softmax(-1)
     plain = sum(log_p[len(prompts[0]) - 1 + i, token].item() for i, token in enumerate(answer))
-    assert score(model, prompts[0], answer, method="greedy") == pytest.approx(plain, abs=1e-3)
+    assert score(model, prompts[0], answer, Greedy()) == pytest.approx(plain, abs=1e-3)
 
 
 def answer_inside(hf, prompts):
@@ -81,11 +82,11 @@ def answer_inside(hf, prompts):
 
 
 def answer(hf, prompts):
-    generate(HFModel(hf), prompts, heads=HEADS, **N)
+    generate(HFModel(hf), prompts, DeCoRe(HEADS), **N)
 
 
 def score_answer(hf, prompts):
-    score(HFModel(hf), prompts, [[BELOW[0][:6]]] * len(prompts), heads=HEADS)
+    score(HFModel(hf), prompts, [[BELOW[0][:6]]] * len(prompts), DeCoRe(HEADS))
 
 
 @pytest.mark.parametrize("decode", [answer, answer_inside, score_answer])

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from decoders.baselines import DoLa
+from decore import DeCoRe, Greedy, Masked, generate
 from tests.checkpoints import random_ids
-from tests.methods import generate
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -35,8 +36,8 @@ def in_hf_generate(hf, **more):
     return lambda: hf.generate(torch.tensor([PROMPT]), **PLAIN, **more)[0, 30:].tolist()
 
 
-def in_generate(model, method, **more):
-    return lambda: generate(model, PROMPT, method, **more, **N).ids
+def in_generate(model, method):
+    return lambda: generate(model, PROMPT, method, **N).ids
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,10 @@ def calls(hf):
         "plain": in_hf_generate(hf),
         "custom": in_hf_generate(hf, **CUSTOM, heads=HEADS),
         "custom masked": in_hf_generate(hf, **CUSTOM, heads=HEADS[:2], method="masked"),
-        "HFModel greedy": in_generate(model, "greedy"),
-        "HFModel masked": in_generate(model, "masked", heads=HEADS[1:]),
-        "HFModel with layers": in_generate(model, "dola-low"),
-        "new HFModel": lambda: in_generate(HFModel(hf), "decore-static", heads=HEADS)(),
+        "HFModel greedy": in_generate(model, Greedy()),
+        "HFModel masked": in_generate(model, Masked(HEADS[1:])),
+        "HFModel with layers": in_generate(model, DoLa("low")),
+        "new HFModel": lambda: in_generate(HFModel(hf), DeCoRe(HEADS, alpha=0.5))(),
     }
 
 

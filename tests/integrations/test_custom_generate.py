@@ -4,11 +4,14 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import decore
+from decore import DeCoRe, Masked
 from heads import load_heads
 from model import Transformer
 
@@ -17,7 +20,6 @@ from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from hf import HFModel  # noqa: E402
 from runtime.checks import MASKS  # noqa: E402
-from tests import methods  # noqa: E402
 from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model, round_together  # noqa: E402
 
@@ -36,6 +38,14 @@ CASES = [
     dict(method="masked"),
     dict(method="decore-static"),
     dict(method="decore-static", alpha=1.5),
+]
+RECORDS = [  # the same for `decore.generate`
+    DeCoRe(HEADS),
+    DeCoRe(HEADS, scale_alpha=True),
+    DeCoRe(HEADS, alpha_cap=0.7),
+    Masked(HEADS),
+    DeCoRe(HEADS, alpha=0.5),
+    DeCoRe(HEADS, alpha=1.5),
 ]
 GAIN = [dict(alpha_rule="gain"), dict(alpha_rule="gain", alpha_cap=0.2, scale_alpha=True)]
 
@@ -60,14 +70,14 @@ def new_tokens(model, prompts=PROMPTS[:1], **more):
 def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
     model = random_model(family)
     reference = HFModel(model)
-    cases = [{}, dict(method="masked")]
+    cases = [({}, DeCoRe(HEADS)), (dict(method="masked"), Masked(HEADS))]
     if family not in NO_QUERY:
-        cases.append(dict(mask="query"))
+        cases.append((dict(mask="query"), DeCoRe(HEADS, "query")))
     if family in ("llama", "gemma2"):  # what follows the logits is the same for all families
-        cases += [more | dict(mask=mask) for more in CASES for mask in MASKS]
-    for more in cases:
-        how = dict(heads=HEADS, eos_ids=(), max_new_tokens=8, **more)
-        expected = methods.generate(reference, PROMPTS, **how)
+        for more, method in zip(CASES, RECORDS, strict=True):
+            cases += [(more | dict(mask=mask), replace(method, mask=mask)) for mask in MASKS]
+    for more, method in cases:
+        expected = decore.generate(reference, PROMPTS, method, max_new_tokens=8, eos_ids=())
         out = generate(model, PROMPTS, return_dict_in_generate=True, **more)
         assert out.sequences[:, len(PROMPTS[0]) :].tolist() == [g.ids for g in expected]
         for name in "alphas", "entropies":
@@ -103,10 +113,8 @@ def test_tokens_with_logits_of_minus_infinity_are_left_out():
         lambda _, args, z: z.masked_fill(torch.arange(96) >= 60, -torch.inf)
     )
     reference = HFModel(model)
-    for settings in CASES[:5]:
-        expected = methods.generate(
-            reference, PROMPTS, heads=HEADS, eos_ids=(), max_new_tokens=8, **settings
-        )
+    for settings, method in list(zip(CASES, RECORDS, strict=True))[:5]:
+        expected = decore.generate(reference, PROMPTS, method, max_new_tokens=8, eos_ids=())
         assert new_tokens(model, PROMPTS, **settings) == [g.ids for g in expected]
 
 

@@ -20,15 +20,15 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
-from decore import Greedy
-from decore import generate as decode
+from decoders.baselines import CD, DoLa
+from decoders.scoring import score
+from decore import DeCoRe, Greedy, generate
 from integrations import lm_eval as harness
 from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
 from model import Transformer
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.methods import record, score
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -126,34 +126,30 @@ def small(tmp_path_factory):
     return model, Tokenizer.load(folders[0]), amateur
 
 
-METHODS = {
-    "decore-entropy": dict(heads=HEADS),
-    "decore-static": dict(heads=HEADS, alpha=2.0, mask="query"),
-    "decore-entropy-lite": dict(method="decore-entropy", amateur_heads=HEADS),
-    "dola-high": {},
-    "cd": {},
+MAKE = {
+    "decore-entropy": lambda amateur: DeCoRe(HEADS, mask_prompt=True),
+    "decore-static": lambda amateur: DeCoRe(HEADS, "query", mask_prompt=True, alpha=2.0),
+    "decore-entropy-lite": lambda amateur: DeCoRe(HEADS, amateur=amateur),
+    "dola-high": lambda amateur: DoLa("high"),
+    "cd": CD,
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", MAKE)
 def test_a_decoder_gives_what_score_and_generate_give(small, name):
     model, tokenizer, amateur = small
-    how = dict(method=name) | METHODS[name]
-    if name in ("cd", "decore-entropy-lite"):
-        how["amateur"] = amateur
-    more = dict(mask_prompt=True) if "heads" in how else {}
-    lm = HarnessModel(model, tokenizer, record(**how, **more), batch_size=2)
+    lm = HarnessModel(model, tokenizer, MAKE[name](amateur), batch_size=2)
     context, answers = "Where is the mill?", [" on the hill", " here", " gone for good"]
     scores = run(lm, "loglikelihood", [(context, answer) for answer in answers])
     ids = [tokenizer.encode(answer, bos=False) for answer in answers]
-    expected = score(model, tokenizer.encode(context), ids, **how)
+    expected = score(model, tokenizer.encode(context), ids, lm.method)
     assert [log_p for log_p, _ in scores] == expected
     prompts = ("abc", "A longer prompt", "x")
     limits = dict(until=["w"], max_gen_toks=20)
     texts = run(lm, "generate_until", [(prompt, limits) for prompt in prompts])
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     more = dict(max_new_tokens=20, eos_ids=tokenizer.eos_ids)
-    expected = decode(model, ids, lm.method, **more)
+    expected = generate(model, ids, lm.method, **more)
     assert texts == [tokenizer.decode(g.ids).split("w")[0] for g in expected]
 
 
@@ -176,7 +172,7 @@ def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
     ]:
         ids = [tokenizer.encode(part, bos=False) for part in parts]
         [(log_p, _)] = run(lm, "loglikelihood", [pair])
-        assert log_p == pytest.approx(score(model, *ids, method="greedy"))
+        assert log_p == pytest.approx(score(model, *ids, Greedy()))
 
 
 def test_contexts_that_lose_their_beginning_are_a_warning(small):

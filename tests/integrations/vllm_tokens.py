@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
+from decoders.scoring import score
+from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads
 from heads.needles import HAYSTACK
 from hf import HFModel
 from model import Transformer
 from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
 from tests.families import random_model
-from tests.methods import generate, score
 from tokenizer import Tokenizer
 
 HEADS = [(0, 1), (1, 3), (2, 0), (2, 2)]
@@ -40,6 +41,17 @@ METHODS = {
     "heads": dict(heads=[(0, 0), (1, 2), (2, 1)]),
     "query": dict(mask="query"),
 }
+RECORDS = {  # the same for `generate`
+    "greedy": Greedy(),
+    "masked": Masked(HEADS),
+    "entropy": DeCoRe(HEADS),
+    "static": DeCoRe(HEADS, alpha=0.7),
+    "cap": DeCoRe(HEADS, alpha_cap=0.4),
+    "scale": DeCoRe(HEADS, scale_alpha=True),
+    "gain": DeCoRe(HEADS, alpha_rule="gain", alpha_cap=0.02),
+    "heads": DeCoRe([(0, 0), (1, 2), (2, 1)]),
+    "query": DeCoRe(HEADS, mask="query"),
+}
 
 
 def main(folder):
@@ -51,12 +63,12 @@ def main(folder):
     random_model("qwen3_moe", **SIZES).save_pretrained(folder / "qwen3_moe")
     llama = Transformer.load(folder / "llama3")
     result = {"prompts": prompts}
-    for name, settings in METHODS.items():
-        result[name] = decode(llama, prompts, **settings)
+    for name, method in RECORDS.items():
+        result[name] = decode(llama, prompts, method)
     result["longer"] = [p + t for p, t in zip(prompts, result["entropy"])]
     result["continued"] = decode(llama, result["longer"])
     pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]
-    result["scores"] = [score(llama, p, a, heads=HEADS) for p, a in pairs]
+    result["scores"] = [score(llama, p, a, DeCoRe(HEADS)) for p, a in pairs]
     for family in FAMILIES:
         result[family] = decode(Transformer.load(folder / family), prompts)
     result["qwen3_moe"] = decode(HFModel.load(folder / "qwen3_moe"), prompts)
@@ -64,14 +76,13 @@ def main(folder):
         model = Transformer.load(os.environ["DECORE_WEIGHTS"], dtype="float32")
         text = Tokenizer.load(model.folder).encode((HAYSTACK / "1-harbour.txt").read_text())
         prompts = [text[:n] for n in LENGTHS]
-        tokens = decode(model, prompts, heads=load_heads(model, 10))
-        result["trained"] = prompts, tokens, decode(model, prompts, "greedy")
+        tokens = decode(model, prompts, DeCoRe(load_heads(model, 10)))
+        result["trained"] = prompts, tokens, decode(model, prompts, Greedy())
     (folder / "tokens.json").write_text(json.dumps(result))
 
 
-def decode(model, prompts, method="decore-entropy", heads=HEADS, **settings):
-    heads = None if method == "greedy" else heads
-    out = generate(model, prompts, method, heads=heads, max_new_tokens=N, eos_ids=(), **settings)
+def decode(model, prompts, method=RECORDS["entropy"]):
+    out = generate(model, prompts, method, max_new_tokens=N, eos_ids=())
     return [answer.ids for answer in out]
 
 

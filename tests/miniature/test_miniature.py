@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cli import MINIATURE as FOLDER
+from decore import Greedy, Masked, generate
 from heads import load_heads
 from miniature import data, train
 from model import Transformer
 from runtime.files import short_hash
-from tests.methods import generate
 from tokenizer import Tokenizer
 
 
@@ -60,12 +60,10 @@ def test_a_short_training_lowers_the_loss_and_keeps_the_head_that_it_needs_most(
 def accuracy(folder, split, n=96, heads=None):
     """Share of right answers: greedy ones, or with the best four heads of a file masked."""
     model, tokenizer = Transformer.load(folder, dtype=torch.float32), Tokenizer.load(folder)
-    method = (
-        dict(method="masked", heads=load_heads(model, 4, heads)) if heads else dict(method="greedy")
-    )
+    method = Masked(load_heads(model, 4, heads)) if heads else Greedy()
     items = data.make_split(split, n)
     prompts = [tokenizer.encode(item.prompt) for item in items]
-    out = generate(model, prompts, max_new_tokens=12, eos_ids=tokenizer.eos_ids, **method)
+    out = generate(model, prompts, method, max_new_tokens=12, eos_ids=tokenizer.eos_ids)
     return np.mean([tokenizer.decode(g.ids) == f" {item.answer}." for g, item in zip(out, items)])
 
 

@@ -15,7 +15,10 @@ import pytest
 
 import cli
 import evaluate
+from decoders.baselines import CAD
+from decoders.scoring import score
 from decoders.setup import RECORDS
+from decore import DeCoRe, generate
 from hf import HFModel
 from model import Transformer
 from paper.benchmark import missing_batches
@@ -25,7 +28,6 @@ from paper.tasks.prompts import item_to_ids
 from runtime.weights import fingerprint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.methods import generate, score
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
 from tokenizer import Tokenizer
@@ -495,8 +497,8 @@ def test_choices_are_scored_the_true_ones_first(start, model, data, tmp_path, mo
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
     item = encoded(model, data["truthfulqa-mc"])
-    how = dict(renormalise=not more, heads=settings["heads"])
-    scores = score(Transformer.load(model[1]), item.prompt, item.answers, "decore-entropy", **how)
+    pair = Transformer.load(model[1]), item.prompt
+    scores = score(*pair, item.answers, DeCoRe(settings["heads"]), renormalise=not more)
     assert row["scores_true"] + row["scores_false"] == pytest.approx(scores)
     assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
@@ -505,6 +507,6 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
     options = "--max-new-tokens", 3, "--method", "cad", "--out", tmp_path
     _, [out], _ = start(*model[:2], *data["nq-swap"], *options)
     item = encoded(model, data["nq-swap"])
-    how = dict(ids_without_context=item.without_context, max_new_tokens=3)
-    expected = generate(Transformer.load(model[1]), item.prompt, "cad", **how)
+    method = CAD(item.without_context)
+    expected = generate(Transformer.load(model[1]), item.prompt, method, max_new_tokens=3)
     assert content(out["run"])[1]["ids"] == expected.ids

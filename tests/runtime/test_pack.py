@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from decore import DeCoRe, generate
 from hf import HFModel
 from model import Linear, Transformer
 from runtime import pack
 from runtime.pack import Filled, Packed
 from tests.checkpoints import random_ids, write_checkpoint
-from tests.methods import generate
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -36,8 +36,8 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
         1:
     ]
     prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
-    how = dict(heads=[(1, 0), (2, 2)], max_new_tokens=12)
-    ids, expected = ([g.ids for g in generate(m, prompts, **how)] for m in (packed, plain))
+    method = DeCoRe([(1, 0), (2, 2)])
+    ids, expected = ([g.ids for g in generate(m, prompts, method, 12)] for m in (packed, plain))
     assert ids == expected
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import cli
 from cli import decode as program
-from decore import make_head_mask
+from decoders.scoring import score
+from decore import DeCoRe, generate, make_head_mask
 from heads.detect import answer_batch
 from heads.measures import effects
 from model import Transformer
@@ -34,9 +35,8 @@ from tests.core.test_gpu_on_cpu import (
     Full,
     RecordedOnCPU,
     graphs_on_cpu,
-    settings,
+    method_of,
 )
-from tests.methods import generate, score
 from tests.ranks import on_processes, on_threads
 
 MODELS = {
@@ -58,12 +58,12 @@ def results(folder, name, shard=None, cases=("decore-entropy",)):
     out = {
         "logits": model(ids).tolist(),
         "rows": model(ids, head_mask=head_mask).tolist(),
-        "score": score(model, PROMPTS[0], answers, heads=HEADS),
+        "score": score(model, PROMPTS[0], answers, DeCoRe(HEADS)),
         "effects": effects(model, PROMPTS[1:], answers, answers[::-1]).tolist(),
         "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[2]], [(2, 8)], 3)[0][1:]],
     }
     for case in cases:
-        texts = generate(model, PROMPTS, max_new_tokens=4, **settings(case, amateur))
+        texts = generate(model, PROMPTS, method_of(case, amateur), max_new_tokens=4)
         out[case] = [text.ids for text in texts], [text.alphas for text in texts]
     return out
 
@@ -76,9 +76,7 @@ def graphs(folder):
     for kind in (RecordedOnCPU, Full if is_last else RecordedOnCPU):
         with graphs_on_cpu(kind), warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
-            texts = generate(
-                model, PROMPTS, max_new_tokens=4, graph=True, **settings("decore-entropy")
-            )
+            texts = generate(model, PROMPTS, DeCoRe(HEADS), max_new_tokens=4, graph=True)
         reasons = [str(w.message) for w in messages if "graph" in str(w.message)]
         out.append((reasons, [text.ids for text in texts]))
     return out

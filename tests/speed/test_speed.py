@@ -11,7 +11,6 @@ from paper import tasks
 from speed import decode, gpu, suite
 from speed.shapes import SHAPES, random_model, spread_heads
 from tests.checkpoints import stand_in, write_lines
-from tests.methods import METHODS
 
 pytest.importorskip("transformers")
 
@@ -19,7 +18,7 @@ TINY = "--shape tiny --prompt 40 --new 4 --rounds 1".split()
 
 
 def test_decode_times_every_method_on_several_prompts(call):
-    names = [*METHODS, *decode.PEERS]
+    names = [*decode.METHODS, *decode.PEERS]
     result = json.loads(call(decode.main, *TINY, "--batch", 2, "--json", "--methods", *names)[1])
     assert [*result["tokens_per_second"]] == names
     fixed = {"decore_over_greedy", "greedy_over_transformers", "decore_over_two_pass"}

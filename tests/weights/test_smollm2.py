@@ -20,7 +20,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from cli import decode as program
-from decore import Row, Session
+from decoders.baselines import AD, CAD, CD, DoLa
+from decoders.scoring import score
+from decore import DeCoRe, Greedy, Masked, Row, Session, generate
 from heads import load_heads, random_heads
 from heads.detect import mean_scores, run_batch
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
@@ -28,7 +30,6 @@ from hf import HFModel
 from model import Transformer
 from tests.core.test_decore import contrast, log_softmax
 from tests.decoders.test_baselines import next_scores, with_oracle
-from tests.methods import DECODERS, generate, score
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,6 @@ TEXTS = [
     "日本の首都は東京です。中国的首都是北京。",
     "مرحبا بالعالم، नमस्ते दुनिया, γειά σου Κόσμε 🙂",
 ]
-MASKING = ["masked", "decore-static", "decore-entropy"]
 
 
 def test_readme_shows_what_the_model_writes(call):
@@ -103,9 +103,14 @@ def hf():
     return HFModel.load(FOLDER, dtype="float32")
 
 
-def settings(method, small, without):
-    needs = {"cd": dict(amateur=small.model), "cad": dict(ids_without_context=without)}
-    return needs.get(method, dict(heads=HEADS) if method in MASKING else {})
+MASKING = {"masked": Masked(HEADS), "static": DeCoRe(HEADS, alpha=0.5), "entropy": DeCoRe(HEADS)}
+OTHERS = ("greedy", "cd", "cad", "dola-low", "dola-high", "ad")
+
+
+def method_of(name, small, without):
+    of_all = {"greedy": Greedy(), "cd": CD(small.model), "cad": CAD(without), "ad": AD()}
+    of_all |= {"dola-low": DoLa("low"), "dola-high": DoLa("high")}
+    return (MASKING | of_all)[name]
 
 
 def free_port():
@@ -140,33 +145,33 @@ def test_logits_are_those_of_transformers_in_every_script_and_at_2000_tokens(exp
         torch.testing.assert_close(expert.model(ids)[:, -100:], expected, atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["greedy", *MASKING, *DECODERS])
+@pytest.mark.parametrize("name", [*MASKING, *OTHERS])
 def test_tokens_of_a_padded_batch_are_those_of_the_equations_in_float64(
-    method, expert, small, prompts
+    name, expert, small, prompts
 ):
-    how = settings(method, small, prompts[1])
-    out = generate(expert.model, prompts[0], method, max_new_tokens=NEW, eos_ids=(), **how)
+    method = method_of(name, small, prompts[1])
+    out = generate(expert.model, prompts[0], method, max_new_tokens=NEW, eos_ids=())
     for prompt, without, g in zip(*prompts, out, strict=True):
         text, first = prompt + g.ids, len(prompt) - 1
         logits, _ = expert.read(*text)
-        if "heads" in how:
+        if name in MASKING:
             masked = masked_logits(expert.oracle, text, first)
         for i, token in enumerate(g.ids):
             log_p = log_softmax(logits[first + i])
-            if "heads" in how:
+            if name in MASKING:
                 scores, *numbers = contrast(logits[first + i], masked[first + i], method)
                 assert (g.alphas[i], g.entropies[i]) == pytest.approx(numbers, abs=1e-3)
-            elif method == "greedy":
+            elif name == "greedy":
                 scores = log_p
             else:
                 pair = text, expert, small, without + g.ids
-                scores = next_scores(method, first + i, *pair, len(prompt), info_layer=24)
-                top = 0 if method in ("cd", "cad") else 0.1
+                scores = next_scores(name, first + i, *pair, len(prompt), info_layer=24)
+                top = 0 if name in ("cd", "cad") else 0.1
                 scores = np.where(np.exp(log_p) >= top * np.exp(log_p).max(), scores, -np.inf)
             assert token == scores.argmax()
 
 
-@pytest.mark.parametrize("method", MASKING)
+@pytest.mark.parametrize("method", MASKING.values(), ids=MASKING)
 def test_scores_of_answers_are_those_of_the_equations_in_float64(
     method, expert, prompts, tokenizer
 ):
@@ -180,16 +185,16 @@ def test_scores_of_answers_are_those_of_the_equations_in_float64(
         expected.append(
             sum(log_softmax(contrast(base, other, method)[0])[token] for base, other, token in rows)
         )
-    sums = score(expert.model, prompt, answers, method, heads=HEADS)
+    sums = score(expert.model, prompt, answers, method)
     assert sums == pytest.approx(expected, abs=3e-3)  # nats
 
 
 def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tmp_path):
     """Ours, ours on three ranks (it has nine heads), HFModel, and custom_generate."""
     how = dict(heads=HEADS, max_new_tokens=24)
-    ours = [g.ids for g in generate(expert.model, prompts[0], "decore-entropy", **how)]
+    ours = [g.ids for g in generate(expert.model, prompts[0], DeCoRe(HEADS), 24)]
     assert "silver compass" in tokenizer.decode(ours[0])
-    assert [g.ids for g in generate(hf, prompts[0], "decore-entropy", **how)] == ours
+    assert [g.ids for g in generate(hf, prompts[0], DeCoRe(HEADS), 24)] == ours
     for prompt, ids in zip(prompts[0], ours):
         inputs = torch.tensor([prompt])
         out = hf.hf.generate(
