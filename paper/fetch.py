@@ -67,15 +67,17 @@ def main(argv):
             works[f"{file.folder}/{file.name}"] = partial(fetch, args.folder, file, mirror)
     if args.metrics:
         works |= requirements(tasks, mirror)
-    lacking = []
+    lacking = 0
     for name, work in tqdm(works.items(), unit="download"):
         try:
             work()
         except Exception as error:  # the libraries raise many kinds
             tqdm.write(f"{name}: {one_line(error)}", file=sys.stderr)
-            lacking.append(name)
+            lacking += 1
     if lacking:
-        raise ValueError(f"missing: {', '.join(lacking)}; the same command fetches only these")
+        raise ValueError(
+            f"{lacking} of {len(works)} are missing, see above; the same command fetches only these"
+        )
     print(f"{args.folder} holds the files of {len(tasks)} tasks")
 
 

@@ -2,6 +2,7 @@
 
 python evaluate.py report heads [MODEL|FILE …] [--plots OUT]"""
 
+from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 
@@ -36,10 +37,11 @@ def main(argv):
     files = {path: load_scores(path) for path in map(find_file, args.files or paper)}
     _, *ranks = printed.table("paper_heads")[0]
     rows = []
+    labels = labels_of(files)
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)
         row = {
-            "model": path.stem,
+            "model": labels[path],
             "heads": f"{len(ranked):,}",
             "samples": str(read_json(path).get("samples", "unknown")),
             f"above {RETRIEVAL}": str(sum(score > RETRIEVAL for score in ranked)),
@@ -69,12 +71,20 @@ def common_rows(names):
     heads. names: of files or models."""
     rankings = {}
     for name, measure in product(names, MEASURES):
-        if measure == "copy" or measure in read_json(find_file(name)):
+        path = find_file(name)
+        if measure == "copy" or measure in read_json(path):
             scores = load_scores(name, measure)
-            rankings[name, measure] = sorted(scores, key=scores.get, reverse=True)
+            rankings[path, measure] = sorted(scores, key=scores.get, reverse=True)
+    labels = labels_of({path for path, _ in rankings})
     rows = []
-    for (a, first), (b, second) in combinations(rankings.items(), 2):
-        if set(first) == set(second) and (a[0] == b[0] or a[1] == b[1]):
+    for ((file, a), first), ((other, b), second) in combinations(rankings.items(), 2):
+        if set(first) == set(second) and (file == other or a == b):
             common = {f"N = {n}": str(len({*first[:n]} & {*second[:n]})) for n in COMPARED}
-            rows.append({"heads": f"{' '.join(a)} and {' '.join(b)}"} | common)
+            rows.append({"heads": f"{labels[file]} {a} and {labels[other]} {b}"} | common)
     return rows
+
+
+def labels_of(paths):
+    """Path → its name; several of one name keep their folders."""
+    stems = Counter(path.stem for path in paths)
+    return {path: path.stem if stems[path.stem] == 1 else str(path) for path in paths}

@@ -114,7 +114,8 @@ def test_what_cannot_be_had_is_listed_and_the_rest_is_fetched(run, tmp_path):
     (run.root / "data" / "a b.jsonl").write_text("another file")
     status, err = run()
     assert status == 2 and "data/a b.jsonl is not the file that the paper used" in err
-    assert "missing: xsum/xsum-1000.jsonl; the same" in err
+    assert "1 of 2 are missing, see above; the same command" in err
+    assert err.count("xsum/xsum-1000.jsonl") == 1
     status, err = run("--task=")
     assert status == 2 and "unknown task ''" in err
     assert tree(tmp_path / "data") == ["nq_swap/demos.jsonl"]

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -680,11 +681,15 @@ def test_heads_in_common_are_counted_between_files_of_a_measure_and_measures_of_
     _, out, _ = call(evaluate.main, "report", "heads", a, b)
     rows = [re.split(r" *\| *", line)[1:4] for line in out.split("### ")[2].splitlines()[4:8]]
     assert rows == [
-        [f"{a} copy and {a} write", "0", "2"],
-        [f"{a} copy and {b} copy", "0", "2"],
-        [f"{a} write and {b} write", "1", "3"],
-        [f"{b} copy and {b} write", "0", "3"],
+        ["a copy and a write", "0", "2"],
+        ["a copy and b copy", "0", "2"],
+        ["a write and b write", "1", "3"],
+        ["b copy and b write", "0", "3"],
     ]
+    (tmp_path / "sub").mkdir()
+    other = shutil.copy(a, tmp_path / "sub" / "a.json")  # of the same name
+    _, out, _ = call(evaluate.main, "report", "heads", a, other)
+    assert f"| {a} copy and {other} copy " in out and f"| {a} " in out.split("### ")[1]
 
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
