@@ -62,31 +62,42 @@ def test_a_checkpoint_is_measured_as_a_table(call, llama):
     assert names == ["greedy", "transformers", "greedy"]
 
 
-def test_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu_and_keeps_each_section(
+def test_the_run_on_a_gpu_keeps_what_each_section_measures_or_why_it_failed(
     call, monkeypatch, tmp_path
 ):
     sections = {
-        "slow": (5, "-c print('begun',flush=True)or(__import__('time').sleep(99))"),
+        "slow": (2, "-c print('begun',flush=True)or(__import__('time').sleep(99))"),
         "fails": (60, "-c raise(ValueError('why'))"),
         "empty": (60, "-c pass"),
         "bad JSON": (60, "-c print('{')"),
+        "tests": (60, "-c print('1passed')"),
+        "short": (60, "-c print('x\\n{\"a\":1}')"),
     }
-    sections |= {name: gpu.SECTIONS[name] for name in ("tests", "short")}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
+    monkeypatch.setattr(gpu, "dry", lambda command: command)
     status, _, _ = call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     failed = result["failed"]
     assert status == 0 and [*failed] == [*sections][:4]
     assert failed["fails"].startswith("exit status 1\n") and failed["fails"].endswith("why")
     assert failed["empty"] == "no result" and failed["bad JSON"] == "no result\n{"
-    assert failed["slow"] == "stopped after 5 seconds\nbegun"
-    assert "tests collected" in result["tests"]
-    assert len(result["short"]["tokens_per_second"]) == 6
+    assert failed["slow"] == "stopped after 2 seconds\nbegun"
+    assert result["tests"] == "1passed" and result["short"] == {"a": 1}
+
+
+@pytest.mark.parametrize("name", [name for name in gpu.SECTIONS if name != "tests"])
+def test_a_section_of_the_run_on_a_gpu_works_in_a_tiny_shape_on_a_cpu(call, name):
+    command = gpu.dry(gpu.SECTIONS[name][1]).split()
+    status, out, err = call(decode.main, *command[2:])
+    assert (command[:2], status) == (["-m", "speed.decode"], 0), err
+    n_peers = sum(peer in command for peer in decode.PEERS)
+    assert len(json.loads(out)["tokens_per_second"]) == 2 + n_peers
 
 
 def test_the_sections_of_the_run_on_a_gpu_end_in_the_promised_time():
     assert "in at most ten minutes" in gpu.__doc__
     assert sum(seconds for seconds, _ in gpu.SECTIONS.values()) <= 600
+    assert (gpu.ROOT / gpu.SECTIONS["tests"][1].split()[-1]).exists()
 
 
 def test_the_suite_compares_the_same_answers_in_turns(call, monkeypatch, tmp_path):
