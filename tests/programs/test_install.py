@@ -37,29 +37,46 @@ def run(python, folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["heads.detect", "integrations.lm_eval"])
-def test_programs_start_in_another_folder(python, tmp_path, name):
-    program = run(python, tmp_path, "-m", name, "--help")
-    assert program.returncode == 0, program.stderr
-    assert program.stdout.startswith("usage: ")
+# What a script of one's own does, in a folder with a model.py, and once the clone comes first.
+HIDDEN = f"""
+import sys
+try:
+    import decore
+except ImportError as error:
+    print(error)
+sys.path.insert(0, {str(ROOT)!r})
+import decore, model
+print(model.__file__)
+"""
+HELP = """
+import runpy, sys
+sys.argv = ["program", "--help"]
+for name in "heads.detect", "integrations.lm_eval":
+    try:
+        runpy.run_module(name, run_name="__main__")
+    except SystemExit as end:
+        print("status", end.code)
+"""
 
 
-def test_the_readmes_script_runs_and_a_module_of_ones_own_that_hides_ours_is_named(
-    python, tmp_path
-):
+def test_the_readmes_script_and_programs_run_in_another_folder(python, tmp_path):
     shutil.copytree(ROOT / "miniature", tmp_path / "miniature")
     (tmp_path / "miniature" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     block = re.search(r"```python\n(.*?)```", README, re.S)[1]
-    block = block.replace("meta-llama/Meta-Llama-3-8B-Instruct", "miniature")
-    script = tmp_path / "script.py"
-    script.write_text(block.replace("cuda", "cpu"), encoding="utf-8")
+    block = block.replace("meta-llama/Meta-Llama-3-8B-Instruct", "miniature").replace("cuda", "cpu")
+    (tmp_path / "script.py").write_text(block + HELP, encoding="utf-8")
     program = run(python, tmp_path, "script.py")
     assert program.returncode == 0, program.stderr
-    assert " [" in program.stdout  # the answer, and its α and entropies
+    answer, *pages = program.stdout.split("usage: ")
+    assert " [" in answer  # with its α and entropies
+    assert len(pages) == 2 and all(page.endswith("status 0\n") for page in pages)
+
+
+def test_a_module_of_ones_own_that_hides_ours_is_named(python, tmp_path):
     own = tmp_path / "model.py"
     own.write_text("class Net: pass\n")
-    error = run(python, tmp_path, "script.py").stderr.splitlines()[-1]
+    (tmp_path / "script.py").write_text(HIDDEN, encoding="utf-8")
+    error, found = run(python, tmp_path, "script.py").stdout.splitlines()
     remedy = f"rename it, or put {ROOT} first on sys.path"
     assert error.endswith(f"{own} hides {ROOT / 'model.py'}: {remedy}")
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport decore, model\n")
-    assert run(python, tmp_path, "script.py").returncode == 0
+    assert found == str(ROOT / "model.py")
