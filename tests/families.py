@@ -46,7 +46,13 @@ MIXED = dict(
     linear_value_head_dim=8,
 )
 MAMBA = dict(
-    mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, head_dim=8
+    mamba_d_ssm=64,
+    mamba_n_heads=8,
+    mamba_d_head=8,
+    mamba_n_groups=1,
+    mamba_d_state=8,
+    mamba_chunk_size=8,
+    head_dim=8,
 )
 VISION = dict(
     hidden_size=16,
