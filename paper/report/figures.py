@@ -253,7 +253,7 @@ def memory_figure(tables):
         draw_panel(ax, *panel, looks)
 
     note = "p closed book: probability of the memorised answer without the passage, quarters of the"
-    note += f" items; the {len(COLOURS)} setups with the largest gains"
+    note += f" items; gain in the passage's answers, of the {len(COLOURS)} setups with the largest"
     return figure_of(panels, draw, runs_of(shown), note, heights=heights, columns=2)
 
 
@@ -277,7 +277,7 @@ def draw_gains(ax, curves, looks):
     for name, points in curves.items():
         colour, marker = looks[name]
         ax.plot(*points, marker=marker, color=colour, markersize=3.6, label=name)
-    ax.set(xlim=(0, 1), xlabel="p closed book", ylabel="gain in the passage's answers, points")
+    ax.set(xlim=(0, 1), xlabel="p closed book", ylabel="gain, points")
 
 
 def curves_of(rows, closed_book):
