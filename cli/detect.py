@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -235,10 +236,12 @@ def main():
         "ranks": model.shard.size,
     }
 
-    def run(batch):
+    def run(batch, bar):
+        n_answers = 1 + len(sets) if args.masked else 1
+        on_step = partial(bar.update, len(batch) / (n_answers * args.max_new_tokens))
         if args.masked:
-            return ablate_batch(model, tokenizer, batch, needles, facts, sets)
-        return run_batch(model, tokenizer, batch, needles, facts)
+            return ablate_batch(model, tokenizer, batch, needles, facts, sets, on_step)
+        return run_batch(model, tokenizer, batch, needles, facts, on_step)
 
     min_success = 0 if args.masked else args.min_success
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():

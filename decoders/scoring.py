@@ -34,7 +34,9 @@ def score(
 
 
 @torch.inference_mode()
-def loglikelihoods(model, prompts, answers, methods, renormalise=True, mask_prompt=True):
+def loglikelihoods(
+    model, prompts, answers, methods, renormalise=True, mask_prompt=True, on_prompt=None
+):
     """For each method two lists of B lists: the score of each answer, and whether greedy decoding
     gives it. Rows that several methods have are read once.
 
@@ -42,14 +44,14 @@ def loglikelihoods(model, prompts, answers, methods, renormalise=True, mask_prom
     as in `generate`, but relative_top affects only whether greedy decoding gives an answer, and
     repetition_penalty nothing. renormalise: apply log-softmax to the contrasted scores, so that
     they are log-probabilities; the scores of ad are never normalised again. mask_prompt: mask heads
-    at every position."""
+    at every position. on_prompt() is called after each prompt."""
     prompts, answers = checks.check_scoring(model, prompts, answers, methods)
     tops = [getattr(method, "relative_top", 0) for method in methods]
     methods = [for_scoring(method, mask_prompt) for method in methods]
     reads_last = any(isinstance(method, AD) for method in methods)  # tokens of answers
     capacity = max(map(len, sum(answers, []))) + reads_last
     decoding = SharedDecoding(methods, model, prompts, capacity, one_text=True)
-    return score_answers(decoding, prompts, answers, renormalise, tops)
+    return score_answers(decoding, prompts, answers, renormalise, tops, on_prompt)
 
 
 def for_scoring(method, mask_prompt):
@@ -60,7 +62,7 @@ def for_scoring(method, mask_prompt):
     return replace(method, **{name: v for name, v in changes.items() if name in names})
 
 
-def score_answers(decoding, prompts, answers, renormalise, tops):
+def score_answers(decoding, prompts, answers, renormalise, tops, on_prompt):
     """The results of `loglikelihoods`. tops: the relative_top of each method."""
     caches = [session.cache for session in decoding.sessions]
     model = decoding.sessions[0].model
@@ -86,6 +88,8 @@ def score_answers(decoding, prompts, answers, renormalise, tops):
             sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
             greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
             checks.check_finite(model, *sums[b])
+        if on_prompt:
+            on_prompt()
     return results
 
 

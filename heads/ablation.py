@@ -28,8 +28,8 @@ def heads_to_mask(model, path, sizes):
     return sets
 
 
-def ablate_batch(model, tokenizer, prompts, needles, facts, sets):
-    """One record per run, as of `detect.answer_runs`.
+def ablate_batch(model, tokenizer, prompts, needles, facts, sets, on_step=None):
+    """One record per run, as of `detect.answer_runs`. on_step: as in `answer_batch`.
 
     record["masked"]: {name: whether the answer is right while these heads are masked}, for each of
     `sets`."""
@@ -38,7 +38,8 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets):
 
     def run(heads):
         copy = cache.select(slice(None))  # answers write to it
-        answered = answer_runs(model, tokenizer, prompts, needles, facts, cache=copy, heads=heads)
+        how = dict(cache=copy, heads=heads, on_step=on_step)
+        answered = answer_runs(model, tokenizer, prompts, needles, facts, **how)
         return [record for record, _ in answered]
 
     records = [record | {"masked": {}} for record in run(())]

@@ -13,12 +13,11 @@ from contextlib import suppress
 from functools import cache
 from itertools import product
 
-from tqdm import tqdm
-
 from decore import Row, Session
 from heads import MEASURES
 from heads.measures import answer_batch, effects, head_scores, score_run  # noqa: F401
 from runtime import files
+from runtime.progress import Bar
 from runtime.words import is_latin, words_of
 
 SUCCESS = 0.5  # an answer is right if its recall is larger
@@ -27,21 +26,24 @@ REMEDY = "choose another --out, or delete it"
 
 
 def run_all(model, prompts, facts, path, run, min_success):
-    """One record per run. run: a batch of prompts → their records.
+    """One record per run. run: a batch of prompts, and the bar that it may move → their records.
 
     Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
     if none of the first answers is right, unless min_success is 0."""
     rank, size = model.shard.rank, facts["batch_size"]
     records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
-    for i in tqdm(range(len(records), len(prompts), size), unit="batch", disable=rank > 0):
-        if i - size < EARLY <= i:
-            if min_success and not any(record["right"] for record in records):
-                raise ValueError(f"{summary(records)}; --min-success 0 goes on")
-            tqdm.write(f"so far, {summary(records)}", file=sys.stderr)
-        batch = run(prompts[i : i + size])
-        if rank == 0:
-            files.append(path, batch)
-        records += batch
+    counts = dict(total=len(prompts), initial=len(records), unit="run")
+    with Bar(**counts, disable=rank > 0) as bar:
+        for i in range(len(records), len(prompts), size):
+            if i - size < EARLY <= i:
+                if min_success and not any(record["right"] for record in records):
+                    raise ValueError(f"{summary(records)}; --min-success 0 goes on")
+                bar.write(f"so far, {summary(records)}", file=sys.stderr)
+            batch = run(prompts[i : i + size], bar)
+            if rank == 0:
+                files.append(path, batch)
+            records += batch
+            bar.add(len(batch))
     return records
 
 
@@ -94,14 +96,16 @@ def is_run(record, run, facts):
     )
 
 
-def run_batch(model, tokenizer, prompts, needles, facts):
-    """One record per run: that of `answer_runs`, and the scores that are not 0."""
+def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
+    """One record per run: that of `answer_runs`, and the scores that are not 0. on_step: as in
+    `answer_batch`."""
     in_prompts = [ids[slice(*run["span"])] for ids, run in prompts]  # the needles' tokens
     capacity = max(facts["max_new_tokens"], *map(len, in_prompts))
     ids = [ids for ids, _ in prompts]
     cache = Session([Row(model, ids)], capacity).cache
     of_effect = effects(model, ids, in_prompts, cache=cache)
-    answered = answer_runs(model, tokenizer, prompts, needles, facts, cache=cache)
+    how = dict(cache=cache, on_step=on_step)
+    answered = answer_runs(model, tokenizer, prompts, needles, facts, **how)
     records = []
     for prompt, (record, answer), effect in zip(ids, answered, of_effect):
         measured = head_scores(answer, prompt, record["span"], facts["published"])

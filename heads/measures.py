@@ -56,13 +56,22 @@ def score_run(
 
 @torch.inference_mode()
 def answer_batch(
-    model, prompts, needles, max_new_tokens, eos_ids=(), published=False, cache=None, heads=()
+    model,
+    prompts,
+    needles,
+    max_new_tokens,
+    eos_ids=(),
+    published=False,
+    cache=None,
+    heads=(),
+    on_step=None,
 ):
     """Greedy answers to a batch of prompts: one `Answer` per prompt.
 
     An answer stops after an id of `eos_ids` or max_new_tokens tokens; unless published, also once
     it contains every token of the needle as often as the needle does. cache: that of the prompts,
-    if they are read. heads: masked from the prompts' last tokens on."""
+    if they are read. heads: masked from the prompts' last tokens on. on_step() is called after each
+    step."""
     cache = cache or Session([Row(model, prompts)], max_new_tokens).cache
     head_mask = make_head_mask([heads], model)
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
@@ -90,6 +99,8 @@ def answer_batch(
             for p, v in zip(layers, values)  # [B, G, H/G, K]
         ]
         steps.append((torch.stack(positions), torch.stack(mass), read, token))
+        if on_step:
+            on_step()
         for b, new in enumerate(token[:, 0].tolist()):
             if b in running:
                 answers[b].append(new)

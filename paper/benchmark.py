@@ -4,14 +4,12 @@ Runs of DeCoRe are decoded side by side."""
 
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-from tqdm import tqdm
 
 import cli
 import decore
@@ -24,6 +22,7 @@ from paper import runfile
 from paper.known import choose_rows
 from paper.tasks import Task, data, prompts
 from runtime import files
+from runtime.progress import Bar
 
 SAMPLE_SEED = 1234
 # Not stored: the data hold them.
@@ -117,7 +116,7 @@ def run_benchmark(runs, model, tokenizer, ranks):
         if not group:
             return []
         start = time.perf_counter()
-        lists = answers_of(bench, batch, group, model, readers, tokenizer)
+        lists = answers_of(bench, batch, group, model, readers, tokenizer, bar.update)
         seconds = (time.perf_counter() - start) / (len(batch) * len(group))
         return [
             (run.path, questions[e.index] | line | {"seconds": round(seconds, 6)})
@@ -137,7 +136,7 @@ def run_benchmark(runs, model, tokenizer, ranks):
         batches = missing_batches(bench.encoded, runs[0].header["batch_size"], known, ranks)
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
         counts = dict(total=len(bench.encoded) * len(runs), initial=sum(map(len, done.values())))
-        bar = stack.enter_context(tqdm(desc=name, unit="ex", **counts))
+        bar = stack.enter_context(Bar(desc=name, unit="ex", **counts))
         models = {model, *(getattr(run.method, "amateur", None) or model for run in runs)}
         for first in range(0, len(batches), ranks.replicas):
             readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
@@ -148,7 +147,7 @@ def run_benchmark(runs, model, tokenizer, ranks):
                     lines = [line for path, line in answered if path == run.path]
                     if lines and ranks.rank == 0:
                         files.append(run.path, lines)
-                bar.update(len(answered))
+                bar.add(len(answered))
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
 
@@ -191,21 +190,33 @@ def question_of(item, encoded):
     return json.loads(files.json_bytes(fields))
 
 
-def answers_of(bench, batch, runs, model, readers, tokenizer):
+def answers_of(bench, batch, runs, model, readers, tokenizer, on_part):
     """For each run its answers to the items of a batch, as fields of their lines: a text with its
-    ids, alphas and entropies; or the scores of the candidates, true ones first."""
+    ids, alphas and entropies; or the scores of the candidates, true ones first.
+
+    on_part(x) is called when x answers more are complete, such as 1 / 128 of one."""
     prompts = [e.prompt for e in batch]
     methods = [method_for(run, batch, readers) for run in runs]
     if bench.task.choice:
         answers = [e.answers for e in batch]
         renormalise = all(run.renormalise is not False for run in runs)
-        results = scoring.loglikelihoods(readers[model], prompts, answers, methods, renormalise)
+        how = dict(renormalise=renormalise, on_prompt=lambda: on_part(len(runs)))
+        results = scoring.loglikelihoods(readers[model], prompts, answers, methods, **how)
         return [
             [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)]
             for sums, _ in results
         ]
     how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
     how["min_new_tokens"] = bench.min_new_tokens or 0
+    limit = bench.max_new_tokens
+    tokens = Counter()  # of each text
+
+    def on_token(b, token, entropy):
+        n = limit - tokens[b] if token in tokenizer.eos_ids else 1
+        tokens[b] += n
+        on_part(n / limit)
+
+    how["on_token"] = on_token
     certainties = [{}] * len(batch)
     if bench.task.closed_book:
         certainties = memory_log_ps(batch, readers[model])

@@ -9,6 +9,7 @@ import torch
 
 import cli
 from model import Transformer
+from runtime.progress import Bar
 from tests.checkpoints import write_checkpoint, write_heads, write_lines, write_tokenizer
 
 TEMPLATE = (
@@ -58,6 +59,20 @@ def start(call):
 @pytest.fixture(scope="session", params=["llama3", "mistral-window", "qwen2-window", "qwen3"])
 def model(request, tmp_path_factory):
     return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("m"), request.param))
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """By how much bars have moved, each time."""
+    out = []
+    update = Bar.update
+
+    def record(self, n=1):
+        out.append(n)
+        return update(self, n)
+
+    monkeypatch.setattr(Bar, "update", record)
+    return out
 
 
 @pytest.fixture

@@ -407,6 +407,15 @@ SHORT = [*OWN_TEXTS, "--lengths", "60:120:2", "--runs", 8, "--batch-size", 3]
 SHORT += ["--max-new-tokens", 9]
 
 
+def test_the_bar_of_a_detection_moves_with_each_token(call, moves, tmp_path):
+    for more, answers in ([], 1), (["--masked", 2], 1 + 4 + 3):
+        moves.clear()
+        call(program.main, *SHORT, "--eos", 0, *more, "--out", tmp_path / f"{answers}")
+        assert sum(moves) == pytest.approx(8)
+        steps = [n for n in moves if 0 < n <= 3 / 9]
+        assert len(steps) >= 3 * answers * 5
+
+
 def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written

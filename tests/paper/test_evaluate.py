@@ -510,3 +510,16 @@ def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_p
     method = CAD(item.without_context)
     expected = generate(Transformer.load(model[1]), item.prompt, method, max_new_tokens=3)
     assert content(out["run"])[1]["ids"] == expected.ids
+
+
+@pytest.mark.parametrize("name, part", [("nq-swap", 1 / 4), ("memotrap", 2)])
+def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice(
+    start, data, chat_model, moves, tmp_path, name, part
+):
+    options = "--model", chat_model, *data[name], "--out", tmp_path, "--method", "greedy,masked"
+    options += "--heads", chat_model / "heads.json", "--num-heads", 2
+    options += () if name == "memotrap" else ("--max-new-tokens", 4, "--eos", 0)
+    status, _, err = start(*options)
+    n = 2 if name == "memotrap" else 5
+    assert status == 0 and sum(moves) == pytest.approx(2 * n), err
+    assert moves == pytest.approx([part] * round(2 * n / part) + [0])

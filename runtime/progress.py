@@ -1,0 +1,17 @@
+"""A bar on standard error."""
+
+from tqdm import tqdm
+
+
+class Bar(tqdm):
+    """A bar of items that also moves by parts of them: `update(1 / 50)` for one of 50 tokens."""
+
+    def __init__(self, **options):
+        counts = "{n:.1f}/{total} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        super().__init__(bar_format="{desc}: {percentage:3.0f}%|{bar}| " + counts, **options)
+        self.complete = self.n  # items
+
+    def add(self, n):
+        """Count n more complete items, whatever was counted of them."""
+        self.complete += n
+        self.update(self.complete - self.n)
