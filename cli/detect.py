@@ -188,9 +188,15 @@ def check_out(args):
     runs = args.out if args.masked else Path(f"{args.out}.runs.jsonl")
     if runs.exists():
         stored_facts(runs)
-    elif args.out.exists() and (args.masked or "scores" in read_head_file(args.out)):
+    elif args.out.exists() and (args.masked or has_scores(args.out)):
         raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; {REMEDY}")
     return runs
+
+
+def has_scores(path):
+    """Whether a head file has more than the effect that questions measured."""
+    content = read_head_file(path)
+    return "scores" in content or "effect_facts" not in content
 
 
 def effect_on_questions(path):
