@@ -139,7 +139,7 @@ def fitting_runs(args, wanted, model, amateur, lenient):
         except ValueError as error:
             if not lenient:
                 raise
-            problems.append(f"{task.name} with {setup.method} is left out: {error}")
+            problems.append(f"{task.name} with {setup.method} is left out: {cli.explain(error)}")
     benches = {}
     for task in dict.fromkeys(task for task, _, _ in fitted):
         for problem in metrics.problems(task):

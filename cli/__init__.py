@@ -28,5 +28,4 @@ from cli.options import (
     setups,
     titles,
     used_head_file,
-    with_flags,
 )

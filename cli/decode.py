@@ -82,7 +82,7 @@ def may_be_left_out(label, method, args):
     except ValueError as error:
         if method in cli.full_names(args.method, args.amateur):
             raise
-        print(f"{label} is left out: {cli.with_flags(str(error))}", file=sys.stderr)
+        print(f"{label} is left out: {cli.explain(error)}", file=sys.stderr)
 
 
 def prepare(args, chosen, model, tokenizer, amateur):

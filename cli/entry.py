@@ -8,9 +8,9 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from cli.options import with_flags
+from decoders.setup import flag
 from runtime import parallel
-from runtime.errors import out_of_memory
+from runtime.errors import ArgumentError, out_of_memory
 from runtime.files import one_line
 from runtime.torchrun import rank_and_size
 
@@ -82,8 +82,10 @@ def explain(error):
         return one_line(f"{error.filename or 'writing'}: {error.strerror.lower()}", 1000)
     if not isinstance(error, (ValueError, OSError, ImportError)):
         return None
+    if isinstance(error, ArgumentError):
+        return one_line(f"{flag(error.name)} {error.problem}", 1000)
     hint = "" if is_ours(error) else " (DECORE_TRACEBACK=1 prints a traceback)"
-    return with_flags(one_line(error, 1000)) + hint
+    return one_line(error, 1000) + hint
 
 
 def is_ours(error):

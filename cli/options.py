@@ -21,6 +21,7 @@ from decoders.setup import (
     RECORDS,
     SETTINGS,
     Setup,
+    flag,
     has,
     no_effect,
     users,
@@ -108,11 +109,6 @@ def json_object(text):
 
 
 # -------------------------------------------------------------------------- options of the programs
-
-
-def flag(name):
-    negated = name in OPTIONS and DEFAULTS.get(name) is True
-    return "--" + "no-" * negated + name.replace("_", "-")
 
 
 def add_model_arguments(p):
@@ -295,17 +291,6 @@ def check_known(model, heads, option, name, args):
         f"no head scores are known for {model.name}: {hints}give {option} FILE, "
         f"or measure them: {shlex.join(command)}"
     )
-
-
-# ------------------------------------------------------------------------------ options in errors
-
-
-def with_flags(message):
-    """An error of the library, with options in place of its arguments. Names in quotation marks
-    stay: they are fields."""
-    names = "|".join(name for name in OPTIONS if "_" in name)
-    pattern = rf"(?<!['\"])\b({names})\b"
-    return re.sub(pattern, lambda match: flag(match[1]), message)
 
 
 def refuse_unused(args, reasons):

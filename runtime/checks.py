@@ -7,6 +7,7 @@ from operator import itemgetter
 
 import torch
 
+from runtime.errors import ArgumentError
 from runtime.files import one_line
 
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
@@ -185,7 +186,7 @@ def as_ints(ids, what, single=False):
 
 def check_name(value, what, known):
     if value not in known:
-        raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}")
+        raise ArgumentError(what, f"{value!r} is unknown; known: {', '.join(known)}")
 
 
 def check_mask(mask):
@@ -226,9 +227,10 @@ class Checked:
             elif name in NUMBERS:
                 kind = numbers.Integral if name == "info_layer" else numbers.Real
                 check_number(value, name, *NUMBERS[name], kind)
-        scales = getattr(self, "scale_alpha", False) or getattr(self, "alpha_rule", "") == "gain"
-        if scales and getattr(self, "alpha", None) is not None:
-            raise ValueError("scale_alpha and alpha_rule have no effect on a constant alpha")
+        if getattr(self, "alpha", None) is not None:
+            for name, default in (("scale_alpha", False), ("alpha_rule", "entropy")):
+                if getattr(self, name, default) != default:
+                    raise ArgumentError(name, "has no effect on a constant alpha")
 
     def check(self, model):
         """ValueError if the method does not fit a model, or its facts: `name` and `config`."""
@@ -310,8 +312,8 @@ def check_heads(heads, model):
 def check_number(n, name, low, high=HUGE, kind=numbers.Real):
     if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
         what = "finite" if kind is numbers.Real else "whole"
-        raise ValueError(
-            f"{name} {n!r} is not a {what} number of at least {low} and at most {high}"
+        raise ArgumentError(
+            name, f"{n!r} is not a {what} number of at least {low} and at most {high}"
         )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from runtime.fields import COUNT, HUGE, POSITIVE, field, located
+from runtime.fields import COUNT, LARGEST, POSITIVE, field, located
 from runtime.files import one_line, read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-SMALL = 2_000_000_000  # bytes of weights up to which a CPU computes in float32 by default
+FLOAT32_UP_TO = 2_000_000_000  # bytes of weights, on a CPU, by default
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def default_dtype(folder, device):
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     quantized = read_json(folder / "config.json").get("quantization_config")
     is_cpu = torch.device(device).type == "cpu"
-    return torch.float32 if is_cpu and stored < SMALL and not quantized else None
+    return torch.float32 if is_cpu and stored < FLOAT32_UP_TO and not quantized else None
 
 
 def find_dtype(dtype):
@@ -186,7 +186,7 @@ def stretched(length, scaling):
     scaling: rotary scaling by a configuration, or None."""
     scaling = scaling or {}
     factor = scaling.get("factor")
-    if type(factor) not in (int, float) or not factor < HUGE:
+    if type(factor) not in (int, float) or not factor < LARGEST:
         return length
     trained = {"linear": length, "dynamic": length, "yarn": scaling.get(TRAINED) or length}
     return max(length, int(trained.get(scaling.get("rope_type"), 0) * factor))

@@ -1,8 +1,19 @@
-"""Recognise out-of-memory errors; explain failed downloads."""
+"""The error of a wrong argument; errors of memory and of downloads."""
 
 import re
 
 from runtime.files import one_line
+
+
+class ArgumentError(ValueError):
+    """An argument's name, and what is wrong with it. A program has an option in place of the name.
+
+    problem: to be read after the name."""
+
+    def __init__(self, name, problem):
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
 
 
 def out_of_memory(error):

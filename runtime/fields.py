@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from runtime.files import one_line
 
-HUGE = 10**12  # the largest number in a field
-COUNT = f"a whole number from 1 to {HUGE}"
-POSITIVE = f"a positive number up to {HUGE}"
+LARGEST = 10**12  # of the numbers in fields
+COUNT = f"a whole number from 1 to {LARGEST}"
+POSITIVE = f"a positive number up to {LARGEST}"
 
 
 def list_of(*types):
@@ -23,8 +23,8 @@ KINDS = {  # in words → whether a value is of that kind
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "a whole number from 0": lambda value: type(value) is int and value >= 0,
-    COUNT: lambda value: type(value) is int and 0 < value <= HUGE,
-    POSITIVE: lambda value: type(value) in (int, float) and 0 < value <= HUGE,
+    COUNT: lambda value: type(value) is int and 0 < value <= LARGEST,
+    POSITIVE: lambda value: type(value) in (int, float) and 0 < value <= LARGEST,
     "a list of texts": list_of(str),
     "a list of numbers": list_of(int, float, type(None)),
     "a list of objects": list_of(dict, type(None)),

@@ -1,4 +1,5 @@
-"""Files of text and JSON: reading, appending, replacing in one step, locking; one-line messages."""
+"""Files of text and JSON: reading, appending, replacing in one step, locking; one-line messages,
+Markdown."""
 
 import codecs
 import gzip
@@ -193,3 +194,11 @@ def commit():
     with suppress(FileNotFoundError):
         git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
         return git.stdout.strip() or None
+
+
+def markdown_table(rows):
+    """The lines of a table of texts, whose first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    head, *others = rows
+    rows = [head, ["-" * width for width in widths], *others]
+    return [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]

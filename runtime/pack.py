@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SMALL = 2**20  # bytes up to which the call costs more than reading the matrix
+UNPACKED_UP_TO = 2**20  # bytes: the call costs more than reading the matrix
 SIX = 6  # vectors of a `Filled` product
 
 
@@ -89,7 +89,11 @@ def pack(model, linear, keep=None):
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name != keep]
     for name in names:  # not modules: a plain matrix is freed when its packed one exists
         layer = model.get_submodule(name)
-        if type(layer) is linear and layer.weight.nbytes > SMALL and layer.weight.dtype in kinds:
+        if (
+            type(layer) is linear
+            and layer.weight.nbytes > UNPACKED_UP_TO
+            and layer.weight.dtype in kinds
+        ):
             kind = kinds[layer.weight.dtype]
             model.set_submodule(name, kind(layer.weight.detach(), layer.bias))
     return kind.__name__.lower() if kind else "plain"

@@ -13,7 +13,7 @@ class Model(Protocol):
     eos_ids: tuple  # that end a text
     pad_ids: tuple
     shard: object  # runtime.parallel.Shard: its rank among those that share the model
-    kernel: str | None  # of a CPU's linear layers, as in a run's header
+    product: str | None  # of a CPU's linear layers: a name of runtime/pack.py
     can_record: bool  # its steps as CUDA graphs
     reads_one_text: bool  # all rows of a pass read the same tokens
     has_exits: bool  # `read_layers` works

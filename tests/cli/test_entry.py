@@ -12,6 +12,7 @@ import torch
 import cli
 import speed.decode
 from cli import decode
+from runtime.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 PRINT = "-c 'import cli, sys; sys.exit(cli.run_program(lambda: print(1)))'"
@@ -40,10 +41,12 @@ def start(shell):
         (lambda: __import__("nosuch.part"), 2, "No module named 'nosuch'; pip install nosuch"),
         (lambda: open("nowhere/file"), 2, "nowhere/file: no such file or directory"),
         (raiser(KeyboardInterrupt()), 130, "\n"),
+        (raiser(ArgumentError("alpha_cap", "is odd")), 2, "error: --alpha-cap is odd\n"),
+        (raiser(ArgumentError("renormalise", "is odd")), 2, "error: --no-renormalise is odd\n"),
     ],
     ids=str,
 )
-def test_limits_of_the_machine_are_one_line_and_a_bug_keeps_its_traceback(
+def test_mistakes_and_limits_are_one_line_and_a_bug_keeps_its_traceback(
     call, main, status, message
 ):
     result, out, err = call(main)

@@ -334,9 +334,7 @@ SETTINGS = {  # that no record takes
     "DeCoRe has no setting 'alhpa'; it has heads, mask, .*alpha_cap": lambda: DeCoRe((), alhpa=1),
     "Greedy has no setting 'heads'; it has none": lambda: Greedy(heads=()),
     "scale_alpha .* no effect on a constant alpha": lambda: DeCoRe((), alpha=1, scale_alpha=True),
-    "alpha_rule have no effect on a constant alpha": lambda: DeCoRe(
-        HEADS, alpha=0.5, alpha_rule="gain"
-    ),
+    "alpha_rule has no effect on a constant alpha": lambda: DeCoRe((), alpha=1, alpha_rule="gain"),
 }
 
 
