@@ -111,7 +111,7 @@ class Transformer(nn.Module):
     bos_id = None
     eos_ids = ()
     pad_ids = ()
-    kernel = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
+    product = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
     reads_one_text = False
     has_exits = True
 
@@ -259,7 +259,7 @@ class Transformer(nn.Module):
         load_weights(model, folder, device)
         model.frequencies = rope_frequencies(config).to(device)
         if device.type == "cpu":
-            model.kernel = pack(model, Linear, keep="embed")
+            model.product = pack(model, Linear, keep="embed")
         return model.requires_grad_(False)
 
 

@@ -7,6 +7,7 @@ from decore import Row, Session
 from heads import load_heads, random_heads
 from heads.detect import answer_runs
 from heads.reader import find_measures
+from runtime.files import markdown_table
 from runtime.statistics import holm, p_value
 
 DRAWS = 3  # sets of random heads, for each number of heads
@@ -83,9 +84,7 @@ def table(records):
         counts = ", ".join(str(sum(found)) for found in sets)
         pairs = ", ".join("{} : {}".format(*differing(right, found)) for found in sets)
         rows.append([name, counts, pairs, cell(p_none[name]), cell(p_random[name])])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, ["-" * width for width in widths])
-    return [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    return markdown_table(rows)
 
 
 def differing(a, b):

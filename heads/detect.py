@@ -122,7 +122,9 @@ def answer_runs(model, tokenizer, prompts, needles, facts, **settings):
     """(record, `Answer`) of each run. record: that of `make_prompts`, the answer, and whether it is
     right. settings: arguments of `answer_batch`."""
     published = facts["published"]
-    stops = [144, tokenizer.core.token_to_id("<0x0A>")] if published else tokenizer.eos_ids
+    stops = tokenizer.eos_ids
+    if published:  # their script stops at a newline of Llama 2, and at id 144 of any vocabulary
+        stops = [144, tokenizer.core.token_to_id("<0x0A>")]
     ids, runs = zip(*prompts)
     spans = [run["span"] for run in runs]
     answers = answer_batch(model, ids, spans, facts["max_new_tokens"], stops, published, **settings)

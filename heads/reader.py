@@ -1,8 +1,8 @@
 """Finds and reads head files: scores of all heads of a model, or a list of heads.
 
 README.md describes them. The files of the paper's authors are read too: {"layer-head": [one score
-per sample]}. This module imports nothing of the project: a published folder of integrations/ holds
-a copy, beside the head files that it needs."""
+per sample]}. This module imports nothing of the project, so it reads JSON and names of snapshots
+by itself: a published folder of integrations/ holds a copy, beside the head files that it needs."""
 
 import json
 import os

@@ -79,7 +79,7 @@ class HFModel(nn.Module):
             self.config = describe(c)
             head = hf.get_output_embeddings()
             self.config.tied_embeddings = hf.get_input_embeddings().weight is head.weight
-            self.kernel = pack(hf, nn.Linear) if packs else None  # as in `Transformer`
+            self.product = pack(hf, nn.Linear) if packs else None  # as in `Transformer`
             self.decoder = find_decoder(hf)
             self.attention = find_attentions(hf)
             self.config.n_heads = max(a.heads for a in self.attention.values())

@@ -1,2 +1,1 @@
-"""What the paper measures: its other decoders, its benchmarks and their runs, its numbers, and
-reports."""
+"""What the paper measures: its benchmarks and their runs, its numbers, and reports."""

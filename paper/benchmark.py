@@ -1,6 +1,6 @@
 """A benchmark's runs: each batch of items is decoded with each of them, into its file (runfile.py).
 
-Runs of DeCoRe are decoded side by side."""
+Runs of DeCoRe are decoded side by side, see decoders/sweep.py."""
 
 import json
 import time

@@ -77,7 +77,7 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "batch_size": args.batch_size,
         "max_new_tokens": bench.max_new_tokens,
         "min_new_tokens": bench.min_new_tokens,
-        "product": model.kernel,
+        "product": model.product,
         **own,
         **more,
     }

@@ -1,8 +1,10 @@
 """Compares stored runs with greedy decoding and with the paper, in tables and figures.
 
-stored.py    files → runs with their setups       statistics.py   intervals and tests
-results.py   runs → results                       tables.py       results → Markdown, a verdict
-figures.py   results → figures                    heads.py        scores of head files"""
+stored.py    files → runs with their setups       tables.py   results → Markdown, a verdict
+results.py   runs → results                       heads.py    scores of head files
+figures.py   results → figures
+
+Intervals and tests are in runtime/statistics.py."""
 
 import csv
 import sys

@@ -17,6 +17,7 @@ from paper.report import results
 from paper.report.results import BESIDE
 from paper.report.stored import TEXTS
 from runtime import statistics
+from runtime.files import markdown_table
 
 PER_CENT = ("ended", "empty")  # of TEXTS
 TEXT_NOTES = [
@@ -53,12 +54,8 @@ def print_tables(tables):
         if not rows:
             continue
         columns = dict.fromkeys(name for row in rows for name in row)
-        lines = [[*columns], *([row.get(name, "") for name in columns] for row in rows)]
-        widths = [max(map(len, texts)) for texts in zip(*lines)]
-        lines.insert(1, ["-" * width for width in widths])
-        print(f"### {title}\n")
-        for texts in lines:
-            print(f"| {' | '.join(map(str.ljust, texts, widths))} |")
+        cells = [[row.get(name, "") for name in columns] for row in rows]
+        print(f"### {title}\n", *markdown_table([[*columns], *cells]), sep="\n")
         print("\n" + "".join(f"{note}  \n" for note in notes))
 
 

@@ -128,7 +128,7 @@ def test_packed_layers_have_the_gradients_of_plain_ones(tmp_path, monkeypatch, e
             change.setattr(pack, "KERNELS", {pack.processor(): {dtype: kind}})
             change.setattr(pack, "SMALL", 0)
             packed = engine.load(tmp_path, dtype=dtype)
-        assert packed.kernel == kind.__name__.lower()
+        assert packed.product == kind.__name__.lower()
         found = effects(packed, PROMPTS, ANSWERS, MEMORIES).flatten()
         assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > least
         assert abs(found.norm() / expected.norm() - 1) < (1e-5 if least > 0.99 else 0.1)

@@ -343,7 +343,7 @@ def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
     model = HFModel(hf)
     assert (model.eos_ids, model.pad_ids, model.config.max_positions) == ((5, 7), (0,), 256)
     assert model(ids).dtype == torch.float32 and not model(ids).requires_grad
-    assert model.kernel is None and type(hf.lm_head) is torch.nn.Linear
+    assert model.product is None and type(hf.lm_head) is torch.nn.Linear
 
 
 def test_a_model_in_training_mode_stays_in_it_and_decodes_without_dropout():

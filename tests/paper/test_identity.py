@@ -95,7 +95,7 @@ def header(monkeypatch):
     bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, "chat")
     how = dict(tp=1, transformers=False, batch_size=16, eos=None, limit=None, sample=None)
     model = SimpleNamespace(
-        name="models/m", device=torch.device("cpu"), dtype=torch.float32, kernel="packed"
+        name="models/m", device=torch.device("cpu"), dtype=torch.float32, product="packed"
     )
     setup = Setup.of("own", heads=[(0, 0)], num_heads=1, measure="copy")
     more = {"paper": None, "like": None}

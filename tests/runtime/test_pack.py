@@ -25,10 +25,10 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
     kinds = {pack.processor(): {torch.float32: kind}}
     monkeypatch.setattr(pack, "KERNELS", kinds)
     plain = engine.load(folder)
-    assert plain.kernel == "plain"  # all of its matrices are small
+    assert plain.product == "plain"  # all of its matrices are small
     monkeypatch.setattr(pack, "SMALL", 0)
     packed = engine.load(folder)
-    assert packed.kernel == kind.__name__.lower()
+    assert packed.product == kind.__name__.lower()
     assert packed.config.tied_embeddings == plain.config.tied_embeddings == (family == "qwen2")
     model = packed.hf if engine is HFModel else packed
     assert isinstance(model.lm_head, Packed)  # also a head that is tied to the embedding
