@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from decoders.setup import (
     no_effect,
     users,
 )
-from decore import DeCoRe
+from decore import DeCoRe, Greedy
 from heads import find_file, head_file, model_names, similar_models
 from runtime.files import json_bytes
 
@@ -192,9 +192,9 @@ def parsing(name, option, single):
 
 def add_decoder(text):
     """Add the decoder that "FILE.py:CLASS" names to RECORDS, under the name of its class in small
-    letters."""
+    letters → this name."""
     file, _, name = text.rpartition(":")
-    if not Path(file).is_file():
+    if not Path(file).is_file() or not file.endswith(".py"):
         raise ValueError(f"--decoder {text}: give FILE.py:CLASS, a file and a class in it")
     spec = importlib.util.spec_from_file_location(f"decoder_{Path(file).stem}", file)
     module = importlib.util.module_from_spec(spec)
@@ -203,12 +203,20 @@ def add_decoder(text):
     decoder = getattr(module, name, None)
     if not isinstance(decoder, type):
         raise ValueError(f"--decoder {text}: {file} has no class {name!r}")
-    if not is_dataclass(decoder):
-        raise ValueError(f"--decoder {text}: {name} is no dataclass, see CONTRIBUTING.md")
+    if not issubclass(decoder, Greedy):
+        raise ValueError(
+            f"--decoder {text}: {name} is not a record; derive it from DeCoRe or Baseline, see "
+            "CONTRIBUTING.md"
+        )
+    for field in fields(decoder):
+        absent = field.default is MISSING and field.default_factory is MISSING
+        if absent and field.name not in ("heads", "amateur"):
+            raise ValueError(f"--decoder {text}: field {field.name!r} needs a default")
     if name.lower() in METHODS:
         raise ValueError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
     given = dict(amateur=None) if issubclass(decoder, DeCoRe) else {}
     RECORDS[name.lower()] = decoder, given
+    return name.lower()
 
 
 # ------------------------------------------------------------------------- from options to setups

@@ -20,9 +20,16 @@ def parse(argv):
     """The options of a sweep. ValueError for those without effect."""
     first = cli.parser(None, add_help=False)
     first.add_argument("--decoder", **DECODER)
-    for decoder in first.parse_known_args(argv)[0].decoder:
-        cli.add_decoder(decoder)  # a name for --method
+    decoders = {}
+    for text in first.parse_known_args(argv)[0].decoder:
+        name = cli.add_decoder(text)  # for --method
+        if name in decoders:
+            raise ValueError(f"--decoder {decoders[name]} and {text} are both called {name}")
+        decoders[name] = text
     args = make_parser().parse_args(argv)
+    for name, text in decoders.items():
+        if name not in args.method:
+            raise ValueError(f"--decoder {text} has no effect: add {name} to --method")
     tasks = find_tasks(args.task).values()
     methods = cli.full_names(args.method, args.amateur)
     unused = set.intersection(*map(unused_by, tasks))

@@ -241,6 +241,16 @@ class Checked:
             check_heads(self.heads, amateur or model)
 
 
+def check_alpha(method, alpha, h):
+    """ValueError if a rule of one's own does not give a tensor of the shape of h, [B, T]."""
+    if not torch.is_tensor(alpha) or alpha.shape != h.shape:
+        form = list(alpha.shape) if torch.is_tensor(alpha) else one_line(repr(alpha), 40)
+        raise ValueError(
+            f"{type(method).__name__}.rule gives {form}; it must give a tensor of shape "
+            f"{list(h.shape)}, an α for each token of each text"
+        )
+
+
 def check_vocabulary(amateur, model):
     """ValueError for an amateur of another vocabulary."""
     V, of_amateur = model.config.vocab_size, amateur.config.vocab_size

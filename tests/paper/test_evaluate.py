@@ -393,6 +393,52 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     assert status == 2 and "decoder.sha256" in err
 
 
+OWN = """
+from dataclasses import dataclass
+from decore import DeCoRe, Greedy
+
+class Mine(DeCoRe):
+    def rule(self, h, base, other):
+        return {alpha}
+
+@dataclass(frozen=True)
+class Needy(Greedy):
+    beta: float
+
+class Plain:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "name, method, alpha, words",
+    [
+        ("o.py:Mine", "greedy", "h", "o.py:Mine has no effect: add mine to --method"),
+        ("o.py:Mine", "mine", "base", "Mine.rule gives [1, 1, 259]; it must give a tensor of sha"),
+        ("o.py:Mine", "mine", "0.5", "Mine.rule gives 0.5; it must give a tensor of shape [1, 1]"),
+        ("o.py:Mine", "mine", "h.sum()", "Mine.rule gives []; it must"),
+        ("o.py:Plain", "greedy", "h", "o.py:Plain: Plain is not a record; derive it from DeCoRe"),
+        ("o.py:Needy", "needy", "h", "o.py:Needy: field 'beta' needs a default"),
+        ("o.txt:Mine", "mine", "h", "o.txt:Mine: give FILE.py:CLASS"),
+        ("b/o.py:Mine", "mine", "h", "/o.py:Mine are both called mine"),
+    ],
+)
+def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
+    start, model, data, tmp_path, monkeypatch, name, method, alpha, words
+):
+    for own in "mine", "needy":
+        monkeypatch.setitem(RECORDS, own, RECORDS["greedy"])  # undone after the test
+    for file in {"o.py", name.split(":")[0]}:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(OWN.format(alpha=alpha))
+    decoders = ["--decoder", f"{tmp_path}/{name}"]
+    if name.startswith("b/"):
+        decoders += ["--decoder", f"{tmp_path}/o.py:Mine"]
+    options = *data["nq-swap"], "--limit", 1, "--method", method, "--out", tmp_path / "out"
+    status, _, err = start(*options, *model, *decoders, "--num-heads", 2)
+    assert status == 2 and words in err.splitlines()[-1]
+
+
 # Refusals
 
 OF_PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
