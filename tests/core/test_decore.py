@@ -58,10 +58,6 @@ def logits_of_steps(model, prompt, new, heads, mask="output", mask_prompt=False)
     return model(torch.tensor([[prompt[-1]] + new]), cache, head_mask, mask)[0, 0].numpy()
 
 
-def next_logits(*args, **how):
-    return logits_of_steps(*args, **how)[-1]
-
-
 CASES = [
     Greedy(),
     *(Masked(HEADS, *how) for how in product(MASKS, (False, True))),

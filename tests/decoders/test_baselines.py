@@ -145,11 +145,13 @@ def test_tokens_and_scores_equal_the_numpy_version(expert, small, name, changed,
     for b, (prompt, without, g) in enumerate(zip(PROMPTS, WITHOUT, out, strict=True)):
         assert g.alphas == [alpha] * NEW and g.stop == "length"
         assert np.isinf(scores[b]).any() == (top > 0)
+        text, pair = prompt + g.ids, (expert, small, without + g.ids)  # read once
         for i, token in enumerate(g.ids):
-            text, pair = prompt + g.ids[:i], (expert, small, without + g.ids[:i])
-            expected = next_scores(name, len(text) - 1, text, *pair, len(prompt), **changes)
-            expected = penalise(torch.tensor([text]), torch.tensor(expected[None]))[0].numpy()
-            log_p = log_softmax(expert.read(*text)[0][-1])
+            at = len(prompt) + i - 1
+            expected = next_scores(name, at, text, *pair, len(prompt), **changes)
+            before = torch.tensor([text[: at + 1]])
+            expected = penalise(before, torch.tensor(expected[None]))[0].numpy()
+            log_p = log_softmax(expert.read(*text)[0][at])
             plausible = np.exp(log_p) >= top * np.exp(log_p).max()
             expected = np.where(plausible, expected, -np.inf)
             np.testing.assert_allclose(scores[b, i], expected, atol=ATOL, rtol=0)

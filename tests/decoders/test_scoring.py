@@ -7,7 +7,7 @@ from decoders.baselines import DoLa
 from decoders.scoring import loglikelihoods, score
 from decore import DeCoRe, Greedy, Masked, generate
 from tests.checkpoints import random_ids
-from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, next_logits
+from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, logits_of_steps
 
 METHODS = [Greedy(), Masked(HEADS), DeCoRe(HEADS, alpha=0.8), DeCoRe(HEADS)]
 
@@ -21,12 +21,12 @@ def test_scores_equal_the_numpy_version(model, method, changes):
     mask_prompt = changes.get("mask_prompt", True)
     for answer, value in zip(answers, sums, strict=True):
         expected = 0.0
+        base, masked = (
+            logits_of_steps(model, prompt, answer, heads, mask_prompt=mask_prompt)
+            for heads in ([], HEADS)
+        )
         for i, token in enumerate(answer):
-            base, masked = (
-                next_logits(model, prompt, answer[:i], heads, mask_prompt=mask_prompt)
-                for heads in ([], HEADS)
-            )
-            scores = contrast(base, masked, method)[0]
+            scores = contrast(base[i], masked[i], method)[0]
             expected += (scores if "renormalise" in changes else log_softmax(scores))[token]
         assert value == pytest.approx(expected, abs=1e-4)  # float32, up to seven tokens
 
