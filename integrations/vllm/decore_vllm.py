@@ -20,7 +20,6 @@ import math
 import re
 from contextlib import suppress
 from functools import lru_cache, partial, partialmethod
-from importlib.metadata import requires
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -29,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 from decore_heads import HEAD, best_heads, find_file, listed_heads, usual_number
-from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -39,13 +38,14 @@ from pydantic import (
     ValidationError,
 )
 
-ADMITTED = Requirement(requires("decore-vllm")[0]).specifier  # versions of vLLM
+ADMITTED = SpecifierSet(">=0.32,<0.34")  # versions of vLLM
 RAN = "0.32"  # the tests ran with it; of the others the names below were read
 UNUSED = {  # settings that have no effect, by method
     "decore-entropy": {"alpha"},
     "decore-static": {"alpha_rule", "scale_alpha"},
     "masked": {"alpha", "alpha_rule", "alpha_cap", "scale_alpha"},
 }
+OFF = ("decore", False)  # of a request
 PER_REQUEST = {"heads", "method", "alpha", "alpha_rule", "alpha_cap", "scale_alpha"}
 NEVER = 1 << 30
 
@@ -204,11 +204,16 @@ def add_twins(model, config):
     model.settings = Settings(**config.additional_config["decore"])
     model.silent_heads = silent_heads
     model.sets = {model.settings.heads: 1}  # heads to mask → their number; 0 masks none
-    model.silent = torch.zeros(config.scheduler_config.max_num_seqs + 1, len(caching), H).bool()
-    model.silent[1] = silent_heads(model.settings.heads)
-    model.head_set = torch.ones(N, dtype=torch.int64)  # of each token of the pass
+    silent = torch.zeros(config.scheduler_config.max_num_seqs + 1, len(caching), H).bool()
+    silent[1] = silent_heads(model.settings.heads)
     numbers = torch.tensor(model.settings.numbers(), dtype=torch.float32)
-    model.numbers = numbers.repeat(N, 1)  # likewise
+    tensors = dict(
+        silent=silent,
+        head_set=torch.ones(N, dtype=torch.int64),  # of each token of the pass
+        numbers=numbers.repeat(N, 1),  # likewise
+    )
+    for name, tensor in tensors.items():  # other tensors do not survive vLLM's sleep of level 2
+        model.register_buffer(name, tensor, persistent=False)
     model.kinds = {model.settings.method, model.settings.alpha_rule}
     model.marked = False
     for number, layer in enumerate(caching):
@@ -528,6 +533,11 @@ def resolve_watermarking(self, original, params):
     """vLLM calls this with the parameters of each request and of each beam search."""
     from vllm.sampling_params import BeamSearchParams
 
+    if not is_on(self.vllm_config):
+        given = getattr(params, "extra_args", None) or {}
+        wanted = [k for k, v in given.items() if k.startswith("decore") and (k, v) != OFF]
+        if wanted:
+            refuse(f"decore: the engine was started without it: {wanted[0]} has no effect")
     if is_on(self.vllm_config):
         if isinstance(params, BeamSearchParams):
             # Each step sends the beams again, as prompts.

