@@ -113,7 +113,11 @@ def json_object(text):
 
 def add_model_arguments(p):
     add = p.add_argument
-    add("--model", default=str(MINIATURE), help="folder or hub id (default: the miniature)")
+    add(
+        "--model",
+        default=str(MINIATURE),
+        help="folder or hub id, also owner/name@revision (default: the miniature)",
+    )
     add(
         "--device",
         default="auto",

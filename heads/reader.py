@@ -137,4 +137,5 @@ def plain_name(model_name):
     name = path.name
     if path.parent.name == "snapshots":
         name = path.parent.parent.name.split("--", 2)[-1]  # models--owner--name
+    name = name.partition("@")[0]  # a revision
     return name.lower().removeprefix("meta-").removesuffix("-hf")

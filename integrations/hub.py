@@ -8,11 +8,13 @@ OUT/custom_generate/ holds the code and the heads of one model; OUT/README.md de
 import ast
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import cli
 from heads.reader import best_heads, find_file, find_measures, plain_name, read_scores
+from runtime.weights import HUB_ID
 
 ROOT = Path(__file__).parents[1]
 GENERATE = ROOT / "integrations/custom_generate/generate.py"
@@ -91,8 +93,15 @@ def build(out, model, heads=None):
     """Write the folder `out`, which must be new or empty.
 
     model: its name on the Hub. heads: its head file; by default the one in heads/. ValueError if
-    the folder is not empty, FileNotFoundError without a head file."""
+    the folder is not empty or the name is not one of the Hub, FileNotFoundError without a head
+    file."""
     out = Path(out)
+    hub_id = HUB_ID.fullmatch(model)
+    if not hub_id or hub_id[2] or Path(model).exists():
+        raise ValueError(
+            f"{model!r} is not a model's name on the Hub: give OWNER/NAME, and a head file of your "
+            "own as --heads FILE"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not a new or empty folder; choose another")
     path = find_file(heads or model)
@@ -149,6 +158,7 @@ def main():
     p.add_argument("--heads", metavar="FILE", help="its head file; default: the one in heads/")
     args = p.parse_args()
     build(args.out, args.model, args.heads)
+    print(f"{args.out} is written; next: hf upload USER/REPOSITORY {shlex.quote(args.out)}")
 
 
 if __name__ == "__main__":

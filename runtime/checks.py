@@ -47,6 +47,10 @@ def check_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
     limits = [min(max_new_tokens, max(1, room)) for room in rooms]
     eos_ids = model.eos_ids if eos_ids is None else eos_ids
     eos_ids = set(as_ints(eos_ids, "eos_ids", single=True))
+    if min_new_tokens and eos_ids >= set(range(model.config.vocab_size)):
+        raise ValueError(
+            f"min_new_tokens is {min_new_tokens}, but every id of {model.name} ends a text"
+        )
     return prompts, eos_ids, limits
 
 

@@ -39,9 +39,9 @@ def offline_if_unreachable():
 
 def hub_reason(error):
     """Why a download failed, in a few words."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors
 
-    if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE or isinstance(error, errors.IncompleteSnapshotError):
         return f"no connection to {constants.ENDPOINT.split('//')[-1]}, or HF_HUB_OFFLINE is set"
     reason = re.split(r"\n| \(Request", str(error))[0]
     return one_line(reason.removeprefix("Got: "), 60)

@@ -53,11 +53,11 @@ def check_unicode(text, name):
 
 def checkpoint_name(name):
     """The name of a model by its folder or hub id. A link to a folder has its own name, a snapshot
-    in the hub's cache that of its hub id."""
+    in the hub's cache that of its hub id. A hub id is without its revision."""
     path = Path(os.path.abspath(Path(name).expanduser()))
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
-    return path.name if path.exists() else str(name)
+    return path.name if path.exists() else str(name).partition("@")[0]
 
 
 def json_lines(path, complete=False):

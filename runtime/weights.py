@@ -16,35 +16,45 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from runtime.errors import hub_reason
+from runtime.errors import hub_reason, offline_if_unreachable
 from runtime.files import read_json, short_hash
 from runtime.special import read_optional
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 FILE = re.compile(r"[^/\\]+\.safetensors")
 
 
 def checkpoint_folder(name, weights=True):
-    """`name` itself if it is a folder, else the snapshot of the hub id "owner/name".
+    """`name` itself if it is a folder, else the snapshot of the hub id "owner/name", of a branch or
+    commit with "owner/name@revision".
 
     weights: whether to download the weights too. OSError if there is no such checkpoint."""
     name = str(name)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
+        _, kind, hub_id = folder.name.partition("models--")
+        if kind and (folder / "snapshots").is_dir():
+            hub_id = hub_id.replace("--", "/", 1)
+            raise ValueError(
+                f"{name} is the cache of a hub id: give {hub_id}, or a folder of its snapshots/"
+            )
         return folder
     if name.lower().endswith(".gguf") and folder.is_file():
         command = shlex.join(["python", "-m", "integrations.gguf", str(folder), gguf_name(folder)])
         raise ValueError(f"{name} is not a checkpoint folder; make one: {command}")
-    if not HUB_ID.fullmatch(name) or folder.exists():
+    hub_id = HUB_ID.fullmatch(name)
+    if not hub_id or folder.exists():
         raise FileNotFoundError(
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
             "single files are not read"
         )
-    from huggingface_hub import snapshot_download  # slow to import, and folders do not need it
+    # Slow to import, and folders do not need it.
+    from huggingface_hub import constants, snapshot_download
 
     try:
         folder = snapshot_download(
-            name,
+            hub_id[1],
+            revision=hub_id[2],
             allow_patterns=["*.json", "*.jinja", *["*.safetensors"] * weights],
             # Llama and Mistral hold the weights again, in original/ or as consolidated*.
             ignore_patterns=["*/*.json", "*/*.safetensors", "consolidated*"],
@@ -54,7 +64,12 @@ def checkpoint_folder(name, weights=True):
             f"{hub_reason(error)}: cannot download {name}; check the name and the connection, "
             "or give a folder; a gated one needs its terms accepted and HF_TOKEN"
         ) from None
-    return Path(folder)
+    folder = Path(folder)
+    if weights and not any(folder.glob("*.safetensors")):
+        offline_if_unreachable()  # the snapshot may be that of an earlier call without weights
+        if constants.HF_HUB_OFFLINE:
+            raise OSError(f"{hub_reason(None)}: the cache has no safetensors files of {name}")
+    return folder
 
 
 def gguf_name(path):

@@ -48,6 +48,11 @@ PUBLISHED = {}  # model → measure → its heads, best first: integrations/hub.
 CACHES = ("cache", "past_key_values")  # its argument, the latter before transformers 5.24
 PER_TOKEN = ("input_ids", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids")
 ALLOWED = dict(
+    num_beams=(1, None),
+    assistant_model=(None,),
+    assistant_early_exit=(None,),
+    prompt_lookup_num_tokens=(None,),
+    use_mtp=(False, None),
     use_cache=(True,),
     cache_implementation=(None, "dynamic"),
     prefill_chunk_size=(None,),
@@ -117,7 +122,8 @@ def generate(
     if not steps:
         raise ValueError(f"{type(model).__name__} has a loop of its own: cannot contrast its texts")
     if not isinstance(out, torch.Tensor):
-        out.alphas, out.entropies = (torch.cat(values, 1) for values in zip(*steps))
+        for name, values in zip(("alphas", "entropies"), zip(*steps)):
+            out[name] = torch.cat(values, 1)
     return out
 
 
@@ -176,16 +182,15 @@ def check_arguments(model, arguments):
     """The generation configuration that the arguments of `model.generate` make. ValueError if
     DeCoRe cannot follow one."""
     config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
-        raise ValueError(
-            "DeCoRe needs a causal language model, and greedy search or sampling without an "
-            "assistant"
-        )
     for name, allowed in ALLOWED.items():
         value = arguments.get(name, getattr(config, name, None))
         if value not in allowed:
             raise ValueError(f"DeCoRe works only with {name}={allowed[0]}")
+    mode = config.get_generation_mode()
+    if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"DeCoRe needs a causal language model, and greedy search or sampling, not {mode.value}"
+        )
     return config
 
 

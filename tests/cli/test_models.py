@@ -17,7 +17,7 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
 ):
     downloads = []
 
-    def snapshot_download(name, allow_patterns, ignore_patterns):
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
         downloads.append(allow_patterns)
         return chat_model
 

@@ -174,6 +174,32 @@ METHODS = {
 }
 
 
+def test_the_default_dtype_of_torch_has_no_effect(llama, amateur):
+    def run():
+        model = Transformer.load(llama.folder, dtype="float32")
+        methods = [*METHODS.values(), CD(amateur)]
+        how = dict(max_new_tokens=4, eos_ids=())
+        return [generate(model, PROMPTS, method, **how) for method in methods], [
+            score(model, PROMPTS[1], [3, 4], method)
+            for method in methods
+            if not isinstance(method, CAD)
+        ]
+
+    expected = run()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert run() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_min_new_tokens_is_refused_where_every_id_ends_a_text(llama):
+    how = dict(max_new_tokens=2, eos_ids=range(llama.config.vocab_size))
+    assert generate(llama, PROMPTS[0], Greedy(), **how).stop == "eos"
+    with pytest.raises(ValueError, match="min_new_tokens is 1, but every id of .* ends a text"):
+        generate(llama, PROMPTS[0], Greedy(), min_new_tokens=1, **how)
+
+
 @pytest.mark.parametrize("name", [*METHODS, "cd"])
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(

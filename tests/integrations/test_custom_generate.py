@@ -130,7 +130,7 @@ def test_options_of_generate_keep_their_meaning(llama):
     assert new_tokens(llama, do_sample=True, top_k=1, num_return_sequences=3) == [plain] * 3
     outputs = dict(output_scores=True, output_logits=True, return_dict_in_generate=True)
     out = generate(llama, repetition_penalty=2.0, **outputs)
-    assert len(out.scores) == 8
+    assert len(out.scores) == 8 and {"alphas", "entropies"} < {*out.keys()}
     assert all((s <= x).all() for s, x in zip(out.scores, out.logits))
     half = copy.deepcopy(llama).bfloat16()
     assert generate(half, return_dict_in_generate=True).entropies.dtype == torch.float32
@@ -218,7 +218,10 @@ def encoder_decoder(model):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(num_beams=2), "assistant"),
+        (dict(num_beams=2), "works only with num_beams=1"),
+        (lambda model: dict(assistant_model=model), "works only with assistant_model=None"),
+        (dict(prompt_lookup_num_tokens=2), "works only with prompt_lookup_num_tokens=None"),
+        (dict(penalty_alpha=0.6, top_k=4), "greedy search or sampling, not contrastive_search"),
         (dict(use_cache=False), "use_cache"),
         (dict(guidance_scale=1.5), "guidance_scale"),
         (dict(output_attentions=True), "output_attentions"),

@@ -94,12 +94,21 @@ def test_the_folder_wants_the_versions_of_transformers_that_are_tested():
     assert tested == ",".join(lines[2:]).replace(",transformers", ",")
 
 
+def test_the_program_says_where_the_folder_goes_next(call, tmp_path):
+    out = tmp_path / "a b"
+    status, text, _ = call(hub.main, out, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert status == 0 and text == f"{out} is written; next: hf upload USER/REPOSITORY '{out}'\n"
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["."], "is not a new or empty folder"),
         (["{new}", "--model", "org/unknown"], "is neither a head file nor a model of heads/"),
         (["{new}", "--heads", "README.md"], "README.md is not valid JSON"),
+        (["{new}", "--model", 'org\\a"""'], "is not a model's name on the Hub"),
+        (["{new}", "--model", "org/name@main"], "is not a model's name on the Hub"),
+        (["{new}", "--model", "tests/golden"], "is not a model's name on the Hub"),
     ],
 )
 def test_what_cannot_be_built_is_refused_and_nothing_is_written(call, tmp_path, arguments, words):

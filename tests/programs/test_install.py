@@ -1,7 +1,9 @@
 """`pip install -e .` in a fresh environment, used from another folder; other ways are refused."""
 
+import importlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -57,6 +59,19 @@ for name in "heads.detect", "integrations.lm_eval":
     except SystemExit as end:
         print("status", end.code)
 """
+
+
+@pytest.mark.parametrize("name", "cli decoders heads hf integrations paper tokenizer".split())
+def test_each_module_of_ones_own_that_hides_ours_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    own = tmp_path / name / "__init__.py"
+    own.parent.mkdir()
+    runpy.run_path(ROOT / "runtime" / "__init__.py")  # without __init__.py it hides nothing
+    own.touch()
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError, match=f"{re.escape(str(own))} hides {ROOT / name}.*: rename"):
+        runpy.run_path(ROOT / "runtime" / "__init__.py")
 
 
 def test_the_readmes_script_and_programs_run_in_another_folder(python, tmp_path):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from heads.reader import plain_name
+from runtime.files import checkpoint_name
 from runtime.weights import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -42,6 +44,8 @@ HASH = hashlib.sha256(b"d.jsonl").hexdigest()
 CASES = {  # arguments of checkpoint_folder or of HubFile
     "text": ("open/model", False),
     "all": ("open/model", True),
+    "pinned": ("open/model@v2", False),
+    "half": ("open/model-half", False),
     "gated": ("gated/model", False),
     "error": ("down/model", False),
     "commit": ("open/data", "data/dev.parquet", COMMIT),
@@ -51,6 +55,7 @@ CASES = {  # arguments of checkpoint_folder or of HubFile
     "stop": (),
     "cached": ("open/model", True),
     "not cached": ("open/other", True),
+    "no weights": ("open/model-half", True),
 }
 CLIENT = """
 import json, os, sys, urllib.request
@@ -141,16 +146,47 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     lines = json.loads(done.stdout)
     text, everything = (sorted(Path(file).name for file in x) for x in (TEXT, [*TEXT, *WEIGHTS]))
     assert lines["text"] == text and lines["all"] == lines["cached"] == everything
+    assert lines["pinned"] == everything
+    assert [path for path in server.paths if path.endswith(("/model/revision/v2", "/tree/v2"))]
     assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
     assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
     assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
     words = {"gated": "HF_TOKEN", "error": "500", "not cached": "connection"}
+    words |= {"no weights": "no connection"}
     words |= {"other hash": "--data FILE", "no data": "--data FILE"}
     for name, word in words.items():
         assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
-    for name in ("gated", "error", "not cached"):  # the reason comes first, in a few words
+    for name in (
+        "gated",
+        "error",
+        "not cached",
+        "no weights",
+    ):  # the reason comes first, in a few words
         reason, _, rest = lines[name].partition(":")
         assert CASES[name][0] in rest and len(lines[name]) <= 200
+
+
+def test_a_name_with_a_revision_is_the_model_of_that_name():
+    assert checkpoint_name("Qwen/Qwen2.5-3B-Instruct@1a2b") == "Qwen/Qwen2.5-3B-Instruct"
+    assert plain_name("meta-llama/Llama-2-7b-hf@main") == "llama-2-7b"
+
+
+def test_a_cache_that_holds_only_the_tokenizer_is_named_when_there_is_no_connection(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **more: tmp_path)
+    for offline in True, False:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        assert checkpoint_folder("org/name", weights=False) == tmp_path
+        with pytest.raises(OSError, match="no connection .*: the cache has no safetensors files"):
+            checkpoint_folder("org/name")
+
+
+def test_the_folder_of_a_hub_id_in_the_cache_is_named(tmp_path):
+    (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is the cache of a hub id: give org/name, or"):
+        checkpoint_folder(tmp_path / "models--org--name")
 
 
 @pytest.mark.parametrize(
