@@ -20,12 +20,12 @@ from cli.options import (
     did_you_mean,
     fit,
     full_names,
+    labels,
     number,
     one_of,
     parser,
     positive,
     refuse_unused,
     setups,
-    titles,
     used_head_file,
 )

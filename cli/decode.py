@@ -101,7 +101,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
         check_fields(prompts)
     setups = list(cli.setups(args, chosen))
     fitted = {}
-    for setup, label in zip(setups, cli.titles(setups)):
+    for setup, label in zip(setups, cli.labels(setups)):
         with may_be_left_out(label, setup.method, args):
             setup = cli.fit(setup, args, model, amateur)
             setup.record(amateur).check(model)

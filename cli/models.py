@@ -17,7 +17,9 @@ TINY = 20_000_000  # parameters up to which a CPU computes with one thread by de
 
 
 class Checkpoint(NamedTuple):
-    """Facts about a model that are known before its weights are read or downloaded."""
+    """Facts about a model that are known before its weights are read or downloaded.
+
+    `load_model` takes the name again: a model that is loaded reads its configuration itself."""
 
     name: str
     folder: Path

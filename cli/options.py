@@ -245,16 +245,16 @@ def setups(args, methods, choice=False):
             yield Setup.of(method, choice, **dict(zip(lists, values)))
 
 
-def titles(setups):
-    """A title for each setup of a sweep: its method and the settings that vary among the setups of
+def labels(setups):
+    """A label for each setup of a sweep: its method and the settings that vary among the setups of
     the method."""
-    titles = []
+    labels = []
     for setup in setups:
         others = [other for other in setups if other.method == setup.method]
         varied = [n for n in SETTINGS if len({getattr(other, n) for other in others}) > 1]
         words = setup.words(varied)
-        titles.append(", ".join([setup.method, *(words[n] for n in varied if n in words)]))
-    return titles
+        labels.append(", ".join([setup.method, *(words[n] for n in varied if n in words)]))
+    return labels
 
 
 def fit(setup, args, model, amateur=None):

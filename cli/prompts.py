@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import cli
-from runtime.checks import check_prompts
+from runtime.checks import parse_prompts
 from runtime.files import json_bytes, json_lines, one_line, read_json, read_text
 from tokenizer import join_parts
 
@@ -213,7 +213,7 @@ def encode_all(objects, model, tokenizer, args, what="prompt"):
         except ValueError as error:
             place = f"{what} {i} of {len(objects)}: " if len(objects) > 1 else ""
             raise ValueError(f"{place}{error}") from None
-    return check_prompts(model, all_ids, what)
+    return parse_prompts(model, all_ids, what)
 
 
 def encode_one(prompt, tokenizer, args):

@@ -45,7 +45,7 @@ def loglikelihoods(
     repetition_penalty nothing. renormalise: apply log-softmax to the contrasted scores, so that
     they are log-probabilities; the scores of ad are never normalised again. mask_prompt: mask heads
     at every position. on_prompt() is called after each prompt."""
-    prompts, answers = checks.check_scoring(model, prompts, answers, methods)
+    prompts, answers = checks.parse_scoring(model, prompts, answers, methods)
     tops = [getattr(method, "relative_top", 0) for method in methods]
     methods = [for_scoring(method, mask_prompt) for method in methods]
     reads_last = any(isinstance(method, AD) for method in methods)  # tokens of answers

@@ -52,13 +52,13 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     c = model.config
     listed = listed_heads(name)
     if listed:
-        from runtime.checks import check_heads  # imports torch
+        from runtime.checks import parse_heads  # imports torch
 
         if n is not None or draw or measure != "copy":
             raise ValueError(
                 f"{name} lists the heads to mask: a number, a measure or a draw has no effect"
             )
-        return check_heads(listed, model)
+        return parse_heads(listed, model)
     if n is None:
         n = usual_number(c.n_layers, c.n_heads)
     if draw == "published":

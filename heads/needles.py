@@ -98,7 +98,9 @@ def make_prompts(facts, needles, texts, tokenizer):
     number of "tokens", and the "span" of the needle, [first token, last + 1]. By default no prompt
     occurs twice."""
     lengths, published = facts["lengths"], facts["published"]
-    samples = plan(len(needles), len(texts), lengths, facts["depths"], facts["runs"], facts["seed"])
+    samples = plan_runs(
+        len(needles), len(texts), lengths, facts["depths"], facts["runs"], facts["seed"]
+    )
     if not published:
         used = range(min(len(texts), len(needles)))
         texts = [make_book(tokenizer, texts, i, lengths[-1]) for i in used]
@@ -123,7 +125,7 @@ def make_prompts(facts, needles, texts, tokenizer):
     return list(prompts.values())
 
 
-def plan(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
+def plan_runs(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     """All needles × lengths × depths; or `runs` of them, needles in turn, each time at another
     length and depth."""
     rng = random.Random(seed)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from decoders import scoring
 from decore import generate
+from runtime.checks import amateur_of
 from runtime.files import one_line
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
@@ -34,7 +35,7 @@ class HarnessModel(TemplateLM):
         self.template_args = template_args
         self.method = method
         self.renormalise = renormalise
-        models = [model, getattr(method, "amateur", None) or model]
+        models = model, amateur_of(method, model)
         self.max_length = min(m.config.max_positions for m in models)
 
     @property

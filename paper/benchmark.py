@@ -22,6 +22,7 @@ from paper import runfile
 from paper.known import choose_rows
 from paper.tasks import Task, data, prompts
 from runtime import files
+from runtime.checks import amateur_of
 from runtime.progress import Bar
 
 SAMPLE_SEED = 1234
@@ -137,7 +138,7 @@ def run_benchmark(runs, model, tokenizer, ranks):
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
         counts = dict(total=len(bench.encoded) * len(runs), initial=sum(map(len, done.values())))
         bar = stack.enter_context(Bar(desc=name, unit="ex", **counts))
-        models = {model, *(getattr(run.method, "amateur", None) or model for run in runs)}
+        models = {model, *(amateur_of(run.method, model) for run in runs)}
         for first in range(0, len(batches), ranks.replicas):
             readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
             for group in in_groups(runs, model):

@@ -32,14 +32,16 @@ LONGER = (
 )
 
 
-def check_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens):
+def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens):
     """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
     number of new tokens of each text."""
     methods = getattr(method, "methods", [method])  # each has its part of the texts
-    others = [check_method(model, method) for method in methods]
-    prompts = check_prompts(model, prompts)
+    for one in methods:
+        check_method(model, one)
+    others = [amateur_of(method, model) for method in methods]
+    prompts = parse_prompts(model, prompts)
     for other in others:
-        check_prompts(other, prompts)
+        parse_prompts(other, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
     contexts = [min(m.config.max_positions for m in (model, other)) for other in others]
@@ -54,15 +56,17 @@ def check_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
     return prompts, eos_ids, limits
 
 
-def check_scoring(model, prompts, answers, methods):
+def parse_scoring(model, prompts, answers, methods):
     """The arguments of `loglikelihoods` → prompts, and the answers of each."""
-    readers = [model, *[check_method(model, method) for method in methods]]
-    prompts = check_prompts(model, prompts)
+    for method in methods:
+        check_method(model, method)
+    readers = [model, *[amateur_of(method, model) for method in methods]]
+    prompts = parse_prompts(model, prompts)
     if len(answers) != len(prompts):
         raise ValueError(
             f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
-    answers = [check_prompts(model, one, "answer") for one in answers]
+    answers = [parse_prompts(model, one, "answer") for one in answers]
     for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
             raise ValueError(
@@ -71,20 +75,23 @@ def check_scoring(model, prompts, answers, methods):
             )
         longest = prompt + max(candidates, key=len)[:-1]  # an answer's last token is not read
         for reader in readers:
-            check_prompts(reader, [longest], "prompt with its longest answer")
-            check_prompts(reader, candidates, "answer")
+            parse_prompts(reader, [longest], "prompt with its longest answer")
+            parse_prompts(reader, candidates, "answer")
     return prompts, answers
 
 
 def check_method(model, method):
-    """Its amateur; the model, if it has none. ValueError for a method that does not fit the
-    model."""
+    """ValueError for what is not a method, or does not fit the model."""
     check_model(model)
     if isinstance(method, type) or not hasattr(method, "start"):
         raise ValueError(
             f"the method is {one_line(repr(method), 60)}; give a record, such as DeCoRe(heads)"
         )
     method.check(model)
+
+
+def amateur_of(method, model):
+    """The amateur of a method; the model, if it has none."""
     return getattr(method, "amateur", None) or model
 
 
@@ -96,7 +103,7 @@ def check_model(model):
         )
 
 
-def check_prompts(model, sequences, what="prompt"):
+def parse_prompts(model, sequences, what="prompt"):
     """Sequences of ids → lists of ints in the model's vocabulary and within its context."""
     prompts = []
     c = model.config
@@ -242,7 +249,7 @@ class Checked:
         if amateur is not None:
             check_vocabulary(amateur, model)
         if hasattr(self, "heads"):
-            check_heads(self.heads, amateur or model)
+            parse_heads(self.heads, amateur or model)
 
 
 def check_alpha(method, alpha, h):
@@ -265,14 +272,14 @@ def check_vocabulary(amateur, model):
         )
 
 
-def check_without_context(model, without, prompts, capacity):
+def parse_without_context(model, without, prompts, capacity):
     """The context-free prompts of CAD, in the form of ids → a list for each prompt.
 
     capacity: tokens that each text can still take."""
     if without is None:
         raise ValueError("cad needs each prompt without its context too: without_context")
     without, _ = unpack(without)
-    without = check_prompts(model, without, "context-free prompt")
+    without = parse_prompts(model, without, "context-free prompt")
     if len(without) != len(prompts):
         raise ValueError(
             f"cad needs one context-free prompt for each prompt; "
@@ -286,7 +293,7 @@ def check_without_context(model, without, prompts, capacity):
             )
         if len(w) > len(prompt):
             longest = w + w[-1:] * (capacity - 1)  # the last new token is not read
-            check_prompts(model, [longest], "context-free prompt with its longest answer")
+            parse_prompts(model, [longest], "context-free prompt with its longest answer")
     return without
 
 
@@ -308,7 +315,7 @@ def pairs_of(heads):
     return pairs
 
 
-def check_heads(heads, model):
+def parse_heads(heads, model):
     """(layer, head) pairs or "layer-head" → a list of pairs of ints in the model, each once."""
     L, H = model.config.n_layers, model.config.n_heads
     pairs = pairs_of(heads)

@@ -97,7 +97,7 @@ def generate(
     check_options(method, options)
     if arguments.get("use_cache") is None:  # whatever the configuration says
         arguments["use_cache"] = True
-    config = check_arguments(model, arguments)
+    config = parse_arguments(model, arguments)
     model = without_training(model)
     attentions = find_attentions(model)
     n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -178,7 +178,7 @@ def check_options(method, options):
             )
 
 
-def check_arguments(model, arguments):
+def parse_arguments(model, arguments):
     """The generation configuration that the arguments of `model.generate` make. ValueError if
     DeCoRe cannot follow one."""
     config, _ = model._prepare_generation_config(**{"generation_config": None} | arguments)

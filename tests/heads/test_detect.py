@@ -249,14 +249,14 @@ def test_short_haystacks_continue_with_the_next_text_and_then_repeat(tokenizer):
 
 
 def test_the_plan_is_the_complete_grid_or_draws_needles_in_turn():
-    assert [(s.length, s.depth) for s in needles.plan(1, 3, [10, 20], 3)] == [
+    assert [(s.length, s.depth) for s in needles.plan_runs(1, 3, [10, 20], 3)] == [
         (length, depth) for length in (10, 20) for depth in (0, 50, 100)
     ]
-    drawn = needles.plan(4, 2, [10, 20], 3, runs=10, seed=1)
+    drawn = needles.plan_runs(4, 2, [10, 20], 3, runs=10, seed=1)
     assert len(set(drawn)) == 10 and drawn == sorted(drawn)
     assert sorted(s.needle for s in drawn) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
     assert all(s.book == s.needle % 2 for s in drawn)
-    assert drawn != needles.plan(4, 2, [10, 20], 3, runs=10, seed=2)
+    assert drawn != needles.plan_runs(4, 2, [10, 20], 3, runs=10, seed=2)
 
 
 def test_the_published_position_is_by_tokens_at_the_full_stop_before_the_depth(
