@@ -92,18 +92,20 @@ def sweep(args, wanted, lenient=False):
     fingerprints = ranks.share(
         lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
     )
-    runs, measured = [], {}
+    runs, ranked, measured = [], [], {}
     for bench, setup, more in fitting:
         method = setup.record(amateur)
         method.check(model)
         masked = amateur if setup.amateur else model
         head_file = cli.used_head_file(setup, args, masked)
+        ranked.append((setup, head_file))
         if head_file and setup.measure == "effect":
             measured[bench.task, head_file] = bench
         header = make_header(bench, setup, args, model, fingerprints, head_file, more)
         path = Path(args.out) / f"{run_name(header)}.jsonl"
         runs.append(Run(bench, header, method, setup.renormalise, path))
     ranks.share(lambda: check_files(runs))
+    cli.say_measures(ranked)
     for (_, head_file), bench in measured.items():
         questions.say_overlap(bench, head_file)
     for task, of_task in itertools.groupby(runs, lambda run: run.bench.task):

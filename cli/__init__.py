@@ -26,6 +26,7 @@ from cli.options import (
     parser,
     positive,
     refuse_unused,
+    say_measures,
     setups,
     used_head_file,
 )

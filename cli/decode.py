@@ -106,6 +106,8 @@ def prepare(args, chosen, model, tokenizer, amateur):
             setup = cli.fit(setup, args, model, amateur)
             setup.record(amateur).check(model)
             fitted[label] = setup
+    masked = amateur or model
+    cli.say_measures((s, cli.used_head_file(s, args, masked)) for s in fitted.values())
     if "cad" in chosen:
         without = without_context(objects, texts)
         ids = encode_all(without, model, tokenizer, args, "context-free prompt")

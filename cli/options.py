@@ -288,6 +288,15 @@ def used_head_file(setup, args, model):
         return find_file(*[name] if name else model_names(model))
 
 
+def say_measures(chosen):
+    """Print each measure other than copy by which a head file ranks heads. chosen: pairs of a setup
+    and `used_head_file`."""
+    ranked = dict.fromkeys((setup.measure, path) for setup, path in chosen if path)
+    for measure, path in ranked:
+        if measure not in (None, "copy"):
+            print(f"heads are ranked by {measure}, of {path}", file=sys.stderr)
+
+
 def check_known(model, heads, option, name, args):
     """ValueError without a head file: with related models, and the command that measures scores.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import CenteredNorm, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -316,19 +316,30 @@ FIGURES = {
 
 
 def head_maps(files):
-    """Figure of the retrieval scores of several models by layer and head. files: {path: scores}"""
+    """Figure of the scores of several models by layer and head: copy, and effect beside it.
 
-    def draw(ax, path, scores):
+    files: {path: {measure: scores}}"""
+
+    def draw(ax, name, measure, scores):
         table = np.zeros(np.add(max(scores), 1))  # [L, H]
         table[tuple(np.transpose([*scores]))] = [*scores.values()]
-        ax.imshow(table, norm=PowerNorm(0.5, 0, 1), aspect="auto", origin="lower")
-        ax.set(title=path.stem, xlabel="head", ylabel="layer")
+        how = dict(norm=PowerNorm(0.5, 0, 1))
+        if measure == "effect":
+            how = dict(norm=CenteredNorm(halfrange=abs(table).max()), cmap="PuOr_r")
+        image = ax.imshow(table, aspect="auto", origin="lower", **how)
+        ax.set(title=f"{name}, {measure}", xlabel="head", ylabel="layer")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
+        if measure == "effect":  # each model has a scale of its own
+            ax.figure.colorbar(image, ax=ax, aspect=30)
+        else:
+            copies.append((ax, image))
 
-    note = "retrieval score of every head, layer 0 at the bottom"
-    figure = figure_of(files.items(), draw, [], note)
-    axes = figure.axes[: len(files)]
-    label = "retrieval score (colour by its square root)"
-    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.5, aspect=30, label=label)
+    copies = []
+    panels = [(path.stem, m, scores) for path, maps in files.items() for m, scores in maps.items()]
+    figure = figure_of(panels, draw, [], "score of every head, layer 0 at the bottom")
+    if copies:
+        axes = [ax for ax, _ in copies]
+        label = "copy score (colour by its square root)"
+        figure.colorbar(copies[-1][1], ax=axes, shrink=0.5, aspect=30, label=label)
     return figure

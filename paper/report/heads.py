@@ -8,10 +8,12 @@ from pathlib import Path
 
 import cli
 from heads import MEASURES, find_file, load_scores
+from heads.reader import find_measures
 from paper import printed
 from runtime.files import read_json
 
 COMPARED = (5, 10, 20, 50)  # numbers of the best heads
+DRAWN = ("copy", "effect")
 RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 
@@ -34,10 +36,11 @@ def main(argv):
     args = p.parse_args(argv)
     from paper.report import tables
 
-    files = {path: load_scores(path) for path in map(find_file, args.files or paper)}
+    paths = list(dict.fromkeys(map(find_file, args.files or paper)))
+    files = {path: load_scores(path) for path in paths if "copy" in find_measures(path)}
     _, *ranks = printed.table("paper_heads")[0]
     rows = []
-    labels = labels_of(files)
+    labels = labels_of(paths)
     for path, scores in files.items():
         ranked = sorted(scores.values(), reverse=True)
         row = {
@@ -53,7 +56,8 @@ def main(argv):
         if path.stem in paper:
             rows.append(paper[path.stem] | {"model": "the paper"})
     notes = ["Means over the samples of each head file."]
-    tables.print_tables([("Retrieval scores by rank", rows, notes)])
+    if rows:
+        tables.print_tables([("Retrieval scores by rank", rows, notes)])
     if args.files and (rows := common_rows(args.files)):
         notes = ["Two random sets of N of H heads have N²/H in common on average."]
         tables.print_tables([("Heads in common among the best N", rows, notes)])
@@ -62,7 +66,11 @@ def main(argv):
 
         path = Path(args.plots, "head-maps.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figures.head_maps(files).savefig(path)
+        maps = {
+            file: {m: load_scores(file, m) for m in find_measures(file) if m in DRAWN}
+            for file in paths
+        }
+        figures.head_maps(maps).savefig(path)
         print(path)
 
 
@@ -72,7 +80,7 @@ def common_rows(names):
     rankings = {}
     for name, measure in product(names, MEASURES):
         path = find_file(name)
-        if measure == "copy" or measure in read_json(path):
+        if measure in find_measures(path):
             scores = load_scores(name, measure)
             rankings[path, measure] = sorted(scores, key=scores.get, reverse=True)
     labels = labels_of({path for path, _ in rankings})

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import cli
+from cli import decode
 from cli import detect as needles_program
 from decore import Row, Session, make_head_mask, pad
 from heads.detect import score_run
@@ -261,16 +262,25 @@ def test_a_file_of_another_model_is_refused(detect, tmp_path):
         assert status == 2 and content == other and "holds the heads of" in err.splitlines()[-1]
 
 
-def test_scored_questions_that_measured_the_heads_are_counted(detect, start, chat_model, tmp_path):
+def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is_named(
+    detect, start, call, chat_model, tmp_path
+):
     rows = write_lines(tmp_path / "first.jsonl", [r | {"context": "x"} for r in CAPITALS[:2]])
     detect(origin=("--questions", rows))
+    said = f"heads are ranked by effect, of {tmp_path}/heads.json\n"
     argv = "--task", "qa", "--data", tmp_path / "capitals.jsonl", "--model", chat_model
     argv += "--heads", tmp_path / "heads.json", "--measure", "effect", "--num-heads", "1,2"
     argv += "--max-new-tokens", 1, "--out", tmp_path / "out"
     status, _, err = start(*argv)
     assert status == 0 and err.count("warning: 2 of 5 questions measured the heads of") == 1, err
+    assert err.count(said) == 1
     status, _, err = start(*argv, "--skip", 2, "--out", tmp_path / "others")
     assert status == 0 and "measured the heads" not in err
+    argv = "--model", chat_model, "--prompt", "x", "--max-new-tokens", 1
+    for heads, is_said in ((tmp_path, True), (chat_model, False)):
+        more = ["--heads", heads / "heads.json", *["--measure", "effect"] * is_said]
+        status, _, err = call(decode.main, *argv, *more)
+        assert status == 0 and (said in err) == is_said, err
 
 
 def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_needles(

@@ -694,8 +694,12 @@ def test_heads_in_common_are_counted_between_files_of_a_measure_and_measures_of_
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
     scores = {(0, 0): 0.5, (0, 1): 0.25, (1, 0): 0, (1, 1): 1}
-    ax = figures.head_maps({tmp_path: scores}).axes[0]
-    [image] = ax.images
-    assert image.origin == "lower"
-    assert image.get_array().tolist() == [[0.5, 0.25], [0, 1]]
-    assert all(tick == int(tick) for tick in [*ax.get_xticks(), *ax.get_yticks()])
+    effects = {(0, 0): 0.5, (0, 1): -0.25, (1, 0): 0, (1, 1): -2}
+    figure = figures.head_maps({tmp_path: {"copy": scores, "effect": effects}})
+    for ax, measure, values in zip(figure.axes, ("copy", "effect"), (scores, effects)):
+        [image] = ax.images
+        assert image.origin == "lower"
+        assert image.get_array().flatten().tolist() == [*values.values()]
+        assert ax.get_title("left") == f"{tmp_path.stem}, {measure}"
+        assert all(tick == int(tick) for tick in [*ax.get_xticks(), *ax.get_yticks()])
+    assert (image.norm.vmin, image.norm.vmax) == (-2, 2)
