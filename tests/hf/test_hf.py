@@ -49,6 +49,7 @@ BASELINES = [
     AD(info_layer=3),
 ]
 N = dict(max_new_tokens=6, eos_ids=())
+FEW = dict(max_new_tokens=3, eos_ids=())
 RECURRENT = ["falcon_h1", "qwen3_next", "lfm2"]  # their layers keep a state
 
 
@@ -69,7 +70,7 @@ def test_both_engines_decode_the_same_tokens_by_every_method(engines):
     for method in CASES + BASELINES:
         assert_equal(*(generate(model, PROMPTS, method, **N) for model in engines))
         if type(method) is not CAD:  # a prompt of one token
-            assert_equal(*(generate(model, [[7]], method, **N) for model in engines))
+            assert_equal(*(generate(model, [[7]], method, **FEW) for model in engines))
 
 
 def test_both_engines_score_alike(engines):
@@ -112,9 +113,8 @@ def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engin
         answers = [[3, 4, 5, 6, 8], [7, 3]]
         pairs = [(CD(padded), CD(cut))] if kind is CD else zip(methods, methods)
         for of_padded, of_cut in pairs:
-            how = N | dict(max_new_tokens=3)
             assert_equal(
-                generate(padded, PROMPTS, of_padded, **how), generate(cut, PROMPTS, of_cut, **how)
+                generate(padded, PROMPTS, of_padded, **FEW), generate(cut, PROMPTS, of_cut, **FEW)
             )
             if kind is CAD:
                 of_padded = of_cut = CAD(PROMPTS[0][2:])
@@ -177,17 +177,17 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
         return hf(torch.tensor([prompt + ids])).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
 
     ones = torch.ones(1, len(prompt), dtype=torch.long)
-    options = dict(do_sample=False, max_new_tokens=6, eos_token_id=None, attention_mask=ones)
+    options = dict(do_sample=False, max_new_tokens=3, eos_token_id=None, attention_mask=ones)
     text = model.hf.generate(torch.tensor([prompt]), **options)[0].tolist()
-    assert prompt + generate(model, prompt, Greedy(), **N).ids == text
+    assert prompt + generate(model, prompt, Greedy(), **FEW).ids == text
     how = dict(heads=HEADS, mask_prompt=True)
-    batch = generate(model, PROMPTS, DeCoRe(**how), **N)
-    assert_equal(batch, [generate(model, ids, DeCoRe(**how), **N) for ids in PROMPTS])
+    batch = generate(model, PROMPTS, DeCoRe(**how), **FEW)
+    assert_equal(batch, [generate(model, ids, DeCoRe(**how), **FEW) for ids in PROMPTS])
     for method in Masked(**how), DeCoRe(**how, alpha=0.5), DeCoRe(**how):
         alpha = getattr(method, "alpha", -1)
-        ids = generate(model, prompt, method, **N).ids
+        ids = generate(model, prompt, method, **FEW).ids
         base = log_p(model.hf, ids)
-        alpha = entropy(base) if alpha is None else torch.full((1, 6), alpha)
+        alpha = entropy(base) if alpha is None else torch.full((1, 3), alpha)
         assert contrast(base, log_p(other, ids), alpha).argmax(-1)[0].tolist() == ids
     answer = PROMPTS[2][:5]
     base = log_p(model.hf, answer)
@@ -200,8 +200,7 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
 def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
     model = HFModel(random_model(family))
     methods = [DeCoRe(HEADS), Masked(HEADS), DeCoRe(HEADS, alpha=0.5)]
-    how = N | dict(max_new_tokens=3)
-    expected = [generate(model, PROMPTS, method, **how) for method in methods]
+    expected = [generate(model, PROMPTS, method, **FEW) for method in methods]
     lengths, caches = [], []
     run_hf, new_cache = model.run_hf, model.new_cache
 
@@ -218,7 +217,7 @@ def test_runs_that_share_their_prompts_decode_alike(family, monkeypatch):
     monkeypatch.setattr(model, "new_cache", kept)
     reader = PromptsReadOnce(model)
     for method, alone in zip(methods, expected):
-        assert_equal(generate(reader, PROMPTS, method, **how), alone)
+        assert_equal(generate(reader, PROMPTS, method, **FEW), alone)
     assert [cache() is not None for cache in caches] == [True, False, False]
     longest = max(map(len, PROMPTS)) - 1
     assert lengths.count(longest) == (3 if family in RECURRENT else 1)
