@@ -95,3 +95,23 @@ def test_a_module_of_ones_own_that_hides_ours_is_named(python, tmp_path):
     remedy = f"rename it, or put {ROOT} first on sys.path"
     assert error.endswith(f"{own} hides {ROOT / 'model.py'}: {remedy}")
     assert found == str(ROOT / "model.py")
+
+
+@pytest.mark.parametrize("program", ["decore.py", "evaluate.py"])
+@pytest.mark.parametrize("wrong", ["torch", "version"])
+def test_a_missing_package_or_an_old_python_ends_in_one_line(program, wrong, monkeypatch, capsys):
+    """As a start of Python: no module of ours is imported yet."""
+    ours = "cli", "decoders", "decore", "heads", "hf", "model", "paper", "runtime", "tokenizer"
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ours:
+            monkeypatch.delitem(sys.modules, name)
+    words = "it needs Python 3.11 or later, and this is 3.10.9"
+    if wrong == "torch":
+        monkeypatch.setitem(sys.modules, "torch", None)
+        words = f"torch not installed: {sys.executable} -m pip install -r {ROOT}/requirements.txt"
+    else:
+        monkeypatch.setattr(sys, "version_info", (3, 10, 9))
+        monkeypatch.setattr(sys, "version", "3.10.9 (main)")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(ROOT / program, run_name="__main__")
+    assert end.value.code == 2 and capsys.readouterr().err == f"{program}: error: {words}\n"
