@@ -50,9 +50,8 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
     eos_ids = model.eos_ids if eos_ids is None else eos_ids
     eos_ids = set(as_ints(eos_ids, "eos_ids", single=True))
     if min_new_tokens and eos_ids >= set(range(model.config.vocab_size)):
-        raise ValueError(
-            f"min_new_tokens is {min_new_tokens}, but every id of {model.name} ends a text"
-        )
+        problem = f"{min_new_tokens} is impossible: every id of {model.name} ends a text"
+        raise ArgumentError("min_new_tokens", problem)
     return prompts, eos_ids, limits
 
 
