@@ -48,6 +48,8 @@ RUN_HERE = {
     "TMP/8b/miniature.miniature.greedy.jsonl",
     "python -m heads.detect --model Qwen": DETECT,
     "python -m heads.detect --model miniature": DETECT,
+    "python -m heads.detect --questions": "-m heads.detect --questions docs/office.csv --limit 2 "
+    "--out TMP/questions.json",
     "python -m heads.detect --transformers": DETECT.replace("heads.json", "theirs.json")
     + " --transformers",
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
@@ -71,8 +73,11 @@ ELSEWHERE = (
     "torchrun --nnodes",  # several machines
     "python -m heads.detect --model M",  # test_detect
     "python -m heads.detect --model meta-llama",
+    "python -m heads.detect --task",  # test_effect
+    "python -m paper.facts",  # test_facts
     "python -m miniature.train",  # 25 minutes
     "python -m nltk.downloader",  # the network
+    "python -m vllm.entrypoints",  # vLLM and a GPU
 )
 
 
