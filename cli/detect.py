@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
-from heads import find_file, model_names
+from heads import file_of
 from heads.ablation import ablate_batch, heads_to_mask, table
 from heads.detect import REMEDY, mean_scores, run_all, run_batch, stored_facts, summary
 from heads.needles import (
@@ -226,7 +226,7 @@ def main():
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
-        path = find_file(*[args.heads] if args.heads else model_names(checkpoint))
+        path = file_of(checkpoint, args.heads)
         sets = heads_to_mask(checkpoint, path, args.masked)
         labels = {name: [f"{layer}-{head}" for layer, head in sets[name]] for name in sets}
         facts["masked"] = labels

@@ -27,7 +27,7 @@ from decoders.setup import (
     users,
 )
 from decore import DeCoRe, Greedy
-from heads import find_file, head_file, model_names, similar_models
+from heads import file_of, is_known, similar_models
 from runtime.files import json_bytes
 
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
@@ -283,9 +283,8 @@ def used_head_file(setup, args, model):
     model: the one whose heads are masked."""
     if not has(setup.method, "num_heads") or setup.random_heads == "published":
         return None
-    name = source_of(setup, args)
     with suppress(FileNotFoundError):  # of random heads
-        return find_file(*[name] if name else model_names(model))
+        return file_of(model, source_of(setup, args))
 
 
 def say_measures(chosen):
@@ -301,7 +300,7 @@ def check_known(model, heads, option, name, args):
     """ValueError without a head file: with related models, and the command that measures scores.
 
     name: that of the model on the command line."""
-    if heads or any(map(head_file, model_names(model))):
+    if heads or is_known(model):
         return
     similar = ", ".join(f"{option} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""

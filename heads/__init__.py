@@ -1,6 +1,9 @@
 """Retrieval heads: the best ones of a head file, and the choice of heads to mask.
 
-reader.py finds and reads head files; README.md describes them and lists those of this folder."""
+`load_heads` is for users: a model → its heads, best first. Programs choose by `choose_heads`: the
+best heads, listed or random ones. `file_of` is a model's head file; `is_known` says whether this
+folder has one. reader.py knows files and names, not models: parts of integrations/ have it alone.
+README.md describes head files and lists those of this folder."""
 
 import random
 import warnings
@@ -18,7 +21,6 @@ from heads.reader import (
     listed_heads,
     plain_name,
     read_head_file,
-    read_scores,
     usual_number,
 )
 from runtime.files import checkpoint_name, read_json
@@ -33,7 +35,7 @@ def load_heads(model, n=None, name=None, measure="copy"):
     was made for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
     names = model_names(model)
-    path = find_file(*[name] if name else names)
+    path = file_of(model, name)
     heads = best_heads(path, c.n_layers, c.n_heads, n, measure)
     made_for = read_head_file(path).get("model")
     if made_for and plain_name(made_for) not in map(plain_name, names):
@@ -65,7 +67,7 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
         return published_random_heads(n, c.n_layers, c.n_heads, seed)
     if draw is None:
         return load_heads(model, n, name, measure)
-    if name or any(map(head_file, model_names(model))):
+    if name or is_known(model):
         return random_heads(load_heads(model, None, name, measure), n, seed)
     warnings.warn(
         f"no head scores are known for {model.name}: random heads are drawn from all heads, "
@@ -115,11 +117,14 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     return heads
 
 
-def load_scores(name, measure="copy"):
-    """{(layer, head): score} of a head file, or of a model with a file here, in the file's order.
+def file_of(model, name=None):
+    """The head file that a name names, or that of the model. FileNotFoundError without one."""
+    return find_file(*[name] if name else model_names(model))
 
-    The mean if the file has a list per head."""
-    return read_scores(find_file(name), measure)
+
+def is_known(model):
+    """Whether there is a head file of the model in this folder."""
+    return any(map(head_file, model_names(model)))
 
 
 def model_names(model):

@@ -13,9 +13,8 @@ from contextlib import suppress
 from functools import cache
 from itertools import product
 
-from decore import Row, Session
 from heads import MEASURES
-from heads.measures import answer_batch, effects, head_scores, score_run  # noqa: F401
+from heads.measures import answer_batch, effects, head_scores, read_prompts, score_run  # noqa: F401
 from runtime import files
 from runtime.progress import Bar
 from runtime.words import is_latin, words_of
@@ -102,7 +101,7 @@ def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
     in_prompts = [ids[slice(*run["span"])] for ids, run in prompts]  # the needles' tokens
     capacity = max(facts["max_new_tokens"], *map(len, in_prompts))
     ids = [ids for ids, _ in prompts]
-    cache = Session([Row(model, ids)], capacity).cache
+    cache = read_prompts(model, ids, capacity)
     of_effect = effects(model, ids, in_prompts, cache=cache)
     how = dict(cache=cache, on_step=on_step)
     answered = answer_runs(model, tokenizer, prompts, needles, facts, **how)

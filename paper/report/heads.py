@@ -7,8 +7,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import cli
-from heads import MEASURES, find_file, load_scores
-from heads.reader import find_measures
+from heads.reader import MEASURES, find_file, find_measures, read_scores
 from paper import printed
 from runtime.files import read_json
 
@@ -37,7 +36,7 @@ def main(argv):
     from paper.report import tables
 
     paths = list(dict.fromkeys(map(find_file, args.files or paper)))
-    files = {path: load_scores(path) for path in paths if "copy" in find_measures(path)}
+    files = {path: read_scores(path) for path in paths if "copy" in find_measures(path)}
     _, *ranks = printed.table("paper_heads")[0]
     rows = []
     labels = labels_of(paths)
@@ -67,7 +66,7 @@ def main(argv):
         path = Path(args.plots, "head-maps.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         maps = {
-            file: {m: load_scores(file, m) for m in find_measures(file) if m in DRAWN}
+            file: {m: read_scores(file, m) for m in find_measures(file) if m in DRAWN}
             for file in paths
         }
         figures.head_maps(maps).savefig(path)
@@ -81,7 +80,7 @@ def common_rows(names):
     for name, measure in product(names, MEASURES):
         path = find_file(name)
         if measure in find_measures(path):
-            scores = load_scores(name, measure)
+            scores = read_scores(path, measure)
             rankings[path, measure] = sorted(scores, key=scores.get, reverse=True)
     labels = labels_of({path for path, _ in rankings})
     rows = []

@@ -157,7 +157,7 @@ def test_weights_are_float32_if_small_or_have_the_dtype_of_the_checkpoint_or_the
     weight = random_weights(FAMILIES["qwen2"])["model.layers.0.mlp.up_proj.weight"]
     up = wide.layers[0].mlp.gate_up.weight[len(weight) :]
     assert up.dtype == torch.float32 and torch.equal(up, weight.to(dtype).float())
-    monkeypatch.setattr("runtime.config.SMALL", 1)
+    monkeypatch.setattr("runtime.config.FLOAT32_UP_TO", 1)
     assert Transformer.load(folder).dtype == dtype
     for chosen in "bfloat16", torch.float32:
         assert str(Transformer.load(folder, dtype=chosen).dtype).endswith(str(chosen))

@@ -127,7 +127,7 @@ def test_packed_layers_have_the_gradients_of_plain_ones(tmp_path, monkeypatch, e
         expected = effects(plain, PROMPTS, ANSWERS, MEMORIES).flatten()
         with monkeypatch.context() as change:
             change.setattr(pack, "KERNELS", {pack.processor(): {dtype: kind}})
-            change.setattr(pack, "SMALL", 0)
+            change.setattr(pack, "UNPACKED_UP_TO", 0)
             packed = engine.load(tmp_path, dtype=dtype)
         assert packed.product == kind.__name__.lower()
         found = effects(packed, PROMPTS, ANSWERS, MEMORIES).flatten()

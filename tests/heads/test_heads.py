@@ -22,11 +22,10 @@ from heads import (
     head_file,
     head_files,
     load_heads,
-    load_scores,
     published_random_heads,
     random_heads,
 )
-from heads.reader import find_measures
+from heads.reader import find_file, find_measures, read_scores
 from hf import HFModel
 from model import Transformer
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
@@ -96,13 +95,16 @@ COMPARED = [
 def test_the_overlaps_of_the_readme_are_those_of_the_files():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
 
+    def of(name, measure="copy"):
+        return read_scores(find_file(name), measure)
+
     def overlap(n, *rankings):
         a, b = ({*sorted(scores, key=scores.get, reverse=True)[:n]} for scores in rankings)
         return len(a & b)
 
     rows = re.findall(r"\| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", readme, re.M)
     for (number, *cells), names in zip(rows, COMPARED, strict=True):
-        pairs = [[load_scores(name) for name in pair.split()] for pair in names.split(", ")]
+        pairs = [[of(name) for name in pair.split()] for pair in names.split(", ")]
         assert int(number) == len(pairs)
         for n, cell in zip((10, 20, 50), cells):
             common = [overlap(n, *pair) for pair in pairs]
@@ -112,7 +114,7 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
     )
     for name, *cells, common in of_measures:
         content = json.loads((FOLDER / f"{name}.json").read_text())
-        scores = [load_scores(name, measure) for measure in ("copy", "write", "mass")]
+        scores = [of(name, measure) for measure in ("copy", "write", "mass")]
         above = sum(score > 0.1 for score in scores[0].values())
         runs = content["samples"] / content["success_rate"]
         assert [int(x) for x in cells] == [content["samples"], round(runs), above, len(scores[0])]
@@ -142,7 +144,7 @@ def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path,
     )
     own, theirs = (load(tmp_path / "link") for load in (Transformer.load, HFModel.load))
     for name in "tiny.json", "link.json":  # the link's name takes precedence
-        scores = load_scores(write_heads(tmp_path / name, seed=len(name)))
+        scores = read_scores(write_heads(tmp_path / name, seed=len(name)))
         expected = sorted(scores, key=scores.get, reverse=True)
         assert load_heads(own) == load_heads(theirs) == choose_heads(own, n=12) == expected
     assert own.name == theirs.name == "link"
@@ -179,7 +181,7 @@ def test_the_authors_form_is_ranked_by_means_and_ties_keep_the_order_of_the_file
     assert [load_heads(stand_in(2, 3), n, path) for n in (None, 0, 3)] == [ranked, [], ranked[:3]]
     ten = [0.1] * 10
     write_lines(path, [{"0-0": ten}])
-    assert load_scores(path)[0, 0] == np.mean(ten) != sum(ten) / 10
+    assert read_scores(path)[0, 0] == np.mean(ten) != sum(ten) / 10
 
 
 def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):

@@ -336,7 +336,7 @@ def test_ranks_of_torchrun_do_not_share_a_model_of_transformers(tmp_path, monkey
 
 
 def test_a_users_own_model_keeps_its_layers_ids_and_context(monkeypatch):
-    monkeypatch.setattr(pack, "SMALL", 0)
+    monkeypatch.setattr(pack, "UNPACKED_UP_TO", 0)
     hf = random_model("gemma2").bfloat16()
     ids = torch.tensor(PROMPTS[:1])
     hf.generation_config.eos_token_id = [5, 7]

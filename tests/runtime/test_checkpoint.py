@@ -151,7 +151,7 @@ def test_the_context_is_what_rotary_scaling_makes_of_it(scaling, context, tmp_pa
 
 
 def test_without_a_dtype_in_the_configuration_that_of_the_weights_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("runtime.config.SMALL", 0)  # the weights count as large
+    monkeypatch.setattr("runtime.config.FLOAT32_UP_TO", 0)  # the weights count as large
     folder = write_checkpoint(tmp_path, torch_dtype=None, dtype=torch.bfloat16)
     assert Transformer.load(folder).dtype == HFModel.load(folder).dtype == torch.bfloat16
 

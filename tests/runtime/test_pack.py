@@ -26,7 +26,7 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
     monkeypatch.setattr(pack, "KERNELS", kinds)
     plain = engine.load(folder)
     assert plain.product == "plain"  # all of its matrices are small
-    monkeypatch.setattr(pack, "SMALL", 0)
+    monkeypatch.setattr(pack, "UNPACKED_UP_TO", 0)
     packed = engine.load(folder)
     assert packed.product == kind.__name__.lower()
     assert packed.config.tied_embeddings == plain.config.tied_embeddings == (family == "qwen2")

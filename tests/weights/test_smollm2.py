@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 from cli import decode as program
 from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.scoring import score
-from decore import DeCoRe, Greedy, Masked, Row, Session, generate
+from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads, random_heads
 from heads.detect import mean_scores, run_batch
+from heads.measures import read_prompts
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
@@ -243,7 +244,7 @@ def detect(tokenizer):
     facts |= dict(lengths=[300], runs=8)
     needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
     prompts = make_prompts(facts, needles, texts, tokenizer)
-    read = Session([Row(model, [ids for ids, _ in prompts])], facts["max_new_tokens"]).cache
+    read = read_prompts(model, [ids for ids, _ in prompts], facts["max_new_tokens"])
 
     def run(heads=()):
         more = dict(cache=read.select(slice(None)), heads=heads)
