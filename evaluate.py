@@ -35,6 +35,9 @@ def main():
     argv = sys.argv[1:]
     if argv and argv[0] in commands:
         commands[argv[0]](argv[1:])
+    elif argv and not argv[0].startswith("-"):
+        near = cli.did_you_mean(argv[0], commands)
+        raise ValueError(f"unknown command {argv[0]!r}{near}; known: {', '.join(commands)}")
     else:
         evaluate(argv)
 

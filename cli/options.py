@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 from decoders.setup import (
@@ -35,7 +36,9 @@ MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
-        for text in sys.argv[1:] if args is None else args:
+        args = sys.argv[1:] if args is None else [*args]
+        self.given = args
+        for text in args:
             if re.search("[\ud800-\udfff]", text):
                 self.error(f"{text!r} has bytes that are not UTF-8")
             if re.fullmatch("--[a-z-]+=--", text):  # Python 3.11 makes it an empty list
@@ -43,6 +46,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
+        absent = re.fullmatch("argument (--[a-z-]+): expected one argument", message)
+        for option, value in pairwise(self.given if absent else []):
+            is_value = value[:1] == "-" and value not in self._option_string_actions
+            if option == absent[1] and is_value:
+                message += f"; write {shlex.join([f'{option}={value}'])}"
         raise ValueError(f"{message}; see --help")
 
 
@@ -93,9 +101,10 @@ def one_of(known, what):
 
 
 def did_you_mean(text, known):
-    """The nearest name, as the end of a clause; nothing if none is near."""
-    nearest = get_close_matches(text, known, 1)
-    return f", did you mean {nearest[0]}?" if nearest else ""
+    """The names that begin so, else the nearest one, as the end of a clause; nothing if none is
+    near."""
+    nearest = [name for name in known if name.startswith(text)] or get_close_matches(text, known, 1)
+    return f", did you mean {' or '.join(nearest)}?" if nearest and text else ""
 
 
 def json_object(text):

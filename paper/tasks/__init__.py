@@ -353,7 +353,10 @@ def with_prompt(task, template=None, system=None, closed_book=False):
 def with_template(task, template):
     text = read_text(template).rstrip("\n")
     with located(template):
-        fields = [name for _, name, *_ in string.Formatter().parse(text) if name is not None]
+        parts = [part for part in string.Formatter().parse(text) if part[1] is not None]
+        fields = [name for _, name, *_ in parts]
+        if any(form or conversion for *_, form, conversion in parts):
+            raise ValueError("the fields are written {question} and {context}, without a format")
     front, context, question = text, "", ""
     if "context" in fields:
         front, context, question = re.split(r"(.*{context}.*\n*)", text, maxsplit=1)

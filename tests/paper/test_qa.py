@@ -233,6 +233,8 @@ def test_a_template_without_context_lacks_the_line_of_the_context(
         ("{context} {question}", "on another line"),
         ("{context}\n{context}\n{question}", "at most once"),
         ("a } {question}", "Single '}'"),
+        ("{context:>5}\n{question}", "without a format"),
+        ("{context}\n{question!r}", "without a format"),
     ],
 )
 def test_a_template_that_is_not_right_is_refused(start, tmp_path, template, words):
