@@ -1,7 +1,7 @@
 """Two and four ranks give one rank's tokens and logits.
 
 Every family is run by ranks that are threads, as a sum of gloo's takes milliseconds; one family by
-processes. torchrun starts this file once."""
+processes. torchrun starts once."""
 
 import json
 import os
@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import cli
 from cli import decode as program
 from decoders.scoring import score
 from decore import DeCoRe, generate, make_head_mask
@@ -117,11 +116,15 @@ def of_processes(folder):
         (folder / "results.json").write_text(json.dumps(out))
 
 
-def of_torchrun(folder):
-    """One of two ranks: a run of decore.py, and one that fails."""
-    for more in (["--prompt-file", "-"], ["--num-heads", "99"]):
-        sys.argv = command_line(folder, *more)
-        program.main()
+# A rank: runs of decore.py.
+OF_TORCHRUN = """
+import json, sys, cli
+from cli import decode
+def main():
+    for sys.argv in json.loads(sys.argv[1]):
+        decode.main()
+sys.exit(cli.run_program(main))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +195,16 @@ def test_decore_prints_the_same_and_its_mistakes_once_with_torchrun(
     folder, call, monkeypatch, tmp_path
 ):
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    (tmp_path / "program.py").write_text(OF_TORCHRUN)
+    programs = [
+        command_line(folder, "--prompt-file", "-"),
+        command_line(folder, "--num-heads", "99"),  # ends in an error
+    ]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "tests.runtime.test_parallel", str(folder)],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, *torchrun, tmp_path / "program.py", json.dumps(programs)],
+        cwd=root,
+        env=os.environ | dict(PYTHONPATH=str(root)),
         input="and another",
         capture_output=True,
         text=True,
@@ -208,7 +218,6 @@ def test_decore_prints_the_same_and_its_mistakes_once_with_torchrun(
     printed = [json.loads(line)["ids"] for line in done.stdout.splitlines()]
     assert len(expected) == 2 and printed == expected
     assert done.stderr.count("tokens/s") == 1
-    # The last program ends in an error.
     [mistake] = [line for line in done.stderr.splitlines() if "error: " in line]
     assert done.returncode != 0 and "99" in mistake
 
@@ -282,8 +291,3 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     peak = memory("VmHWM") - before
     share = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     assert share < 0.3 * stored and peak < share + 45e6  # about 20 MB are the libraries'
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(cli.run_program(lambda: of_torchrun(Path(sys.argv[1]))))
