@@ -16,6 +16,7 @@ import torch
 from jinja2 import Template
 
 from runtime.files import draft
+from tokenizer import join_parts
 
 PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 # (title=…, parts=[…], command=…) → the page as a text
@@ -29,12 +30,14 @@ def write_page(path, model, amateur, tokenizer, prompts, answers):
     parts = []
     for b, prompt in enumerate(prompts):
         title = f"[{b + 1}] {prompt.title}" if len(prompts) > 1 else ""
-        prompt = dict(name=f"p{b}", title=title, pieces=pieces(tokenizer, prompt.ids))
+        texts = pieces(tokenizer, prompt.ids)
+        outside = template_pieces(texts, contents_of(prompt.fields))
+        prompt = dict(name=f"p{b}", title=title, pieces=texts, template=outside)
         parts.append(prompt)
         for i, (label, setup, lines) in enumerate(answers):
             favourites = None
             if setup.method.startswith("decore"):
-                favourites = masked_favourites(model, lines[b], setup.record(amateur))
+                favourites = find_favourites(model, lines[b], setup.record(amateur))
             name = f"g{i * len(prompts) + b}"
             part = answer_part(tokenizer, name, lines[b], prompt, favourites)
             parts.append(part | dict(title=label, details=details(setup)))
@@ -76,20 +79,23 @@ def details(setup):
 
 
 @torch.inference_mode()
-def masked_favourites(model, line, method):
-    """The most likely token of the masked model, or of the amateur, at each position: [(token,
-    probability)]."""
+def find_favourites(model, line, method):
+    """The most likely token at each position of the masked model, or of the amateur, and of the
+    model itself: [((token, probability), (token, probability))]."""
     prompt, ids = line["prompt_ids"], line["ids"]
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
-    log_p, token = method.start(model, [prompt], len(ids)).step(tokens).other[0].max(-1)
-    return list(zip(token.tolist(), log_p.exp().tolist()))
+    step = method.start(model, [prompt], len(ids)).step(tokens)
+    lists = []
+    for log_p, token in (step.other[0].max(-1), step.base[0].max(-1)):
+        lists.append(zip(token.tolist(), log_p.exp().tolist()))
+    return list(zip(*lists))
 
 
 def answer_part(tokenizer, name, line, prompt, favourites=None):
     """One decoded text for page.html.
 
     name: unique on the page. line: an object of --json. prompt: the part of its prompt. favourites:
-    those of `masked_favourites`."""
+    those of `find_favourites`."""
     ids, entropies = line["ids"], line["entropies"]
     written = pieces(tokenizer, ids[:-1] if line["stop"] == "eos" else ids)
     links = find_links(name, written, prompt, line["sources"]) if "sources" in line else {}
@@ -104,7 +110,8 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
                 note="\n".join(notes_on(tokenizer, line, positions, favourites)),
                 entropy=max(entropies[p] for p in positions),
                 source=strongest.get(f"{name}t{t}"),
-                differs=favourites and any(favourites[p][0] != ids[p] for p in positions),
+                differs=favourites and any(favourites[p][0][0] != ids[p] for p in positions),
+                left=favourites and any(favourites[p][1][0] != ids[p] for p in positions),
             )
         )
     footer = (
@@ -118,6 +125,33 @@ def answer_part(tokenizer, name, line, prompt, favourites=None):
         links=links,
         source=strongest.get(f"{name}h"),
     )
+
+
+def contents_of(fields):
+    """What a person wrote of a prompt, a list of texts. fields: those of its object."""
+    messages = fields.get("messages", [{"content": fields.get("prompt", "")}])
+    return [join_parts(message)["content"] for message in messages] + [fields.get("begin", "")]
+
+
+def template_pieces(texts, contents):
+    """The numbers of those pieces of a prompt that its chat template has added, such as roles.
+
+    texts: of `pieces`. Empty if the template has changed the contents."""
+    text = "".join(piece for piece, _ in texts)
+    inside = set()  # characters
+    end = len(text)
+    for content in reversed(contents):
+        start = text.rfind(content.strip(), 0, end)
+        if start < 0:
+            return set()
+        inside.update(range(start, start + len(content.strip())))
+        end = start
+    outside, start = set(), 0
+    for i, (piece, _) in enumerate(texts):
+        if inside.isdisjoint(range(start, start + len(piece))):
+            outside.add(i)
+        start += len(piece)
+    return outside
 
 
 def pieces(tokenizer, ids):
@@ -143,8 +177,10 @@ def notes_on(tokenizer, line, positions, favourites):
         if favourites or line["alphas"][p]:
             yield f"α {line['alphas'][p]:.3f}"
         if favourites:
-            token, probability = favourites[p]
+            (token, probability), (greedy, of_greedy) = favourites[p]
             yield f"masked favourite {tokenizer.decode([token])!r} ({probability:.0%})"
+            if greedy != line["ids"][p]:
+                yield f"greedy would take {tokenizer.decode([greedy])!r} ({of_greedy:.0%})"
         for position, share in line["sources"][p] if "sources" in line else ():
             source = tokenizer.decode([line["prompt_ids"][position]])
             yield f"from {source!r} at {position} ({share:.0%} of the heads)"

@@ -17,23 +17,30 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 SPAN = re.compile(
-    r'( *)<span class="t( differs)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
+    r'( *)<span class="t( differs)?( left)?" id="\w+" tabindex="0"\s+style="--shade: ([\d.]+)"\s+'
     r'(?:data-source="\w+" )?data-note="([^"]*)">([^<]*)</span>'
 )
 
 
 def spans(text):
-    """Of each token on a page: (whether it differs, shade, lines of its note, text)."""
+    """Of each token on a page: (whether it differs, whether greedy decoding is left, shade, lines
+    of its note, text)."""
     return [
-        (bool(differs), float(shade), html.unescape(note).split("\n"), blank + html.unescape(token))
-        for blank, differs, shade, note, token in SPAN.findall(text)
+        (
+            bool(differs),
+            bool(left),
+            float(shade),
+            html.unescape(note).split("\n"),
+            blank + html.unescape(token),
+        )
+        for blank, differs, left, shade, note, token in SPAN.findall(text)
     ]
 
 
 def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat_model, tmp_path):
     path, file = tmp_path / "page.html", chat_model / "heads.json"
     options = f"--model {chat_model} --heads {file} --num-heads 2 --max-new-tokens 8 --prompt Hi "
-    options += f"--method greedy,decore-static --alpha 0.25 --json --html {path} --prompt"
+    options += f"--method greedy,decore-static --alpha 0.5 --json --html {path} --prompt"
     _, out, err = call(program.main, *options.split(), "<script>1</script>")
     assert f"wrote {path}" in err
     text = path.read_bytes().decode()
@@ -42,20 +49,27 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
     ids = line["ids"][:-1] if line["stop"] == "eos" else line["ids"]
     heads = load_heads(model, 2, file)
-    decoder = DeCoRe(heads, alpha=0.25).start(model, [line["prompt_ids"]], 8)
-    favourites, expected = [], []
-    for token, h in zip([line["prompt_ids"][-1], *ids[:-1]], line["entropies"], strict=False):
+    decoder = DeCoRe(heads, alpha=0.5).start(model, [line["prompt_ids"]], 8)
+    favourites, of_greedy, expected = [], [], []
+    before = [line["prompt_ids"][-1], *ids[:-1]]
+    for token, chosen, h in zip(before, ids, line["entropies"], strict=False):
         with torch.inference_mode():
-            favourites.append(decoder.step(torch.tensor([[token]])).other.argmax().item())
+            step = decoder.step(torch.tensor([[token]]))
+        favourites.append(step.other.argmax().item())
+        of_greedy.append(step.base.argmax().item())
         favourite = f"masked favourite {tokenizer.decode(favourites[-1:])!r}"
-        expected += [f"base entropy {h:.3f} nats", "α 0.250", favourite]
-    differ, shades, notes, tokens = zip(*spans(section), strict=True)
+        expected += [f"base entropy {h:.3f} nats", "α 0.500", favourite]
+        if of_greedy[-1] != chosen:
+            expected.append(f"greedy would take {tokenizer.decode(of_greedy[-1:])!r}")
+    differ, left, shades, notes, tokens = zip(*spans(section), strict=True)
     for note, begin in zip(sum(notes, []), expected, strict=True):
         assert note.startswith(begin)
     assert "".join(tokens) == tokenizer.decode(ids) and len(ids) > 2
+    assert [*left] == ["greedy would" in "".join(note) for note in notes]
+    assert any(left) and not all(left) and "<li>Bold: DeCoRe leaves" in beginning
     assert any(differ) == (ids != favourites) and set(shades) != {0.0}
-    assert "N = 2; α = 0.25; heads masked: " + ", ".join(line["heads"]) in section
-    assert "--method greedy,decore-static --alpha 0.25" in beginning.partition("<ul")[0]
+    assert "N = 2; α = 0.5; heads masked: " + ", ".join(line["heads"]) in section
+    assert "--method greedy,decore-static --alpha 0.5" in beginning.partition("<ul")[0]
     assert (
         "<script>1" not in text
         and "&lt;" in text
@@ -95,6 +109,24 @@ def test_pieces_are_whole_characters_and_join_to_the_text():
     assert [*map(list, positions)] == [[0, 1], [2], [3], [4, 5, 6], [7]]
 
 
+def test_what_a_chat_template_adds_is_set_apart_from_the_text_of_the_prompt():
+    prompt = "system", "\n", "Be brief", "user", " ", "the user", "assistant"
+    texts = [(text, ()) for text in prompt]
+    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": " the user"}]
+    for fields, outside in (
+        ({"messages": chat}, {0, 1, 3, 4, 6}),
+        ({"prompt": "the user"}, {0, 1, 2, 3, 4, 6}),
+        ({"prompt": "the user", "begin": "assistant"}, {0, 1, 2, 3, 4}),
+        ({"prompt": "THE USER"}, set()),  # the template changes it
+        ({"prompt": "".join(prompt)}, set()),
+    ):
+        assert page.template_pieces(texts, page.contents_of(fields)) == outside
+    part = dict(name="p0", pieces=texts, template={0})
+    text = page.render(title="x", command="c", parts=[part])
+    assert re.findall(r'class="s( role)?" id="p0s(\d)"', text)[:2] == [(" role", "0"), ("", "1")]
+    assert "Small and grey" in text
+
+
 def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     line = dict(
         ids=[*map(ord, "<bc.")],
@@ -128,4 +160,4 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     notes[0] += ["from 'z' at 2 (100% of the heads)", "from '<' at 0 (75% of the heads)"]
     notes[2] += ["from '\"' at 1 (50% of the heads)", "from 'z' at 2 (25% of the heads)"]
     shades = (0.11, 0.35, 1)  # sqrt(H / 8), at most 1
-    assert spans(text) == [*zip([False] * 3, shades, notes, "<bc", strict=True)]
+    assert spans(text) == [*zip([False] * 3, [False] * 3, shades, notes, "<bc", strict=True)]
