@@ -51,7 +51,12 @@ def on_threads(size, function):
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return [*pool.map(run, range(size))]
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    # The error of a rank that fails comes before those of ranks that wait for it.
+    waiting = threading.BrokenBarrierError
+    for future in sorted(futures, key=lambda future: isinstance(future.exception(), waiting)):
+        future.result()
+    return [future.result() for future in futures]
 
 
 def on_processes(size, function):
