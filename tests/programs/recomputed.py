@@ -5,7 +5,8 @@ heading of the first column, separated by commas:
 
     NQ-Swap, SmolLM2 (n = 400)      task, model; the task's main metric
     NQ-Open, exact match, …         another of METRICS, or several, "passage / memory / neither"
-    conflict, stated, …             of task qa: a condition, a kind of passage (default: implied)
+    conflict, stated, …             of task qa: a condition, a kind of passage (default: implied),
+                                    a half of the facts (default: confirm)
     XSum, after 500, …              a run with --skip 500
 
 The first cell of a row is a setup ("decore-entropy, N = 10, effect heads"), the comparison with its
@@ -46,6 +47,12 @@ CONDITIONS = {  # of task qa → whether the passage is false, there, and the fa
     "unknown": (True, True, False),
 }
 KINDS = ("implied", "stated", "listed")  # of passages
+HALVES = ("explore", "confirm")
+ALSO = {  # other names of metrics
+    "passage's answer": "passage",
+    "memorised answer": "memory",
+    "empty": "blank",
+}
 PARTS = {  # of a setup's name → fields of the header
     "greedy": {"method": "greedy"},
     "greedy decoding": {"method": "greedy"},
@@ -89,13 +96,14 @@ def choices(page):
     for _, (heads, *rows) in tables(page):
         if heads[0] == "choice":
             for name, *setups in rows:
-                found |= {(name, model_of(m)): setup for m, setup in zip(heads[1:], setups)}
+                for model, setup in zip(heads[1:], setups):
+                    found[bare_name(name), model_of(model)] = setup
     return found
 
 
 def column_of(corner, head):
     """The facts of a column: task, model, metrics, n, …"""
-    facts = {"kind": "implied", "skip": None}
+    facts = {"half": "confirm", "kind": "implied", "skip": None}
     text, n = re.fullmatch(r"(.*?),? ?\(n = ([\d,]+)\)", head).groups()
     parts = [part for cell in (corner, text) for part in cell.split(", ")]
     for part in parts:
@@ -107,14 +115,16 @@ def column_of(corner, head):
             facts.setdefault("metrics", ["passage"])
         elif part in KINDS:
             facts["kind"] = part
-        elif all(name in METRICS for name in part.split(" / ")):
-            facts["metrics"] = part.split(" / ")
+        elif part in HALVES:
+            facts["half"] = part
+        elif all(ALSO.get(name, name) in METRICS for name in part.split(" / ")):
+            facts["metrics"] = [ALSO.get(name, name) for name in part.split(" / ")]
         elif after := re.fullmatch(r"after (\d+)", part):
             facts["skip"] = int(after[1])
         elif model := model_of(part):
             facts["model"] = model
         else:
-            assert part in ("", "setup", "test", "per cent"), f"{head}: {part!r} is not known"
+            assert part in ("", "setup", "test", "per cent", "%"), f"{head}: {part!r} is not known"
     return facts | {"n": int(n.replace(",", ""))}
 
 
@@ -125,9 +135,14 @@ def model_of(words):
     return found[0] if words and len(found) == 1 else None
 
 
+def bare_name(text):
+    """Without its number, backquotes and what stands in brackets."""
+    return re.sub(r"^\d+\. |`| \(.*\)", "", text).strip()
+
+
 def setup_of(name, model, chosen):
     """The fields of a setup."""
-    name = re.sub(r"^\d+\. |`| \(.*\)", "", name).strip()
+    name = bare_name(name)
     if (name, model) in chosen:
         return setup_of(chosen[name, model], model, chosen)
     first, *parts = name.split(", ")
@@ -188,7 +203,7 @@ def in_column(header, facts):
     known = (header.get("known") or {}).get("rows")
     false, passage, is_known = CONDITIONS[facts["condition"]]
     return (half, kind, truth, not header.get("closed_book"), known) == (
-        *("confirm", facts["kind"], "false" if false else "true"),
+        *(facts["half"], facts["kind"], "false" if false else "true"),
         *(passage, "known" if is_known else "unknown"),
     )
 
