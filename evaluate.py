@@ -21,9 +21,8 @@ import sys
 from pathlib import Path
 
 import cli
-from paper import fetch, judges, options, plan, questions, report, rescore
+from paper import fetch, judges, options, plan, questions, report, rescore, scores
 from paper.benchmark import Run, load_benchmark, run_benchmark
-from paper.report import stored
 from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
 from runtime.parallel import Ranks
@@ -45,72 +44,59 @@ def main():
 def evaluate(argv):
     """The tasks and setups of the command line."""
     args = options.parse(argv)
+    how = options.RunOptions.of(args)
     tasks = find_tasks(args.task).values()
     tasks = [with_prompt(task, args.template, args.system, args.closed_book) for task in tasks]
     if args.dry_run:
-        print_prompts(tasks, args)
+        print_prompts(tasks, how)
         return
     methods = cli.full_names(args.method, args.amateur)
     wanted = []
     for task in tasks:
         wanted += [(task, setup, {}) for setup in cli.setups(args, methods, task.choice)]
-    sweep(args, wanted)
+    sweep(how, wanted)
 
 
-def print_prompts(tasks, args):
+def print_prompts(tasks, how):
     """A JSON line for each prompt."""
-    for bench in [load_benchmark(task, args) for task in tasks]:
+    for bench in [load_benchmark(task, how) for task in tasks]:
         for item in bench.items:
-            line = prompts.dry_run(bench.task, item, bench.demos, args.layout or "chat")
+            line = prompts.dry_run(bench.task, item, bench.demos, how.layout or "chat")
             print(json.dumps(line, ensure_ascii=False))
 
 
 def paper(argv):
     """The paper's runs of a model, or the list of them."""
     args = options.parse_paper(argv)
-    rows = plan.planned_runs(
+    how = options.RunOptions.of(args)
+    planned = plan.planned_runs(
         args.like or args.model, args.table, find_tasks(args.task), args.method
     )
     if args.plan:
-        plan.show(args, rows)
+        plan.show(planned, how, args.timed, args.json)
         return
-    for checkpoint in dict.fromkeys(row.checkpoint for row in rows):
+    for checkpoint in dict.fromkeys(run.checkpoint for run in planned):
         if checkpoint and args.like:
             print("the runs of ITI are left out: its checkpoints are not --model", file=sys.stderr)
             continue
-        selected = [row for row in rows if row.checkpoint == checkpoint]
-        wanted = [(row.task, row.setup, row.header(args.like)) for row in selected]
-        sweep(options.for_rows(args, selected), wanted, lenient=True)
+        selected = [run for run in planned if run.checkpoint == checkpoint]
+        wanted = [(run.task, run.setup, run.header(args.like)) for run in selected]
+        sweep(how.for_planned(selected), wanted, lenient=True)
 
 
-def sweep(args, wanted, lenient=False):
+def sweep(how, wanted, lenient=False):
     """Run tasks with setups, (task, setup, more fields of the header) each, in this order, those of
     one task together. Nothing is written before everything is checked.
 
-    lenient: leave out runs that do not fit the model, in place of a ValueError."""
-    ranks = Ranks(args.tp, args.device)
-    checkpoint, tokenizer, of_amateur = cli.read_models(args)
-    fitting = fitting_runs(args, wanted, checkpoint, of_amateur, lenient)
-    model, amateur = cli.load_weights(args, ranks.shard)
-    fingerprints = ranks.share(
-        lambda: [name and fingerprint(name) for name in (args.model, args.amateur)]
-    )
-    runs, ranked, measured = [], [], {}
-    for bench, setup, more in fitting:
-        method = setup.record(amateur)
-        method.check(model)
-        masked = amateur if setup.amateur else model
-        head_file = cli.used_head_file(setup, args, masked)
-        ranked.append((setup, head_file))
-        if head_file and setup.measure == "effect":
-            measured[bench.task, head_file] = bench
-        header = make_header(bench, setup, args, model, fingerprints, head_file, more)
-        path = Path(args.out) / f"{run_name(header)}.jsonl"
-        runs.append(Run(bench, header, method, setup.renormalise, path))
+    how: `options.RunOptions`. lenient: leave out runs that do not fit the model, in place of a
+    ValueError."""
+    ranks = Ranks(how.tp, how.device)
+    checkpoint, tokenizer, of_amateur = cli.read_models(how)
+    fitting = fitting_runs(how, wanted, checkpoint, of_amateur, lenient)
+    model, amateur = cli.load_weights(how, ranks.shard)
+    runs = make_runs(how, fitting, model, amateur, ranks)
     ranks.share(lambda: check_files(runs))
-    cli.say_measures(ranked)
-    for (_, head_file), bench in measured.items():
-        questions.say_overlap(bench, head_file)
+    say_heads(runs)
     for task, of_task in itertools.groupby(runs, lambda run: run.bench.task):
         of_task = list(of_task)
         try:
@@ -120,7 +106,32 @@ def sweep(args, wanted, lenient=False):
             raise
         for run, answers in zip(of_task, lines or []):
             answers = judges.judge(answers, run.path, task)
-            rescore.print_means(stored.values_of(run.path, task, answers), {"run": str(run.path)})
+            values = scores.values_of(run.path, task, answers)
+            scores.print_means(values, {"run": str(run.path)})
+
+
+def make_runs(how, fitting, model, amateur, ranks):
+    """The `Run` of each result of `fitting_runs`."""
+    names = how.model, how.amateur
+    fingerprints = ranks.share(lambda: [name and fingerprint(name) for name in names])
+    runs = []
+    for bench, setup, more in fitting:
+        method = setup.record(amateur)
+        method.check(model)
+        head_file = cli.used_head_file(setup, how, amateur if setup.amateur else model)
+        header = make_header(bench, setup, how, model, fingerprints, head_file, more)
+        path = Path(how.out) / f"{run_name(header)}.jsonl"
+        runs.append(Run(bench, setup, head_file, header, method, path))
+    return runs
+
+
+def say_heads(runs):
+    """Print what ranks the heads of runs, and which of their questions did."""
+    cli.say_measures([(run.setup, run.head_file) for run in runs])
+    by_effect = [run for run in runs if run.head_file and run.setup.measure == "effect"]
+    measured = {(run.bench.task, run.head_file): run.bench for run in by_effect}
+    for (_, head_file), bench in measured.items():
+        questions.say_overlap(bench, head_file)
 
 
 def check_files(runs):
@@ -129,7 +140,7 @@ def check_files(runs):
         continued(run.path, run.header, run.bench.questions)
 
 
-def fitting_runs(args, wanted, model, amateur, lenient):
+def fitting_runs(how, wanted, model, amateur, lenient):
     """[(benchmark, fitted setup, more fields of the header)] of the wanted runs that fit the model,
     its amateur and the prompts.
 
@@ -138,7 +149,7 @@ def fitting_runs(args, wanted, model, amateur, lenient):
     fitted, problems = [], []
     for task, setup, more in wanted:
         try:
-            setup = cli.fit(setup, args, model, amateur)
+            setup = cli.fit(setup, how, model, amateur)
             setup.record(amateur).check(model)
             fitted.append((task, setup, more))
         except ValueError as error:
@@ -149,7 +160,7 @@ def fitting_runs(args, wanted, model, amateur, lenient):
     for task in dict.fromkeys(task for task, _, _ in fitted):
         for problem in metrics.problems(task):
             print(f"{task.name}: {problem}", file=sys.stderr)
-        benches[task] = load_benchmark(task, args, model)
+        benches[task] = load_benchmark(task, how, model)
     fitting = []
     for task, setup, more in fitted:
         bench = benches[task]
@@ -160,7 +171,7 @@ def fitting_runs(args, wanted, model, amateur, lenient):
             fitting.append((bench, setup, more))
     if not fitting:
         raise ValueError(problems[0])
-    if args.template_args and all(bench.layout == "plain" for bench, _, _ in fitting):
+    if how.template_args and all(bench.layout == "plain" for bench, _, _ in fitting):
         raise ValueError("--template-args has no effect: no prompt goes through a chat template")
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)

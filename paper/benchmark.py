@@ -15,6 +15,7 @@ import cli
 import decore
 from decoders import scoring
 from decoders.baselines import CAD
+from decoders.setup import Setup
 from decoders.sweep import PromptsReadOnce, side_by_side
 from decore import DeCoRe, Greedy, Masked
 from model import Transformer
@@ -25,7 +26,6 @@ from runtime import files
 from runtime.checks import amateur_of
 from runtime.progress import Bar
 
-SAMPLE_SEED = 1234
 # Not stored: the data hold them.
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")
 
@@ -47,34 +47,32 @@ class Benchmark(NamedTuple):
     questions: dict = {}  # index → the fields of a line that do not depend on the answer
 
 
-def load_benchmark(task, args, model=None):
-    """The benchmark of a task, by the command line.
+def load_benchmark(task, how, model=None):
+    """The benchmark of a task. how: `options.RunOptions`.
 
     model: a `cli.Checkpoint`; None: without the layout and the token ids of the prompts."""
-    items, *rest = data.load_data(task, args.data, args.demos)
+    items, *rest = data.load_data(task, how.data, how.demos)
     choice = None
-    for name in ("known", "unknown"):
-        if path := getattr(args, name, None):
-            items, choice = choose_rows(task, items, path, name == "known", model)
-    seed = sample_seed(args)
-    drawn = data.draw_items(items, args.sample or args.limit, seed, args.skip or 0)
+    if path := how.known or how.unknown:
+        items, choice = choose_rows(task, items, path, bool(how.known), model)
+    drawn = data.draw_items(items, how.sample or how.limit, how.sample_seed, how.skip or 0)
     if not drawn:
-        raise ValueError(f"--skip {args.skip} leaves none of {task.name}'s {len(items)} items")
-    bench = Benchmark(task, len(items), drawn, *rest, sample_seed=seed, known=choice)
+        raise ValueError(f"--skip {how.skip} leaves none of {task.name}'s {len(items)} items")
+    bench = Benchmark(task, len(items), drawn, *rest, sample_seed=how.sample_seed, known=choice)
     if model is None:
         return bench
     native = "mistral" if model.config.model_type == "mistral" else "chat"
     native = native if model.tokenizer.chat_template else "plain"
-    layout = task.layout or getattr(args, "layout", None) or native
+    layout = task.layout or how.layout or native
     if layout == "chat" and not model.tokenizer.has_system_turn:
         layout = "user"
     template_args = None
     if layout != "plain":
-        template_args = cli.benchmark_template_args(model.tokenizer, args.template_args)
-    how = bench.demos, model.tokenizer, layout, template_args
-    encoded = [prompts.item_to_ids(task, item, *how) for item in drawn]
-    limit = getattr(args, "max_new_tokens", None) or task.max_new_tokens
-    least = getattr(args, "min_new_tokens", None)
+        template_args = cli.benchmark_template_args(model.tokenizer, how.template_args)
+    prompt = bench.demos, model.tokenizer, layout, template_args
+    encoded = [prompts.item_to_ids(task, item, *prompt) for item in drawn]
+    limit = how.max_new_tokens or task.max_new_tokens
+    least = how.min_new_tokens
     if least and least > limit:
         raise ValueError(f"--min-new-tokens {least} is above {task.name}'s {limit} new tokens")
     return bench._replace(
@@ -87,20 +85,12 @@ def load_benchmark(task, args, model=None):
     )
 
 
-def sample_seed(args):
-    """The seed of --sample: --seed, if that is not the seed of random heads. None without
-    --sample."""
-    if not args.sample:
-        return None
-    seeds = getattr(args, "seed", None)
-    return seeds[0] if seeds and not args.random_heads else SAMPLE_SEED
-
-
 class Run(NamedTuple):
     bench: Benchmark
+    setup: Setup
+    head_file: Path | None  # that ranks its heads
     header: dict  # the first line of its file
     method: decore.Greedy  # or another record
-    renormalise: bool | None  # of `loglikelihoods`; None: it has no effect
     path: Path
 
 
@@ -108,49 +98,60 @@ def run_benchmark(runs, model, tokenizer, ranks):
     """Answer the items of one benchmark that the runs' files lack. Returns the lines of each run in
     the data's order; None on other ranks than 0."""
     bench = runs[0].bench
-    questions = bench.questions
-
-    def lines_of(group, batch, readers):
-        """[(run's path, line)] of the runs that lack items of the batch. readers: model → what
-        reads for it."""
-        group = [run for run in group if any(e.index not in done[run.path] for e in batch)]
-        if not group:
-            return []
-        start = time.perf_counter()
-        lists = answers_of(bench, batch, group, model, readers, tokenizer, bar.update)
-        seconds = (time.perf_counter() - start) / (len(batch) * len(group))
-        return [
-            (run.path, questions[e.index] | line | {"seconds": round(seconds, 6)})
-            for run, answers in zip(group, lists)
-            for e, line in zip(batch, answers)
-            if e.index not in done[run.path]
-        ]
-
     with ExitStack() as stack:
         if ranks.rank == 0:
             for run in runs:
                 stack.enter_context(files.locked(run.path))
-        done = ranks.share(
-            lambda: {r.path: set(runfile.open_run(r.path, r.header, questions)) for r in runs}
-        )
-        known = set.intersection(*done.values())
-        batches = missing_batches(bench.encoded, runs[0].header["batch_size"], known, ranks)
+        done = ranks.share(lambda: {run.path: stored_items(run) for run in runs})
         name = runs[0].path.stem if len(runs) == 1 else f"{bench.task.name}, {len(runs)} runs"
         counts = dict(total=len(bench.encoded) * len(runs), initial=sum(map(len, done.values())))
         bar = stack.enter_context(Bar(desc=name, unit="ex", **counts))
-        models = {model, *(amateur_of(run.method, model) for run in runs)}
-        for first in range(0, len(batches), ranks.replicas):
-            readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
-            for group in in_groups(runs, model):
-                work = partial(lines_of, group, batches[first + ranks.replica], readers)
-                answered = ranks.gather(work)
-                for run in group:
-                    lines = [line for path, line in answered if path == run.path]
-                    if lines and ranks.rank == 0:
-                        files.append(run.path, lines)
-                bar.add(len(answered))
+        answer_missing(runs, done, model, tokenizer, ranks, bar)
         if ranks.rank == 0:
             return [runfile.finish(run.path) for run in runs]
+
+
+def stored_items(run):
+    """The indices of the items whose lines are in the file of a run."""
+    return set(runfile.open_run(run.path, run.header, run.bench.questions))
+
+
+def answer_missing(runs, done, model, tokenizer, ranks, bar):
+    """Append the lines that are missing, batch by batch; the replicas have a batch each.
+
+    done: run's path → indices of its items that have a line."""
+    known = set.intersection(*done.values())
+    batches = missing_batches(runs[0].bench.encoded, runs[0].header["batch_size"], known, ranks)
+    models = {model, *(amateur_of(run.method, model) for run in runs)}
+    for first in range(0, len(batches), ranks.replicas):
+        batch = batches[first + ranks.replica]
+        readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
+        for group in in_groups(runs, model):
+            lacking = [run for run in group if any(e.index not in done[run.path] for e in batch)]
+            how = model, readers, tokenizer, bar.update
+            answered = ranks.gather(partial(missing_lines, lacking, batch, done, *how))
+            for run in group:
+                lines = [line for path, line in answered if path == run.path]
+                if lines and ranks.rank == 0:
+                    files.append(run.path, lines)
+            bar.add(len(answered))
+
+
+def missing_lines(runs, batch, done, model, readers, tokenizer, on_part):
+    """[(run's path, line)] of the items of a batch that are not done. The arguments are those of
+    `answer_missing` and `answers_of`."""
+    if not runs:
+        return []
+    start = time.perf_counter()
+    lists = answers_of(batch, runs, model, readers, tokenizer, on_part)
+    seconds = (time.perf_counter() - start) / (len(batch) * len(runs))
+    questions = runs[0].bench.questions
+    return [
+        (run.path, questions[e.index] | line | {"seconds": round(seconds, 6)})
+        for run, answers in zip(runs, lists)
+        for e, line in zip(batch, answers)
+        if e.index not in done[run.path]
+    ]
 
 
 def in_groups(runs, model):
@@ -191,24 +192,34 @@ def question_of(item, encoded):
     return json.loads(files.json_bytes(fields))
 
 
-def answers_of(bench, batch, runs, model, readers, tokenizer, on_part):
-    """For each run its answers to the items of a batch, as fields of their lines: a text with its
-    ids, alphas and entropies; or the scores of the candidates, true ones first.
+def answers_of(batch, runs, model, readers, tokenizer, on_part):
+    """For each run its answers to the items of a batch, as fields of their lines.
 
-    on_part(x) is called when x answers more are complete, such as 1 / 128 of one."""
-    prompts = [e.prompt for e in batch]
+    readers: model → what reads for it. on_part(x) is called when x answers more are complete, such
+    as 1 / 128 of one."""
     methods = [method_for(run, batch, readers) for run in runs]
-    if bench.task.choice:
-        answers = [e.answers for e in batch]
-        renormalise = all(run.renormalise is not False for run in runs)
-        how = dict(renormalise=renormalise, on_prompt=lambda: on_part(len(runs)))
-        results = scoring.loglikelihoods(readers[model], prompts, answers, methods, **how)
-        return [
-            [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)]
-            for sums, _ in results
-        ]
-    how = dict(max_new_tokens=bench.max_new_tokens, eos_ids=tokenizer.eos_ids)
-    how["min_new_tokens"] = bench.min_new_tokens or 0
+    if runs[0].bench.task.choice:
+        return scores_of(batch, runs, methods, readers[model], on_part)
+    return texts_of(batch, runs[0].bench, methods, readers[model], tokenizer, on_part)
+
+
+def scores_of(batch, runs, methods, reader, on_part):
+    """Multiple choice: the scores of the candidates, true ones first."""
+    bench = runs[0].bench
+    texts = [e.prompt for e in batch], [e.answers for e in batch]
+    how = dict(
+        renormalise=all(run.setup.renormalise is not False for run in runs),
+        on_prompt=lambda: on_part(len(runs)),
+    )
+    results = scoring.loglikelihoods(reader, *texts, methods, **how)
+    return [
+        [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)]
+        for sums, _ in results
+    ]
+
+
+def texts_of(batch, bench, methods, reader, tokenizer, on_part):
+    """Generated texts, each with its ids, alphas and entropies."""
     limit = bench.max_new_tokens
     tokens = Counter()  # of each text
 
@@ -217,23 +228,21 @@ def answers_of(bench, batch, runs, model, readers, tokenizer, on_part):
         tokens[b] += n
         on_part(n / limit)
 
-    how["on_token"] = on_token
     certainties = [{}] * len(batch)
     if bench.task.closed_book:
-        certainties = memory_log_ps(batch, readers[model])
+        certainties = memory_log_ps(batch, reader)
+    of_methods = side_by_side(
+        reader,
+        [e.prompt for e in batch],
+        methods,
+        max_new_tokens=limit,
+        min_new_tokens=bench.min_new_tokens or 0,
+        eos_ids=tokenizer.eos_ids,
+        on_token=on_token,
+    )
     return [
-        [
-            {
-                "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
-                "ids": g.ids,
-                "alphas": [round(alpha, 6) for alpha in g.alphas],
-                "entropies": [round(entropy, 6) for entropy in g.entropies],
-                "stop": g.stop,
-            }
-            | certainty
-            for g, certainty in zip(texts, certainties)
-        ]
-        for texts in side_by_side(readers[model], prompts, methods, **how)
+        [fields_of_text(g, tokenizer) | certainty for g, certainty in zip(texts, certainties)]
+        for texts in of_methods
     ]
 
 
@@ -258,6 +267,17 @@ def method_for(run, batch, readers):
     if isinstance(run.method, CAD):
         changes["without_context"] = [e.without_context for e in batch]
     return replace(run.method, **changes)
+
+
+def fields_of_text(g, tokenizer):
+    """The fields of a line: a `Generation`."""
+    return {
+        "prediction": tokenizer.decode(g.ids[:-1] if g.stop == "eos" else g.ids),
+        "ids": g.ids,
+        "alphas": [round(alpha, 6) for alpha in g.alphas],
+        "entropies": [round(entropy, 6) for entropy in g.entropies],
+        "stop": g.stop,
+    }
 
 
 def fields_of_choice(bench, encoded, values):

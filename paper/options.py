@@ -1,6 +1,6 @@
-"""The command lines of evaluate.py: benchmarks, and the paper's rows."""
+"""The command lines of evaluate.py: benchmarks, and the paper's rows; what runs need of them."""
 
-from argparse import Namespace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import cli
@@ -14,6 +14,65 @@ DECODER = dict(
     metavar="FILE.py:CLASS",
     help="a decoder of your own, see CONTRIBUTING.md; --method takes its name in small letters",
 )
+
+
+SAMPLE_SEED = 1234
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What runs need of a command line: of evaluate.py, of its command `paper`, or of heads.detect.
+    An option that the program does not have has its default here."""
+
+    # Models and head scores, as cli/ takes them
+    model: str
+    amateur: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    transformers: bool = False
+    device_map: str | None = None
+    eos: list | None = None
+    heads: str | None = None
+    amateur_heads: str | None = None
+    # Items
+    data: Path | None = None
+    demos: Path | None = None
+    known: Path | None = None
+    unknown: Path | None = None
+    limit: int | None = None
+    sample: int | None = None
+    sample_seed: int | None = None  # None if the items are no sample
+    skip: int | None = None
+    # Prompts and answers
+    layout: str | None = None  # None: the model's
+    template_args: dict | None = None
+    max_new_tokens: int | None = None  # None: the task's
+    min_new_tokens: int | None = None
+    batch_size: int = 16
+    tp: int = 1
+    out: str = "results"
+
+    @classmethod
+    def of(cls, args):
+        """args: a parsed command line."""
+        given = vars(args)
+        values = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        seed = None
+        if args.sample:  # --seed is that of random heads, if there are any
+            seeds = given.get("seed")
+            seed = seeds[0] if seeds and not given.get("random_heads") else SAMPLE_SEED
+        return cls(**values, sample_seed=seed)
+
+    def for_planned(self, runs):
+        """Those of the paper's runs of one checkpoint, which are in bfloat16 by default."""
+        changes = {}
+        if runs[0].checkpoint:
+            changes["model"] = runs[0].checkpoint
+        elif self.dtype == "auto":
+            changes["dtype"] = "bfloat16"
+        if not any(run.setup.amateur for run in runs):
+            changes["amateur"] = None
+        return replace(self, **changes)
 
 
 def parse(argv):
@@ -93,18 +152,6 @@ def parse_paper(argv):
     if not args.plan:
         cli.refuse_unused(args, dict.fromkeys(["json", "timed"], "without --plan"))
     return args
-
-
-def for_rows(args, rows):
-    """The options with which the paper's rows of one checkpoint run."""
-    changes = {}
-    if rows[0].checkpoint:
-        changes["model"] = rows[0].checkpoint
-    elif args.dtype == "auto":
-        changes["dtype"] = "bfloat16"
-    if not any(row.setup.amateur for row in rows):
-        changes["amateur"] = None
-    return Namespace(**vars(args) | changes)
 
 
 def paper_parser():

@@ -33,7 +33,7 @@ TIMED = 256  # prompt tokens
 
 
 @dataclass
-class Row:
+class PlannedRun:
     """A run of the paper."""
 
     task: Task
@@ -111,7 +111,8 @@ def runs_of(row):
         values["mask"] = "query"
     values |= published(method, row["model"], task.choice)
     for seed in SEEDS if "random_heads" in values else [None]:
-        yield Row(task, Setup.of(method, task.choice, seed=seed, **values), checkpoint, origin)
+        setup = Setup.of(method, task.choice, seed=seed, **values)
+        yield PlannedRun(task, setup, checkpoint, origin)
 
 
 def published(method, model, choice):
@@ -141,25 +142,27 @@ def number_of_heads(row):
 # --------------------------------------------------------------------------------------- the list
 
 
-def show(args, runs):
-    """Print the runs and what they lack, with the commands that get it; with --timed also how long
-    they take. No other option loads a model."""
+def show(runs, how, timed=False, as_json=False):
+    """Print the runs and what they lack, with the commands that get it.
+
+    how: `options.RunOptions`. timed: load the model too, and say how long the runs take. as_json: a
+    JSON line for each run."""
     model = None
     try:
-        model = cli.read_model(args.model, args)
+        model = cli.read_model(how.model, how)
     except (OSError, ValueError) as error:
         print(f"prompt tokens are not counted: {error}", file=sys.stderr)
-    speeds = time_model(args) if args.timed else None
+    speeds = time_model(how) if timed else None
     by_task = defaultdict(list)
     for run in runs:
         by_task[run.task].append(run)
     items, tokens, missing = {}, {}, {}
     for task in by_task:
-        items[task] = min(task.n, args.limit or args.sample or task.n)
+        items[task] = min(task.n, how.limit or how.sample or task.n)
         missing[task] = metrics.problems(task)
         problem = None
         try:
-            bench = load_benchmark(task, args, model)
+            bench = load_benchmark(task, how, model)
         except (OSError, ValueError, ImportError) as error:
             problem = error
         else:
@@ -167,26 +170,26 @@ def show(args, runs):
             if bench.n_data != task.n:
                 problem = f"{task.name} has {bench.n_data:,} items, the paper scores {task.n:,}"
             if model:
-                tokens[task] = prompt_tokens(bench.encoded, args.batch_size)
+                tokens[task] = prompt_tokens(bench.encoded, how.batch_size)
         if problem:
-            get = f"python evaluate.py fetch {args.data} --task {task.name}"
+            get = f"python evaluate.py fetch {how.data} --task {task.name}"
             missing[task].insert(0, f"{problem}: {get}")
-    if args.json:
+    if as_json:
         for run in runs:
-            lacks = missing[run.task] + missing_heads(run, args)
-            print(json.dumps(as_json(run, items[run.task], lacks), ensure_ascii=False))
+            lacks = missing[run.task] + missing_heads(run, how)
+            print(json.dumps(object_of(run, items[run.task], lacks), ensure_ascii=False))
         return
     print(f"{len(runs)} runs, in this order (* N inferred, ~ N of the closest table):\n")
     for number, run in enumerate(runs, 1):
         print(f"{number:4}  {line_of(run)}")
-    print_tasks(by_task, items, tokens, args.batch_size, speeds)
-    lacks = [text for run in runs for text in missing[run.task] + missing_heads(run, args)]
+    print_tasks(by_task, items, tokens, how.batch_size, speeds)
+    lacks = [text for run in runs for text in missing[run.task] + missing_heads(run, how)]
     print("Missing:" if lacks else "Nothing is missing.", *dict.fromkeys(lacks), sep="\n  ")
 
 
-def missing_heads(run, args):
+def missing_heads(run, how):
     """[A sentence with the command that measures the scores of its heads], if they are missing."""
-    masked = args.amateur if run.setup.amateur else args.model
+    masked = how.amateur if run.setup.amateur else how.model
     if not has(run.setup.method, "num_heads") or run.setup.random_heads or head_file(masked):
         return []
     short = Path(masked).name
@@ -194,7 +197,7 @@ def missing_heads(run, args):
     return [f"no head scores of {short}: {command}"]
 
 
-def as_json(run, items, missing):
+def object_of(run, items, missing):
     """A run as an object of --json."""
     return {
         "task": run.task.name,
@@ -282,12 +285,12 @@ def hours_of(runs, read, new, prefill, decode):
     return (read * passes / prefill + new * len(runs) / decode) / 3600
 
 
-def time_model(args):
+def time_model(how):
     """(prompt tokens, new tokens) per second of greedy decoding here: nine steps of a batch of
     prompts of TIMED tokens that differ in the last one."""
-    model = cli.load_model(args.model, args)
+    model = cli.load_model(how.model, how)
     cli.limit_threads(model)
-    prompts = [[5] * (TIMED - 1) + [i] for i in range(args.batch_size)]
+    prompts = [[5] * (TIMED - 1) + [i] for i in range(how.batch_size)]
     times = []
 
     def on_token(*_):

@@ -60,7 +60,6 @@ def parse_args():
         args.task, args.data = "qa", args.questions
     if not args.sample:
         cli.refuse_unused(args, {"seed": "without --sample"})
-    args.random_heads = None
     return args
 
 
@@ -80,7 +79,7 @@ def main():
     task = chosen_task(args)
     checkpoint = cli.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
-    bench = load_benchmark(task, args, checkpoint)
+    bench = load_benchmark(task, options.RunOptions.of(args), checkpoint)
     texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
     model = cli.load_model(args.model, args)
     cli.limit_threads(model)

@@ -1,11 +1,10 @@
 """Computes the metrics of stored runs again."""
 
 import json
-import sys
 from pathlib import Path
 
 import cli
-from paper import judges, runfile
+from paper import judges, runfile, scores
 from paper.report import stored
 from paper.tasks import find_task, metrics
 
@@ -36,12 +35,4 @@ def main(argv):
         values = metrics.compute(task, lines)
         for line, of_line in zip(lines, values) if args.rows else ():
             print(json.dumps({"id": line.get("id")} | of_line, ensure_ascii=False))
-        print_means(values, {} if paths == args.files[:1] else {"run": str(path)})
-
-
-def print_means(values, about):
-    """Print the means as one JSON line."""
-    means = metrics.summary(values)
-    if "rejection" in means and "truth" not in means:
-        print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
-    print(json.dumps(about | {"metrics": means, "n": len(values)}, ensure_ascii=False), flush=True)
+        scores.print_means(values, {} if paths == args.files[:1] else {"run": str(path)})

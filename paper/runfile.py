@@ -31,28 +31,28 @@ IGNORED = (*SURROUNDINGS, *FACTS)  # what cannot change an answer, or only a las
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
-def make_header(bench, setup, args, model, fingerprints, head_file, more):
+def make_header(bench, setup, how, model, fingerprints, head_file, more):
     """The first line of a run's file: what determines its lines, the software, the machine.
 
-    setup: fitted to the model. fingerprints: of the model and its amateur. head_file: that ranked
-    the heads, or None. more: further fields."""
+    setup: fitted to the model. how: `options.RunOptions`. fingerprints: of the model and its
+    amateur. head_file: that ranked the heads, or None. more: further fields."""
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     own = {}
     if setup.method not in METHODS:
         record, _ = RECORDS[setup.method]
         own["decoder"] = data.file_record(Path(inspect.getfile(record)))
-    libraries = ("torch", "tokenizers", "numpy", *["transformers"] * args.transformers)
+    libraries = ("torch", "tokenizers", "numpy", *["transformers"] * how.transformers)
     return {
         **setup.header(),
         "head_file": head_file and data.file_record(head_file),
         "model": model.name,
         "fingerprint": fingerprints[0],
         "amateur_fingerprint": fingerprints[1] if setup.amateur else None,
-        "tp": args.tp,
+        "tp": how.tp,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": f"{model.device.type} ({device})",
-        "engine": "transformers" if args.transformers else "own",
+        "engine": "transformers" if how.transformers else "own",
         "versions": {name: version(name) for name in libraries}
         | {"python": platform.python_version()},
         "commit": commit(),
@@ -65,16 +65,16 @@ def make_header(bench, setup, args, model, fingerprints, head_file, more):
         "system": bench.task.instruction if bench.task.own else None,
         "closed_book": bench.task.closed_book or None,
         "known": bench.known,
-        "eos": args.eos,
+        "eos": how.eos,
         "template_args": bench.template_args,
         "n": len(bench.items),
-        "limit": args.limit,
-        "sample": args.sample,
+        "limit": how.limit,
+        "sample": how.sample,
         "sample_seed": bench.sample_seed,
-        "skip": args.skip,
+        "skip": how.skip,
         "data": bench.data,
         "demos": bench.demo_record,
-        "batch_size": args.batch_size,
+        "batch_size": how.batch_size,
         "max_new_tokens": bench.max_new_tokens,
         "min_new_tokens": bench.min_new_tokens,
         "product": model.product,

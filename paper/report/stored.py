@@ -8,18 +8,17 @@ model that ITI edited."""
 
 import json
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from decoders.setup import METHODS, SETTINGS, Setup
-from paper import fetch, judges
+from paper import fetch, judges, scores
 from paper.runfile import beside, identity, read_run, remarks
-from paper.tasks import find_task, metrics, model_metrics
+from paper.tasks import find_task, metrics
 from runtime.fields import field, located
-from runtime.files import json_lines, short_hash, write
+from runtime.files import short_hash
 from runtime.words import is_unseparated
 
 ORIGIN = ("measure", "head_file")  # of heads
@@ -251,7 +250,7 @@ def read(path):
         run.conditions = ", ".join(filter(None, [run.conditions, passages_of(lines)]))
     run.path = path
     run.lines = judges.judge(lines, path, task)
-    run.values = values_of(path, task, lines)
+    run.values = scores.values_of(path, task, lines)
     for values, of_text in zip(run.values, metrics.map_lines(text_values, lines)):
         values |= of_text
     run.remarks += unlike_the_paper(run, task)
@@ -305,22 +304,3 @@ def passages_of(lines):
         return ""
     agree = all(set(line["memory"]) & set(line["references"]) for line in lines)
     return f"passages {'that agree with' if agree else 'against'} memory"
-
-
-def values_of(path, task, lines):
-    """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`, for the
-    code that computed them."""
-    store = beside(path, ".scores.json")
-    content = []
-    for line in lines:
-        content.append({name: value for name, value in line.items() if name != "place"})
-    code = [Path(module.__file__).read_text("utf-8") for module in (metrics, model_metrics)]
-    key = short_hash(json.dumps([code, task.version, content]).encode())
-    for _, entry in json_lines(store) if store.exists() else ():
-        if entry.get("key") == key:
-            return entry["values"]
-    start = time.perf_counter()
-    values = metrics.compute(task, lines)
-    if not metrics.problems(task) and time.perf_counter() - start > 5:  # seconds
-        write(store, [{"key": key, "values": values}])
-    return values

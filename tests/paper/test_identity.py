@@ -1,7 +1,6 @@
 """Which runs a report takes for one, which share a table, and which it compares."""
 
 import json
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import evaluate
 from decoders.setup import RECORDS, Setup
 from decore import DeCoRe
 from paper.benchmark import Benchmark
+from paper.options import RunOptions
 from paper.report import results, stored
 from paper.runfile import make_header
 from paper.tasks import TASKS, model_metrics
@@ -93,15 +93,14 @@ def header(monkeypatch):
     monkeypatch.setitem(RECORDS, "own", (DeCoRe, {}))
     monkeypatch.setattr("paper.runfile.data.file_record", lambda path: FILE)
     bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, "chat")
-    how = dict(tp=1, transformers=False, batch_size=16, eos=None, limit=None, sample=None)
     model = SimpleNamespace(
         name="models/m", device=torch.device("cpu"), dtype=torch.float32, product="packed"
     )
     setup = Setup.of("own", heads=[(0, 0)], num_heads=1, measure="copy")
     more = {"paper": None, "like": None}
     fingerprints = [{"weights": "aa"}, None]
-    args = Namespace(**how, skip=None)
-    header = make_header(bench, setup, args, model, fingerprints, "a.json", more)
+    how = RunOptions("models/m")
+    header = make_header(bench, setup, how, model, fingerprints, "a.json", more)
     return header | {"max_new_tokens": TASKS["popqa"].max_new_tokens}
 
 

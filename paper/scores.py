@@ -1,0 +1,37 @@
+"""The metric values of a run's lines, and their means as it prints them."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from paper.runfile import beside
+from paper.tasks import metrics, model_metrics
+from runtime.files import json_lines, short_hash, write
+
+
+def values_of(path, task, lines):
+    """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`, for the
+    code that computed them."""
+    store = beside(path, ".scores.json")
+    content = []
+    for line in lines:
+        content.append({name: value for name, value in line.items() if name != "place"})
+    code = [Path(module.__file__).read_text("utf-8") for module in (metrics, model_metrics)]
+    key = short_hash(json.dumps([code, task.version, content]).encode())
+    for _, entry in json_lines(store) if store.exists() else ():
+        if entry.get("key") == key:
+            return entry["values"]
+    start = time.perf_counter()
+    values = metrics.compute(task, lines)
+    if not metrics.problems(task) and time.perf_counter() - start > 5:  # seconds
+        write(store, [{"key": key, "values": values}])
+    return values
+
+
+def print_means(values, about):
+    """Print the means as one JSON line."""
+    means = metrics.summary(values)
+    if "rejection" in means and "truth" not in means:
+        print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
+    print(json.dumps(about | {"metrics": means, "n": len(values)}, ensure_ascii=False), flush=True)
