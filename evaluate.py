@@ -96,7 +96,7 @@ def sweep(how, wanted, lenient=False):
     model, amateur = cli.load_weights(how, ranks.shard)
     runs = make_runs(how, fitting, model, amateur, ranks)
     ranks.share(lambda: check_files(runs))
-    say_heads(runs)
+    say_heads(runs, how)
     for task, of_task in itertools.groupby(runs, lambda run: run.bench.task):
         of_task = list(of_task)
         try:
@@ -125,9 +125,9 @@ def make_runs(how, fitting, model, amateur, ranks):
     return runs
 
 
-def say_heads(runs):
+def say_heads(runs, how):
     """Print what ranks the heads of runs, and which of their questions did."""
-    cli.say_measures([(run.setup, run.head_file) for run in runs])
+    cli.say_measures([(run.setup, run.head_file) for run in runs], how)
     by_effect = [run for run in runs if run.head_file and run.setup.measure == "effect"]
     measured = {(run.bench.task, run.head_file): run.bench for run in by_effect}
     for (_, head_file), bench in measured.items():

@@ -107,7 +107,8 @@ def prepare(args, chosen, model, tokenizer, amateur):
             setup.record(amateur).check(model)
             fitted[label] = setup
     masked = amateur or model
-    cli.say_measures((s, cli.used_head_file(s, args, masked)) for s in fitted.values())
+    ranked = [(setup, cli.used_head_file(setup, args, masked)) for setup in fitted.values()]
+    cli.say_measures(ranked, args)
     if "cad" in chosen:
         without = without_context(objects, texts)
         ids = encode_all(without, model, tokenizer, args, "context-free prompt")

@@ -227,6 +227,8 @@ def main():
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
         path = file_of(checkpoint, args.heads)
+        if str(path) != args.heads:
+            print(f"masked heads are those of {path}", file=sys.stderr)
         sets = heads_to_mask(checkpoint, path, args.masked)
         labels = {name: [f"{layer}-{head}" for layer, head in sets[name]] for name in sets}
         facts["masked"] = labels

@@ -296,12 +296,14 @@ def used_head_file(setup, args, model):
         return file_of(model, source_of(setup, args))
 
 
-def say_measures(chosen):
-    """Print each measure other than copy by which a head file ranks heads. chosen: pairs of a setup
-    and `used_head_file`."""
-    ranked = dict.fromkeys((setup.measure, path) for setup, path in chosen if path)
+def say_measures(chosen, args):
+    """Print by which measure of which head file heads are ranked, if the command line does not say
+    both: a file that was found by a name or by weights, a measure other than copy. chosen: pairs of
+    a setup and `used_head_file`."""
+    given = [getattr(args, name, None) for name in ("heads", "amateur_heads")]
+    ranked = dict.fromkeys((setup.measure or "copy", path) for setup, path in chosen if path)
     for measure, path in ranked:
-        if measure not in (None, "copy"):
+        if measure != "copy" or str(path) not in given:
             print(f"heads are ranked by {measure}, of {path}", file=sys.stderr)
 
 

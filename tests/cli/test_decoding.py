@@ -14,7 +14,7 @@ from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
 from decoders.baselines import AD, CAD, CD, DoLa
 from decore import DeCoRe, generate
-from heads import load_heads
+from heads import FOLDER, load_heads
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
@@ -239,6 +239,16 @@ def test_an_answer_that_fills_the_context_says_so(call):
         _, _, err = call(program.main, *prompt, "--max-new-tokens", n)
         assert "greedy: 6 tokens" in err
         assert ("an answer ended because the context is full" in err) == full
+
+
+def test_a_head_file_that_was_found_by_a_name_is_said(call, base, tmp_path):
+    said = f"heads are ranked by copy, of {FOLDER / 'miniature.json'}\n"
+    one = "--prompt-file", EXAMPLE, "--max-new-tokens", 1
+    assert call(program.main, *one)[2].startswith(said)
+    assert said in call(program.main, *one, "--heads", "miniature")[2]
+    for more in (["--heads", FOLDER / "miniature.json"], ["--heads", "2-0,2-1"]):
+        assert "ranked" not in call(program.main, *one, *more)[2]
+    assert "ranked" not in call(program.main, *one, "--method", "greedy")[2]
 
 
 def test_an_alpha_that_stays_high_is_reported_with_its_remedy(call, base):
