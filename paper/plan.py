@@ -287,10 +287,11 @@ def hours_of(runs, read, new, prefill, decode):
 
 def time_model(how):
     """(prompt tokens, new tokens) per second of greedy decoding here: nine steps of a batch of
-    prompts of TIMED tokens that differ in the last one."""
+    prompts of at most TIMED tokens that differ in the last one."""
     model = cli.load_model(how.model, how)
     cli.limit_threads(model)
-    prompts = [[5] * (TIMED - 1) + [i] for i in range(how.batch_size)]
+    n = min(TIMED, model.config.max_positions - 9)
+    prompts = [[5] * (n - 1) + [i] for i in range(how.batch_size)]
     times = []
 
     def on_token(*_):
@@ -300,7 +301,7 @@ def time_model(how):
         times[:] = [time.perf_counter()]
         how = dict(max_new_tokens=9, eos_ids=(), on_token=on_token)
         decore.generate(model, prompts, decore.Greedy(), **how)
-    return TIMED / (times[1] - times[0]), 8 * len(prompts) / (times[-1] - times[1])
+    return n / (times[1] - times[0]), 8 * len(prompts) / (times[-1] - times[1])
 
 
 def hours_text(hours):
