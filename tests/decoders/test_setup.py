@@ -107,7 +107,7 @@ def test_the_record_has_the_settings(method):
     "method, values, words",
     [
         ("cad", {"alpha_cap": 1.0}, "alpha_cap has no effect on cad; it is an option of decore-st"),
-        ("masked", {"seed": 1}, "seed has no effect without random_heads"),
+        ("masked", {"seed": 1}, "seed has no effect without --random-heads"),
         ("masked", {"random_heads": "published", "measure": "mass"}, "which draws from all heads"),
         ("decore-entropy", {"renormalise": False}, "renormalise has no effect on generated texts"),
     ],
