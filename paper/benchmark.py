@@ -128,8 +128,8 @@ def answer_missing(runs, done, model, tokenizer, ranks, bar):
         readers = {m: PromptsReadOnce(m) if len(runs) > 1 else m for m in models}
         for group in in_groups(runs, model):
             lacking = [run for run in group if any(e.index not in done[run.path] for e in batch)]
-            how = model, readers, tokenizer, bar.update
-            answered = ranks.gather(partial(missing_lines, lacking, batch, done, *how))
+            work = partial(missing_lines, lacking, batch, done)
+            answered = ranks.gather(partial(work, model, readers, tokenizer, bar.update))
             for run in group:
                 lines = [line for path, line in answered if path == run.path]
                 if lines and ranks.rank == 0:
@@ -207,11 +207,13 @@ def scores_of(batch, runs, methods, reader, on_part):
     """Multiple choice: the scores of the candidates, true ones first."""
     bench = runs[0].bench
     texts = [e.prompt for e in batch], [e.answers for e in batch]
-    how = dict(
+    results = scoring.loglikelihoods(
+        reader,
+        *texts,
+        methods,
         renormalise=all(run.setup.renormalise is not False for run in runs),
         on_prompt=lambda: on_part(len(runs)),
     )
-    results = scoring.loglikelihoods(reader, *texts, methods, **how)
     return [
         [fields_of_choice(bench, e, values) for e, values in zip(batch, sums)]
         for sums, _ in results

@@ -160,7 +160,7 @@ def place_of(row):
     """The row of tables beside whose name a result is drawn: random heads and the comparison with
     them beside that of retrieval heads. Those of the paper's sampler have a place of their own."""
     run = row.runs[0]
-    [sampler] = {one.setup.random_heads for one in (row.others if row.contrast else row.runs)}
+    [sampler] = {one.setup.random_heads for one in (row.others if row.beside_random else row.runs)}
     sampler = None if sampler == "uniform" else sampler
     return replace(run.row, setup=replace(run.setup, random_heads=sampler))
 
@@ -180,9 +180,9 @@ def draw_difference(ax, row, y):
 
 def kind_of(row):
     setup = row.runs[0].setup
-    retrieval, random, contrast, others = KINDS
-    if row.contrast:
-        return contrast
+    retrieval, random, difference, others = KINDS
+    if row.beside_random:
+        return difference
     if setup.random_heads:
         return random
     return retrieval if setup.num_heads else others
@@ -198,7 +198,7 @@ def heads_figure(tables):
     for key, rows in tables.items():
         curves = defaultdict(list)
         for row in rows:
-            if row.versus and not row.contrast and row.runs[0].setup.num_heads:
+            if row.versus and not row.beside_random and row.runs[0].setup.num_heads:
                 shown = row.runs[0].row
                 name = str(replace(shown, setup=replace(shown.setup, num_heads=None)))
                 curves[name].append(row)
@@ -240,7 +240,7 @@ def memory_figure(tables):
     panels, heights, shown = [], [], {}
     closed_book = [run for run in runs_of(tables) if run.header.get("closed_book")]
     for key, rows in tables.items():
-        rows = [row for row in rows if row.metric == "passage" and not row.contrast]
+        rows = [row for row in rows if row.metric == "passage" and not row.beside_random]
         if rows:
             curves = curves_of(rows, closed_book)
             panels += [(draw_answers, key, rows), (draw_gains, curves)]

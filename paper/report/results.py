@@ -57,7 +57,7 @@ class Result:
         return float(np.mean(self.values))
 
     @property
-    def contrast(self):
+    def beside_random(self):
         """Whether the row compares retrieval heads with random heads."""
         return not self.values
 
@@ -85,13 +85,13 @@ def short_tables(runs):
                 continue
             results.append(result)
             if row.setup.random_heads:
-                results += contrasts(row, by_row, metric)
+                results += retrieval_minus_random(row, by_row, metric)
         if results:
             tables[title, task] = correct(results)
     return tables
 
 
-def contrasts(random, by_row, metric):
+def retrieval_minus_random(random, by_row, metric):
     """Yields a result for each row with retrieval heads that is otherwise equal to `random`."""
     for row, runs in by_row.items():
         if row.setup.num_heads and not row.setup.random_heads and alike(runs[0], by_row[random][0]):

@@ -73,7 +73,7 @@ def print_commands(runs):
 # Numbers
 
 
-def number(value, metric=""):
+def unsigned(value, metric=""):
     spec = ".2f" if metric == "entropy" else ".1f"
     return f"{round(value, 6):{spec}}"  # 6.25, computed as 6.2500001, is printed as 6.25 is
 
@@ -107,18 +107,19 @@ def heading(metric):
 def short_table(key, rows):
     """(title, rows, notes) of one task and model of `results.short_tables`."""
     title, task = key
-    same_items = len({row.n for row in rows if not row.contrast}) == 1
+    same_items = len({row.n for row in rows if not row.beside_random}) == 1
     papers = [paper_cell(row) for row in rows]
     texts = []
     for row, paper in zip(rows, papers):
         versus = row.versus
         cells = {"setup": row.label, "n": f"{row.n:,}"}
-        cells[heading(row.metric)] = "" if row.contrast else values_text(row)
+        cells[heading(row.metric)] = "" if row.beside_random else values_text(row)
         for name in BESIDE:
             if name in rows[0].beside:
-                cells[heading(name)] = number(row.beside[name]) if name in row.beside else ""
+                cells[heading(name)] = unsigned(row.beside[name]) if name in row.beside else ""
         if not same_items:
-            cells["greedy on them"] = number(versus.value) if versus and not row.contrast else ""
+            of_greedy = versus and not row.beside_random
+            cells["greedy on them"] = unsigned(versus.value) if of_greedy else ""
         cells |= dict.fromkeys(("difference", "95 %", "won : lost", "p"), "")
         if versus:
             bold = "**" if row.shown else ""
@@ -134,15 +135,15 @@ def short_table(key, rows):
 
 def values_text(row):
     """The value; of several draws the mean and each draw's."""
-    text = number(row.value, row.metric)
+    text = unsigned(row.value, row.metric)
     if len(row.values) > 1:
-        text += f" ({', '.join(number(value, row.metric) for value in row.values)})"
+        text += f" ({', '.join(unsigned(value, row.metric) for value in row.values)})"
     return text
 
 
 def paper_cell(row):
     """The paper's cell of the result, by the metric as published; None without one."""
-    if row.contrast:
+    if row.beside_random:
         return None
     run = row.runs[0]
     return printed.cell(run, published(run, row.metric))
@@ -342,7 +343,7 @@ def cell_text(row):
         bold = "**" if row.shown else ""
         text = f"{bold}{text}{bold}; {versus_text(versus, metric)}"
     elif len(row.runs) == 1 and (ends := results.own_interval(row.runs[0], metric)):
-        text += f" [{number(ends[0], metric)}, {number(ends[1], metric)}]"
+        text += f" [{unsigned(ends[0], metric)}, {unsigned(ends[1], metric)}]"
     if paper := paper_cell(row):
         by = published(row.runs[0], metric)
         same = results.result_of(row.runs, by) or row
@@ -420,7 +421,7 @@ def choice_rows(runs):
             draws = [run for name in best for run in setups[name]]
             versus = results.compare(draws, [greedy], metric, 1 - half)
             chosen = " or ".join(short(name, method) for name in best)
-            value = number(versus.value + versus.difference)
+            value = unsigned(versus.value + versus.difference)
             row[f"chosen on the {names[0]} half"] = chosen
             row[f"on the {names[1]}"] = f"{value}; {versus_text(versus)}"
         rows.append(row)

@@ -124,7 +124,7 @@ def test_two_runs_that_differ_in_one_field(header, tmp_path, capsys, name):
     runs = results.select(stored.collect(tmp_path))
     tables = results.short_tables(runs)
     errors = capsys.readouterr().err.splitlines()
-    rows = [row for table in tables.values() for row in table if not row.contrast]
+    rows = [row for table in tables.values() for row in table if not row.beside_random]
     rows_of = {run.path: row for row in rows for run in row.runs}
     assert len({(title, row.label) for title, rows in tables.items() for row in rows}) == sum(
         map(len, tables.values())

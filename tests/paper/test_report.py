@@ -276,7 +276,7 @@ def test_draws_share_a_row_and_their_mean_is_compared(short):
 
 
 def test_retrieval_heads_are_compared_with_the_random_heads_of_their_n(short):
-    labels = [label for label, row in short.items() if row.contrast]
+    labels = [label for label, row in short.items() if row.beside_random]
     heads = ("random heads uniform", "random heads published")
     assert sorted(labels) == sorted(
         f"masked, N = {n}: retrieval − {sampler}" for n in (1, 2, 4) for sampler in heads
@@ -422,7 +422,7 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
     expected.add("decore-entropy-lite, N = 1, amateur small")  # other heads, but of another model
     for n, label in itertools.product((1, 2), [*labels, "random heads uniform"]):
         expected.add(f"masked, N = {n}, {label}")
-    assert {label for label, row in rows.items() if not row.contrast} == expected
+    assert {label for label, row in rows.items() if not row.beside_random} == expected
     assert len(rows["masked, N = 1, random heads uniform"].values) == 4
     [ax] = draw("heads", tmp_path).axes
     names = ax.get_legend_handles_labels()[1]
