@@ -25,7 +25,7 @@ from heads import (
     published_random_heads,
     random_heads,
 )
-from heads.reader import find_file, find_measures, read_scores
+from heads.reader import find_file, find_measures, read_head_file, read_scores
 from hf import HFModel
 from model import Transformer
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
@@ -121,6 +121,14 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
         pairs = [[overlap(n, *pair) for n in (10, 20)] for pair in combinations(scores, 2)]
         assert common == " | ".join(f"{a}, {b}" for a, b in pairs)
     assert len(of_measures) == 4
+    pairs = r"(\d, \d) \| (\d, \d) \| (\d, \d)"
+    of_effect = re.findall(rf"^\| (\S+) \| (\d+) \| {pairs} \|$", readme, re.M)
+    for name, n, *cells in of_effect:
+        assert int(n) == read_head_file(FOLDER / f"{name}.json")["effect_facts"]["n"]
+        for cell, measure in zip(cells, ("copy", "write", "mass")):
+            both = [read_scores(find_file(name), m) for m in ("effect", measure)]
+            assert cell == f"{overlap(10, *both)}, {overlap(20, *both)}"
+    assert len(of_effect) == 3
 
 
 def test_every_hub_name_of_a_model_finds_its_file():
