@@ -17,6 +17,7 @@ from cli.options import (
     add_decoder,
     add_method_arguments,
     add_model_arguments,
+    check_known,
     check_options,
     comma_list,
     did_you_mean,

@@ -226,6 +226,7 @@ def main():
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
+        cli.check_known(checkpoint, args.heads, "--heads", args.model, args)
         path = file_of(checkpoint, args.heads)
         if str(path) != args.heads:
             print(f"masked heads are those of {path}", file=sys.stderr)

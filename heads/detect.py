@@ -51,7 +51,8 @@ def stored_runs(path, facts, prompts):
 
     Starts a missing file, and removes a line that was cut off. ValueError for other facts, and for
     a line that is not the run of its prompt."""
-    path.touch()
+    if not path.exists():
+        path.touch()
     stored = stored_facts(path)
     if stored is None:
         stored = facts

@@ -123,17 +123,33 @@ def minus_infinity(name):
 
 def append(path, rows):
     """Append the rows to a file of JSON lines in one call, and sync it to the disk."""
-    content = b"".join(json_bytes(row) + b"\n" for row in rows)  # may fail
-    with open(path, "ab") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    append_bytes(path, content_of(rows))
+
+
+def content_of(rows):
+    """The content of a file of JSON lines."""
+    return b"".join(json_bytes(row) + b"\n" for row in rows)
+
+
+def append_bytes(path, content):
+    try:
+        with open(path, "ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # of a full disk, the error does not know it
+        raise
 
 
 def write(path, rows):
-    """Replace a file of JSON lines in one step: a reader gets the old file or the new one."""
+    """Replace a file of JSON lines in one step: a reader gets the old file or the new one. A file
+    with this content stays, so that it may be in a folder that is read-only."""
+    content = content_of(rows)
+    if Path(path).is_file() and Path(path).read_bytes() == content:
+        return
     with draft(path) as new:
-        append(new, rows)
+        append_bytes(new, content)
 
 
 @contextmanager
@@ -161,10 +177,14 @@ def remove(path):
 
 @contextmanager
 def locked(path):
-    """Lock a file, and create its folder. OSError if another process has locked it."""
+    """Lock a file, and create its folder. OSError if another process has locked it. In a read-only
+    folder nobody writes."""
     from filelock import FileLock, Timeout  # slow, and few programs write
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(Path(path).parent, os.W_OK):
+        yield
+        return
     try:
         with FileLock(f"{path}.lock", timeout=0) as lock:
             try:

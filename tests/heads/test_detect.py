@@ -534,7 +534,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
         (["--published", "--seed", "1"], "--seed has no effect"),
         (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
         (["--heads", "miniature"], "--heads has no effect without --masked"),
-        (["--masked", "1"], "model is neither a head file nor a model of heads/README.md"),
+        (["--masked", "1"], "no head scores are known for model: give --heads FILE, or measure th"),
         (["--masked", "1", "--heads", "miniature"], "32 heads instead of 3 layers of 4"),
         (["--masked", "7", "--heads", "HEADS"], "7 random heads are too many"),
         (["--out", "."], "--out . is a folder; give a file in it"),

@@ -3,9 +3,11 @@
 import datetime
 import json
 import math
+import os
 
 import pytest
 
+from cli import explain
 from decoders.setup import Setup
 from paper.runfile import finish, open_run, read_run, remarks
 from runtime.files import append, locked, write
@@ -143,6 +145,23 @@ def test_scores_of_minus_infinity_are_stored_and_other_constants_are_refused(pat
     assert path.read_bytes() == before
     append(path, [{"index": 1, "text": "NaN, -Infinity"}])
     assert read_run(path)[1][1]["text"] == "NaN, -Infinity"
+
+
+def test_a_finished_run_in_a_read_only_folder_is_read_and_nothing_is_written(path, monkeypatch):
+    write(path, [{"header": HEADER}, row(0), row(1), row(2)])
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("os.replace", None)
+    monkeypatch.setattr("filelock.FileLock", None)
+    with locked(path):
+        assert open_run(path, HEADER, ITEMS).keys() == {0, 1, 2}
+        assert finish(path) == [row(0), row(1), row(2)]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_disk_is_named_with_the_file():
+    with pytest.raises(OSError) as error:
+        append("/dev/full", [{"a": 1}])
+    assert explain(error.value) == "/dev/full: no space left on device"
 
 
 def test_a_text_that_cannot_be_written_leaves_no_draft(tmp_path):
