@@ -67,30 +67,33 @@ def score_answers(decoding, prompts, answers, renormalise, tops, on_prompt):
     caches = [session.cache for session in decoding.sessions]
     model = decoding.sessions[0].model
     results = [([], []) for _ in decoding.methods]
-    for b, prompt in enumerate(prompts):
+    for b, (prompt, candidates) in enumerate(zip(prompts, answers)):
         for session, cache in zip(decoding.sessions, caches):
-            session.cache = cache.select(torch.full([len(answers[b])], b))
+            session.cache = cache.select(torch.full([len(candidates)], b))
         for k, method in enumerate(decoding.methods):
             if isinstance(method, AD):
-                read_answers(decoding.others[k], b, prompt[-1:], answers[b])
+                read_answers(decoding.others[k], b, prompt[-1:], candidates)
         # No more numbers at once than the two rows of one run have.
-        size = SCORED_AT_ONCE // (len(answers[b]) * max(1, len(caches) // 2))
-        passes = []
-        for ids, tokens in passes_of(prompt[-1:], answers[b], max(1, size), model.device):
-            passes.append(
-                [
-                    token_scores(step, ids, renormalise and not isinstance(method, AD), top)
-                    for step, method, top in zip(decoding.steps(tokens), decoding.methods, tops)
-                ]
-            )
-        for (sums, greedy), parts in zip(results, zip(*passes)):
-            values, chosen = (torch.cat(x, 1).tolist() for x in zip(*parts))
-            sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, answers[b])])
-            greedy.append([all(x[: len(a)]) for x, a in zip(chosen, answers[b])])
+        size = SCORED_AT_ONCE // (len(candidates) * max(1, len(caches) // 2))
+        passes = passes_of(prompt[-1:], candidates, max(1, size), model.device)
+        scored = read_passes(decoding, passes, renormalise, tops)
+        for (sums, greedy), (values, chosen) in zip(results, scored):
+            sums.append([math.fsum(x[: len(a)]) for x, a in zip(values, candidates)])
+            greedy.append([all(x[: len(a)]) for x, a in zip(chosen, candidates)])
             checks.check_finite(model, *sums[b])
         if on_prompt:
             on_prompt()
     return results
+
+
+def read_passes(decoding, passes, renormalise, tops):
+    """For each method two lists of A lists: the `token_scores` of A answers, up to the longest."""
+    parts = [[] for _ in decoding.methods]
+    for ids, tokens in passes:
+        for k, step in enumerate(decoding.steps(tokens)):
+            normalise = renormalise and not isinstance(decoding.methods[k], AD)
+            parts[k].append(token_scores(step, ids, normalise, tops[k]))
+    return [[torch.cat(x, 1).tolist() for x in zip(*of_method)] for of_method in parts]
 
 
 def passes_of(last, answers, size, device):
