@@ -19,6 +19,7 @@ from paper import questions
 from paper.tasks import TASKS
 from runtime import pack
 from tests.checkpoints import random_ids, write_checkpoint, write_lines
+from tests.families import random_model
 from tokenizer import Tokenizer
 
 PROMPTS = [random_ids(23, seed=1), random_ids(1, seed=2), random_ids(70, seed=3)]
@@ -318,3 +319,30 @@ def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_
     status, _, err = call(needles_program.main, *argv)
     assert status == 0 and "effect is left out: miniature has no gradient, or the stored" in err
     assert json.loads(out.read_text()) == by_needles
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gemma4_text", "gpt2", "phi3", "falcon", "bloom", "lfm2"]
+)
+def test_families_of_transformers_have_the_gradient_of_their_own_mask(family):
+    model = HFModel(random_model(family))
+    L, H = model.config.n_layers, model.config.n_heads
+    step = STEP / 4  # Gemma's norms curve d more
+    heads = [(layer, head) for layer, a in model.attention.items() for head in range(a.heads)]
+    prompt, answer, memory = PROMPTS[0], ANSWERS[0], MEMORIES[0]
+    [found] = effects(model, [prompt], [answer], [memory])
+    head_mask = torch.ones(4, len(heads), L, H)
+    for i, (layer, head) in enumerate(heads):
+        head_mask[:, i, layer, head] += step * torch.tensor([-2, -1, 1, 2])
+    head_mask = head_mask.flatten(0, 1)
+    d = 0
+    for ids, sign in ((answer, 1), (memory, -1)):
+        cache = model.new_cache([len(prompt) - 1], len(ids), len(head_mask))
+        model.prefill(pad([prompt[:-1]]), cache)
+        log_p = model(pad([[prompt[-1], *ids[:-1]]]), cache, head_mask)[:, 0].double()
+        d = d + sign * log_p.log_softmax(-1)[:, range(len(ids)), ids].sum(-1)
+    a, b, c, d = d.view(4, -1)
+    expected = (a - 8 * b + 8 * c - d) / (12 * step)
+    measured = torch.stack([found[head] for head in heads])
+    torch.testing.assert_close(measured, expected, atol=1e-3, rtol=1e-2)
+    assert found.abs().sum() == measured.abs().sum() > 0.1
