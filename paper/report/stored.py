@@ -125,13 +125,7 @@ def describe(header):
     if row.is_iti:
         paper_model = ITI[paper_model]
     demos = header.get("demos") or {"source": "none"}
-    fields = identity(header) | {"model": own, "amateur": setup.amateur}
-    fields |= {name: header.get(name) for name in ("product", *ORIGIN)}
-    if demos.get("paper"):
-        fields["demos"] = {"paper": True}  # from whichever file
-    if setup.random_heads:
-        fields |= dict.fromkeys(ORIGIN)
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = identity_of(header, own, setup)
     precision = {
         "dtype": str(header.get("dtype")),
         "engine": f"{header.get('engine', 'own')} engine",
@@ -168,6 +162,20 @@ def describe(header):
         inputs,
         remarks(header),
     )
+
+
+def identity_of(header, model, setup):
+    """The fields of a header in which runs differ for a report: without the folders of models and
+    the file of the paper's demonstrations, but with the product, whose last digits turn near-ties,
+    and the origin of heads, which tables name."""
+    fields = identity(header) | {"model": model, "amateur": setup.amateur}
+    fields["engine"] = header.get("engine", "own")
+    fields["product"] = header.get("product")
+    if (header.get("demos") or {}).get("paper"):
+        fields["demos"] = {"paper": True}
+    if not setup.random_heads:
+        fields |= {name: header.get(name) for name in ORIGIN}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def conditions_of(fields, task, model):

@@ -165,6 +165,17 @@ def test_seed_and_origin_of_heads_are_no_setup_if_they_change_no_head(header, tm
     assert "differ in seed" in errors and "differ in measure, head_file" in errors
 
 
+def test_a_header_of_earlier_code_lacks_fields_without_a_value(header, tmp_path, capsys):
+    early = {name: value for name, value in header.items() if value not in (None, "own")}
+    write_run(tmp_path / "a.jsonl", header | {"method": "greedy"})
+    write_run(tmp_path / "b.jsonl", early | {"method": "masked", "num_heads": 1}, right=5)
+    write_run(tmp_path / "c.jsonl", header | {"method": "masked"}, right=5)
+    runs = results.select(stored.collect(tmp_path))
+    [rows] = results.short_tables(runs).values()
+    assert [row.versus and row.versus.won for row in rows] == [None, 1]
+    assert "c.jsonl: the same setup as" in capsys.readouterr().err
+
+
 def test_rules_of_ones_own_have_a_row_each(header, tmp_path, call):
     """Two of one file, and one of the same name in another file."""
     write_run(tmp_path / "greedy.jsonl", header | {"method": "greedy"})
