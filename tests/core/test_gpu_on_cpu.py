@@ -142,17 +142,17 @@ def model(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
     method = method_of(case, amateur)
-    expected = generate(model, PROMPTS, method, max_new_tokens=9)
+    expected = generate(model, PROMPTS, method, max_new_tokens=5)
     with graphs_on_cpu():
-        assert generate(model, PROMPTS, method, max_new_tokens=9, graph=True) == expected
+        assert generate(model, PROMPTS, method, max_new_tokens=5, graph=True) == expected
 
 
 def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, amateur):
     cases = [case for case in CASES if not case.startswith(("dola", "ad"))]
     methods = [method_of(case, amateur) for case in cases]
-    expected = side_by_side(model, PROMPTS, methods, max_new_tokens=9)
+    expected = side_by_side(model, PROMPTS, methods, max_new_tokens=5)
     with graphs_on_cpu():
-        assert side_by_side(model, PROMPTS, methods, max_new_tokens=9) == expected
+        assert side_by_side(model, PROMPTS, methods, max_new_tokens=5) == expected
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -24,7 +24,7 @@ ANSWERS = [[random_ids(n, seed=10 * b + n) for n in (1, 5, 3)][: 1 + b] for b in
 def test_a_batch_decodes_and_scores_as_its_prompts_one_by_one(model, amateur, case):
     def results(prompts, answers, without):
         method = CAD(without) if case == "cad" else method_of(case, amateur)
-        out = generate(model, prompts, method, max_new_tokens=8)
+        out = generate(model, prompts, method, max_new_tokens=3)
         return out, score(model, prompts, answers, method)
 
     batch = results(PROMPTS, ANSWERS, WITHOUT)
