@@ -46,7 +46,7 @@ def convert(file, out, dtype="bfloat16"):
     with draft(out) as folder:
         folder.mkdir()  # an error now, not after the conversion
         try:
-            check_metadata(metadata)
+            check_metadata(metadata, tensors)
             write_model(file, folder, getattr(torch, dtype), metadata, tensors)
             write_tokenizer(file, folder, metadata)
         except Exception as error:  # transformers raises many kinds
@@ -96,9 +96,13 @@ def read_file(file):
     return metadata, reader.tensors
 
 
-def check_metadata(metadata):
-    """ValueError for a missing entry that the conversion needs later."""
-    metadata["general.architecture"]
+def check_metadata(metadata, tensors):
+    """ValueError for a missing entry that the conversion needs later, and for layers without
+    tensors, which transformers would fill with random numbers first."""
+    claimed = metadata[f"{metadata['general.architecture']}.block_count"]
+    layers = {tensor.name.split(".")[1] for tensor in tensors if tensor.name.startswith("blk.")}
+    if claimed > len(layers):
+        raise ValueError(f"it claims {claimed} layers and has {len(layers)}; download it again")
     needed = {"gpt2": "merges", "llama": "scores"}.get(metadata["tokenizer.ggml.model"])
     for name in filter(None, ("tokens", "token_type", needed)):
         metadata[f"tokenizer.ggml.{name}"]

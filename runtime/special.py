@@ -107,6 +107,7 @@ def read_tokenizer(folder):
     try:
         with silent_stderr():
             core = tokenizers.Tokenizer.from_str(text)
+            core.encode("a")  # fails if it adds a token that is not there
     except BaseException as error:  # a panic of the library is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise

@@ -22,6 +22,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Core
 
 from runtime.special import MISTRAL_WORDS, special_ids
+from tests.checkpoints import write_tokenizer
 from tokenizer import Tokenizer
 
 WORDS = (
@@ -583,3 +584,15 @@ def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_li
     with pytest.raises((ValueError, OSError), match=words) as error:
         Tokenizer.load(tmp_path).encode_chat(messages)
     assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+
+
+def test_a_post_processor_that_adds_an_absent_token_is_refused_in_words(tmp_path):
+    """The library panics when it encodes, not when it reads the file."""
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    single = [{"SpecialToken": {"id": "<gone>", "type_id": 0}}]
+    single.append({"Sequence": {"id": "A", "type_id": 0}})
+    kind = {"type": "TemplateProcessing", "single": single, "pair": single}
+    path.write_text(json.dumps(content | {"post_processor": kind | {"special_tokens": {}}}))
+    with pytest.raises(ValueError, match=f"tokenizers .* cannot read {path}"):
+        Tokenizer.load(tmp_path)

@@ -245,6 +245,12 @@ def test_a_missing_entry_is_named(key, convert):
     assert status == 2 and err.endswith(f"it has no {key}; use a file that llama.cpp reads\n")
 
 
+def test_layers_without_tensors_are_refused_before_the_model_is_made(convert, monkeypatch):
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    *_, status, err = convert(**{"llama.block_count": 100_000})
+    assert status == 2 and err.endswith("claims 100000 layers and has 3; download it again\n")
+
+
 def test_damaged_files_parts_of_files_and_folders_in_use_are_refused(call, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
     write_file(tmp_path / "a.gguf")
