@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+DOCS = Path(__file__).parents[2] / "docs"  # with the stored runs
 TASKS = {  # name → task, main metric
     "NQ-Swap": ("nq-swap", "answer contained"),
     "NQ-Open": ("nq-open", "answer contained"),
@@ -172,7 +172,7 @@ def setup_of(name, model, chosen):
 def headers():
     """{path: header} of the stored runs."""
     found = {}
-    for path in sorted(RESULTS.rglob("*.jsonl.gz")):
+    for path in sorted(DOCS.rglob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
             found[path] = json.loads(file.readline())["header"]
     return found
