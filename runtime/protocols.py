@@ -20,7 +20,8 @@ class Model(Protocol):
     device: object
     dtype: object
 
-    def new_cache(self, lengths, capacity, rows=1): ...  # has lengths, slots, select, values
+    # A cache has lengths, slots, P, select, copy_prompts and values: see `model.Cache`.
+    def new_cache(self, lengths, capacity, rows=1): ...
     def prefill(self, ids, cache, head_mask=None, mask="output"): ...
     def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None): ...
     def read_layers(self, ids, layers, cache=None): ...  # hidden states [R, B, T, D]
@@ -31,7 +32,7 @@ class Model(Protocol):
 
 class Method(Protocol):
     """A record, as those of decore.py and decoders/baselines.py. `runtime.checks.Checked` has its
-    checks. If it has an `amateur`, that is a model too."""
+    checks. If it has an `amateur`, that is a model too; one of several methods has `methods`."""
 
     def check(self, model): ...  # ValueError if it does not fit a model, or its facts
     def start(self, model, prompts, capacity): ...  # read prompts → a Decoding
