@@ -77,7 +77,8 @@ def figure_of(panels, draw, runs, *notes, heights=None, columns=COLUMNS):
         lines, labels = ax.get_legend_handles_labels()
         handles |= zip(labels, lines)
     if handles:
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=4)
+        columns = 4 if len(handles) <= 8 else 2
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
         figure.set_figheight(figure.get_figheight() + 0.05 * len(handles))
     facts = {
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
@@ -241,7 +242,7 @@ def memory_figure(tables):
     closed_book = [run for run in runs_of(tables) if run.header.get("closed_book")]
     for key, rows in tables.items():
         rows = [row for row in rows if row.metric == "passage" and not row.beside_random]
-        if rows:
+        if len(rows) > 1:
             curves = curves_of(rows, closed_book)
             panels += [(draw_answers, key, rows), (draw_gains, curves)]
             heights.append(0.7 + max(1.6, 0.2 * len(rows)))

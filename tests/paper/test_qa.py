@@ -614,7 +614,7 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     assert "| greedy        | 6 | 33.3    | 33.3   | 16.7    | 16.7  |" in out
     assert "| masked, N = 2 | 6 | 100.0   | 0.0    | 0.0     | 0.0   |" in out
     runs = results.select(stored.collect(tmp_path / "out"))
-    bars, gains = figures.FIGURES["memory"][0](results.short_tables(runs)).axes[2:]
+    [bars, gains] = figures.FIGURES["memory"][0](results.short_tables(runs)).axes  # no other panel
     assert [bar.get_width() for bar in bars.patches] == pytest.approx(
         [100 / 3, 100, 100 / 3, 0, 50 / 3, 0, 50 / 3, 0]  # greedy, masked of each kind
     )
