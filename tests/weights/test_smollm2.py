@@ -55,8 +55,8 @@ def test_readme_shows_what_the_model_writes(call):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     block = readme.partition("SmolLM2-135M-Instruct --me")[2]
     command, _, answers = block.partition("```text\n")
-    prompt = re.search('--prompt "(.*)"', command)[1]
-    arguments = "--method", "greedy,decore-entropy", "--prompt", prompt
+    begin, prompt = re.findall('--(?:begin|prompt) "(.*?)"', command)
+    arguments = "--method", "greedy,decore-entropy", "--begin", begin, "--prompt", prompt
     status, out, _ = call(program.main, "--model", FOLDER, *arguments)
     shown = [line.split(maxsplit=1) for line in answers.partition("\n```")[0].splitlines()]
     assert status == 0
