@@ -63,7 +63,6 @@ ELSEWHERE = (
     "python -m integrations.lm_eval",  # test_lm_eval
     "python -m integrations.gguf",  # test_gguf
     "python -m integrations.hub",  # test_hub
-    "python evaluate.py --task nq-swap",  # test_evaluate
     "python evaluate.py --task TASK",
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
     "python evaluate.py rescore results",
