@@ -17,21 +17,24 @@ def show_reading(model):
     read = model.prefill
 
     def prefill(ids, cache, *args):
-        passes = 1
+        passes = [ids.numel()]  # tokens of each
         if isinstance(model, Transformer):
-            passes = len(list(prefill_chunks(ids, cache.lengths.tolist())))
+            chunks = prefill_chunks(ids, cache.lengths.tolist())
+            passes = [tokens.numel() for _, tokens, _ in chunks]
         layers = model.output_projections()
+        moves = (n for n in passes for _ in layers)
         bar = tqdm(
             desc=f"reading {int(cache.lengths.sum()):,} tokens",
-            total=passes * len(layers),
+            total=sum(passes) * len(layers),
             bar_format=SHARE,
             delay=DELAY,
             mininterval=INTERVAL,
+            miniters=0,
             leave=False,
         )
 
         def tick(*_):  # what a hook returns would be the layer's output
-            bar.update()
+            bar.update(next(moves, 0))
 
         with bar, ExitStack() as hooks:
             for layer in layers:

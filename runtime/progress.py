@@ -8,7 +8,8 @@ class Bar(tqdm):
 
     def __init__(self, **options):
         counts = "{n:.1f}/{total} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-        super().__init__(bar_format="{desc}: {percentage:3.0f}%|{bar}| " + counts, **options)
+        form = "{desc}: {percentage:3.0f}%|{bar}| " + counts
+        super().__init__(bar_format=form, miniters=0, **options)  # a small move counts too
         self.complete = self.n  # items
 
     def add(self, n):
