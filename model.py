@@ -9,8 +9,8 @@ prompt, which are stored once.
     (H and G: those of this rank)
 
 In constructors, c is the model's Config, and kw the device and dtype. In passes, `head_mask` says
-which heads are masked, `mask` what masking is ("output" or "query"), and `attend` is the attention
-of each layer: a `PrefillAttention` or a `DecodeAttention`.
+which heads are masked, and `mask_on` what it multiplies, "output" or "query"; `attend` is the
+attention of each layer: a `PrefillAttention` or a `DecodeAttention`.
 """
 
 import copy
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.attention import attention, causal_attention
-from runtime.checks import check_head_mask, check_mask
+from runtime.checks import MASKS, check_head_mask, check_name
 from runtime.config import Config, default_dtype, find_dtype, rope_frequencies
 from runtime.files import checkpoint_name
 from runtime.pack import pack
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, **kw) if c.qk_norm else None
 
-    def forward(self, x, layer, attend, head_mask, mask):
+    def forward(self, x, layer, attend, head_mask, mask_on):
         """x [R, B, T, D] → the same shape. head_mask: this layer's, [R, 1|B, 1, H, 1], or
         None."""
         H = self.n_heads
@@ -66,10 +66,10 @@ class Attention(nn.Module):
         if self.q_norm:
             qk = torch.cat([self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])], -2)
         q, k = rotate(qk, *attend.rope).split((H, G), -2)  # [R, B, T, H, K], [R, B, T, G, K]
-        if head_mask is not None and mask == "query":
+        if head_mask is not None and mask_on == "query":
             q = q * head_mask  # a query of zeros averages the values of all its keys
         y = attend(layer, q, k, v)
-        if head_mask is not None and mask == "output":
+        if head_mask is not None and mask_on == "output":
             y = y * head_mask  # Eq. 4 and 5: a masked head adds exactly zero
         y = self.shard.all_reduce(self.o(y.flatten(-2)))
         return y if self.o_bias is None else y + self.o_bias
@@ -95,8 +95,8 @@ class Layer(nn.Module):
         self.mlp_norm = nn.RMSNorm(c.d_model, c.norm_eps, **kw)
         self.mlp = MLP(c, shard, **kw)
 
-    def forward(self, x, layer, attend, head_mask, mask):
-        x = x + self.attn(self.attn_norm(x), layer, attend, head_mask, mask)
+    def forward(self, x, layer, attend, head_mask, mask_on):
+        x = x + self.attn(self.attn_norm(x), layer, attend, head_mask, mask_on)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -141,21 +141,21 @@ class Transformer(nn.Module):
         self.frequencies = rope_frequencies(self.config).to(self.device)
         return self
 
-    def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
+    def forward(self, ids, cache=None, head_mask=None, mask_on="output", probabilities=None):
         """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask →
         [R, B, T, V].
 
         cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1,
         or [R, B, L, H] for a mask per text; it may require a gradient.
-        mask: "output" (Eq. 4 and 5) or "query" (the published runs).
+        mask_on: what it multiplies, "output" (Eq. 4 and 5) or "query" (the published runs).
         probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is
         appended, float32."""
-        x, _ = self.read_layers(ids, (), cache, head_mask, mask, probabilities)
+        x, _ = self.read_layers(ids, (), cache, head_mask, mask_on, probabilities)
         logits = self.logits(x)
         return logits[0] if cache is None and head_mask is None else logits
 
     def read_layers(
-        self, ids, layers, cache=None, head_mask=None, mask="output", probabilities=None
+        self, ids, layers, cache=None, head_mask=None, mask_on="output", probabilities=None
     ):
         """The last hidden states of ids [B, T], after the final norm, and a list of those of
         `layers`, in ascending order: [R, B, T, D] each. 0 is the embeddings, i the output of the
@@ -166,17 +166,17 @@ class Transformer(nn.Module):
             attend = PrefillAttention(self, 0, T)
         else:
             attend = DecodeAttention(self, cache, T, probabilities)
-        states = self.run_layers(ids, attend, head_mask, mask, layers)
+        states = self.run_layers(ids, attend, head_mask, mask_on, layers)
         if cache is not None:
             cache.slots += T
         return states
 
-    def run_layers(self, ids, attend, head_mask=None, mask="output", layers=()):
+    def run_layers(self, ids, attend, head_mask=None, mask_on="output", layers=()):
         """As `read_layers`. attend: what the tokens attend to."""
         c = self.config
         rows = attend.rows
         layer_masks = [None] * c.n_layers
-        check_mask(mask)
+        check_name(mask_on, "mask_on", MASKS)
         if head_mask is not None:
             check_head_mask(head_mask, self)
             rows = len(head_mask)
@@ -188,7 +188,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             if i in layers:
                 states.append(x)
-            x = layer(x, i, attend, layer_masks[i], mask)
+            x = layer(x, i, attend, layer_masks[i], mask_on)
         x = self.norm(x)
         if c.n_layers in layers:
             states.append(x)
@@ -226,12 +226,12 @@ class Transformer(nn.Module):
         return Cache(self, lengths, capacity, rows)
 
     @torch.no_grad()
-    def prefill(self, ids, cache, head_mask=None, mask="output"):
+    def prefill(self, ids, cache, head_mask=None, mask_on="output"):
         """Store the keys and values of prompts [B, T], padded on the right, in the cache. Their
         common prefix is read once."""
         for start, chunk, n in prefill_chunks(ids, cache.lengths.tolist()):
             attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
-            self.run_layers(chunk, attend, head_mask, mask)
+            self.run_layers(chunk, attend, head_mask, mask_on)
 
     @classmethod
     @torch.inference_mode(False)  # inference tensors have no gradients

@@ -184,7 +184,7 @@ def first_text(x):
     return x[: len(x) // TEXTS]
 
 
-def find_projections(attentions, head_mask, mask):
+def find_projections(attentions, head_mask, mask_on):
     """{layer: (the module whose hook masks heads, number of heads)} of the layers in which
     head_mask [R, L, H] or [R, B, L, H] masks heads; of all layers if it requires a gradient.
     ValueError for heads that cannot be masked."""
@@ -195,16 +195,17 @@ def find_projections(attentions, head_mask, mask):
         a = attentions.get(layer, Attention(0, 0, {}))
         if masked[layer, a.heads :].any():
             raise ValueError(f"layer {layer} has {a.heads} heads; mask others")
-        if mask not in a.projections:
+        if mask_on not in a.projections:
             raise ValueError(
-                f'layer {layer} has no {mask} projection whose heads stay apart: use mask="output"'
+                f"layer {layer} has no {mask_on} projection whose heads stay apart: "
+                'use mask="output"'
             )
-        projections[layer] = a.projections[mask], a.heads
+        projections[layer] = a.projections[mask_on], a.heads
     return projections
 
 
 @contextmanager
-def masked_heads(projections, head_mask, mask):
+def masked_heads(projections, head_mask, mask_on):
     """Inside, a pass over R·B texts, row 0's, then row 1's, multiplies its heads by head_mask
     [R, L, H] or [R, B, L, H]. projections: as `find_projections` returns."""
     called = set()
@@ -223,7 +224,7 @@ def masked_heads(projections, head_mask, mask):
     with ExitStack() as hooks:
         for layer, (module, heads) in projections.items():
             add = module.register_forward_hook
-            if mask == "output":
+            if mask_on == "output":
                 add = module.register_forward_pre_hook
             hooks.enter_context(add(in_this_thread(partial(silence, layer, heads))))
         yield

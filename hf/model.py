@@ -131,22 +131,22 @@ class HFModel(nn.Module):
         model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
         return model
 
-    def forward(self, ids, cache=None, head_mask=None, mask="output", probabilities=None):
+    def forward(self, ids, cache=None, head_mask=None, mask_on="output", probabilities=None):
         """As `Transformer.forward`."""
         rows = 1 if head_mask is None else len(head_mask)
         texts = cache or HFCache(self, [0] * len(ids), rows)
         attentions = probabilities is not None
-        out = self.run_hf(texts.inputs(ids), head_mask, mask, output_attentions=attentions)
+        out = self.run_hf(texts.inputs(ids), head_mask, mask_on, output_attentions=attentions)
         if attentions:
             probabilities += self.by_position(out.attentions, texts)
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
 
-    def prefill(self, ids, cache, head_mask=None, mask="output"):
+    def prefill(self, ids, cache, head_mask=None, mask_on="output"):
         """As `Transformer.prefill`, but common prefixes are read with every prompt."""
         if ids.shape[1] == 0:
             return
-        self.run_hf(cache.prompts(ids), head_mask, mask)
+        self.run_hf(cache.prompts(ids), head_mask, mask_on)
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
     def read_layers(self, ids, layers, cache=None):
@@ -180,7 +180,7 @@ class HFModel(nn.Module):
         check_positions(c, lengths, [n + capacity for n in lengths], self.name)
         return HFCache(self, lengths, rows)
 
-    def run_hf(self, inputs, head_mask=None, mask="output", output_attentions=False, **options):
+    def run_hf(self, inputs, head_mask=None, mask_on="output", output_attentions=False, **options):
         """A pass of transformers over R·B texts, with a gradient if the head mask requires one. Its
         changes of the model are undone afterwards."""
         has_gradient = head_mask is not None and head_mask.requires_grad
@@ -192,8 +192,8 @@ class HFModel(nn.Module):
             if head_mask is not None:
                 check_head_mask(head_mask, self)
                 with naming(self.name):
-                    projections = find_projections(self.attention, head_mask, mask)
-                changes.enter_context(masked_heads(projections, head_mask, mask))
+                    projections = find_projections(self.attention, head_mask, mask_on)
+                changes.enter_context(masked_heads(projections, head_mask, mask_on))
             return self.hf(**inputs, **options)
 
     def clean(self, logits):

@@ -199,10 +199,6 @@ def check_name(value, what, known):
         raise ArgumentError(what, f"{value!r} is unknown; known: {', '.join(known)}")
 
 
-def check_mask(mask):
-    check_name(mask, "mask", MASKS)
-
-
 def check_head_mask(head_mask, model):
     """ValueError if the head mask is not [R, L, H] or [R, B, L, H] of this model."""
     L, H = model.config.n_layers, model.config.n_heads

@@ -51,7 +51,7 @@ def logits_of_steps(model, prompt, new, heads, mask="output", mask_prompt=False)
     """Logits after prompt + new[:i] for each i: one row, the text in one pass."""
     head_mask = make_head_mask([heads], model)
     if mask_prompt:
-        logits = model(torch.tensor([prompt + new]), head_mask=head_mask, mask=mask)
+        logits = model(torch.tensor([prompt + new]), head_mask=head_mask, mask_on=mask)
         return logits[0, 0, len(prompt) - 1 :].numpy()
     cache = Cache(model, [len(prompt) - 1], len(new) + 1)
     model.prefill(torch.tensor([prompt[:-1]], dtype=torch.long), cache)

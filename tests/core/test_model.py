@@ -141,7 +141,7 @@ def test_a_mask_for_another_model_is_refused(llama):
     with pytest.raises(ValueError, match=r"\[2, 2, 4\]; llama3 has L = 3, H = 4"):
         llama(torch.tensor([[5]]), head_mask=torch.ones(2, 2, 4))
     with pytest.raises(ValueError, match="known: output, query"):
-        llama(torch.tensor([[5]]), mask="keys")
+        llama(torch.tensor([[5]]), mask_on="keys")
 
 
 # ------------------------------------------------------------------------------------------ loading
