@@ -28,5 +28,5 @@ for name in "cli decoders decore heads hf integrations model paper tokenizer".sp
         ours = ours.with_suffix("") / "__init__.py"
     first = find_spec(name).origin
     if not ours.samefile(first):
-        remedy = f"rename it, or put {ours.parent} first on sys.path"
+        remedy = f"rename it, or put {ROOT} first on sys.path"
         raise ImportError(f"{first} hides {ours}: {remedy}")

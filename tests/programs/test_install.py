@@ -70,7 +70,9 @@ def test_each_module_of_ones_own_that_hides_ours_is_named(name, tmp_path, monkey
     runpy.run_path(ROOT / "runtime" / "__init__.py")  # without __init__.py it hides nothing
     own.touch()
     importlib.invalidate_caches()
-    with pytest.raises(ImportError, match=f"{re.escape(str(own))} hides {ROOT / name}.*: rename"):
+    remedy = f"rename it, or put {ROOT} first on sys.path$"
+    words = f"{re.escape(str(own))} hides {ROOT / name}.*: {remedy}"
+    with pytest.raises(ImportError, match=words):
         runpy.run_path(ROOT / "runtime" / "__init__.py")
 
 
