@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.multiprocessing import start_processes
 
-from runtime.parallel import Shard
+from runtime.parallel import Gathered, Reduced, Shard
 
 
 class Thread(Shard):
@@ -29,9 +29,11 @@ class Thread(Shard):
         return joined
 
     def all_reduce(self, x):
-        return self.exchange(x, sum)
+        return Reduced.apply(x, self) if x.requires_grad else self.exchange(x, sum)
 
     def all_gather(self, x):
+        if x.requires_grad:
+            return Gathered.apply(x, self)
         return self.exchange(x, lambda parts: torch.cat(parts, -1))
 
     def broadcast(self, value):
