@@ -44,9 +44,11 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
         parse_prompts(other, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
-    contexts = [min(m.config.max_positions for m in (model, other)) for other in others]
-    rooms = [contexts[b * len(methods) // len(prompts)] - len(p) for b, p in enumerate(prompts)]
-    limits = [min(max_new_tokens, max(1, room)) for room in rooms]
+    limits = []
+    for b, prompt in enumerate(prompts):
+        other = others[b * len(methods) // len(prompts)]  # of the text's method
+        context = min(model.config.max_positions, other.config.max_positions)
+        limits.append(min(max_new_tokens, max(1, context - len(prompt))))
     eos_ids = model.eos_ids if eos_ids is None else eos_ids
     eos_ids = set(as_ints(eos_ids, "eos_ids", single=True))
     if min_new_tokens and eos_ids >= set(range(model.config.vocab_size)):
