@@ -24,7 +24,7 @@ from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.scoring import score
 from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads, random_heads
-from heads.detect import mean_scores, run_batch
+from heads.detect import answer_runs, mean_scores, run_batch
 from heads.measures import read_prompts
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
@@ -245,12 +245,13 @@ def detect(tokenizer):
     needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
     prompts = make_prompts(facts, needles, texts, tokenizer)
     read = read_prompts(model, [ids for ids, _ in prompts], facts["max_new_tokens"])
+    of_runs = model, tokenizer, prompts, needles, facts
 
-    def run(heads=()):
-        more = dict(cache=read.select(slice(None)), heads=heads)
-        return run_batch(model, tokenizer, prompts, needles, facts, **more)
+    def run(heads):
+        how = dict(cache=read.select(slice(None)), heads=heads)
+        return [record for record, _ in answer_runs(*of_runs, **how)]
 
-    return SimpleNamespace(model=model, facts=facts, run=run, records=run())
+    return SimpleNamespace(model=model, facts=facts, run=run, records=run_batch(*of_runs))
 
 
 def test_a_detection_of_eight_runs_finds_the_heads_of_the_head_file(detect, tmp_path):
