@@ -102,6 +102,7 @@ def restricted(model, change):
     return model if isinstance(model, Transformer) else HFModel(model)
 
 
+@pytest.mark.parametrize("engines", ["llama3.1"], indirect=True)
 @pytest.mark.parametrize("kind", [Greedy, Masked, DeCoRe, CD, CAD, DoLa, AD])
 def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engines, kind):
     size = 90  # of a vocabulary of 96
