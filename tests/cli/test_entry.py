@@ -43,7 +43,6 @@ def start(shell):
         (raiser(ArgumentError("alpha_cap", "is odd")), 2, "error: --alpha-cap is odd\n"),
         (raiser(ArgumentError("renormalise", "is odd")), 2, "error: --no-renormalise is odd\n"),
     ],
-    ids=str,
 )
 def test_mistakes_and_limits_are_one_line_and_a_bug_keeps_its_traceback(
     call, main, status, message
