@@ -201,7 +201,7 @@ def test_ends_the_template_and_names_of_padding(convert):
         ),
         (dict(tensors={"rope_freqs.weight": FACTORS + 1}), "not the factors of Llama 3.1"),
         ({"general.architecture": "surprise"}, "surprise"),
-        ({"llama.block_count": 4}, "it has no ['model.layers.3."),
+        ({"llama.block_count": 4}, "it claims 4 layers and has 3; download it again"),
     ],
 )
 def test_files_that_would_give_another_model_are_refused(options, words, convert):
