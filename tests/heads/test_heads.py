@@ -317,8 +317,9 @@ def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
         header, *records = [json.loads(line) for line in path.read_text().splitlines()]
         rows = "\n".join(ablation.table(records))
         assert f"(results/{path.name})):\n\n{rows}\n" in readme
-        best = [f"{layer}-{head}" for layer, head in load_heads(stand_in_of(header), 10)]
-        assert header["header"]["masked"]["10 copy"] == best
+        best = [f"{layer}-{head}" for layer, head in load_heads(stand_in_of(header), 3)]
+        masked = header["header"]["masked"]
+        assert all(heads[:3] == best for name, heads in masked.items() if name.endswith("copy"))
     assert len(paths) == readme.count("[stored](results/")
 
 
