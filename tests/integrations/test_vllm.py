@@ -279,7 +279,7 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
         ),
         (dict(settings={"num_heads": 0}), "decore num_heads: "),
         (dict(settings={"num_heads": 2}), "num_heads and measure have no effect without"),
-        (dict(settings={"measure": "all"}), "decore measure: Input should be 'copy', 'write', 'mass'"),
+        (dict(settings={"measure": "all"}), "measure: Input should be 'copy', 'write', 'mass'"),
         (dict(settings={"heads": [[True, 0]]}), "decore heads.*: Input should be a valid"),
     ],
 )
