@@ -79,7 +79,7 @@ FIELDS = {
     "versions": ({}, {"torch": "3"}, "one"),
     "commit": ({}, "0123", "one"),
     "date": ({}, "2026-01-01", "one"),
-    "command": ({}, "evaluate.py", "one"),
+    "command": ({}, "evaluate.py --another", "one"),
     "n": ({}, 9, "one"),
     "limit": ({}, 8, "one"),
     "sample": ({"sample": 8, "sample_seed": 1}, 9, "one"),
