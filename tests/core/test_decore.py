@@ -200,6 +200,18 @@ def test_min_new_tokens_is_refused_where_every_id_ends_a_text(llama):
         generate(llama, PROMPTS[0], Greedy(), min_new_tokens=1, **how)
 
 
+def test_ids_that_may_not_end_a_text_keep_their_probability_in_the_step(llama):
+    steps = []
+
+    class Kept(Greedy):
+        def combine(self, logits):
+            steps.append(super().combine(logits))
+            return steps[-1]
+
+    generate(llama, PROMPTS[0], Kept(), max_new_tokens=2, eos_ids=[3], min_new_tokens=2)
+    assert all(step.base.isfinite().all() for step in steps) and len(steps) == 2
+
+
 @pytest.mark.parametrize("name", [*METHODS, "cd"])
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(
