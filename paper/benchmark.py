@@ -160,7 +160,7 @@ def in_groups(runs, model):
     groups = defaultdict(list)
     for run in runs:
         method = run.method
-        shares = type(method) in (Greedy, Masked, DeCoRe) and not getattr(method, "amateur", None)
+        shares = type(method) in (Greedy, Masked, DeCoRe) and not amateur_of(method, None)
         if not run.bench.task.choice:
             shares &= isinstance(model, Transformer) and not getattr(method, "mask_prompt", False)
         groups[None if shares else run.path].append(run)
@@ -264,7 +264,7 @@ def method_for(run, batch, readers):
     """The method of a run, with the reader of its amateur; CAD with the batch's prompts without
     context."""
     changes = {}
-    if amateur := getattr(run.method, "amateur", None):
+    if amateur := amateur_of(run.method, None):
         changes["amateur"] = readers[amateur]
     if isinstance(run.method, CAD):
         changes["without_context"] = [e.without_context for e in batch]

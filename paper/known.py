@@ -1,5 +1,5 @@
-"""Keeps the rows whose memorised answer a model knows, or those whose it does not know, by a stored
-closed-book run: greedy decoding of the same questions without their passages."""
+"""Keeps the rows whose memorised answer a model knows, or the others, by a stored closed-book run:
+greedy decoding of the same questions without their passages."""
 
 import hashlib
 import json
