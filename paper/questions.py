@@ -25,9 +25,9 @@ from runtime import files
 from runtime.weights import fingerprint
 
 
-def parse_args():
-    p = cli.parser(__doc__)
-    p.prog = "python -m heads.detect"
+def parse_args(about=__doc__, program="heads.detect"):
+    p = cli.parser(about)
+    p.prog = f"python -m {program}"
     cli.add_model_arguments(p)
     origin = p.add_mutually_exclusive_group(required=True)
     origin.add_argument(
@@ -51,9 +51,7 @@ def parse_args():
     p.add_argument(
         "--seed", type=cli.comma_list(cli.number(int, 0)), help="of --sample (default: 1234)"
     )
-    p.add_argument(
-        "--batch-size", type=cli.positive, default=8, help="questions at once (default: 8)"
-    )
+    p.add_argument("--batch-size", type=cli.positive, help="questions at once (default: 8)")
     args = p.parse_args()
     if args.questions:
         cli.refuse_unused(args, {"data": "with --questions"})
@@ -79,26 +77,41 @@ def main():
     task = chosen_task(args)
     checkpoint = cli.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
-    bench = load_benchmark(task, options.RunOptions.of(args), checkpoint)
-    texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
+    bench, texts = read_texts(task, args, checkpoint)
     model = cli.load_model(args.model, args)
     cli.limit_threads(model)
     start = time.perf_counter()
     totals = 0
-    for i in tqdm(range(0, len(texts), args.batch_size), unit="batch", disable=model.shard.rank):
-        totals += effects(model, *zip(*texts[i : i + args.batch_size])).sum(0)
+    size = args.batch_size or 8
+    for i in tqdm(range(0, len(texts), size), unit="batch", disable=model.shard.rank):
+        totals += effects(model, *zip(*texts[i : i + size])).sum(0)
     if not totals.any():
         raise ValueError(f"{model.name}: no head has an effect; its products have no gradient")
     if model.shard.rank:
         return
     seconds = time.perf_counter() - start
-    means = (totals / len(texts)).tolist()
-    c = model.config
-    content["effect"] = {
-        f"{layer}-{head}": round(means[layer][head], 6)
-        for layer, head in product(range(c.n_layers), range(c.n_heads))
-    }
-    content["effect_facts"] = {
+    content["effect"] = by_head(totals / len(texts))
+    content["effect_facts"] = facts_of(bench, texts, model, args)
+    files.write(args.out, [content])
+    print(f"effect on {len(texts)} answers in {seconds:.1f} s; wrote {args.out}")
+
+
+def read_texts(task, args, checkpoint):
+    """The benchmark of a command line, and `ids_of` each item."""
+    bench = load_benchmark(task, options.RunOptions.of(args), checkpoint)
+    return bench, [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
+
+
+def by_head(scores):
+    """[L, H] → {"layer-head": score}."""
+    heads = product(*map(range, scores.shape))
+    return {f"{layer}-{head}": round(scores[layer, head].item(), 6) for layer, head in heads}
+
+
+def facts_of(bench, texts, model, args):
+    """Everything that determines the effect on questions."""
+    task = bench.task
+    return {
         "task": task.name,
         "version": task.version,
         "data": bench.data,
@@ -119,8 +132,6 @@ def main():
         "dtype": str(model.dtype).removeprefix("torch."),
         "engine": "transformers" if args.transformers else "own",
     }
-    files.write(args.out, [content])
-    print(f"effect on {len(texts)} answers in {seconds:.1f} s; wrote {args.out}")
 
 
 def stored_scores(path, model):

@@ -1,6 +1,7 @@
 """The effect of heads: against finite differences and against masking each head alone."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import cli
 from cli import decode
 from cli import detect as needles_program
 from decore import Row, Session, make_head_mask, pad
+from heads import masking
 from heads.detect import score_run
 from heads.measures import effects
 from hf import HFModel
@@ -51,6 +53,10 @@ def preference(reference, factors, prompt, answer, memory):
     for hook in hooks:
         hook.remove()
     return d
+
+
+def heads_of(model):
+    return product(range(model.config.n_layers), range(model.config.n_heads))
 
 
 def one_by_one(L, H, value):
@@ -95,27 +101,44 @@ def test_effects_are_those_of_masking_each_head_where_the_logits_are_linear_in_i
     torch.testing.assert_close(found.sum(), d[0] - d[-1], atol=1e-6, rtol=1e-4)
 
 
-def test_on_a_trained_model_effects_rank_heads_as_masking_each_alone_does():
+def test_a_trained_model_s_effects_rank_heads_as_masking_each_alone_does(
+    call, monkeypatch, tmp_path
+):
     model, tokenizer = Transformer.load(cli.MINIATURE), Tokenizer.load(cli.MINIATURE)
-    L, H = model.config.n_layers, model.config.n_heads
-    rows = [[], *([(i // H, i % H)] for i in range(L * H))]
-    prompts, answers, memories, masked = [], [], [], torch.zeros(L * H)
-    for item in make_split("conflict", 12, seed=1):
+    items = list(make_split("conflict", 6, seed=1))
+    expected = {"first": 0, "all": 0}
+    for item in items:
         prompt = tokenizer.encode(item.prompt)
-        answer, memory = (
-            tokenizer.encode(f"{item.prompt} {text}")[len(prompt) :][:1]
-            for text in (item.answer, item.memory)
-        )
-        with torch.no_grad():
-            cache = model.new_cache([len(prompt) - 1], 1, len(rows))
-            model.prefill(pad([prompt[:-1]]), cache)
-            z = model(pad([prompt[-1:]]), cache, make_head_mask(rows, model))[:, 0, 0]
-        d = z[:, answer[0]] - z[:, memory[0]]
-        masked += d[0] - d[1:]
-        prompts.append(prompt), answers.append(answer), memories.append(memory)
-    found = effects(model, prompts, answers, memories).sum(0).flatten().float()
-    assert torch.corrcoef(torch.stack([found, masked]))[0, 1] > 0.85
+        d = {"first": 0, "all": 0}
+        for text, sign in ((item.answer, 1), (item.memory, -1)):
+            ids = tokenizer.encode(f"{item.prompt} {text}")
+            rows = [Row(model, [prompt], heads) for heads in ([], *([h] for h in heads_of(model)))]
+            log_p = Session(rows, 20).logits(pad([ids[len(prompt) - 1 : -1]]))[:, 0].log_softmax(-1)
+            log_p = log_p[:, range(len(ids) - len(prompt)), ids[len(prompt) :]]
+            d["first"] += sign * log_p[:, 0].double()
+            d["all"] += sign * log_p.double().sum(-1)
+        for name, x in d.items():
+            expected[name] += (x[0] - x[1:]) / len(items)
+    monkeypatch.setattr(masking, "ROWS", 20)
+    path = write_lines(tmp_path / "conflict.jsonl", [item._asdict() for item in items])
+    argv = "--task", "miniature", "--data", path, "--out", tmp_path / "out.json"
+    status, out, err = call(masking.main, *argv)
+    assert status == 0, err
+    content = json.loads((tmp_path / "out.json").read_text())
+    scores = {
+        way: {name: torch.tensor([*x.values()]) for name, x in content[way].items()}
+        for way in ("gradient", "masking")
+    }
+    for name, x in expected.items():
+        torch.testing.assert_close(scores["masking"][name].double(), x, atol=1e-5, rtol=1e-5)
+    found, masked = scores["gradient"]["first"], scores["masking"]["first"]
+    r = torch.corrcoef(torch.stack([found, masked]))[0, 1]
+    assert r > 0.85 and f"| first | first | {r:.3f} " in " ".join(out.split())
     assert {*found.topk(3).indices.tolist()} == {*masked.topk(3).indices.tolist()}
+    assert list(content["masking"]["all"]) == [f"{i}-{j}" for i, j in heads_of(model)]
+    assert content["facts"]["n"] == content["facts"]["memories"] == 6
+    status, _, err = call(masking.main, *argv)
+    assert status == 2 and "exists; choose another" in err
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

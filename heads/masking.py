@@ -1,0 +1,103 @@
+"""Compares the effect of heads, a derivative, with masking each head alone, on questions:
+
+    python -m heads.masking --questions FILE --limit 20 --model M --out FILE
+
+Options are those of `python -m heads.detect --questions`. By masking, the effect of a head is d of
+the model less d without the head; measures.py defines d. Both are measured with the answers' first
+tokens and with all of their tokens. A question costs as many passes as the model has heads."""
+
+import sys
+from itertools import product
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import cli
+from decore import Row, Session, pad
+from heads.measures import effects
+from paper import questions
+from runtime import files
+
+ROWS = 64  # of one pass
+BEST = 1, 3, 5, 10
+TOKENS = {"first": 1, "all": None}  # name → how many of an answer's tokens count
+
+
+@torch.inference_mode()
+def log_p_without_each(model, prompt, text):
+    """log p of each token of a text after a prompt, [1 + L·H, T]: of the model, then of the model
+    without each of its heads."""
+    c = model.config
+    heads = [[], *([head] for head in product(range(c.n_layers), range(c.n_heads)))]
+    before = pad([[*prompt[-1:], *text[:-1]]])
+    log_p = []
+    for i in range(0, len(heads), ROWS):
+        rows = [Row(model, [prompt], masked) for masked in heads[i : i + ROWS]]
+        logits = Session(rows, len(text)).logits(before)[:, 0]  # [R, T, V]
+        log_p.append(logits.log_softmax(-1)[:, range(len(text)), text].double())
+    return torch.cat(log_p)
+
+
+def effects_of_masking(model, prompt, answer, memory):
+    """{"first", "all": d of the model less d without each head, [L, H]}."""
+    c = model.config
+    gain = log_p_without_each(model, prompt, answer)
+    loss = log_p_without_each(model, prompt, memory) if memory else torch.zeros(len(gain), 1)
+    found = {}
+    for name, n in TOKENS.items():
+        d = gain[:, :n].sum(-1) - loss[:, :n].sum(-1)
+        found[name] = (d[0] - d[1:]).view(c.n_layers, c.n_heads)
+    return found
+
+
+def compared(gradient, masking):
+    """The correlation of two effects of all heads, that of their ranks, and how many of the best
+    heads they share, for each of BEST."""
+    ranks = [np.argsort(np.argsort(x)) for x in (gradient, masking)]
+    shared = [len({*np.argsort(gradient)[-n:]} & {*np.argsort(masking)[-n:]}) for n in BEST]
+    return np.corrcoef(gradient, masking)[0, 1], np.corrcoef(*ranks)[0, 1], shared
+
+
+def table(content):
+    """The lines of a Markdown table, from the content of the file."""
+    best = ", ".join(map(str, BEST))
+    rows = [["gradient", "masking", "correlation", "of ranks", f"of the {best} best"]]
+    for a, b in product(TOKENS, TOKENS):
+        pair = content["gradient"][a], content["masking"][b]
+        r, of_ranks, shared = compared(*(np.array([*x.values()]) for x in pair))
+        rows.append([a, b, f"{r:.3f}", f"{of_ranks:.3f}", ", ".join(map(str, shared))])
+    return files.markdown_table(rows)
+
+
+def main():
+    args = questions.parse_args(__doc__, "heads.masking")
+    cli.refuse_unused(args, {"batch_size": "on questions that are read one by one"})
+    if args.out.exists():
+        raise ValueError(f"--out {args.out} exists; choose another")
+    task = questions.chosen_task(args)
+    checkpoint = cli.read_model(args.model, args)
+    bench, texts = questions.read_texts(task, args, checkpoint)
+    model = cli.load_model(args.model, args)
+    cli.limit_threads(model)
+    total = {way: dict.fromkeys(TOKENS, 0) for way in ("gradient", "masking")}
+    for prompt, answer, memory in tqdm(texts, unit="question", disable=model.shard.rank):
+        masking = effects_of_masking(model, prompt, answer, memory)
+        for name, n in TOKENS.items():
+            total["gradient"][name] += effects(model, [prompt], [answer[:n]], [memory[:n]])[0]
+            total["masking"][name] += masking[name]
+    if model.shard.rank:
+        return
+    content = {
+        "model": model.name,
+        "commit": files.commit(),
+        "facts": questions.facts_of(bench, texts, model, args),
+    }
+    for way, by_tokens in total.items():
+        content[way] = {n: questions.by_head(x / len(texts)) for n, x in by_tokens.items()}
+    files.write(args.out, [content])
+    print(*table(content), "", f"{len(texts)} questions; wrote {args.out}", sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))
