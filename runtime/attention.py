@@ -28,8 +28,10 @@ def attention(q, k, v, bias, return_probabilities=False):
 
 def product32(a, b):
     """The product of two batches of matrices, in float32."""
-    # From torch 2.8 on, bmm reads half precision and returns float32.
-    if a.is_cuda and a.dtype != torch.float32 and "dtype" in torch.ops.aten.bmm.overloads():
+    # From torch 2.8 on, bmm reads half precision and returns float32, but without a derivative.
+    without_gradient = not (a.requires_grad or b.requires_grad)
+    half = a.is_cuda and a.dtype != torch.float32
+    if half and without_gradient and "dtype" in torch.ops.aten.bmm.overloads():
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 

@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from decore import DeCoRe, Greedy, generate
 from heads import detect
+from heads.measures import effects
+from hf import HFModel
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
 from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, method_of
@@ -63,6 +65,18 @@ def test_detection_scores_the_heads_as_the_cpu_does(folder):
     for (ids, *scores), (expected_ids, *expected) in zip(cuda, cpu, strict=True):
         assert ids == expected_ids
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
+@pytest.mark.parametrize("dtype, least", [("float32", 1 - 1e-6), ("bfloat16", 0.98)])
+def test_the_effects_of_heads_on_cuda_are_those_of_the_cpu(folder, engine, dtype, least):
+    answers, memories = [random_ids(n) for n in (3, 1, 4)], [random_ids(2, seed=7), [], [5]]
+    expected, found = (
+        effects(kind.load(folder, device=device, dtype=of), PROMPTS, answers, memories).flatten()
+        for kind, device, of in ((Transformer, "cpu", "float32"), (engine, "cuda", dtype))
+    )
+    assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > least
+    assert abs(found.norm() / expected.norm() - 1) < (1e-3 if dtype == "float32" else 0.1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.sweep import side_by_side
 from decore import DeCoRe, Greedy, Masked, generate
+from heads.measures import effects
 from model import Transformer
 from runtime import attention
 from runtime.checks import MASKS
@@ -67,6 +68,32 @@ def test_plain_products_equal_fused_attention(dtype, close, C):
     torch.testing.assert_close(plain, fused, atol=close, rtol=0)
     assert none is None and probabilities.dtype == torch.float32  # from the scores on
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 3, 4))
+
+
+@pytest.mark.skipif("dtype" not in torch.ops.aten.bmm.overloads(), reason="torch before 2.8")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [20, 8000])  # values are summed in parts
+def test_all_operations_of_the_effect_have_a_derivative_and_products_without_one_are_mixed(
+    model, monkeypatch, dtype, n
+):
+    """On "meta" a tensor has no values: reading one is an error."""
+    cache = model.to(dtype).new_cache([n - 1], 3)
+    model.to("meta")
+    vars(cache).update(tree_map_only(torch.Tensor, lambda x: x.to("meta"), vars(cache)))
+    bmm, mixed = torch.bmm, []
+
+    def product(*args, out_dtype=None):
+        mixed.append(out_dtype)
+        return bmm(*args, **({"out_dtype": out_dtype} if out_dtype else {}))
+
+    monkeypatch.setattr(torch, "bmm", product)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: x)
+    monkeypatch.setattr(Transformer, "can_record", True)
+    found = effects(model, [random_ids(n)], [[5, 6, 7]], [[8]], cache)
+    assert found.shape == (1, model.config.n_layers, model.config.n_heads)
+    # Only the first layer's scores do not depend on the head mask.
+    assert mixed.count(torch.float32) == 1 and len(mixed) == 2 * model.config.n_layers
 
 
 # ------------------------------------------------------------------------------------------- graphs
@@ -153,6 +180,14 @@ def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, 
     expected = side_by_side(model, PROMPTS, methods, max_new_tokens=5)
     with graphs_on_cpu():
         assert side_by_side(model, PROMPTS, methods, max_new_tokens=5) == expected
+
+
+def test_effects_are_measured_without_a_graph(model):
+    answers = [random_ids(3, seed=4), [5], random_ids(4, seed=6)]
+    expected = effects(model, PROMPTS, answers)
+    with graphs_on_cpu(kind=None):  # recording one is an error
+        found = effects(model, PROMPTS, answers)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
