@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 import cli
-from decore import Row, Session, pad
+from decore import make_head_mask, pad
 from heads.measures import effects
 from paper import questions
 from runtime import files
@@ -25,30 +25,27 @@ TOKENS = {"first": 1, "all": None}  # name → how many of an answer's tokens co
 
 
 @torch.inference_mode()
-def log_p_without_each(model, prompt, text):
-    """log p of each token of a text after a prompt, [1 + L·H, T]: of the model, then of the model
-    without each of its heads."""
+def effects_of_masking(model, prompt, answer, memory):
+    """{"first", "all": d of the model less d without each head, float64 [L, H]}."""
     c = model.config
     heads = [[], *([head] for head in product(range(c.n_layers), range(c.n_heads)))]
-    before = pad([[*prompt[-1:], *text[:-1]]])
-    log_p = []
-    for i in range(0, len(heads), ROWS):
-        rows = [Row(model, [prompt], masked) for masked in heads[i : i + ROWS]]
-        logits = Session(rows, len(text)).logits(before)[:, 0]  # [R, T, V]
-        log_p.append(logits.log_softmax(-1)[:, range(len(text)), text].double())
-    return torch.cat(log_p)
-
-
-def effects_of_masking(model, prompt, answer, memory):
-    """{"first", "all": d of the model less d without each head, [L, H]}."""
-    c = model.config
-    gain = log_p_without_each(model, prompt, answer)
-    loss = log_p_without_each(model, prompt, memory) if memory else torch.zeros(len(gain), 1)
-    found = {}
-    for name, n in TOKENS.items():
-        d = gain[:, :n].sum(-1) - loss[:, :n].sum(-1)
-        found[name] = (d[0] - d[1:]).view(c.n_layers, c.n_heads)
-    return found
+    n = len(heads)
+    heads += [[]] * (-n % ROWS)
+    cache = model.new_cache([len(prompt) - 1], max(len(answer), len(memory)), ROWS)
+    model.prefill(pad([prompt[:-1]], model.device), cache)
+    d = dict.fromkeys(TOKENS, 0)
+    for text, sign in ((answer, 1), (memory, -1)):
+        if not text:
+            continue
+        before = pad([[*prompt[-1:], *text[:-1]]], model.device)
+        log_p = []
+        for i in range(0, n, ROWS):
+            head_mask = make_head_mask(heads[i : i + ROWS], model)
+            logits = model(before, cache.select(slice(None)), head_mask)[:, 0]  # [R, T, V]
+            log_p.append(logits.log_softmax(-1)[:, range(len(text)), text].double().cpu())
+        for name, k in TOKENS.items():
+            d[name] += sign * torch.cat(log_p)[:n, :k].sum(-1)
+    return {name: (x[0] - x[1:]).view(c.n_layers, c.n_heads) for name, x in d.items()}
 
 
 def compared(gradient, masking):
