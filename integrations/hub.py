@@ -86,6 +86,13 @@ out = model.generate(
 )
 print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
 ```
+
+## Threads
+
+Each such call parses the code of the folder, which fails at times if two threads do so under
+Python 3.11. So servers load it once,
+`decore_generate = model.load_custom_generate("USER/REPOSITORY", trust_remote_code=True)`,
+and call `decore_generate(model=model, **inputs)`.
 """
 
 

@@ -1,6 +1,7 @@
 """Threads that run one model of transformers at the same time, as servers do."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from tests.families import random_model  # noqa: E402
 PROMPT = random_ids(30, seed=1)
 ONES = torch.ones(1, 30, dtype=torch.long)
 PLAIN = dict(do_sample=False, max_new_tokens=12, attention_mask=ONES, pad_token_id=0)
-CUSTOM = dict(custom_generate=integrations.__path__[0], trust_remote_code=True)
 HEADS = [(0, 2), (1, 0), (1, 3), (2, 2)]
 N = dict(max_new_tokens=12, eos_ids=())
 
@@ -32,8 +32,8 @@ def hf():
     return model
 
 
-def in_hf_generate(hf, **more):
-    return lambda: hf.generate(torch.tensor([PROMPT]), **PLAIN, **more)[0, 30:].tolist()
+def in_hf_generate(hf_generate, **more):
+    return lambda: hf_generate(inputs=torch.tensor([PROMPT]), **PLAIN, **more)[0, 30:].tolist()
 
 
 def in_generate(model, method):
@@ -43,10 +43,14 @@ def in_generate(model, method):
 @pytest.fixture(scope="module")
 def calls(hf):
     model = HFModel(hf)
+    # Loaded once: each hf.generate(custom_generate=FOLDER) parses the folder's code, and ast.parse
+    # of Python 3.11 fails at times while another thread parses.
+    custom = hf.load_custom_generate(integrations.__path__[0], trust_remote_code=True)
+    custom = partial(custom, model=hf)
     return {
-        "plain": in_hf_generate(hf),
-        "custom": in_hf_generate(hf, **CUSTOM, heads=HEADS),
-        "custom masked": in_hf_generate(hf, **CUSTOM, heads=HEADS[:2], method="masked"),
+        "plain": in_hf_generate(hf.generate),
+        "custom": in_hf_generate(custom, heads=HEADS),
+        "custom masked": in_hf_generate(custom, heads=HEADS[:2], method="masked"),
         "HFModel greedy": in_generate(model, Greedy()),
         "HFModel masked": in_generate(model, Masked(HEADS[1:])),
         "HFModel with layers": in_generate(model, DoLa("low")),
