@@ -25,6 +25,7 @@ from paper import fetch, judges, options, plan, questions, report, rescore, scor
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
+from runtime.errors import InputError
 from runtime.parallel import Ranks
 from runtime.weights import fingerprint
 
@@ -36,7 +37,7 @@ def main():
         commands[argv[0]](argv[1:])
     elif argv and not argv[0].startswith("-"):
         near = cli.did_you_mean(argv[0], commands)
-        raise ValueError(f"unknown command {argv[0]!r}{near}; known: {', '.join(commands)}")
+        raise InputError(f"unknown command {argv[0]!r}{near}; known: {', '.join(commands)}")
     else:
         evaluate(argv)
 
@@ -88,8 +89,8 @@ def sweep(how, wanted, lenient=False):
     """Run tasks with setups, (task, setup, more fields of the header) each, in this order, those of
     one task together. Nothing is written before everything is checked.
 
-    how: `options.RunOptions`. lenient: leave out runs that do not fit the model, in place of a
-    ValueError."""
+    how: `options.RunOptions`. lenient: leave out runs that do not fit the model, in place of an
+    InputError."""
     ranks = Ranks(how.tp, how.device)
     checkpoint, tokenizer, of_amateur = cli.read_models(how)
     fitting = fitting_runs(how, wanted, checkpoint, of_amateur, lenient)
@@ -135,7 +136,7 @@ def say_heads(runs, how):
 
 
 def check_files(runs):
-    """ValueError for a stored file that its run cannot continue."""
+    """InputError for a stored file that its run cannot continue."""
     for run in runs:
         continued(run.path, run.header, run.bench.questions)
 
@@ -145,7 +146,7 @@ def fitting_runs(how, wanted, model, amateur, lenient):
     its amateur and the prompts.
 
     model, amateur: as `cli.Checkpoint`. Prints a line for each task and method that does not fit.
-    ValueError if none fits."""
+    InputError if none fits."""
     fitted, problems = [], []
     for task, setup, more in wanted:
         try:
@@ -170,9 +171,9 @@ def fitting_runs(how, wanted, model, amateur, lenient):
         else:
             fitting.append((bench, setup, more))
     if not fitting:
-        raise ValueError(problems[0])
+        raise InputError(problems[0])
     if how.template_args and all(bench.layout == "plain" for bench, _, _ in fitting):
-        raise ValueError("--template-args has no effect: no prompt goes through a chat template")
+        raise InputError("--template-args has no effect: no prompt goes through a chat template")
     for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)
     return fitting

@@ -241,7 +241,7 @@ class Transformer(nn.Module):
 
         device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: float32 for
         fewer than a billion parameters on a CPU, else the checkpoint's. shard: None joins the ranks
-        that torchrun started. ValueError if config.json and the weights disagree."""
+        that torchrun started. InputError if config.json and the weights disagree."""
         device = rank_device(device)
         shard = shard or Shard.from_environment(device.type)
         folder = checkpoint_folder(name)

@@ -10,7 +10,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.files import check_unicode, one_line, read_text
+from runtime.errors import InputError, one_line
+from runtime.files import check_unicode, read_text
 from runtime.special import (
     read_eos_ids,
     read_optional,
@@ -31,7 +32,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, name, eos_ids=None):
-        """Of a folder or a hub id. ValueError or OSError if a file is missing or damaged.
+        """Of a folder or a hub id. InputError or OSError if a file is missing or damaged.
 
         eos_ids: ids that end a text; None: the checkpoint's own."""
         return cls(checkpoint_folder(name, weights=False), name, eos_ids)
@@ -53,7 +54,7 @@ class Tokenizer:
 
         bos=False: without (for answers)."""
         if len(text) > LONGEST:  # without memory, the library aborts the process
-            raise ValueError(f"a text of {len(text)} characters: at most {LONGEST} are encoded")
+            raise InputError(f"a text of {len(text)} characters: at most {LONGEST} are encoded")
         check_unicode(text, "the text")
         ids = self.core.encode(text, add_special_tokens=bos).ids
         return ids[1:] if bos and ids[:2] == [self.bos_id] * 2 else ids
@@ -72,19 +73,19 @@ class Tokenizer:
         today=None,
         continue_final_message=False,
     ):
-        """Messages → the text of a chat. ValueError if the template rejects or omits a message.
+        """Messages → the text of a chat. InputError if the template rejects or omits a message.
 
         If the template has no system turn, the system message precedes the first user message.
         continue_final_message: leave the last turn open, in place of a generation prompt.
         template_args: more variables of the template, for example {"enable_thinking": False}.
         today: the date in templates; None: the clock's."""
         if not self.chat_template:
-            raise ValueError(
+            raise InputError(
                 f"{self.name} has no chat template, like most base models: use plain text (--raw)"
             )
         for key in template_args or ():
             if not self.template_reads(key):
-                raise ValueError(f"{self.name}: the chat template has no argument {key!r}")
+                raise InputError(f"{self.name}: the chat template has no argument {key!r}")
         messages = [join_parts(message) for message in messages]
         roles = [message.get("role") for message in messages[:2]]
         if roles == ["system", "user"] and not self.has_system_turn:
@@ -96,19 +97,19 @@ class Tokenizer:
         for key, token in self.special.items():
             written = token in text and (self.template_reads(key) or token in self.chat_template)
             if written and self.core.token_to_id(token) is None:
-                raise ValueError(
+                raise InputError(
                     f"{self.name}: the chat template writes {key} {token!r}, which is not in "
                     "tokenizer.json; download the checkpoint again"
                 )
         for i, message in enumerate(messages):
             if message.get("content") and self.omits(messages, i, template_args):
-                raise ValueError(
+                raise InputError(
                     f"{self.name}: the chat template omits message {i + 1}, whose role is "
                     f"{message.get('role')!r}; leave the message out, or change its role"
                 )
         for key in filter(self.template_reads, self.of_class):
             if self.fill(messages, template_args={key: "x"}) != self.fill(messages):
-                raise ValueError(
+                raise InputError(
                     f"{self.name}: the chat template writes {key}, but tokenizer_config.json leaves"
                     " it to the tokenizer's class; add it there (null: an empty text)"
                 )
@@ -131,7 +132,7 @@ class Tokenizer:
         try:
             return compile_template(self.chat_template).render(variables | (template_args or {}))
         except Exception as error:  # a template can raise anything
-            raise ValueError(
+            raise InputError(
                 f"{self.name}: the chat template rejects these messages: {one_line(error)}"
             ) from None
 
@@ -144,7 +145,7 @@ class Tokenizer:
         text, _, after = text.rpartition(MARK)
         trims = content != content.rstrip() and not after.startswith(" ")
         if trims or not content.strip() or not text.endswith(content) or MARK in text:
-            raise ValueError(
+            raise InputError(
                 f"{self.name}: the chat template does not keep the beginning of the answer, "
                 f"{content!r:.80}; give a text without blanks at its ends"
             )
@@ -207,7 +208,7 @@ class Stream:
         for string in self.stop:
             for token in special:
                 if token in string:
-                    raise ValueError(f"stop text {string!r} can only be the special token {token}")
+                    raise InputError(f"stop text {string!r} can only be the special token {token}")
         # The longest start of a stop string.
         self.held_back = max(map(len, self.stop), default=1) - 1
         self.ids = []
@@ -239,14 +240,14 @@ class Stream:
 
 def join_parts(message):
     """The message, with a list of text parts [{"type": "text", "text": …}, …] joined to one text.
-    ValueError for other parts."""
+    InputError for other parts."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
     for part in parts:
         fields = part if isinstance(part, dict) else {}
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
-            raise ValueError(
+            raise InputError(
                 f"a message has the part {one_line(repr(part), 60)}; only texts are read: "
                 '{"type": "text", "text": …}'
             )
@@ -270,7 +271,7 @@ def compile_template(text):
     transformers."""
 
     def raise_exception(message):
-        raise ValueError(message)
+        raise InputError(message)
 
     # Jinja's own escapes HTML.
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
@@ -311,7 +312,7 @@ def read_chat_template(folder):
         text = text.get("default", text)
     text = text or ""
     if not isinstance(text, str):
-        raise ValueError(
+        raise InputError(
             f"{folder}/tokenizer_config.json: chat_template must be a text, "
             "or named texts with a 'default'"
         )

@@ -34,6 +34,7 @@ from cli.prompts import (
 from decoders.setup import METHODS, Setup, has, short
 from decoders.sweep import PromptsReadOnce
 from heads.sources import find_sources
+from runtime.errors import InputError
 from runtime.torchrun import rank_and_size
 
 COMPARED = ("greedy", "masked")
@@ -119,10 +120,10 @@ def prepare(args, chosen, model, tokenizer, amateur):
 
 
 def check_fields(prompts):
-    """ValueError for a field of a prompt that --json could not give back."""
+    """InputError for a field of a prompt that --json could not give back."""
     for prompt in prompts:
         for name in NAMES & prompt.fields.keys():
-            raise ValueError(
+            raise InputError(
                 f"prompt {prompt.index + 1} has a field {name!r}, as the answer in --json has: "
                 "rename it"
             )
@@ -331,11 +332,11 @@ def make_parser():
 def choose_methods(args):
     """The names of the methods to decode by.
 
-    ValueError for an option that none of them uses, and for a page that cannot be written."""
+    InputError for an option that none of them uses, and for a page that cannot be written."""
     if "" in args.stop:
-        raise ValueError("--stop: an empty text would end every answer before it begins")
+        raise InputError("--stop: an empty text would end every answer before it begins")
     if args.min_new_tokens > args.max_new_tokens:
-        raise ValueError(
+        raise InputError(
             f"--min-new-tokens {args.min_new_tokens} is above --max-new-tokens "
             f"{args.max_new_tokens}"
         )

@@ -23,6 +23,7 @@ from heads.needles import (
 )
 from heads.reader import read_head_file
 from runtime import files
+from runtime.errors import InputError
 from runtime.weights import fingerprint
 
 
@@ -135,7 +136,7 @@ def make_facts(args, model, needles, texts):
     """Everything that determines the scores, as a dict for the head file. None for what is known
     with the weights only.
 
-    model: a cli.Checkpoint. ValueError for options that do not fit."""
+    model: a cli.Checkpoint. InputError for options that do not fit."""
     published = args.published
     chat = bool(model.tokenizer.chat_template and not args.raw and not published)
     if published:
@@ -153,7 +154,7 @@ def make_facts(args, model, needles, texts):
     first = max(last // 5, min(400, 3 * last // 4))
     prompt_lengths = args.lengths or ([1000, 3579] if published else spread(first, last, 5))
     if prompt_lengths[-1] > longest:
-        raise ValueError(
+        raise InputError(
             f"--lengths: {prompt_lengths[-1]} tokens do not fit the context of {model.name} with "
             f"{args.max_new_tokens} new ones; use lengths up to {longest}"
         )
@@ -182,14 +183,14 @@ def make_facts(args, model, needles, texts):
 
 
 def check_out(args):
-    """The file of runs. ValueError if it, or the head file, cannot be that of this command."""
+    """The file of runs. InputError if it, or the head file, cannot be that of this command."""
     if args.out.is_dir():
-        raise ValueError(f"--out {args.out} is a folder; give a file in it")
+        raise InputError(f"--out {args.out} is a folder; give a file in it")
     runs = args.out if args.masked else Path(f"{args.out}.runs.jsonl")
     if runs.exists():
         stored_facts(runs)
     elif args.out.exists() and (args.masked or has_scores(args.out)):
-        raise ValueError(f"--out {args.out} exists, and its runs ({runs}) do not; {REMEDY}")
+        raise InputError(f"--out {args.out} exists, and its runs ({runs}) do not; {REMEDY}")
     return runs
 
 

@@ -9,12 +9,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from decoders.setup import flag
+from heads.reader import HeadFileError
 from runtime import parallel
-from runtime.errors import ArgumentError, out_of_memory
-from runtime.files import one_line
+from runtime.errors import ArgumentError, InputError, one_line, out_of_memory
 from runtime.torchrun import rank_and_size
-
-ROOT = Path(__file__).parents[1]
 
 
 def run_program(main):
@@ -84,13 +82,6 @@ def explain(error):
         return None
     if isinstance(error, ArgumentError):
         return one_line(f"{flag(error.name)} {error.problem}", 1000)
-    hint = "" if is_ours(error) else " (DECORE_TRACEBACK=1 prints a traceback)"
+    foreign = isinstance(error, ValueError) and not isinstance(error, InputError | HeadFileError)
+    hint = " (DECORE_TRACEBACK=1 prints a traceback)" if foreign else ""
     return one_line(error, 1000) + hint
-
-
-def is_ours(error):
-    """Whether a `raise` of this project has raised the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    path = Path(frames[-1].filename)
-    ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-    return ours and frames[-1].line.startswith("raise")

@@ -9,6 +9,7 @@ import torch
 from cli.progress import show_reading
 from model import Transformer
 from runtime.config import Config
+from runtime.errors import InputError
 from runtime.files import checkpoint_name
 from runtime.weights import checkpoint_folder
 from tokenizer import Tokenizer
@@ -31,11 +32,11 @@ class Checkpoint(NamedTuple):
 def read_models(args):
     """(Checkpoint, its tokenizer, Checkpoint of the amateur or None): --model and --amateur.
 
-    ValueError or OSError for what can be known without weights."""
+    InputError or OSError for what can be known without weights."""
     model = read_model(args.model, args)
     amateur = read_model(args.amateur, args) if args.amateur else None
     if amateur and amateur.tokenizer.core.get_vocab() != model.tokenizer.core.get_vocab():
-        raise ValueError(
+        raise InputError(
             f"{args.model} and {args.amateur} have different vocabularies; contrasting needs one"
         )
     return model, model.tokenizer, amateur
@@ -53,7 +54,7 @@ def read_model(name, args):
         config = Config.from_checkpoint(folder)
     wrong = [i for i in args.eos or () if i >= config.vocab_size]
     if wrong:
-        raise ValueError(f"--eos {wrong[0]}: {name} has only {config.vocab_size} tokens")
+        raise InputError(f"--eos {wrong[0]}: {name} has only {config.vocab_size} tokens")
     return Checkpoint(checkpoint_name(name), folder, config, Tokenizer.load(name, args.eos))
 
 
@@ -80,17 +81,17 @@ def load_model(name, args, shard=None):
 
 
 def choose_device(args):
-    """The device that --device names. ValueError if this machine does not have it."""
+    """The device that --device names. InputError if this machine does not have it."""
     gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
     devices += ["mps"] * torch.backends.mps.is_available()
     device = devices[0] if args.device == "auto" else args.device
     if device not in devices:
-        raise ValueError(
+        raise InputError(
             f"--device {device} is not on this machine; choose from auto, {', '.join(devices)}"
         )
     if args.device_map and (not args.transformers or args.device != "auto"):
-        raise ValueError("--device-map needs --transformers, and excludes --device")
+        raise InputError("--device-map needs --transformers, and excludes --device")
     return device
 
 

@@ -29,6 +29,7 @@ from decoders.setup import (
 )
 from decore import DeCoRe, Greedy
 from heads import file_of, is_known, similar_models
+from runtime.errors import InputError
 from runtime.files import json_bytes
 
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
@@ -51,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             is_value = value[:1] == "-" and value not in self._option_string_actions
             if option == absent[1] and is_value:
                 message += f"; write {shlex.join([f'{option}={value}'])}"
-        raise ValueError(f"{message}; see --help")
+        raise InputError(f"{message}; see --help")
 
 
 def parser(description, **options):
@@ -208,25 +209,25 @@ def add_decoder(text):
     letters → this name."""
     file, _, name = text.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
-        raise ValueError(f"--decoder {text}: give FILE.py:CLASS, a file and a class in it")
+        raise InputError(f"--decoder {text}: give FILE.py:CLASS, a file and a class in it")
     spec = importlib.util.spec_from_file_location(f"decoder_{Path(file).stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # for `inspect` and dataclasses
     spec.loader.exec_module(module)
     decoder = getattr(module, name, None)
     if not isinstance(decoder, type):
-        raise ValueError(f"--decoder {text}: {file} has no class {name!r}")
+        raise InputError(f"--decoder {text}: {file} has no class {name!r}")
     if not issubclass(decoder, Greedy):
-        raise ValueError(
+        raise InputError(
             f"--decoder {text}: {name} is not a record; derive it from DeCoRe or Baseline, see "
             "CONTRIBUTING.md"
         )
     for field in fields(decoder):
         absent = field.default is MISSING and field.default_factory is MISSING
         if absent and field.name not in ("heads", "amateur"):
-            raise ValueError(f"--decoder {text}: field {field.name!r} needs a default")
+            raise InputError(f"--decoder {text}: field {field.name!r} needs a default")
     if name.lower() in METHODS:
-        raise ValueError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
+        raise InputError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
     given = dict(amateur=None) if issubclass(decoder, DeCoRe) else {}
     RECORDS[name.lower()] = decoder, given
     return name.lower()
@@ -270,7 +271,7 @@ def fit(setup, args, model, amateur=None):
     """`Setup.fit` with the head scores that the command line names. model, amateur: or their
     `Checkpoint`."""
     if has(setup.method, "amateur") and amateur is None:
-        raise ValueError(
+        raise InputError(
             f"{setup.method} needs --amateur M2, a smaller model of the same vocabulary"
         )
     source = source_of(setup, args)
@@ -308,7 +309,7 @@ def say_measures(chosen, args):
 
 
 def check_known(model, heads, option, name, args):
-    """ValueError without a head file: with related models, and the command that measures scores.
+    """InputError without a head file: with related models, and the command that measures scores.
 
     name: that of the model on the command line."""
     if heads or is_known(model):
@@ -318,23 +319,23 @@ def check_known(model, heads, option, name, args):
     command = ["python", "-m", "heads.detect", "--model", name]
     command += ["--transformers"] * args.transformers
     command += ["--out", f"heads/{Path(model.name).name}.json"]
-    raise ValueError(
+    raise InputError(
         f"no head scores are known for {model.name}: {hints}give {option} FILE, "
         f"or measure them: {shlex.join(command)}"
     )
 
 
 def refuse_unused(args, reasons):
-    """ValueError for an option that is given and has no effect. reasons: {option without effect:
+    """InputError for an option that is given and has no effect. reasons: {option without effect:
     why, to be read after "--option has no effect"}."""
     for name, reason in reasons.items():
         absent = [None] if name in OPTIONS else [None, False]
         if getattr(args, name, None) not in absent:
-            raise ValueError(f"{flag(name)} has no effect {reason}")
+            raise InputError(f"{flag(name)} has no effect {reason}")
 
 
 def check_options(args, methods, seeded=False):
-    """ValueError for an option that none of the methods uses.
+    """InputError for an option that none of the methods uses.
 
     seeded: --seed has another effect too."""
     for name in OPTIONS:

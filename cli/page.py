@@ -15,6 +15,7 @@ from statistics import fmean
 import torch
 from jinja2 import Template
 
+from runtime.errors import InputError
 from runtime.files import draft
 from tokenizer import join_parts
 
@@ -57,10 +58,10 @@ def write(path, text):
 
 
 def check_writable(path):
-    """ValueError if a page cannot be written to the path."""
+    """InputError if a page cannot be written to the path."""
     written = path if is_device(path) else path.parent
     if path.is_dir() or not os.access(written, os.W_OK):
-        raise ValueError(
+        raise InputError(
             f"--html {path} cannot be written: give a file in a folder that you may write to"
         )
 

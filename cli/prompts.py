@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import cli
 from runtime.checks import parse_prompts
-from runtime.files import json_bytes, json_lines, one_line, read_json, read_text
+from runtime.errors import InputError, one_line
+from runtime.files import json_bytes, json_lines, read_json, read_text
 from tokenizer import join_parts
 
 EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
@@ -55,7 +56,7 @@ def chat_prompt(path):
         value = read_json(path, object)
         prompt = {"messages": value} if isinstance(value, list) else value
         if not isinstance(prompt, dict) or "messages" not in prompt:
-            raise ValueError(f'it must be a chat: {CHAT}, or {{"messages": [{{…}}, …]}}')
+            raise InputError(f'it must be a chat: {CHAT}, or {{"messages": [{{…}}, …]}}')
         check_prompt(prompt)
         json_bytes(prompt)  # --json gives back all of its fields
     return [prompt]
@@ -66,7 +67,7 @@ def line_prompts(path):
     with errors_at(path):
         lines = list(json_lines(path, complete=True))
         if not lines:
-            raise ValueError("it is empty; give a line for each prompt")
+            raise InputError("it is empty; give a line for each prompt")
     for number, prompt in lines:
         with errors_at(f"{path}, line {number}"):
             check_prompt(prompt)
@@ -85,38 +86,38 @@ def errors_at(place):
 
 
 def check_prompt(prompt):
-    """ValueError for an object that is not a prompt."""
+    """InputError for an object that is not a prompt."""
     if ("prompt" in prompt) == ("messages" in prompt):
-        raise ValueError('it must have either "prompt", a text, or "messages", a chat')
+        raise InputError('it must have either "prompt", a text, or "messages", a chat')
     if "messages" in prompt:
         check_chat(prompt["messages"])
     elif not isinstance(prompt["prompt"], str):
-        raise ValueError('"prompt" must be a text')
+        raise InputError('"prompt" must be a text')
     if not isinstance(prompt.get("begin", ""), str):
-        raise ValueError('"begin" must be a text')
+        raise InputError('"begin" must be a text')
     if prompt.get("begin") and chat_begin(prompt):
-        raise ValueError('"messages" end with an assistant\'s turn, so "begin" has no place')
+        raise InputError('"messages" end with an assistant\'s turn, so "begin" has no place')
     without = prompt.get("without_context")
     if isinstance(without, list):
         check_chat(without)
     elif not isinstance(without, str | None):
-        raise ValueError('"without_context" must be a text, or a chat as in "messages"')
+        raise InputError('"without_context" must be a text, or a chat as in "messages"')
 
 
 def check_chat(chat):
-    """ValueError for what is not a chat that a model can answer."""
+    """InputError for what is not a chat that a model can answer."""
     if not isinstance(chat, list):
-        raise ValueError(f"a chat is a list of messages: {CHAT}")
+        raise InputError(f"a chat is a list of messages: {CHAT}")
     for message in chat:
         kinds = {}
         if isinstance(message, dict):
             kinds = {name: type(value) for name, value in join_parts(message).items()}
         if kinds != {"role": str, "content": str}:
-            raise ValueError(
+            raise InputError(
                 f'{one_line(repr(message), 60)} must be {{"role": …, "content": …}}, texts'
             )
     if not chat:
-        raise ValueError("the chat must end in a message for the model to answer or to continue")
+        raise InputError("the chat must end in a message for the model to answer or to continue")
 
 
 def chat_begin(prompt):
@@ -138,7 +139,7 @@ def read_prompts(args):
         text = read_prompt("-")
         prompts = text_prompt(text) if text.strip() else []
     elif piped and has_text(sys.stdin):
-        raise ValueError(
+        raise InputError(
             "standard input has a text too: add --prompt-file - to decode it, or < /dev/null to "
             "leave it"
         )
@@ -150,7 +151,7 @@ def read_prompts(args):
         cli.refuse_unused(args, reasons)
     is_miniature = Path(args.model).resolve() == cli.MINIATURE
     if not prompts and not is_miniature:
-        raise ValueError(
+        raise InputError(
             "nothing to answer: give --prompt, --prompt-file, --messages, --prompts or --prompt-ids"
         )
     if is_miniature and texts not in ([], [read_prompt(EXAMPLE)]):
@@ -183,7 +184,7 @@ def with_begin(objects, begin):
         takes = "prompt_ids" not in prompt and not prompt.get("begin") and not chat_begin(prompt)
         out.append(prompt | {"begin": begin} if takes else prompt)
     if out == objects:
-        raise ValueError("--begin has no effect on --prompt-ids and on answers that have begun")
+        raise InputError("--begin has no effect on --prompt-ids and on answers that have begun")
     return out
 
 
@@ -212,7 +213,7 @@ def encode_all(objects, model, tokenizer, args, what="prompt"):
             all_ids.append(encode_one(prompt, tokenizer, args))
         except ValueError as error:
             place = f"{what} {i} of {len(objects)}: " if len(objects) > 1 else ""
-            raise ValueError(f"{place}{error}") from None
+            raise InputError(f"{place}{error}") from None
     return parse_prompts(model, all_ids, what)
 
 
@@ -224,10 +225,10 @@ def encode_one(prompt, tokenizer, args):
     elif "prompt" not in prompt:
         return prompt["prompt_ids"]
     elif not prompt["prompt"].strip():
-        raise ValueError("the prompt is empty")
+        raise InputError("the prompt is empty")
     elif args.raw or not tokenizer.chat_template:
         if args.system is not None or args.template_args:
-            raise ValueError("--system and --template-args need a chat template, and exclude --raw")
+            raise InputError("--system and --template-args need a chat template, and exclude --raw")
         return tokenizer.encode(prompt["prompt"] + begin)
     else:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -245,7 +246,7 @@ def without_context(objects, texts):
     --without-context, in the order of the prompts whose lines have none."""
     lines = [prompt.get("without_context") for prompt in objects]
     if len(texts) != lines.count(None):
-        raise ValueError(
+        raise InputError(
             'cad needs --without-context for each prompt, or "without_context" in its line: '
             f"{lines.count(None)} prompts have none, and the option is given {len(texts)} times"
         )

@@ -23,6 +23,7 @@ from heads.reader import (
     read_head_file,
     usual_number,
 )
+from runtime.errors import InputError
 from runtime.files import checkpoint_name, read_json
 
 
@@ -31,7 +32,7 @@ def load_heads(model, n=None, name=None, measure="copy"):
 
     model: a Transformer, or any object with its `name` and `config`. name: a head file, or the name
     of another model with a file here; by default that of this model. measure: see MEASURES. Equal
-    scores keep the order of the file. ValueError if the file does not fit the model. Warns if it
+    scores keep the order of the file. InputError if the file does not fit the model. Warns if it
     was made for a model of another name: fine-tuned models often use the heads of their base."""
     c = model.config
     names = model_names(model)
@@ -57,7 +58,7 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
         from runtime.checks import parse_heads  # imports torch
 
         if n is not None or draw or measure != "copy":
-            raise ValueError(
+            raise InputError(
                 f"{name} lists the heads to mask: a number, a measure or a draw has no effect"
             )
         return parse_heads(listed, model)
@@ -76,7 +77,7 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     )
     heads = list(product(range(c.n_layers), range(c.n_heads)))
     if n > len(heads):
-        raise ValueError(f"{n} random heads are too many: {model.name} has {len(heads)}")
+        raise InputError(f"{n} random heads are too many: {model.name} has {len(heads)}")
     return random.Random(seed).sample(heads, n)
 
 
@@ -87,7 +88,7 @@ def random_heads(ranked, n, seed=1234):
     one seed are nested for n up to 100."""
     half = len(ranked) // 2
     if n > half:
-        raise ValueError(f"{n} random heads are too many: at most {half} are not among the n best")
+        raise InputError(f"{n} random heads are too many: at most {half} are not among the n best")
     heads = sorted(ranked[max(n, min(100, half)) :])
     random.Random(seed).shuffle(heads)
     return heads[:n]
@@ -97,10 +98,10 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     """Draws n heads as the published runs did: layer and head are one draw of two from the shuffled
     layer numbers.
 
-    Retrieval heads are not left out. ValueError if it draws a head number that the model does not
+    Retrieval heads are not left out. InputError if it draws a head number that the model does not
     have."""
     if n > n_layers**2:
-        raise ValueError(f"{n} heads are too many: the published sampler draws {n_layers**2}")
+        raise InputError(f"{n} heads are too many: the published sampler draws {n_layers**2}")
     rng = random.Random(seed)
     numbers = list(range(n_layers))
     rng.shuffle(numbers)
@@ -108,7 +109,7 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     while len(heads) < n:
         head = tuple(rng.choices(numbers, k=2))
         if head[1] >= n_heads:
-            raise ValueError(
+            raise InputError(
                 f"the published sampler drew head {head[1]}, but a layer has {n_heads} heads: it "
                 "takes head numbers from the number of layers; use uniform random heads"
             )

@@ -16,6 +16,7 @@ from itertools import product
 from heads import MEASURES
 from heads.measures import answer_batch, effects, head_scores, read_prompts, score_run  # noqa: F401
 from runtime import files
+from runtime.errors import InputError
 from runtime.progress import Bar
 from runtime.words import is_latin, words_of
 
@@ -27,7 +28,7 @@ REMEDY = "choose another --out, or delete it"
 def run_all(model, prompts, facts, path, run, min_success):
     """One record per run. run: a batch of prompts, and the bar that it may move → their records.
 
-    Appends each batch to the file `path`, and skips the runs that the file already has. ValueError
+    Appends each batch to the file `path`, and skips the runs that the file already has. InputError
     if none of the first answers is right, unless min_success is 0."""
     rank, size = model.shard.rank, facts["batch_size"]
     records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
@@ -36,7 +37,7 @@ def run_all(model, prompts, facts, path, run, min_success):
         for i in range(len(records), len(prompts), size):
             if i - size < EARLY <= i:
                 if min_success and not any(record["right"] for record in records):
-                    raise ValueError(f"{summary(records)}; --min-success 0 goes on")
+                    raise InputError(f"{summary(records)}; --min-success 0 goes on")
                 bar.write(f"so far, {summary(records)}", file=sys.stderr)
             batch = run(prompts[i : i + size], bar)
             if rank == 0:
@@ -49,7 +50,7 @@ def run_all(model, prompts, facts, path, run, min_success):
 def stored_runs(path, facts, prompts):
     """The records in a file of runs: the facts as the header, then a line per run.
 
-    Starts a missing file, and removes a line that was cut off. ValueError for other facts, and for
+    Starts a missing file, and removes a line that was cut off. InputError for other facts, and for
     a line that is not the run of its prompt."""
     if not path.exists():
         path.touch()
@@ -58,11 +59,11 @@ def stored_runs(path, facts, prompts):
         stored = facts
     other = sorted(name for name in stored | facts if stored.get(name) != facts.get(name))
     if other:
-        raise ValueError(f"{path} holds runs with another {', '.join(other)}; {REMEDY}")
+        raise InputError(f"{path} holds runs with another {', '.join(other)}; {REMEDY}")
     records = [line for _, line in files.json_lines(path)][1:]
     for i, record in enumerate(records):
         if i == len(prompts) or not is_run(record, prompts[i][1], facts):
-            raise ValueError(f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)}; {REMEDY}")
+            raise InputError(f"{path}: line {i + 2} is not run {i + 1} of {len(prompts)}; {REMEDY}")
     files.write(path, [{"header": facts}, *records])
     return records
 
@@ -75,7 +76,7 @@ def stored_facts(path):
     if first is None:
         return None
     if not isinstance(first.get("header"), dict):
-        raise ValueError(f"{path}: line 1 is not the header of runs; {REMEDY}")
+        raise InputError(f"{path}: line 1 is not the header of runs; {REMEDY}")
     return first["header"]
 
 
@@ -167,7 +168,7 @@ def summary(records):
 def mean_scores(model, records, facts, min_success):
     """The content of the head file: mean scores over the runs with a right answer, and the facts.
 
-    ValueError if fewer than `min_success` answers are right, or no head has a score."""
+    InputError if fewer than `min_success` answers are right, or no head has a score."""
     c = model.config
     right = [record for record in records if record["right"]]
     totals = {key: Counter() for key in MEASURES.values() if all(key in r for r in right)}
@@ -175,7 +176,7 @@ def mean_scores(model, records, facts, min_success):
         for key, total in totals.items():
             total.update(record[key])  # adds negative numbers too
     if len(right) < min_success or not totals["scores"]:
-        raise ValueError(
+        raise InputError(
             f"{summary(records)} (--min-success {min_success}); "
             f"{len(totals['scores'])} heads copied in right ones"
         )

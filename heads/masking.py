@@ -18,6 +18,7 @@ from decore import make_head_mask, pad
 from heads.measures import effects
 from paper import questions
 from runtime import files
+from runtime.errors import InputError
 
 ROWS = 64  # of one pass
 BEST = 1, 3, 5, 10
@@ -71,7 +72,7 @@ def main():
     args = questions.parse_args(__doc__, "heads.masking")
     cli.refuse_unused(args, {"batch_size": "on questions that are read one by one"})
     if args.out.exists():
-        raise ValueError(f"--out {args.out} exists; choose another")
+        raise InputError(f"--out {args.out} exists; choose another")
     task = questions.chosen_task(args)
     checkpoint = cli.read_model(args.model, args)
     bench, texts = questions.read_texts(task, args, checkpoint)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from decore import make_head_mask, pad
+from runtime.errors import InputError
 
 
 class Answer(NamedTuple):
@@ -44,7 +45,7 @@ def score_run(
     the published runs did. measure: "copy", "write", "mass" or "effect"."""
     prompt_ids = [int(i) for i in prompt_ids]
     if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
-        raise ValueError(
+        raise InputError(
             f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
             "give (first token, last token + 1)"
         )

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.errors import InputError
 from runtime.files import json_lines, read_text
 
 HAYSTACK = Path(__file__).parent / "haystack"
@@ -64,13 +65,13 @@ def read_needles(path):
     for number, row in json_lines(path, complete=True):
         needle = Needle(*(str(row.get(field, "")).strip() for field in Needle._fields))
         if not needle.real_needle or not needle.place():
-            raise ValueError(
+            raise InputError(
                 f'{path}, line {number}: needs "needle", "question" and "real_needle", '
                 "a part of needle"
             )
         needles.append(needle)
     if not needles:
-        raise ValueError(f"{path} holds no needles")
+        raise InputError(f"{path} holds no needles")
     return needles
 
 
@@ -85,7 +86,7 @@ def read_haystack(path):
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         texts = [read_text(file).strip() for file in files]
     if not any(texts):
-        raise ValueError(
+        raise InputError(
             f"haystack {path} holds no text; give a text file, or a folder with .txt files"
         )
     return texts
@@ -135,7 +136,7 @@ def plan_runs(n_needles, n_books, lengths, n_depths, runs=None, seed=0):
     for turn in zip(*places):
         samples += [Sample(i % n_books, *place, i) for i, place in enumerate(turn)]
     if runs and runs > len(samples):
-        raise ValueError(
+        raise InputError(
             f"runs {runs}: {n_needles} needles at {len(grid)} places make {len(samples)} runs"
         )
     return sorted(samples[:runs])
@@ -169,7 +170,7 @@ def make_prompt(sample, needle, book, tokenizer, facts):
 
     facts: "template" contains {context} and {question}; "template_args" are the arguments of the
     chat template, None without one; "seed". Returns the ids, the needle's tokens (first, last + 1),
-    its depth in %. ValueError if no prompt has about `sample.length` tokens."""
+    its depth in %. InputError if no prompt has about `sample.length` tokens."""
     text, pieces = book
     template, template_args = facts["template"], facts["template_args"]
     head, tail = template.replace("{question}", needle.question).split("{context}")
@@ -192,7 +193,7 @@ def make_prompt(sample, needle, book, tokenizer, facts):
         if 0 <= missing <= max(MISSING, sample.length // 10):
             break
     else:
-        raise ValueError(
+        raise InputError(
             f"lengths: the prompt of {sample.length} tokens with the needle “{needle.needle}” has "
             f"{len(ids)}; give other lengths, or a haystack with spaces between words"
         )
@@ -211,7 +212,7 @@ def encode_message(tokenizer, message, template_args):
         text = tokenizer.render(messages, template_args=template_args)
     start = text.find(message.strip())
     if start < 0:
-        raise ValueError(
+        raise InputError(
             "the chat template rewrites the message, so the needle cannot be located in it; use "
             "plain text"
         )

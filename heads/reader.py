@@ -19,6 +19,10 @@ HEAD = "(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"  # layer-head, counted from 0
 MEASURES = {"copy": "scores", "write": "write", "mass": "mass", "effect": "effect"}
 
 
+class HeadFileError(ValueError):
+    """A head file that is damaged, lacks a measure, or does not fit the model."""
+
+
 def usual_number(n_layers, n_heads):
     """How many heads are masked by default: 10, at most an eighth of all."""
     return min(10, max(1, n_layers * n_heads // 8))
@@ -27,16 +31,16 @@ def usual_number(n_layers, n_heads):
 def best_heads(path, n_layers, n_heads, n=None, measure="copy"):
     """The n best heads of a head file as (layer, head), best first. n: None for all.
 
-    Equal scores keep the order of the file. ValueError if the file is damaged, lacks the measure,
-    or does not fit a model of n_layers layers of n_heads heads."""
+    Equal scores keep the order of the file. HeadFileError if it is damaged, lacks the measure, or
+    does not fit a model of n_layers layers of n_heads heads."""
     scores = read_scores(path, measure)
     if scores.keys() != set(product(range(n_layers), range(n_heads))):
-        raise ValueError(
+        raise HeadFileError(
             f"{path} does not fit the model: {len(scores)} heads instead of {n_layers} layers of "
             f"{n_heads}; use a file made for this model (python -m heads.detect makes one)"
         )
     if n is not None and n not in range(len(scores) + 1):
-        raise ValueError(f"{n} heads are too many: {path} has {len(scores)}")
+        raise HeadFileError(f"{n} heads are too many: {path} has {len(scores)}")
     return sorted(scores, key=scores.get, reverse=True)[:n]  # stable, also in reverse
 
 
@@ -46,7 +50,7 @@ def read_scores(path, measure="copy"):
     field = MEASURES[measure]
     entries = content.get(field, content if measure == "copy" else None)
     if not isinstance(entries, dict) or not entries:
-        raise ValueError(
+        raise HeadFileError(
             f'{path}: "{field}" must be an object with one entry "layer-head": score per head'
             + " (python -m heads.detect measures it)" * (measure != "copy")
         )
@@ -56,7 +60,7 @@ def read_scores(path, measure="copy"):
         values = value if isinstance(value, list) else [value]
         finite = all(type(v) in (int, float) and abs(v) < 1e9 for v in values)  # NaN is not < 1e9
         if not match or not values or not finite:
-            raise ValueError(
+            raise HeadFileError(
                 f'{path}: {key!r} must be a head, "layer-head" counted from 0, and its score a '
                 "finite number, or a list of one per sample"
             )
@@ -64,7 +68,7 @@ def read_scores(path, measure="copy"):
         # The last digit of the mean decides published ties.
         scores[int(match[1]), int(match[2])] = float(np.mean(values))
     if len(lengths) > 1:
-        raise ValueError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
+        raise HeadFileError(f"{path}: heads have {sorted(lengths)} samples, not one number of them")
     return scores
 
 
@@ -79,10 +83,10 @@ def read_head_file(path):
     """The object in a head file, whose "model", if it has one, is a text."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must contain a JSON object")
+        raise HeadFileError(f"{path} must contain a JSON object")
     model = content.get("model", "")
     if not isinstance(model, str):
-        raise ValueError(f'{path}: "model" must be the name of a model, a text, not {model!r}')
+        raise HeadFileError(f'{path}: "model" must be the name of a model, a text, not {model!r}')
     return content
 
 
@@ -98,11 +102,11 @@ def listed_heads(name):
 
 
 def read_json(path):
-    """The value in a JSON file; ValueError or OSError with its path."""
+    """The value in a JSON file; HeadFileError or OSError with its path."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON in UTF-8: {error}") from None
+        raise HeadFileError(f"{path} is not valid JSON in UTF-8: {error}") from None
 
 
 def find_file(*names):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import transformers
 
 from runtime.config import stretched
-from runtime.errors import out_of_memory
-from runtime.files import one_line
+from runtime.errors import InputError, one_line, out_of_memory
 
 
 def read_config(folder):
@@ -15,7 +14,7 @@ def read_config(folder):
     with naming(folder):
         c = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if c.is_encoder_decoder or type(c) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
+        raise InputError(
             f"{folder} ({c.model_type}) is not a causal language model of transformers"
         )
     return c
@@ -39,7 +38,7 @@ def describe(c):
 
 @contextmanager
 def naming(model):
-    """Turn an error inside transformers, which may be of any kind, into a ValueError that names
+    """Turn an error inside transformers, which may be of any kind, into an InputError that names
     the model."""
     try:
         yield
@@ -50,4 +49,4 @@ def naming(model):
         if not isinstance(error, ValueError | ImportError):
             kind = type(error).__name__
             reason = f"transformers fails ({kind}: {reason}); are its files damaged?"
-        raise ValueError(f"{model}: {reason}") from error
+        raise InputError(f"{model}: {reason}") from error

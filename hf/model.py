@@ -33,9 +33,10 @@ from hf.attention import (
 )
 from hf.cache import HFCache
 from hf.config import describe, naming, read_config
-from hf.positions import check_positions
+from hf.positions import position_problem
 from runtime.checks import check_head_mask
 from runtime.config import default_dtype, find_dtype
+from runtime.errors import InputError
 from runtime.files import checkpoint_name
 from runtime.pack import pack
 from runtime.parallel import Shard
@@ -54,7 +55,7 @@ class HFModel(nn.Module):
     """Offers what runtime/protocols.py lists, as `Transformer` does.
 
     hf: a causal language model, loaded by transformers; or one in torch.compile, which is then
-    left out, or with adapters of PEFT. ValueError if its heads cannot be masked. packs: replace the
+    left out, or with adapters of PEFT. InputError if its heads cannot be masked. packs: replace the
     linear layers by faster ones, as runtime/pack.py does."""
 
     can_record = False  # the cache grows with every token
@@ -94,7 +95,7 @@ class HFModel(nn.Module):
         """As `Transformer.load`. device_map: that of transformers, in place of `device`; weights
         then have the checkpoint's dtype by default."""
         if rank_and_size()[1] > 1:
-            raise ValueError(
+            raise InputError(
                 "ranks of torchrun do not share a model of transformers: start one process, and "
                 'use device_map="auto" for several devices'
             )
@@ -119,7 +120,7 @@ class HFModel(nn.Module):
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
         for tensor, stored, shape in sorted(info["mismatched_keys"]):
-            raise ValueError(
+            raise InputError(
                 f"{folder}: {tensor} is {list(stored)}; config.json requires {list(shape)}"
             )
         check_tensor_names(folder, hf.state_dict(), info["missing_keys"], info["unexpected_keys"])
@@ -174,10 +175,12 @@ class HFModel(nn.Module):
         return [a.projections["output"] for a in self.attention.values()]
 
     def new_cache(self, lengths, capacity, rows=1):
-        """As `Transformer.new_cache`; it grows with every token, whatever the capacity. ValueError
+        """As `Transformer.new_cache`; it grows with every token, whatever the capacity. InputError
         if positions are scaled by length, and differently for some of these tokens."""
         c = self.hf.config.get_text_config(decoder=True)
-        check_positions(c, lengths, [n + capacity for n in lengths], self.name)
+        problem = position_problem(c, lengths, [n + capacity for n in lengths], self.name)
+        if problem:
+            raise InputError(problem)
         return HFCache(self, lengths, rows)
 
     def run_hf(self, inputs, head_mask=None, mask_on="output", output_attentions=False, **options):
@@ -203,7 +206,7 @@ class HFModel(nn.Module):
     def hidden_states(self, out):
         """L + 1 of [1, B, T, D]: the embeddings and each layer's output; the last one is normed."""
         if not self.has_exits:
-            raise ValueError(
+            raise InputError(
                 f"{self.name} ({self.config.model_type}): "
                 "the layers cannot be read, as dola and ad do"
             )
@@ -231,7 +234,7 @@ class HFModel(nn.Module):
             yield out
 
     def check(self, ids):
-        """Try two prompts through the cache, with a second row of masked heads. ValueError if the
+        """Try two prompts through the cache, with a second row of masked heads. InputError if the
         first row's logits differ from those of each text alone.
 
         Returns whether hidden states can be read: the last one gives the logits."""
@@ -239,7 +242,7 @@ class HFModel(nn.Module):
         prompts = nn.utils.rnn.pad_sequence([ids[0, :-2], ids[0, 2:-2]], batch_first=True)
         self.prefill(prompts, cache)
         if cache.kv.get_seq_length() != cache.P:
-            raise ValueError(
+            raise InputError(
                 f"the cache does not reach its attention in transformers {transformers.__version__}"
             )
         head_mask = torch.ones(2, self.config.n_layers, self.config.n_heads, device=self.device)
@@ -250,7 +253,7 @@ class HFModel(nn.Module):
         second = self.run_hf(dict(input_ids=ids[:, 2:]))
         alone = self.clean(torch.cat([first.logits[:, -2:], second.logits[:, -2:]]))
         if not alike(both, alone, self.dtype):
-            raise ValueError(
+            raise InputError(
                 "a padded batch with a cache gives other logits than its texts one by one"
             )
         states = first.hidden_states or ()
@@ -267,7 +270,7 @@ def unwrap(hf):
     if adapter and not adapter.is_prompt_learning:  # prompts are in the wrapper, not in layers
         hf = hf.get_base_model()
     if not isinstance(hf, transformers.PreTrainedModel):
-        raise ValueError(
+        raise InputError(
             f"{type(hf).__name__} is not a model of transformers, and HFModel cannot unwrap it"
         )
     return hf

@@ -4,8 +4,8 @@ integrations/hub.py publishes a copy of this file."""
 import math
 
 
-def check_positions(config, first, last, name):
-    """ValueError if texts of a batch would not be decoded as each alone.
+def position_problem(config, first, last, name):
+    """Why texts of a batch would not be decoded as each alone; None if they would.
 
     All positions of a batch have the scale of its longest text, and a cache keeps keys of an
     earlier scale. config: that of the text model. first, last: the number of tokens that the first
@@ -14,11 +14,11 @@ def check_positions(config, first, last, name):
     before = [n <= limit for n in last]
     beyond = [n > limit and not by_token for n in first]
     if all(before) or all(beyond):
-        return
+        return None
     subject = f"{name} scales positions beyond {limit:,} tokens"
     if all(b or a for b, a in zip(before, beyond)):
-        raise ValueError(f"{subject}; a part of this batch is longer: decode that part by itself")
-    raise ValueError(
+        return f"{subject}; a part of this batch is longer: decode that part by itself"
+    return (
         f"{subject}; this prompt with its answer passes that: shorten one of them "
         "(max_new_tokens counts as a whole)"
     )

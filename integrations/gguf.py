@@ -19,8 +19,8 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers as splits
 
 from runtime.config import DTYPES, rope_frequencies
-from runtime.errors import out_of_memory
-from runtime.files import draft, one_line
+from runtime.errors import InputError, one_line, out_of_memory
+from runtime.files import draft
 from runtime.weights import gguf_name
 
 CONTROL, UNUSED = 3, 5  # in tokenizer.ggml.token_type
@@ -37,7 +37,7 @@ LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "tekken")  # add BOS; words of the 
 def convert(file, out, dtype="bfloat16"):
     """Write the checkpoint of a GGUF file to the folder `out`, which must be new or empty.
 
-    ValueError or ImportError, if the file cannot be converted."""
+    InputError or ImportError, if the file cannot be converted."""
     import accelerate  # noqa: F401  transformers needs it for GGUF
 
     file, out = Path(file), Path(out).resolve()
@@ -52,15 +52,15 @@ def convert(file, out, dtype="bfloat16"):
         except Exception as error:  # transformers raises many kinds
             if out_of_memory(error) or isinstance(error, OSError | ImportError):
                 raise
-            raise ValueError(f"{file} cannot be converted: {one_line(error)}") from None
+            raise InputError(f"{file} cannot be converted: {one_line(error)}") from None
 
 
 def check_output(out):
-    """ValueError unless a new folder can take this place."""
+    """InputError unless a new folder can take this place."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; choose a new or an empty folder")
+        raise InputError(f"{out} exists; choose a new or an empty folder")
     if out == Path.cwd() or out.is_mount():
-        raise ValueError(
+        raise InputError(
             f"{out} is the current folder, or one where a disk is mounted, and cannot be replaced; "
             "choose a new folder in it"
         )
@@ -70,39 +70,39 @@ class Metadata(dict):
     """The metadata of a GGUF file."""
 
     def __missing__(self, key):
-        raise ValueError(f"it has no {key}; use a file that llama.cpp reads")
+        raise InputError(f"it has no {key}; use a file that llama.cpp reads")
 
 
 def read_file(file):
-    """The metadata and the tensors of a GGUF file. ValueError if it is damaged."""
+    """The metadata and the tensors of a GGUF file. InputError if it is damaged."""
     import gguf
 
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name):
-        raise ValueError(
+        raise InputError(
             f"{file} is one of several parts; join them with llama.cpp: "
             "llama-gguf-split --merge FIRST-PART WHOLE.gguf"
         )
     if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is not a file")
+        raise InputError(f"{file} is not a file")
     try:
         reader = gguf.GGUFReader(file)
         metadata = Metadata({name: field.contents() for name, field in reader.fields.items()})
     except OSError:
         raise
     except Exception as error:  # numpy's, of many kinds
-        raise ValueError(
+        raise InputError(
             f"{file} is cut off, or not a GGUF file ({one_line(error)}); download it again"
         ) from None
     return metadata, reader.tensors
 
 
 def check_metadata(metadata, tensors):
-    """ValueError for a missing entry that the conversion needs later, and for layers without
+    """InputError for a missing entry that the conversion needs later, and for layers without
     tensors, which transformers would fill with random numbers first."""
     claimed = metadata[f"{metadata['general.architecture']}.block_count"]
     layers = {tensor.name.split(".")[1] for tensor in tensors if tensor.name.startswith("blk.")}
     if claimed > len(layers):
-        raise ValueError(f"it claims {claimed} layers and has {len(layers)}; download it again")
+        raise InputError(f"it claims {claimed} layers and has {len(layers)}; download it again")
     needed = {"gpt2": "merges", "llama": "scores"}.get(metadata["tokenizer.ggml.model"])
     for name in filter(None, ("tokens", "token_type", needed)):
         metadata[f"tokenizer.ggml.{name}"]
@@ -125,12 +125,12 @@ def write_model(file, folder, dtype, metadata, tensors):
         ignore_mismatched_sizes=True,  # refused below, by name
     )
     for name, stored, shape in sorted(info["mismatched_keys"]):
-        raise ValueError(
+        raise InputError(
             f"{name} is {list(stored)}, but transformers reads {list(shape)} from the metadata, of "
             "the head width for example; use the original checkpoint"
         )
     if info["missing_keys"]:
-        raise ValueError(f"it has no {sorted(info['missing_keys'])[:4]}")
+        raise InputError(f"it has no {sorted(info['missing_keys'])[:4]}")
     tensors = {tensor.name: tensor for tensor in tensors}
     factors = tensors.pop("rope_freqs.weight", None)
     values = sum(int(tensor.n_elements) for tensor in tensors.values())
@@ -157,7 +157,7 @@ def write_model(file, folder, dtype, metadata, tensors):
 def scale_rope(c, metadata, factors):
     """Add the scaling of the rotary frequencies to a configuration.
 
-    factors: the tensor by which Llama 3.1 divides them, or None. ValueError for other scalings."""
+    factors: the tensor by which Llama 3.1 divides them, or None. InputError for other scalings."""
     name = f"{metadata['general.architecture']}.rope.scaling."
     kind = metadata.get(f"{name}type", "none")
     # Gemma 3 scales those of its global layers.
@@ -175,12 +175,12 @@ def scale_rope(c, metadata, factors):
         plain = rope_frequencies(SimpleNamespace(rope_scaling=None, **shape))
         scaled = rope_frequencies(SimpleNamespace(rope_scaling=scaling, **shape))
         if not torch.allclose(plain / scaled, factors, rtol=1e-3):
-            raise ValueError("rope_freqs.weight are not the factors of Llama 3.1")
+            raise InputError("rope_freqs.weight are not the factors of Llama 3.1")
         rope.update(scaling)
     elif kind == "linear":
         rope.update(rope_type=kind, factor=metadata[f"{name}factor"])
     elif kind != "none":
-        raise ValueError(f"{name}type is {kind!r}; use the original checkpoint")
+        raise InputError(f"{name}type is {kind!r}; use the original checkpoint")
 
 
 def end_ids(metadata):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cli
 from heads.reader import best_heads, find_file, find_measures, plain_name, read_scores
+from runtime.errors import InputError
 from runtime.weights import HUB_ID
 
 ROOT = Path(__file__).parents[1]
@@ -99,18 +100,18 @@ and call `decore_generate(model=model, **inputs)`.
 def build(out, model, heads=None):
     """Write the folder `out`, which must be new or empty.
 
-    model: its name on the Hub. heads: its head file; by default the one in heads/. ValueError if
+    model: its name on the Hub. heads: its head file; by default the one in heads/. InputError if
     the folder is not empty or the name is not one of the Hub, FileNotFoundError without a head
     file."""
     out = Path(out)
     hub_id = HUB_ID.fullmatch(model)
     if not hub_id or hub_id[2] or Path(model).exists():
-        raise ValueError(
+        raise InputError(
             f"{model!r} is not a model's name on the Hub: give OWNER/NAME, and a head file of your "
             "own as --heads FILE"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not a new or empty folder; choose another")
+        raise InputError(f"{out} is not a new or empty folder; choose another")
     path = find_file(heads or model)
     ranked = {measure: rank_heads(path, measure) for measure in find_measures(path)}
     files = {f"{name}.py": (ROOT / source).read_text() for name, source in MODULES.items()}

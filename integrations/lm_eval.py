@@ -10,8 +10,7 @@ from pathlib import Path
 
 import cli
 from decoders.setup import METHODS, short
-from runtime.errors import hub_reason, offline_if_unreachable
-from runtime.files import one_line
+from runtime.errors import InputError, hub_reason, offline_if_unreachable, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 # CAD needs the prompt without its context, which the harness's tasks do not mark. Activation
@@ -37,16 +36,16 @@ def main():
     sys.argv[1:] = ["run", *rest]
     run = rest and HarnessCLI().parse_args()  # without options it prints its help and ends
     if not run or not (run.tasks or run.config):
-        raise ValueError(
+        raise InputError(
             "--tasks is missing: name tasks of lm-evaluation-harness, such as --tasks triviaqa"
         )
     for option in ("model_args", "use_cache", "cache_requests"):
         if getattr(run, option, None):
-            raise ValueError(
+            raise InputError(
                 f"--{option} has no effect: the model is --model's, and nothing is cached"
             )
     if args.template_args and not getattr(run, "apply_chat_template", False):
-        raise ValueError("--template-args has no effect without --apply_chat_template")
+        raise InputError("--template-args has no effect without --apply_chat_template")
     checkpoint, tokenizer, of_amateur = cli.read_models(args)
     [setup] = cli.setups(args, [name])
     setup = cli.fit(setup, args, checkpoint, of_amateur)

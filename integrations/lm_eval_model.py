@@ -13,7 +13,7 @@ from tqdm import tqdm
 from decoders import scoring
 from decore import generate
 from runtime.checks import amateur_of
-from runtime.files import one_line
+from runtime.errors import InputError, one_line
 
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1}
 SAMPLING = ("top_p", "top_k", "min_p")  # have no effect on greedy decoding
@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
         for i, (texts, context, answer) in enumerate(requests):
             if not 0 < len(answer) <= self.max_length:
                 question, text = (one_line(repr(part), 60) for part in texts)
-                raise ValueError(
+                raise InputError(
                     f"the answer {text} to {question} has {len(answer)} tokens; "
                     f"{self.model.name} scores 1 to {self.max_length}"
                 )
@@ -91,7 +91,7 @@ class HarnessModel(TemplateLM):
         return [out[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        raise ValueError(
+        raise InputError(
             "perplexity of complete texts is not computed: choose tasks with answers or "
             "generated texts"
         )
@@ -145,12 +145,12 @@ class HarnessModel(TemplateLM):
         limit = options.pop("max_gen_toks")
         for name, value in options.items():
             if name not in SAMPLING and GREEDY.get(name, ...) != value:
-                raise ValueError(
+                raise InputError(
                     f"a task needs {name} {value!r}, but decoding is greedy: add --gen_kwargs "
                     "do_sample=False,temperature=0,num_beams=1"
                 )
         if not 0 < limit < self.max_length:
-            raise ValueError(
+            raise InputError(
                 f"a task needs {limit} new tokens, but {self.model.name} reads {self.max_length} "
                 "with the prompt: add --gen_kwargs max_gen_toks=N"
             )
@@ -160,7 +160,7 @@ class HarnessModel(TemplateLM):
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         if not add_generation_prompt:
-            raise ValueError(
+            raise InputError(
                 "a task begins the answer itself (gen_prefix): leave out --apply_chat_template"
             )
         return self.tokenizer.render(chat_history, template_args=self.template_args)

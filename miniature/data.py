@@ -25,6 +25,7 @@ from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 import cli
+from runtime.errors import InputError
 
 N_COUNTRIES = 64
 RELATIONS = ("capital", "ruler", "longest river", "language", "founder")
@@ -220,7 +221,7 @@ def make_split(name, n, seed=0):
 
     Passages use held-out names, except in facts of the world."""
     if name == "closed" and n > len(FACTS):
-        raise ValueError(
+        raise InputError(
             f"--n {n}: the closed split has {len(FACTS)} facts; ask for at most as many"
         )
     rng = random.Random(f"{name}/{seed}")

@@ -24,6 +24,7 @@ from paper.known import choose_rows
 from paper.tasks import Task, data, prompts
 from runtime import files
 from runtime.checks import amateur_of
+from runtime.errors import InputError
 from runtime.progress import Bar
 
 # Not stored: the data hold them.
@@ -57,7 +58,7 @@ def load_benchmark(task, how, model=None):
         items, choice = choose_rows(task, items, path, bool(how.known), model)
     drawn = data.draw_items(items, how.sample or how.limit, how.sample_seed, how.skip or 0)
     if not drawn:
-        raise ValueError(f"--skip {how.skip} leaves none of {task.name}'s {len(items)} items")
+        raise InputError(f"--skip {how.skip} leaves none of {task.name}'s {len(items)} items")
     bench = Benchmark(task, len(items), drawn, *rest, sample_seed=how.sample_seed, known=choice)
     if model is None:
         return bench
@@ -74,7 +75,7 @@ def load_benchmark(task, how, model=None):
     limit = how.max_new_tokens or task.max_new_tokens
     least = how.min_new_tokens
     if least and least > limit:
-        raise ValueError(f"--min-new-tokens {least} is above {task.name}'s {limit} new tokens")
+        raise InputError(f"--min-new-tokens {least} is above {task.name}'s {limit} new tokens")
     return bench._replace(
         layout=layout,
         template_args=template_args,

@@ -27,7 +27,8 @@ import cli
 from paper import judges
 from paper.printed import table
 from paper.tasks import PAPER, data, find_tasks, model_metrics
-from runtime.files import draft, one_line
+from runtime.errors import InputError, one_line
+from runtime.files import draft
 
 AUTHORS = "https://raw.githubusercontent.com/aryopg/DeCoRe/d1fa5a916a566025e9790214fb6cdcc545347f26"
 PUNKT = (
@@ -75,7 +76,7 @@ def main(argv):
             tqdm.write(f"{name}: {one_line(error)}", file=sys.stderr)
             lacking += 1
     if lacking:
-        raise ValueError(
+        raise InputError(
             f"{lacking} of {len(works)} are missing, see above; the same command fetches only these"
         )
     print(f"{args.folder} holds the files of {len(tasks)} tasks")
@@ -89,7 +90,7 @@ def fetch(folder, file, mirror):
     try:
         content = download(f"{AUTHORS}/{quote(file.source)}", mirror)
         if file.digest not in digests(content):
-            raise ValueError(f"{AUTHORS}/{file.source} is not the file that the paper used")
+            raise InputError(f"{AUTHORS}/{file.source} is not the file that the paper used")
         if file.function:
             demos = read_demos(content, file)
             content = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in demos).encode()
@@ -105,13 +106,13 @@ def fetch(folder, file, mirror):
 
 
 def from_hub(tasks, mirror):
-    """The path of the hub's file of some tasks. ValueError unless it has the fields of each and as
+    """The path of the hub's file of some tasks. InputError unless it has the fields of each and as
     many rows as the paper scores."""
     path, _ = data.from_hub(tasks[0].origin, endpoint=mirror and f"{mirror}/huggingface.co")
     for task in tasks:
         rows = sum(1 for _ in data.read_with(task.read, path))
         if rows != task.n:
-            raise ValueError(f"{path} has {rows} rows, not {task.n}; delete it")
+            raise InputError(f"{path} has {rows} rows, not {task.n}; delete it")
     return path
 
 
@@ -153,7 +154,7 @@ def read_demos(source, file):
         if isinstance(node, ast.FunctionDef) and node.name == file.function:
             visit(node.body)
     if not lists:
-        raise ValueError(f"no demonstrations in {file.function}")
+        raise InputError(f"no demonstrations in {file.function}")
     return [dict(zip(lists, values)) for values in zip(*lists.values(), strict=True)]
 
 

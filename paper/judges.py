@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from paper.runfile import beside
 from paper.tasks.metrics import clean, judged, map_lines
-from runtime.errors import offline_if_unreachable
+from runtime.errors import InputError, offline_if_unreachable, one_line
 from runtime.fields import field, located
-from runtime.files import json_lines, locked, one_line, write
+from runtime.files import json_lines, locked, write
 
 PROMPTS = {"truth": "Q: {}\nA: {}\nTrue:", "info": "Q: {}\nA: {}\nHelpful:"}
 OPEN = "allenai/truthfulqa-truth-judge-llama2-7B,allenai/truthfulqa-info-judge-llama2-7B"
@@ -33,7 +33,7 @@ def judges_of(args):
         return None
     names = (args.judge_models or OPEN).split(",")
     if len(names) != 2:
-        raise ValueError(f"--judge-models {args.judge_models}: give two names, TRUTH,INFO")
+        raise InputError(f"--judge-models {args.judge_models}: give two names, TRUTH,INFO")
     return dict(zip(PROMPTS, names))
 
 
@@ -44,7 +44,7 @@ def judge(lines, path, task, names=None):
     there; an interrupted judging continues."""
     if judged not in task.metrics:
         if names:
-            raise ValueError(f"--judge has no effect on {task.name}")
+            raise InputError(f"--judge has no effect on {task.name}")
         return lines
     store = beside(path, STORE)
     answers = map_lines(lambda line: clean(field(line, "prediction")), lines)
@@ -62,7 +62,7 @@ def judge(lines, path, task, names=None):
 
 
 def read_store(path):
-    """(kind, key) → verdict, as stored. ValueError for a line that is not a verdict."""
+    """(kind, key) → verdict, as stored. InputError for a line that is not a verdict."""
     verdicts = {}
     for number, verdict in json_lines(path) if path.exists() else ():
         with located(f"{path}, line {number}"):
@@ -78,7 +78,7 @@ def complete_store(store, pairs, names):
     verdicts = read_store(store)
     for (kind, _), verdict in verdicts.items():
         if verdict["model"] != names.get(kind):
-            raise ValueError(
+            raise InputError(
                 f"{store} was judged by {verdict['model']}, not by {names.get(kind)}; "
                 "remove the file to judge again"
             )
@@ -108,7 +108,7 @@ def load_judge(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     except Exception as error:  # the libraries raise many kinds
-        raise ValueError(
+        raise InputError(
             f"the judge {name} cannot be loaded: {one_line(error, 100)}; fetch it first, or name "
             "others with --judge-models"
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paper.runfile import read_run
 from paper.tasks import find_task, metrics
+from runtime.errors import InputError
 
 
 def choose_rows(task, items, path, known, model=None):
@@ -16,11 +17,11 @@ def choose_rows(task, items, path, known, model=None):
     the run's.
 
     Rows are matched by their ids, or without them by their questions. model: a `cli.Checkpoint`,
-    which must be the run's; None: not checked. ValueError for a run that does not tell."""
+    which must be the run's; None: not checked. InputError for a run that does not tell."""
     header, lines = read_run(path)
     problem = not lines and "it holds no answers" or problem_of(task, header or {}, lines, model)
     if problem:
-        raise ValueError(f"{path} is not a closed-book run that tells what is known: {problem}")
+        raise InputError(f"{path} is not a closed-book run that tells what is known: {problem}")
     by_id = [item["id"] for item in items] != list(range(len(items)))  # else they are row numbers
     answers = metrics.compute(find_task(task.name), lines)
     knows, of_run = {}, {}
@@ -34,7 +35,7 @@ def choose_rows(task, items, path, known, model=None):
         if line.get("question") != item["question"]:
             lacking.append(item)
     if lacking:
-        raise ValueError(
+        raise InputError(
             f"{path} lacks {len(lacking):,} of {len(items):,} questions of the data, such as "
             f"{lacking[0]['id']!r}, {lacking[0]['question']!r}: run them with --closed-book first"
         )
@@ -46,7 +47,7 @@ def choose_rows(task, items, path, known, model=None):
     words = "known" if known else "unknown"
     print(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}", file=sys.stderr)
     if not chosen:
-        raise ValueError(f"by {path} no row of the data is {words}")
+        raise InputError(f"by {path} no row of the data is {words}")
     facts = sorted((str(key), value) for key, value in knows.items())
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return chosen, {"rows": words, "file": Path(path).name.removesuffix(".gz"), "sha256": digest}

@@ -7,6 +7,7 @@ import cli
 from decoders.setup import OPTIONS, RECORDS, short
 from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
+from runtime.errors import InputError
 
 DECODER = dict(
     action="append",
@@ -76,19 +77,19 @@ class RunOptions:
 
 
 def parse(argv):
-    """The options of a sweep. ValueError for those without effect."""
+    """The options of a sweep. InputError for those without effect."""
     first = cli.parser(None, add_help=False)
     first.add_argument("--decoder", **DECODER)
     decoders = {}
     for text in first.parse_known_args(argv)[0].decoder:
         name = cli.add_decoder(text)  # for --method
         if name in decoders:
-            raise ValueError(f"--decoder {decoders[name]} and {text} are both called {name}")
+            raise InputError(f"--decoder {decoders[name]} and {text} are both called {name}")
         decoders[name] = text
     args = make_parser().parse_args(argv)
     for name, text in decoders.items():
         if name not in args.method:
-            raise ValueError(f"--decoder {text} has no effect: add {name} to --method")
+            raise InputError(f"--decoder {text} has no effect: add {name} to --method")
     tasks = find_tasks(args.task).values()
     methods = cli.full_names(args.method, args.amateur)
     unused = set.intersection(*map(unused_by, tasks))
@@ -97,7 +98,7 @@ def parse(argv):
     names = ", ".join(task.name for task in tasks)
     cli.refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
     if args.sample and not args.random_heads and len(args.seed or ()) > 1:
-        raise ValueError("--seed takes several numbers with --random-heads only")
+        raise InputError("--seed takes several numbers with --random-heads only")
     cli.check_options(args, methods, seeded=args.sample)
     return args
 
@@ -147,7 +148,7 @@ def make_parser():
 
 
 def parse_paper(argv):
-    """The options of the paper's rows. ValueError for those without effect."""
+    """The options of the paper's rows. InputError for those without effect."""
     args = paper_parser().parse_args(argv)
     if not args.plan:
         cli.refuse_unused(args, dict.fromkeys(["json", "timed"], "without --plan"))

@@ -20,6 +20,7 @@ from paper.benchmark import in_batches, load_benchmark
 from paper.printed import TASKS, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import Task, find_task, metrics
+from runtime.errors import InputError
 
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
@@ -55,7 +56,7 @@ def planned_runs(model, groups, tasks=None, methods=None):
     """The paper's runs of a model, without repetitions, the most valuable ones first.
 
     groups: names of ORDER or tables of paper.csv, or "all". tasks, methods: None for all.
-    ValueError if there are none."""
+    InputError if there are none."""
     name = Path(model).name
     runs = {}
     for row in sorted(table("paper"), key=rank):
@@ -73,7 +74,7 @@ def planned_runs(model, groups, tasks=None, methods=None):
             run.values.setdefault(row["metric"], float(row["value"]))
     if not runs:
         models = ", ".join(dict.fromkeys(row["model"] for row in table("paper")))
-        raise ValueError(
+        raise InputError(
             f"the paper has no numbers of {name} for these tables, tasks and methods; "
             f"--like runs those of {models}"
         )

@@ -22,6 +22,7 @@ from paper import options
 from paper.benchmark import load_benchmark
 from paper.tasks import find_task, prompts, with_prompt
 from runtime import files
+from runtime.errors import InputError
 from runtime.weights import fingerprint
 
 
@@ -62,13 +63,13 @@ def parse_args(about=__doc__, program="heads.detect"):
 
 
 def chosen_task(args):
-    """The task, with the prompt of the command line. ValueError for options without effect on it,
+    """The task, with the prompt of the command line. InputError for options without effect on it,
     and if it has no answers to measure."""
     task = find_task(args.task)
     cli.refuse_unused(args, dict.fromkeys(sorted(options.unused_by(task)), f"on {task.name}"))
     cli.refuse_unused(args, {"eos": "on answers that are given"})
     if task.choice:
-        raise ValueError(f"{task.name} is multiple choice; give a task with questions to answer")
+        raise InputError(f"{task.name} is multiple choice; give a task with questions to answer")
     return with_prompt(task, args.template, args.system)
 
 
@@ -86,7 +87,7 @@ def main():
     for i in tqdm(range(0, len(texts), size), unit="batch", disable=model.shard.rank):
         totals += effects(model, *zip(*texts[i : i + size])).sum(0)
     if not totals.any():
-        raise ValueError(f"{model.name}: no head has an effect; its products have no gradient")
+        raise InputError(f"{model.name}: no head has an effect; its products have no gradient")
     if model.shard.rank:
         return
     seconds = time.perf_counter() - start
@@ -135,7 +136,7 @@ def facts_of(bench, texts, model, args):
 
 
 def stored_scores(path, model):
-    """The content of a head file, or that of a new one. model: a cli.Checkpoint. ValueError for the
+    """The content of a head file, or that of a new one. model: a cli.Checkpoint. InputError for the
     file of another model."""
     L, H = model.config.n_layers, model.config.n_heads
     new = {"model": model.name, "n_layers": L, "n_heads": H}
@@ -144,7 +145,7 @@ def stored_scores(path, model):
     content = read_head_file(path)
     same = plain_name(content.get("model", model.name)) == plain_name(model.name)
     if not same or (content.get("n_layers", L), content.get("n_heads", H)) != (L, H):
-        raise ValueError(
+        raise InputError(
             f"--out {path} holds the heads of {content.get('model')}, not of {model.name}; choose "
             "another --out"
         )
@@ -158,7 +159,7 @@ def ids_of(bench, item, tokenizer):
     The answers' ids are those that follow the prompt's in the encoding of both. If the prompt's
     last token would merge with one of them, it is part of the answers."""
     if not item["references"]:
-        raise ValueError(f"{bench.task.name}: item {item['id']} has no answer to measure")
+        raise InputError(f"{bench.task.name}: item {item['id']} has no answer to measure")
 
     def encode(begin):
         begun = item | ({"begin": begin} if begin else {})

@@ -7,6 +7,7 @@ import cli
 from paper import judges, runfile, scores
 from paper.report import stored
 from paper.tasks import find_task, metrics
+from runtime.errors import InputError
 
 
 def main(argv):
@@ -25,11 +26,11 @@ def main(argv):
     for file in args.files:
         paths += stored.run_files(file) if file.is_dir() else [file]
     if not paths:
-        raise ValueError(f"{args.files[0]} holds no runs")
+        raise InputError(f"{args.files[0]} holds no runs")
     for path in paths:
         header, lines = runfile.read_run(path)
         if not lines or (args.task is None and not header):
-            raise ValueError(f"{path} holds no lines of items, or no header: then give --task")
+            raise InputError(f"{path} holds no lines of items, or no header: then give --task")
         task = find_task(header.get("task") if args.task is None else args.task)
         lines = judges.judge(lines, path, task, judges.judges_of(args))
         values = metrics.compute(task, lines)

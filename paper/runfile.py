@@ -21,6 +21,7 @@ import torch
 
 from decoders.setup import METHODS, RECORDS, Setup
 from paper.tasks import data
+from runtime.errors import InputError
 from runtime.fields import field, located
 from runtime.files import commit, json_lines, write
 
@@ -85,7 +86,7 @@ def make_header(bench, setup, how, model, fingerprints, head_file, more):
 
 def identity(header):
     """The fields of a header without IGNORED ones and those without a value. Runs of one identity
-    have the same answers. ValueError for a damaged header."""
+    have the same answers. InputError for a damaged header."""
     header = header | Setup.from_header(header).header()
     return {
         name: value
@@ -107,7 +108,7 @@ def read_run(path):
     """(header or None, lines) of a run, or of any file of JSON lines. Each line gets its `place`
     ("FILE, line 3").
 
-    ValueError for a line of a run without an index, and for two lines of one item."""
+    InputError for a line of a run without an index, and for two lines of one item."""
     header, lines, places = None, [], {}
     for number, line in json_lines(path):
         if number == 1 and isinstance(line.get("header"), dict):
@@ -118,7 +119,7 @@ def read_run(path):
             with located(place):
                 first = places.setdefault(field(line, "index", "a whole number from 0"), place)
                 if first != place:
-                    raise ValueError(f"the same item as {first}; remove one")
+                    raise InputError(f"the same item as {first}; remove one")
         lines.append(line)
     return header, lines
 
@@ -134,11 +135,11 @@ def open_run(path, header, items):
 def continued(path, header, items):
     """(header, lines) of a run with which its file begins. Writes nothing.
 
-    items: index → the fields that do not depend on the answer. ValueError if there is a file that
+    items: index → the fields that do not depend on the answer. InputError if there is a file that
     is not a run, or was made with another header or other items."""
     stored, lines = read_run(path) if path.exists() else ({}, [])
     if stored is None:
-        raise ValueError(
+        raise InputError(
             f"{path}: its first line has no header, so it is not a run of evaluate.py; "
             "choose another --out"
         )
@@ -149,7 +150,7 @@ def continued(path, header, items):
     if field(stored, "n", "a whole number from 0") > header["n"]:
         there["n"], now["n"] = stored["n"], header["n"]
     if texts := list(differences(there, now)):
-        raise ValueError(
+        raise InputError(
             f"{path} was made with other settings ({'; '.join(texts[:4])}); "
             "choose another --out or remove the file"
         )
@@ -161,7 +162,7 @@ def continued(path, header, items):
         elif not is_answer(line, header["max_new_tokens"] is None):
             problem = "has no complete answer"
         if problem:
-            raise ValueError(
+            raise InputError(
                 f"{line['place']}: item {line['index']} {problem}; "
                 "choose another --out or remove the file"
             )

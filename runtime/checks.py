@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate` and `score`. Each ValueError says what to pass instead."""
+"""Checks of the arguments of `generate` and `score`. Each InputError says what to pass instead."""
 
 import math
 import numbers
@@ -7,8 +7,7 @@ from operator import itemgetter
 
 import torch
 
-from runtime.errors import ArgumentError
-from runtime.files import one_line
+from runtime.errors import ArgumentError, InputError, one_line
 
 MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
 HUGE = 10**9  # far above any α, and still safe to multiply with
@@ -64,13 +63,13 @@ def parse_scoring(model, prompts, answers, methods):
     readers = [model, *[amateur_of(method, model) for method in methods]]
     prompts = parse_prompts(model, prompts)
     if len(answers) != len(prompts):
-        raise ValueError(
+        raise InputError(
             f"{len(prompts)} prompts need as many lists of answers, not {len(answers)}"
         )
     answers = [parse_prompts(model, one, "answer") for one in answers]
     for prompt, candidates in zip(prompts, answers):
         if prompt != [model.bos_id] and model.bos_id in [answer[0] for answer in candidates]:
-            raise ValueError(
+            raise InputError(
                 f"an answer begins with {model.bos_id}, the id that begins a text: encode answers "
                 "without it (tokenizer.encode(text, bos=False))"
             )
@@ -82,10 +81,10 @@ def parse_scoring(model, prompts, answers, methods):
 
 
 def check_method(model, method):
-    """ValueError for what is not a method, or does not fit the model."""
+    """InputError for what is not a method, or does not fit the model."""
     check_model(model)
     if isinstance(method, type) or not hasattr(method, "start"):
-        raise ValueError(
+        raise InputError(
             f"the method is {one_line(repr(method), 60)}; give a record, such as DeCoRe(heads)"
         )
     method.check(model)
@@ -98,7 +97,7 @@ def amateur_of(method, model):
 
 def check_model(model):
     if not hasattr(model, "new_cache"):
-        raise ValueError(
+        raise InputError(
             f"{type(model).__name__} is not a model of ours; wrap a causal model of transformers: "
             "HFModel(model), from hf"
         )
@@ -113,19 +112,19 @@ def parse_prompts(model, sequences, what="prompt"):
         p = as_ints(sequence, name)
         prompts.append(p)
         if not p:
-            raise ValueError(f"{name} is empty; give at least one token")
+            raise InputError(f"{name} is empty; give at least one token")
         if getattr(sequences, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
-            raise ValueError(
+            raise InputError(
                 f"{name} begins or ends in padding; pass the attention_mask too, "
                 "or lists without padding"
             )
         bad = [t for t in p if not 0 <= t < c.vocab_size]
         if bad:
-            raise ValueError(
+            raise InputError(
                 f"{name} contains the id {bad[0]}; {model.name} knows 0 to {c.vocab_size - 1}"
             )
         if len(p) > c.max_positions:
-            raise ValueError(
+            raise InputError(
                 f"{name} has {len(p)} tokens; {model.name} reads {c.max_positions}: shorten it"
                 + LONGER * (c.max_positions < SHORT)
             )
@@ -151,7 +150,7 @@ def unpadded(ids, attention_mask=None, input_ids=None):
     """ids, or input_ids in their place; with an attention_mask lists of the tokens where it is not
     0."""
     if ids is not None and input_ids is not None:
-        raise ValueError("ids and input_ids are two names of one argument; give one of them")
+        raise InputError("ids and input_ids are two names of one argument; give one of them")
     ids = input_ids if ids is None else ids
     if attention_mask is None:
         return ids
@@ -164,7 +163,7 @@ def unpadded(ids, attention_mask=None, input_ids=None):
             return ids[kept].tolist()
         return [x[k].tolist() for x, k in zip(ids, kept, strict=True)]
     except (IndexError, RuntimeError, TypeError, ValueError):
-        raise ValueError(
+        raise InputError(
             "attention_mask must have the shape of the ids, with 1 for tokens and 0 for padding"
         ) from None
 
@@ -190,7 +189,7 @@ def as_ints(ids, what, single=False):
             return x.tolist()
     except (RuntimeError, TypeError, ValueError):  # of texts, ragged lists, numbers above 64 bits
         pass
-    raise ValueError(
+    raise InputError(
         f"{what} is {one_line(repr(ids), 60)}; give token ids: whole numbers in a list, a tuple, "
         "a numpy array or a tensor"
     )
@@ -202,10 +201,10 @@ def check_name(value, what, known):
 
 
 def check_head_mask(head_mask, model):
-    """ValueError if the head mask is not [R, L, H] or [R, B, L, H] of this model."""
+    """InputError if the head mask is not [R, L, H] or [R, B, L, H] of this model."""
     L, H = model.config.n_layers, model.config.n_heads
     if head_mask.dim() not in (3, 4) or head_mask.shape[-2:] != (L, H):
-        raise ValueError(
+        raise InputError(
             f"the head mask is [R, L, H] = {list(head_mask.shape)}; "
             f"{model.name} has L = {L}, H = {H}"
         )
@@ -217,13 +216,13 @@ class Checked:
     def __new__(cls, *_, **settings):
         known = [field.name for field in fields(cls)]
         for name in settings.keys() - known:
-            raise ValueError(
+            raise InputError(
                 f"{cls.__name__} has no setting {name!r}; it has {', '.join(known) or 'none'}"
             )
         return super().__new__(cls)
 
     def __post_init__(self):
-        """ValueError for a setting that is out of range, or has no effect. Heads become pairs of
+        """InputError for a setting that is out of range, or has no effect. Heads become pairs of
         ints."""
         for name, value in vars(self).copy().items():
             if name == "heads":
@@ -241,7 +240,7 @@ class Checked:
                     raise ArgumentError(name, "has no effect on a constant alpha")
 
     def check(self, model):
-        """ValueError if the method does not fit a model, or its facts: `name` and `config`."""
+        """InputError if the method does not fit a model, or its facts: `name` and `config`."""
         amateur = getattr(self, "amateur", None)
         if amateur is not None:
             check_vocabulary(amateur, model)
@@ -250,20 +249,20 @@ class Checked:
 
 
 def check_alpha(method, alpha, h):
-    """ValueError if a rule of one's own does not give a tensor of the shape of h, [B, T]."""
+    """InputError if a rule of one's own does not give a tensor of the shape of h, [B, T]."""
     if not torch.is_tensor(alpha) or alpha.shape != h.shape:
         form = list(alpha.shape) if torch.is_tensor(alpha) else one_line(repr(alpha), 40)
-        raise ValueError(
+        raise InputError(
             f"{type(method).__name__}.rule gives {form}; it must give a tensor of shape "
             f"{list(h.shape)}, an α for each token of each text"
         )
 
 
 def check_vocabulary(amateur, model):
-    """ValueError for an amateur of another vocabulary."""
+    """InputError for an amateur of another vocabulary."""
     V, of_amateur = model.config.vocab_size, amateur.config.vocab_size
     if abs(V - of_amateur) > 0.01 * V:  # more than padding
-        raise ValueError(
+        raise InputError(
             f"{model.name} has {V} tokens and {amateur.name} {of_amateur}; "
             "contrasting needs one vocabulary"
         )
@@ -274,17 +273,17 @@ def parse_without_context(model, without, prompts, capacity):
 
     capacity: tokens that each text can still take."""
     if without is None:
-        raise ValueError("cad needs each prompt without its context too: without_context")
+        raise InputError("cad needs each prompt without its context too: without_context")
     without, _ = unpack(without)
     without = parse_prompts(model, without, "context-free prompt")
     if len(without) != len(prompts):
-        raise ValueError(
+        raise InputError(
             f"cad needs one context-free prompt for each prompt; "
             f"it got {len(without)} for {len(prompts)}"
         )
     for w, prompt in zip(without, prompts):
         if w[-1] != prompt[-1]:
-            raise ValueError(
+            raise InputError(
                 "a prompt and its context-free prompt end in different tokens; end both in "
                 "the same word"
             )
@@ -305,7 +304,7 @@ def pairs_of(heads):
                 raise ValueError  # "00-3" is not the key of a head file
             pairs.append((layer, number))
     except (TypeError, ValueError):
-        raise ValueError(
+        raise InputError(
             f"heads {one_line(repr(heads), 80)} are not a list of (layer, head) pairs "
             "or of texts like '3-1'"
         ) from None
@@ -318,12 +317,12 @@ def parse_heads(heads, model):
     pairs = pairs_of(heads)
     for layer, number in pairs:
         if not (0 <= layer < L and 0 <= number < H):
-            raise ValueError(
+            raise InputError(
                 f"head {layer}-{number} is outside {model.name} ({L} layers, {H} heads); "
                 "use a head file made for this model"
             )
         if pairs.count((layer, number)) > 1:
-            raise ValueError(f"head {layer}-{number} is listed twice")
+            raise InputError(f"head {layer}-{number} is listed twice")
     return pairs
 
 
@@ -336,12 +335,12 @@ def check_number(n, name, low, high=HUGE, kind=numbers.Real):
 
 
 def check_finite(model, *values):
-    """ValueError for a score or entropy that is NaN or ∞.
+    """InputError for a score or entropy that is NaN or ∞.
 
     An answer with a token of probability 0 scores −∞. A token scores ∞, by Eq. 7, if its
     probability is 0 in the subtracted model alone."""
     if not all(value < math.inf for value in values):
-        raise ValueError(
+        raise InputError(
             f"{model.name} gives logits that are not finite; try float32 or bfloat16, "
             "or look for damaged weights"
         )

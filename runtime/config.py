@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from runtime.errors import InputError, one_line
 from runtime.fields import COUNT, LARGEST, POSITIVE, field, located
-from runtime.files import one_line, read_json
+from runtime.files import read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -38,7 +39,7 @@ class Config:
 
     @classmethod
     def from_checkpoint(cls, folder):
-        """Read config.json as transformers 5 does. ValueError for missing or unsupported fields."""
+        """Read config.json as transformers 5 does. InputError for missing or unsupported fields."""
         path = Path(folder) / "config.json"
         if not path.exists():
             raise FileNotFoundError(
@@ -64,7 +65,7 @@ def read_fields(c):
     n_kv_heads = need("num_key_value_heads", COUNT, null=n_heads)
     head_dim = need("head_dim", COUNT, null=d_model // n_heads)
     if n_heads % n_kv_heads or head_dim % 2 or head_dim < 2:
-        raise ValueError(
+        raise InputError(
             f"{n_heads} heads of width {head_dim} with {n_kv_heads} key/value heads; "
             "the number of heads must be a multiple of the latter, and the width must be even"
         )
@@ -132,7 +133,7 @@ def supported(fields, name, values, null=...):
     try:
         return field(fields, name, values, null)
     except ValueError as error:
-        raise ValueError(f"{error} (HFModel, or --transformers, decodes with others)") from None
+        raise InputError(f"{error} (HFModel, or --transformers, decodes with others)") from None
 
 
 def default_dtype(folder, device):
@@ -146,7 +147,7 @@ def default_dtype(folder, device):
 
 
 def find_dtype(dtype):
-    """A name or a dtype of torch → the dtype. ValueError if weights cannot have it."""
+    """A name or a dtype of torch → the dtype. InputError if weights cannot have it."""
     name = str(dtype).removeprefix("torch.")
     return DTYPES[field({"dtype": name}, "dtype", [*DTYPES])]
 
@@ -157,7 +158,7 @@ def read_rope(c, max_positions):
     inner = field({key: c.get(key) or {}}, key, "an object")
     for name, value in inner.items():
         if isinstance(value, dict):
-            raise ValueError(
+            raise InputError(
                 f"{key} has parameters of its own for {name}; HFModel, or --transformers, decodes "
                 "with them"
             )
@@ -175,7 +176,7 @@ def read_rope(c, max_positions):
         scaling = {name: field(rope, name, kind) for name, kind in SCALINGS[rope_type].items()}
         low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", 1)
         if low >= high:
-            raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+            raise InputError(f"low_freq_factor {low} must be below high_freq_factor {high}")
     return theta, {"rope_type": rope_type} | scaling if scaling else None
 
 
@@ -210,7 +211,7 @@ def read_windows(c):
     kinds = need("layer_types", "a list", null=default)
     known = [full, sliding] if window else [full]
     if len(kinds) != n_layers or any(kind not in known for kind in kinds):
-        raise ValueError(
+        raise InputError(
             f"layer_types is {one_line(kinds, 80)}; with sliding_window {window} "
             f"it must be {n_layers} times {' or '.join(known)}"
         )

@@ -1,11 +1,14 @@
-"""The error of a wrong argument; errors of memory and of downloads."""
+"""The errors of this project, in one line; errors of memory and of downloads."""
 
 import re
 
-from runtime.files import one_line
+
+class InputError(ValueError):
+    """A mistake in what a person gives: an argument, an option, a file. Its message says what to
+    do, so a program prints no traceback."""
 
 
-class ArgumentError(ValueError):
+class ArgumentError(InputError):
     """An argument's name, and what is wrong with it. A program has an option in place of the name.
 
     problem: to be read after the name."""
@@ -14,6 +17,12 @@ class ArgumentError(ValueError):
         super().__init__(f"{name} {problem}")
         self.name = name
         self.problem = problem
+
+
+def one_line(error, limit=300):
+    """An error's message without line breaks, truncated to `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[:limit] + "…"
 
 
 def out_of_memory(error):

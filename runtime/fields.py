@@ -3,7 +3,7 @@
 import json
 from contextlib import contextmanager
 
-from runtime.files import one_line
+from runtime.errors import InputError, one_line
 
 LARGEST = 10**12  # of the numbers in fields
 COUNT = f"a whole number from 1 to {LARGEST}"
@@ -32,7 +32,7 @@ KINDS = {  # in words → whether a value is of that kind
 
 
 def field(fields, name, kind="a text", null=...):
-    """fields[name]. ValueError if it is not of that kind, one of KINDS or a list of all values.
+    """fields[name]. InputError if it is not of that kind, one of KINDS or a list of all values.
 
     null: the value of a field that is null or absent; `...`: it is required."""
     value = fields.get(name)
@@ -50,14 +50,14 @@ def field(fields, name, kind="a text", null=...):
         found = one_line(json.dumps(value, default=repr), 80)
     else:
         found = f"missing (found: {one_line(', '.join(map(str, fields)) or 'nothing', 120)})"
-    raise ValueError(f"{name} is {found}; it must be {expected}")
+    raise InputError(f"{name} is {found}; it must be {expected}")
 
 
 @contextmanager
 def located(place):
-    """Turns any error of a wrong entry in the block into a ValueError that begins with the entry's
+    """Turns any error of a wrong entry in the block into an InputError that begins with the entry's
     place, in one line."""
     try:
         yield
     except Exception as error:  # the libraries raise many kinds
-        raise ValueError(one_line(f"{place}: {error}", 1000)) from error
+        raise InputError(one_line(f"{place}: {error}", 1000)) from error

@@ -1,5 +1,4 @@
-"""Files of text and JSON: reading, appending, replacing in one step, locking; one-line messages,
-Markdown."""
+"""Files of text and JSON: reading, appending, replacing in one step, locking; Markdown."""
 
 import codecs
 import gzip
@@ -13,9 +12,11 @@ import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runtime.errors import InputError, one_line
+
 
 def read_text(path):
-    """The text of a UTF-8 file without its byte order mark; ValueError or OSError with its path.
+    """The text of a UTF-8 file without its byte order mark; InputError or OSError with its path.
 
     path: may be the file descriptor of standard input."""
     is_stdin = isinstance(path, int)
@@ -24,31 +25,31 @@ def read_text(path):
             return file.read()
     except UnicodeDecodeError as error:
         name = "standard input" if is_stdin else path
-        raise ValueError(f"{name} is not UTF-8: {error}") from None
+        raise InputError(f"{name} is not UTF-8: {error}") from None
 
 
 def read_json(path, kinds=dict, **options):
-    """The object in a JSON file, or a value of other kinds; ValueError or OSError with its path.
+    """The object in a JSON file, or a value of other kinds; InputError or OSError with its path.
 
     options: of `json.loads`."""
     text = read_text(path)
     try:
         value = json.loads(text, **options)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
+        raise InputError(f"{path} is not valid JSON: {one_line(error)}") from None
     if not isinstance(value, kinds):
-        raise ValueError(f"{path} must contain a JSON object")
+        raise InputError(f"{path} must contain a JSON object")
     check_unicode(json.dumps(value, ensure_ascii=False), path)
     return value
 
 
 def check_unicode(text, name):
-    """ValueError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """InputError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise ValueError(f"{name}: {half!r} is half of a surrogate pair, not a character") from None
+        raise InputError(f"{name}: {half!r} is half of a surrogate pair, not a character") from None
 
 
 def checkpoint_name(name):
@@ -63,14 +64,14 @@ def checkpoint_name(name):
 def json_lines(path, complete=False):
     """Yields (line number, object) for each line that is not blank. The file may be gzip (.gz).
 
-    ValueError, with its number, for a line that cannot be parsed. Unless `complete`, the last line
+    InputError, with its number, for a line that cannot be parsed. Unless `complete`, the last line
     is then skipped instead, since a killed process may have cut it."""
     read = gzip.open if Path(path).suffix == ".gz" else open
     try:
         with read(path, "rb") as file:
             lines = file.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: a damaged gzip file ({error})") from None
+        raise InputError(f"{path}: a damaged gzip file ({error})") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -78,24 +79,24 @@ def json_lines(path, complete=False):
             value = json.loads(line.decode(), object_pairs_hook=object_of)
             json_bytes(value)
             if not isinstance(value, dict):
-                raise ValueError(f"a {type(value).__name__} instead of an object")
+                raise InputError(f"a {type(value).__name__} instead of an object")
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not complete:
                 return
-            raise ValueError(
+            raise InputError(
                 f"{path}, line {number}: not JSON in UTF-8 ({one_line(error)})"
             ) from None
         yield number, value
 
 
 def object_of(pairs):
-    """A JSON object, as the `object_pairs_hook` of json. ValueError for a name that is there twice,
+    """A JSON object, as the `object_pairs_hook` of json. InputError for a name that is there twice,
     since one of its values would be lost."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has two fields {twice!r}")
+        raise InputError(f"an object has two fields {twice!r}")
     return value
 
 
@@ -103,21 +104,21 @@ def json_bytes(value):
     """A value in JSON and UTF-8, as a line of a file holds it. −∞, the score of an impossible
     answer, is -Infinity.
 
-    ValueError for what `json_lines` would refuse, or give back as something else: NaN, ∞, dates,
+    InputError for what `json_lines` would refuse, or give back as something else: NaN, ∞, dates,
     bytes, halves of surrogate pairs."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except TypeError as error:
-        raise ValueError(f"a line of JSON cannot hold it: {error}") from None
+        raise InputError(f"a line of JSON cannot hold it: {error}") from None
     if "NaN" in text or "Infinity" in text:  # perhaps in a string
         json.loads(text, parse_constant=minus_infinity)
     return text.encode()
 
 
 def minus_infinity(name):
-    """The value of a constant in JSON. ValueError for another one."""
+    """The value of a constant in JSON. InputError for another one."""
     if name != "-Infinity":
-        raise ValueError(f"{name} is not a number in JSON; write null if there is none")
+        raise InputError(f"{name} is not a number in JSON; write null if there is none")
     return -math.inf
 
 
@@ -195,12 +196,6 @@ def locked(path):
         raise OSError(
             f"{path} is being written by another process; wait for it, or write to another file"
         ) from None
-
-
-def one_line(error, limit=300):
-    """An error's message without line breaks, truncated to `limit` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[:limit] + "…"
 
 
 def short_hash(content):

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.files import one_line
+from runtime.errors import InputError, one_line
 from runtime.torchrun import rank_and_size
 
 COLLECTIVE = timedelta(minutes=10)  # the longest wait for the other ranks inside a pass
@@ -120,7 +120,7 @@ class Ranks:
         )
         tp = tp or world.size
         if world.size % tp:
-            raise ValueError(
+            raise InputError(
                 f"tp {tp} does not divide the {world.size} ranks; "
                 "start torchrun with another --nproc-per-node"
             )
@@ -161,7 +161,7 @@ def rank_device(device):
     if index is None and rank_and_size()[1] > 1:
         index = int(os.environ["LOCAL_RANK"]) if n > 1 else 0  # a process may see only its own GPU
     if (index or 0) >= n:
-        raise ValueError(
+        raise InputError(
             f"GPU {index or 0} is not on this machine: torch finds {n}; choose another device, "
             "or with torchrun a smaller --nproc-per-node"
         )
@@ -172,13 +172,13 @@ def rank_device(device):
 
 
 def check_split(config, size):
-    """ValueError if `size` ranks cannot share the model."""
+    """InputError if `size` ranks cannot share the model."""
     parts = {"query heads": config.n_heads, "feed-forward width": config.d_ff}
     if size % config.n_kv_heads:  # else several ranks share a key/value head
         parts["key/value heads"] = config.n_kv_heads
     for name, n in parts.items():
         if n % size:
-            raise ValueError(
+            raise InputError(
                 f"{size} ranks cannot share {n} {name}; use a number of ranks that divides them"
             )
 

@@ -34,7 +34,7 @@ class Method(Protocol):
     """A record, as those of decore.py and decoders/baselines.py. `runtime.checks.Checked` has its
     checks. If it has an `amateur`, that is a model too; one of several methods has `methods`."""
 
-    def check(self, model): ...  # ValueError if it does not fit a model, or its facts
+    def check(self, model): ...  # InputError if it does not fit a model, or its facts
     def start(self, model, prompts, capacity): ...  # read prompts → a Decoding
 
 

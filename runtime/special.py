@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from runtime.checks import as_ints
-from runtime.files import one_line, read_json, read_text
+from runtime.errors import InputError, one_line
+from runtime.files import read_json, read_text
 
 MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")  # model types
 # Into which words Mistral's tokenizers with more than 100,000 tokens split a text.
@@ -60,7 +61,7 @@ def read_special_tokens(folder):
             if token and isinstance(token, str):
                 tokens[key] = token
             elif key in NAMED and value not in (None, ""):
-                raise ValueError(
+                raise InputError(
                     f"{folder}/tokenizer_config.json: {key} is {one_line(value, 80)}; "
                     "it must be a text"
                 )
@@ -111,7 +112,7 @@ def read_tokenizer(folder):
     except BaseException as error:  # a panic of the library is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ValueError(
+        raise InputError(
             f"tokenizers {tokenizers.__version__} cannot read {path}: {one_line(error)}"
         ) from None
     core.no_truncation()  # some files still contain the settings of a training run
@@ -124,10 +125,10 @@ def read_tokenizer(folder):
 
 
 def check_spaces(core, folder):
-    """ValueError if "add_prefix_space" of tokenizer_config.json contradicts tokenizer.json."""
+    """InputError if "add_prefix_space" of tokenizer_config.json contradicts tokenizer.json."""
     adds_space = first_word(core, "a") != "a"
     if read_settings(folder).get("add_prefix_space") not in (None, adds_space):
-        raise ValueError(
+        raise InputError(
             f"{folder}/tokenizer_config.json: add_prefix_space is {str(not adds_space).lower()}, "
             f"but tokenizer.json puts {'a' if adds_space else 'no'} space before a text; correct "
             "one of them"
@@ -168,7 +169,7 @@ def add_tokens(core, folder):
     "added_tokens_decoder" in tokenizer_config.json, in older folders of added_tokens.json, and
     the special tokens of `read_settings`.
 
-    ValueError for a token without an id, or with another one than it is listed with."""
+    InputError for a token without an id, or with another one than it is listed with."""
     settings = read_settings(folder)
     path = folder / "tokenizer_config.json"
     named = read_special_tokens(folder).values()
@@ -194,14 +195,14 @@ def add_tokens(core, folder):
         for i, token in tokens.items():
             found = core.token_to_id(token.content)
             if found != i:
-                raise ValueError(f"{token.content!r} is listed as {i}, but is {found}")
+                raise InputError(f"{token.content!r} is listed as {i}, but is {found}")
         for text in special - added():
             if core.token_to_id(text) is not None:
                 core.add_special_tokens([text])
             elif text not in named:  # a template that writes a named one is refused
-                raise ValueError(f"{text!r} is special, but has no id")
+                raise InputError(f"{text!r} is special, but has no id")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: cannot read the added tokens: {one_line(error)}") from None
+        raise InputError(f"{path}: cannot read the added tokens: {one_line(error)}") from None
 
 
 def extra_tokens(settings):

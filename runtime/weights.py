@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.errors import InputError, hub_reason, offline_if_unreachable
 from runtime.files import read_json, short_hash
 from runtime.special import read_optional
 
@@ -35,13 +35,13 @@ def checkpoint_folder(name, weights=True):
         _, kind, hub_id = folder.name.partition("models--")
         if kind and (folder / "snapshots").is_dir():
             hub_id = hub_id.replace("--", "/", 1)
-            raise ValueError(
+            raise InputError(
                 f"{name} is the cache of a hub id: give {hub_id}, or a folder of its snapshots/"
             )
         return folder
     if name.lower().endswith(".gguf") and folder.is_file():
         command = shlex.join(["python", "-m", "integrations.gguf", str(folder), gguf_name(folder)])
-        raise ValueError(f"{name} is not a checkpoint folder; make one: {command}")
+        raise InputError(f"{name} is not a checkpoint folder; make one: {command}")
     hub_id = HUB_ID.fullmatch(name)
     if not hub_id or folder.exists():
         raise FileNotFoundError(
@@ -146,7 +146,7 @@ def named_tensors(model, of=lambda parameter: parameter):
 
 
 def load_weights(model, folder, device):
-    """Fills the parameters from safetensors. ValueError for missing, unused or odd tensors."""
+    """Fills the parameters from safetensors. InputError for missing, unused or odd tensors."""
     files = weight_files(folder)
     stored = partial(stored_name, files=files)
     table = weight_table(model)
@@ -173,7 +173,7 @@ def load_weights(model, folder, device):
             weight[row : row + len(values)] = values
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
-            raise ValueError(
+            raise InputError(
                 f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; "
                 "load in float32 or download the file again"
             )
@@ -191,7 +191,7 @@ def stored_name(name, files):
 
 
 def check_layers(folder, files):
-    """ValueError if config.json has more layers than the tensors of `weight_files`.
+    """InputError if config.json has more layers than the tensors of `weight_files`.
 
     Such a model would take minutes to build before its first missing tensor is found."""
     config = read_optional(folder / "config.json")
@@ -202,21 +202,21 @@ def check_layers(folder, files):
     numbers = [int(part) for name in files for part in name.split(".") if part.isdecimal()]
     stored = max(numbers, default=-1) + 1
     if isinstance(n_layers, int) and n_layers > stored:
-        raise ValueError(
+        raise InputError(
             f"{folder}: config.json has {n_layers} layers, the safetensors files have {stored}; do "
             "they belong together?"
         )
 
 
 def check_tensor_names(folder, names, missing, unused):
-    """ValueError if tensors are missing or unused. Warns of tensors beside the model, such as a
+    """InputError if tensors are missing or unused. Warns of tensors beside the model, such as a
     value or a classification head, which transformers leaves out too.
 
     names: those of the model's tensors."""
     inside = {part for name in names for part in name.split(".")[:2]}
     beside = {name for name in unused if name.split(".")[0] not in inside}
     if missing or unused - beside:
-        raise ValueError(
+        raise InputError(
             f"{folder}: missing {sorted(missing)[:4]}, unused {sorted(unused)[:4]}; "
             "do config.json and the safetensors files belong together?"
         )
@@ -230,7 +230,7 @@ def read_slice(path, name, shape, slices):
         tensor = file.get_slice(name)
         dtype = tensor.get_dtype()
         if tuple(tensor.get_shape()) != shape or dtype not in STORED:
-            raise ValueError(
+            raise InputError(
                 f"{path}: {name} is {dtype} {tensor.get_shape()}; config.json requires F32, F16 "
                 f"or BF16 {list(shape)}"
             )
@@ -254,7 +254,7 @@ def weight_files(folder):
         weight_map = read_json(folder / index).get("weight_map")
         names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
         if not names or not all(map(FILE.fullmatch, names)):
-            raise ValueError(
+            raise InputError(
                 f"{folder / index}: weight_map must map tensors to safetensors files of its own "
                 "folder; download it again"
             )
@@ -275,9 +275,9 @@ def weight_files(folder):
             with safe_open(path, "pt") as file:
                 tensors = dict.fromkeys(file.keys(), path)
         except (SafetensorError, FileNotFoundError) as error:
-            raise ValueError(f"{path} is missing or damaged ({error}); download it again") from None
+            raise InputError(f"{path} is missing or damaged ({error}); download it again") from None
         for tensor in sorted(tensors.keys() & files.keys()):
-            raise ValueError(
+            raise InputError(
                 f"{tensor} is in two files, {files[tensor]} and {path.name}; download them again"
             )
         files |= tensors

@@ -36,6 +36,7 @@ import decore
 from decoders.setup import Setup
 from model import Linear, Transformer
 from runtime.config import DTYPES
+from runtime.errors import InputError
 from runtime.files import commit, read_json
 from runtime.pack import pack
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, with_shared_weights
@@ -280,9 +281,9 @@ def parse():
     args = p.parse_args()
     peers = ", ".join(name for name in args.methods if name in PEERS)
     if peers and "RANK" in os.environ:
-        raise ValueError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
+        raise InputError(f"{peers}: not with torchrun; choose --methods greedy decore-entropy")
     if not args.graph and args.device == "cpu":
-        raise ValueError(
+        raise InputError(
             "--no-graph has no effect without a GPU, since CUDA graphs need one; leave it out"
         )
     return args

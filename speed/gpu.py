@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 import torch
 
 import cli
+from runtime.errors import InputError
 
 DECODE = (
     "-m speed.decode --json --device cuda --shape 8b --dtype bfloat16 --new 64 --rounds 3 "
@@ -51,7 +52,7 @@ def main():
     p.add_argument("--out", type=Path, help="also write the results there, after each section")
     args = p.parse_args()
     if not (args.dry_run or torch.cuda.is_available()):
-        raise ValueError("this machine has no CUDA device; --dry-run runs the script on a CPU")
+        raise InputError("this machine has no CUDA device; --dry-run runs the script on a CPU")
     out = dict(dry_run=args.dry_run, failed={})
     write(out, args.out)  # an error now, not after the tests
     end = time.monotonic()

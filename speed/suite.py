@@ -24,6 +24,7 @@ from tokenizers import ByteLevelBPETokenizer
 import cli
 from paper import tasks
 from paper.tasks import data, prompts
+from runtime.errors import InputError
 from speed import decode
 from speed.decode import origin, quartiles, take_turns
 from speed.shapes import SHAPES, random_model
@@ -85,7 +86,7 @@ def main():
     args = p.parse_args()
     task = tasks.find_task(args.task)
     if task.choice:
-        raise ValueError(f"--task {task.name} scores answers; choose a task that generates")
+        raise InputError(f"--task {task.name} scores answers; choose a task that generates")
     shape = SHAPES[args.shape]
     model = random_model(shape)
     items, _, demos, _ = data.load_data(task, args.data)

@@ -37,7 +37,7 @@ from hf.attention import (
     masked_heads,
     without_training,
 )
-from hf.positions import check_positions
+from hf.positions import position_problem
 
 METHODS = {  # the options that have an effect
     "decore-entropy": ("alpha_rule", "alpha_cap", "scale_alpha"),
@@ -284,7 +284,9 @@ class TwoRows:
         first = [n - T if past else n - 1 for n in lengths]
         last = [n + new - 1 for n in lengths]
         config = self.model.config.get_text_config(decoder=True)
-        check_positions(config, first, last, type(self.model).__name__)
+        problem = position_problem(config, first, last, type(self.model).__name__)
+        if problem:
+            raise ValueError(problem)
 
 
 def with_passes_of(rows):

@@ -11,6 +11,7 @@ import sys
 
 import cli
 from paper.report import heads, stored
+from runtime.errors import InputError
 
 
 def main(argv):
@@ -49,7 +50,7 @@ def report(argv):
         from paper.report import figures  # before the runs are read, which may take minutes
     runs = stored.collect(args.folder)
     if not runs:
-        raise ValueError(f"{args.folder}: no runs to report")
+        raise InputError(f"{args.folder}: no runs to report")
     runs = results.select(runs)
     short = results.short_tables(runs)
     pictures = figures.draw_all(short, args.plots) if args.plots else []

@@ -17,6 +17,7 @@ from decoders.setup import METHODS, SETTINGS, Setup
 from paper import fetch, judges, scores
 from paper.runfile import beside, identity, read_run, remarks
 from paper.tasks import find_task, metrics
+from runtime.errors import InputError
 from runtime.fields import field, located
 from runtime.files import short_hash
 from runtime.words import is_unseparated
@@ -112,7 +113,7 @@ class Run:
 def describe(header):
     """The run of a header, without its lines. Raises various errors if the header is damaged."""
     if header["method"] not in METHODS and not header.get("decoder"):
-        raise ValueError(f"unknown method {header['method']!r}")
+        raise InputError(f"unknown method {header['method']!r}")
     setup = replace(Setup.from_header(header), heads=None)
     if setup.amateur:
         setup = replace(setup, amateur=Path(setup.amateur).name)
@@ -242,18 +243,18 @@ def run_files(folder):
 
 
 def read(path):
-    """Reads a run file. ValueError if it cannot be reported."""
+    """Reads a run file. InputError if it cannot be reported."""
     header, lines = read_run(path)
     if header is None:
-        raise ValueError("its first line has no header, so it is not a run of evaluate.py")
+        raise InputError("its first line has no header, so it is not a run of evaluate.py")
     run = describe(header)
     task = find_task(run.task)
     if header["version"] != task.version:
-        raise ValueError(
+        raise InputError(
             f"made with version {header['version']} of {task.name}, which is now {task.version}"
         )
     if not lines:
-        raise ValueError("no examples yet")
+        raise InputError("no examples yet")
     if task.own and not header.get("closed_book"):
         run.conditions = ", ".join(filter(None, [run.conditions, passages_of(lines)]))
     run.path = path

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import cli
 from paper.tasks import items, metrics, model_metrics
+from runtime.errors import InputError
 from runtime.fields import located
 from runtime.files import read_text
 
@@ -325,10 +326,10 @@ def find_tasks(names):
 
 
 def find_task(name):
-    """The task of this name; ValueError lists the known ones."""
+    """The task of this name; InputError lists the known ones."""
     if str(name) not in TASKS:
         near = cli.did_you_mean(str(name), TASKS)
-        raise ValueError(f"unknown task {name!r}{near}; known tasks: {', '.join(TASKS)}")
+        raise InputError(f"unknown task {name!r}{near}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]
 
 
@@ -337,7 +338,7 @@ def with_prompt(task, template=None, system=None, closed_book=False):
 
     template: a file with the last user turn, which names {question}, and {context} on a line of its
     own; prompts without a context leave out this line and empty ones after it. None: the task's.
-    system: the system turn; None: the task's. closed_book: no prompt has a context. ValueError for
+    system: the system turn; None: the task's. closed_book: no prompt has a context. InputError for
     a template with other fields."""
     if not task.own:
         return task
@@ -356,12 +357,12 @@ def with_template(task, template):
         parts = [part for part in string.Formatter().parse(text) if part[1] is not None]
         fields = [name for _, name, *_ in parts]
         if any(form or conversion for *_, form, conversion in parts):
-            raise ValueError("the fields are written {question} and {context}, without a format")
+            raise InputError("the fields are written {question} and {context}, without a format")
     front, context, question = text, "", ""
     if "context" in fields:
         front, context, question = re.split(r"(.*{context}.*\n*)", text, maxsplit=1)
     if sorted(fields) not in (["question"], ["context", "question"]) or "{question}" in context:
-        raise ValueError(
+        raise InputError(
             f"{template} must name {{question}} once, and {{context}} at most once, on another "
             f"line (found: {', '.join(fields) or 'neither'}); other braces are written twice"
         )

@@ -13,7 +13,7 @@ from itertools import islice, product
 from pathlib import Path
 
 from paper.tasks.prompts import last_turn
-from runtime.errors import hub_reason, offline_if_unreachable
+from runtime.errors import InputError, hub_reason, offline_if_unreachable
 from runtime.fields import field, list_of, located
 from runtime.files import json_bytes, json_lines, object_of, read_json, short_hash
 
@@ -21,7 +21,7 @@ from runtime.files import json_bytes, json_lines, object_of, read_json, short_ha
 def read_entries(path):
     """Yields (line or row number, entry as a dict) of a data file.
 
-    ValueError or OSError with its path."""
+    InputError or OSError with its path."""
     name = path.name.lower()
     kind = "jsonl" if name.endswith(".jsonl.gz") else name.rpartition(".")[2]
     if kind == "jsonl":
@@ -29,7 +29,7 @@ def read_entries(path):
     elif kind == "json":
         rows = read_json(path, object, object_pairs_hook=object_of)
         if not list_of(dict)(rows):
-            raise ValueError(f"{path} must contain a JSON list of objects")
+            raise InputError(f"{path} must contain a JSON list of objects")
         for number, row in enumerate(rows, 1):
             with located(f"{path}, line {number}"):
                 json_bytes(row)  # refuses NaN, as in JSON lines
@@ -47,7 +47,7 @@ def read_entries(path):
             check_unique(table.column_names)
             yield from enumerate(table.to_pylist(), 1)
     else:
-        raise ValueError(
+        raise InputError(
             f"{path}: unknown kind of file; known: .csv, .tsv (a spreadsheet is saved as one), "
             ".json, .jsonl, .jsonl.gz, .parquet, .arrow"
         )
@@ -68,22 +68,22 @@ def read_table(path):
             check_unique(reader.fieldnames or [])
             for row in reader:
                 if None in row or None in row.values():
-                    raise ValueError(
+                    raise InputError(
                         f"line {reader.line_num} has not as many cells as the first line; "
                         f"a cell that contains {delimiter!r} must be in double quotes"
                     )
                 if any(row.values()):
                     yield reader.line_num, row
         except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 ({error}); save the table as “CSV UTF-8”") from None
+            raise InputError(f"not UTF-8 ({error}); save the table as “CSV UTF-8”") from None
 
 
 def check_unique(columns):
-    """ValueError for two columns of one name, one of which would be lost. Those without a name are
+    """InputError for two columns of one name, one of which would be lost. Those without a name are
     not read."""
     for name in filter(None, columns):
         if columns.count(name) > 1:
-            raise ValueError(f"two columns are called {name!r}; rename one")
+            raise InputError(f"two columns are called {name!r}; rename one")
 
 
 def find_files(path, task, patterns):
@@ -125,7 +125,7 @@ def from_hub(origin, endpoint=None):
         )
         record = file_record(path)
         if origin.sha256 not in (None, record["sha256"]):
-            raise ValueError("it is not the file that the paper scores")
+            raise InputError("it is not the file that the paper scores")
     except Exception as error:  # the library raises many kinds; the remedy is the same
         raise OSError(
             f"{hub_reason(error)}: cannot fetch {origin.file} of {origin.repo}; "
@@ -138,7 +138,7 @@ def from_hub(origin, endpoint=None):
 def read_with(read, path):
     """Yields (entry, `read` of it) for each entry of a data file.
 
-    ValueError with file and line if an entry is wrong."""
+    InputError with file and line if an entry is wrong."""
     for number, entry in read_entries(path):
         with located(f"{path}, line {number}"):
             yield entry, read(entry)
@@ -174,7 +174,7 @@ def load_data(task, data=None, demos=None):
             file=sys.stderr,
         )
     if not items:
-        raise ValueError(
+        raise InputError(
             f"{task.name}: the data hold no items besides {len(demonstrations)} demonstrations: "
             "give more, or --demos FILE"
         )
@@ -209,14 +209,14 @@ def load_items(task, data):
     if not files:
         if data or task.origin is None:
             names = ", ".join(task.files) + f", there or in {task.folder}/" * bool(task.folder)
-            raise ValueError(
+            raise InputError(
                 f"{data or '--data'}: no file for {task.name} ({names}); "
                 + ("evaluate.py fetch downloads it" if task.n else "name one with --data")
             )
         files = dict([from_hub(task.origin)])
     names = ", ".join(path.name for path in files)
     if len(files) > 1 and not task.splits:
-        raise ValueError(f"--data {data}: several files fit {task.name}, name one: {names}")
+        raise InputError(f"--data {data}: several files fit {task.name}, name one: {names}")
     items = []
     for path in files:
         split = re.sub(r"^\d+-", "", path.name.split(".")[0])
@@ -232,7 +232,7 @@ def load_items(task, data):
 
 
 def item_with_id(task, entry):
-    """The item of an entry, with its `id` if it has one. ValueError for what a run cannot store."""
+    """The item of an entry, with its `id` if it has one. InputError for what a run cannot store."""
     item = task.read(entry)
     for name in ("id", "question_id", "key"):
         if name in entry:
@@ -258,7 +258,7 @@ def find_demos(task, demos, data, items, records):
         rows = islice(read_with(read_training, path), task.shots)
         return [read(demo) for _, demo in rows], {"source": "train"} | record
     if (demos and not task.demos_are_items) or task.demo_answer == "cot_answer":
-        raise ValueError(
+        raise InputError(
             f"{task.name} needs {task.demo_file}: give it, or its folder, with --demos"
         )
     first = {}
@@ -274,7 +274,7 @@ def read_demos(task, path):
     used = (demo for entry, demo in rows if entry.get("used_in_paper") is not False)
     demos = list(islice(used, task.shots))
     if not demos:
-        raise ValueError(f"{path} holds no demonstrations")
+        raise InputError(f"{path} holds no demonstrations")
     return demos
 
 

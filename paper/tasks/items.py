@@ -4,13 +4,14 @@
     references          accepted answers, a list of str
     candidates          multiple choice: the answers in scoring order, true ones first
 
-Other fields are stored with the prediction, for the metrics. ValueError names a field that is
+Other fields are stored with the prediction, for the metrics. InputError names a field that is
 missing or of the wrong kind; `runtime.fields.located` adds file and line."""
 
 import ast
 import json
 import re
 
+from runtime.errors import InputError
 from runtime.fields import field
 
 # A list in a table's cell, also with the quotation marks of spreadsheets, for the error.
@@ -27,7 +28,7 @@ def texts(entry, name):
     try:
         return field({name: json.loads(value)}, name, "a list of texts")
     except json.JSONDecodeError:
-        raise ValueError(
+        raise InputError(
             f'{name} is not a JSON list, as ["one answer", "another"]: {value[:60]}'
         ) from None
 
@@ -48,7 +49,7 @@ def memotrap(entry):
     orders = {"0": classes, "1": classes[::-1]}
     true_first = orders.get(str(entry.get("answer_index")), [])
     if len(true_first) != 2:
-        raise ValueError("classes must be a Python list of two strings, and 'answer_index' 0 or 1")
+        raise InputError("classes must be a Python list of two strings, and 'answer_index' 0 or 1")
     return {
         "question": prompt,
         "without_context": prompt.split(":")[-1].strip(),
@@ -74,7 +75,7 @@ def instructions(entry):
     names = texts(entry, "instruction_id_list")
     kwargs = field(entry, "kwargs", "a list of objects")
     if len(names) != len(kwargs):
-        raise ValueError(f"kwargs must hold {len(names)} objects, one per instruction")
+        raise InputError(f"kwargs must hold {len(names)} objects, one per instruction")
     for name, arguments in zip(names, kwargs):
         yield name, {key: value for key, value in (arguments or {}).items() if value}
 
@@ -86,7 +87,7 @@ def nq_closed(entry):
 def nq_open(entry):
     passages = field(entry, "ctxs", "a list of objects")
     if len(passages) != 1:
-        raise ValueError(f"ctxs must hold the one gold passage, not {len(passages)}")
+        raise InputError(f"ctxs must hold the one gold passage, not {len(passages)}")
     return nq_closed(entry) | {name: field(passages[0], name).strip() for name in ("title", "text")}
 
 
@@ -117,7 +118,7 @@ def truthfulqa_mc(entry):
     false = split_answers(entry, "Incorrect Answers")
     best = split_answers(entry, "Best Answer")[0]
     if best not in true:
-        raise ValueError(f"field 'Best Answer' is not among the correct answers: {best!r}")
+        raise InputError(f"field 'Best Answer' is not among the correct answers: {best!r}")
     return item | {
         "candidates": [" " + answer for answer in true + false],
         "n_true": len(true),
@@ -144,7 +145,7 @@ def popqa(entry):
 
 def musique_closed(entry):
     if entry.get("answerable") is False:
-        raise ValueError("this is the full MuSiQue; use the answerable one (musique_ans)")
+        raise InputError("this is the full MuSiQue; use the answerable one (musique_ans)")
     aliases = texts(entry, "answer_aliases") if entry.get("answer_aliases") else []
     return qa(entry | {"answers": [field(entry, "answer"), *aliases]}, "answers")
 
@@ -157,7 +158,7 @@ def musique_open(entry):
         if paragraph.get("is_supporting")
     ]
     if not passages:
-        raise ValueError("field 'paragraphs' holds no supporting paragraph")
+        raise InputError("field 'paragraphs' holds no supporting paragraph")
     return musique_closed(entry) | {"passages": "\n\n".join(passages)}
 
 
@@ -187,9 +188,9 @@ def own_question(entry):
     filled = ("question", [item["question"]]), ("answers", item["references"])
     for name, values in (*filled, ("memory", more.get("memory", ())), ("begin", [begin or "x"])):
         if not all(map(str.strip, values)):
-            raise ValueError(f"field {name!r} is empty")
+            raise InputError(f"field {name!r} is empty")
     if both := {*item["references"]} & {*more.get("memory", ())}:
-        raise ValueError(f"{both.pop()!r} is in both answers and memory")
+        raise InputError(f"{both.pop()!r} is in both answers and memory")
     is_null = "context" in entry and entry["context"] is None
     context = "" if is_null else field(entry, "context")
     return item | {"context": context if context.strip() else ""} | more

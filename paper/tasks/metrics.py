@@ -41,7 +41,7 @@ NOWHERE = (math.inf, 0)
 def map_lines(function, lines):
     """[function(line)].
 
-    ValueError, with file and line, for a line without a field that the function reads."""
+    InputError, with file and line, for a line without a field that the function reads."""
     values = []
     for number, line in enumerate(lines, 1):
         with located(line.get("place", f"line {number}")):
@@ -265,7 +265,7 @@ def problems(task):
 def compute(task, lines):
     """A dict of values per line. Prints why a metric is left out.
 
-    ValueError for a line that lacks a field."""
+    InputError for a line that lacks a field."""
     values = [{} for _ in lines]
     for metric in task.metrics:
         if problem := metric.problem():

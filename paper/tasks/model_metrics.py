@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from paper.tasks.items import instructions, texts
 from paper.tasks.metrics import per_line
+from runtime.errors import InputError
 from runtime.fields import field
 
 DEBERTA, FACTKB, ROBERTA = "microsoft/deberta-xlarge-mnli", "bunsenfeng/FactKB", "roberta-base"
@@ -137,7 +138,7 @@ def follows(name, kwargs, line):
 
     langdetect.DetectorFactory.seed = 0  # it draws random numbers
     if name not in INSTRUCTION_DICT:
-        raise ValueError(f"unknown instruction {name!r} in field 'instruction_id_list'")
+        raise InputError(f"unknown instruction {name!r} in field 'instruction_id_list'")
     response = field(line, "prediction")
     if not response.strip():
         return False

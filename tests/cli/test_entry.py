@@ -12,7 +12,8 @@ import torch
 import cli
 import speed.decode
 from cli import decode
-from runtime.errors import ArgumentError
+from heads.reader import HeadFileError
+from runtime.errors import ArgumentError, InputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,9 +59,11 @@ def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, m
     for foreign in (lambda: torch.tensor([[1], [2, 3]]), lambda: int("x"), lambda: json.loads("{")):
         assert call(foreign)[2].endswith(hint)
     own = "test_entry.py: error: bad\n"
-    assert call(raiser(ValueError("bad"))) == (2, "", own)
+    assert call(raiser(InputError("bad"))) == (2, "", own)
+    assert call(raiser(HeadFileError("bad"))) == (2, "", own)
+    assert call(raiser(OSError("bad"))) == (2, "", own)
     monkeypatch.setenv("DECORE_TRACEBACK", "1")
-    status, _, err = call(raiser(ValueError("bad")))
+    status, _, err = call(raiser(InputError("bad")))
     assert status == 2 and err.startswith("Traceback (most") and err.endswith("bad\n" + own)
 
 
@@ -73,7 +76,7 @@ def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_
     for name in "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT":
         monkeypatch.setenv(name, "4")
     assert call(lambda: print("text")) == (0, "", "")
-    assert call(raiser(ValueError("bad"))) == (2, "", "test_entry.py: rank 3: error: bad\n")
+    assert call(raiser(InputError("bad"))) == (2, "", "test_entry.py: rank 3: error: bad\n")
     for name, text in (("RANK", "-1"), ("RANK", "4"), ("WORLD_SIZE", "x"), ("LOCAL_RANK", "x")):
         monkeypatch.setenv(name, text)
         status, _, err = call(lambda: print("text"))
