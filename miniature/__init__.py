@@ -1,0 +1,1 @@
+import runtime  # noqa: F401  (it says what is not installed)

@@ -16,6 +16,10 @@ elif absent:
     problem = f"{', '.join(absent)} not installed: {command}"
 if problem:
     program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if sys.argv[0] == "-m":  # `python -m heads.detect` imports the package first
+        name = getattr(sys, "orig_argv", sys.argv)[-len(sys.argv)]
+        module = ROOT / f"{name.replace('.', '/')}.py"
+        program = module if module.exists() else ""
     if ROOT in Path(program).resolve().parents:  # one of ours, not an import by others
         print(f"{Path(program).name}: error: {problem}", file=sys.stderr)
         raise SystemExit(2)

