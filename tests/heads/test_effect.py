@@ -105,7 +105,7 @@ def test_a_trained_model_s_effects_rank_heads_as_masking_each_alone_does(
     call, monkeypatch, tmp_path
 ):
     model, tokenizer = Transformer.load(cli.MINIATURE), Tokenizer.load(cli.MINIATURE)
-    items = list(make_split("conflict", 6, seed=1))
+    items = list(make_split("conflict", 3, seed=1))
     expected = {"first": 0, "all": 0}
     for item in items:
         prompt = tokenizer.encode(item.prompt)
@@ -136,7 +136,7 @@ def test_a_trained_model_s_effects_rank_heads_as_masking_each_alone_does(
     assert r > 0.85 and f"| first | first | {r:.3f} " in " ".join(out.split())
     assert {*found.topk(3).indices.tolist()} == {*masked.topk(3).indices.tolist()}
     assert list(content["masking"]["all"]) == [f"{i}-{j}" for i, j in heads_of(model)]
-    assert content["facts"]["n"] == content["facts"]["memories"] == 6
+    assert content["facts"]["n"] == content["facts"]["memories"] == 3
     status, _, err = call(masking.main, *argv)
     assert status == 2 and "exists; choose another" in err
 

@@ -305,11 +305,12 @@ def test_a_wrong_head_file_is_refused_with_its_path(llama, tmp_path, content, mo
         new_tokens(llama, heads=path, **more)
 
 
-def test_other_measures_of_a_file_choose_other_heads(llama, tmp_path):
+@pytest.mark.parametrize("measure", ["write", "mass", "effect"])
+def test_other_measures_of_a_file_choose_other_heads(llama, tmp_path, measure):
     path = tmp_path / "heads.json"
     rest = {head: -score for head, score in SCORES.items()}
-    path.write_text("\ufeff" + json.dumps({"scores": rest, "write": SCORES}))
-    assert new_tokens(llama, heads=path, measure="write", num_heads=3) == new_tokens(llama)
+    path.write_text("\ufeff" + json.dumps({"scores": rest, measure: SCORES}))
+    assert new_tokens(llama, heads=path, measure=measure, num_heads=3) == new_tokens(llama)
 
 
 def test_heads_may_be_one_text(llama):

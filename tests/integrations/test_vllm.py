@@ -289,6 +289,16 @@ def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, word
         pass
 
 
+def test_a_measure_of_a_head_file_chooses_the_heads(tmp_path):
+    path = tmp_path / "heads.json"
+    effect = {"0-0": 0.1, "0-1": 0.3, "1-0": -9, "1-1": 0.2}
+    path.write_text(json.dumps({"scores": dict.fromkeys(effect, 0), "effect": effect}))
+    shape = SimpleNamespace(num_hidden_layers=2, num_attention_heads=2)
+    settings = decore_vllm.Settings(heads=str(path), measure="effect", num_heads=2)
+    heads = decore_vllm.choose_heads(settings, SimpleNamespace(hf_text_config=shape))
+    assert heads == ((0, 1), (1, 1))
+
+
 def test_tokens_with_logits_of_minus_infinity_stay_out():
     z = torch.tensor([[1.0, 2.0, -torch.inf]])
     for settings in {}, dict(method="decore-static"), dict(alpha_rule="gain"):
