@@ -182,7 +182,7 @@ def make_facts(args, model, needles, texts):
     }
 
 
-def check_out(args):
+def runs_file(args):
     """The file of runs. InputError if it, or the head file, cannot be that of this command."""
     if args.out.is_dir():
         raise InputError(f"--out {args.out} is a folder; give a file in it")
@@ -220,7 +220,7 @@ def say_missing(content):
 
 def main():
     args = parse_args()
-    runs = check_out(args)
+    runs = runs_file(args)
     needles = read_needles(args.needles)
     texts = read_haystack(args.haystack)
     checkpoint = cli.read_model(args.model, args)

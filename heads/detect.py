@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 
 from heads import MEASURES
-from heads.measures import answer_batch, effects, head_scores, read_prompts, score_run  # noqa: F401
+from heads.measures import answer_batch, effects, head_scores, prefilled, score_run  # noqa: F401
 from runtime import files
 from runtime.errors import InputError
 from runtime.progress import Bar
@@ -103,7 +103,7 @@ def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
     in_prompts = [ids[slice(*run["span"])] for ids, run in prompts]  # the needles' tokens
     capacity = max(facts["max_new_tokens"], *map(len, in_prompts))
     ids = [ids for ids, _ in prompts]
-    cache = read_prompts(model, ids, capacity)
+    cache = prefilled(model, ids, capacity)
     of_effect = effects(model, ids, in_prompts, cache=cache)
     how = dict(cache=cache, on_step=on_step)
     answered = answer_runs(model, tokenizer, prompts, needles, facts, **how)

@@ -55,7 +55,7 @@ def score_run(
     return head_scores(answer, prompt_ids, needle, published)[measure], answer.ids
 
 
-def read_prompts(model, prompts, capacity):
+def prefilled(model, prompts, capacity):
     """A cache with the keys and values of prompts, their last tokens left out, and place for
     `capacity` tokens after each."""
     cache = model.new_cache([len(p) - 1 for p in prompts], capacity)
@@ -81,7 +81,7 @@ def answer_batch(
     it contains every token of the needle as often as the needle does. cache: that of the prompts,
     if they are read. heads: masked from the prompts' last tokens on. on_step() is called after each
     step."""
-    cache = cache or read_prompts(model, prompts, max_new_tokens)
+    cache = cache or prefilled(model, prompts, max_new_tokens)
     head_mask = make_head_mask([heads], model)
     token = torch.tensor([ids[-1:] for ids in prompts], device=model.device)  # [B, 1]
     start, end = torch.tensor(needles, device=model.device).T[..., None]  # [B, 1] each
@@ -181,7 +181,7 @@ def effects(model, prompts, answers, memories=None, cache=None):
         return none
     head_mask.requires_grad_()
     places, ids, signs = zip(*texts)
-    cache = cache or read_prompts(model, prompts, max(map(len, ids)))
+    cache = cache or prefilled(model, prompts, max(map(len, ids)))
     places = torch.tensor(places, device=model.device)
     before = pad([[*prompts[b][-1:], *text[:-1]] for b, text, _ in texts], model.device)
     logits = model(before, cache.select(places), head_mask[places][None])[0]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from heads.measures import read_prompts
+from heads.measures import prefilled
 
 TOKENS = 8  # per pass, whose attention weights are in memory together
 
@@ -19,7 +19,7 @@ def find_sources(model, prompt, ids, heads, special=()):
     the prompt, even if it attends more to the new tokens. special: ids of special tokens. Heads
     that have nothing to read attend to these, often to the first; they are left out of the
     shares."""
-    cache = read_prompts(model, [prompt], len(ids))
+    cache = prefilled(model, [prompt], len(ids))
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
     sources = []
     for part in tokens.split(TOKENS, 1):

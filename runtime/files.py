@@ -122,14 +122,14 @@ def minus_infinity(name):
     return -math.inf
 
 
-def append(path, rows):
-    """Append the rows to a file of JSON lines in one call, and sync it to the disk."""
-    append_bytes(path, content_of(rows))
+def append(path, objects):
+    """Append objects to a file of JSON lines in one call, and sync it to the disk."""
+    append_bytes(path, content_of(objects))
 
 
-def content_of(rows):
+def content_of(objects):
     """The content of a file of JSON lines."""
-    return b"".join(json_bytes(row) + b"\n" for row in rows)
+    return b"".join(json_bytes(x) + b"\n" for x in objects)
 
 
 def append_bytes(path, content):
@@ -143,10 +143,10 @@ def append_bytes(path, content):
         raise
 
 
-def write(path, rows):
+def write(path, objects):
     """Replace a file of JSON lines in one step: a reader gets the old file or the new one. A file
     with this content stays, so that it may be in a folder that is read-only."""
-    content = content_of(rows)
+    content = content_of(objects)
     if Path(path).is_file() and Path(path).read_bytes() == content:
         return
     with draft(path) as new:

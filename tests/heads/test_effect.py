@@ -11,13 +11,12 @@ import cli
 from cli import decode
 from cli import detect as needles_program
 from decore import Row, Session, make_head_mask, pad
-from heads import masking
 from heads.detect import score_run
 from heads.measures import effects
 from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
-from paper import questions
+from paper import masking, questions
 from paper.tasks import TASKS
 from runtime import pack
 from tests.checkpoints import random_ids, write_checkpoint, write_lines

@@ -25,7 +25,7 @@ from decoders.scoring import score
 from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads, random_heads
 from heads.detect import answer_runs, mean_scores, run_batch
-from heads.measures import read_prompts
+from heads.measures import prefilled
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
@@ -244,7 +244,7 @@ def detect(tokenizer):
     facts |= dict(lengths=[300], runs=8)
     needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
     prompts = make_prompts(facts, needles, texts, tokenizer)
-    read = read_prompts(model, [ids for ids, _ in prompts], facts["max_new_tokens"])
+    read = prefilled(model, [ids for ids, _ in prompts], facts["max_new_tokens"])
     of_runs = model, tokenizer, prompts, needles, facts
 
     def run(heads):

@@ -1,6 +1,6 @@
 """Compares the effect of heads, a derivative, with masking each head alone, on questions:
 
-    python -m heads.masking --questions FILE --limit 20 --model M --out FILE
+    python -m paper.masking --questions FILE --limit 20 --model M --out FILE
 
 Options are those of `python -m heads.detect --questions`. By masking, the effect of a head is d of
 the model less d without the head; measures.py defines d. Both are measured with the answers' first
@@ -69,7 +69,7 @@ def table(content):
 
 
 def main():
-    args = questions.parse_args(__doc__, "heads.masking")
+    args = questions.parse_args(__doc__, "paper.masking")
     cli.refuse_unused(args, {"batch_size": "on questions that are read one by one"})
     if args.out.exists():
         raise InputError(f"--out {args.out} exists; choose another")
