@@ -35,7 +35,7 @@ from decoders.setup import METHODS, Setup, has, short
 from decoders.sweep import PromptsReadOnce
 from heads.sources import find_sources
 from runtime.errors import InputError
-from runtime.torchrun import rank_and_size
+from runtime.parallel import rank_and_size
 
 COMPARED = ("greedy", "masked")
 HIGH = 2.5  # a mean α, in nats: docs/choosing.md says which stored answers have a higher one

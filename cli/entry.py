@@ -12,7 +12,6 @@ from decoders.setup import flag
 from heads.reader import HeadFileError
 from runtime import parallel
 from runtime.errors import ArgumentError, InputError, one_line, out_of_memory
-from runtime.torchrun import rank_and_size
 
 
 def run_program(main):
@@ -32,7 +31,7 @@ def run_program(main):
             f"{program}: warning: {message}", file=sys.stderr
         )
         try:
-            rank, _ = rank_and_size()
+            rank, _ = parallel.rank_and_size()
             out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
             with redirect_stdout(out), redirect_stderr(err):
                 main()
