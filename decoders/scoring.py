@@ -116,14 +116,14 @@ def token_scores(result, ids, renormalise, top):
     return scores.gather(-1, ids[..., None])[..., 0], chosen
 
 
-def read_answers(reader, b, last, answers):
+def read_answers(decoding, b, last, answers):
     """Set AD's spread to that over the positions of prompt b and of each of its A answers.
 
-    last: the prompt's last token, a list of one."""
-    [session] = reader.sessions
+    decoding: an `ADDecoding`. last: the prompt's last token, a list of one."""
+    [session] = decoding.sessions
     model = session.model
     tokens = pad([last + answer for answer in answers], model.device)
     cache = session.cache.select(slice(None))  # the same texts, whose slots stay unused
-    _, [x] = model.read_layers(tokens, [reader.method.info_layer], cache)  # [1, A, 1 + T, D]
+    _, [x] = model.read_layers(tokens, [decoding.method.info_layer], cache)  # [1, A, 1 + T, D]
     texts = [x[0, a, 1 : 1 + len(answer)] for a, answer in enumerate(answers)]
-    reader.set_spread([activations(model, text, reader.activations[b]) for text in texts])
+    decoding.set_spread([activations(model, text, decoding.activations[b]) for text in texts])

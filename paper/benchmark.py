@@ -97,7 +97,10 @@ class Run(NamedTuple):
 
 def run_benchmark(runs, model, tokenizer, ranks):
     """Answer the items of one benchmark that the runs' files lack. Returns the lines of each run in
-    the data's order; None on other ranks than 0."""
+    the data's order; None on other ranks than 0.
+
+    ranks: `parallel.Ranks`, whose replicas of the model answer a batch each at a time. Rank 0 alone
+    opens the runs' files."""
     bench = runs[0].bench
     with ExitStack() as stack:
         if ranks.rank == 0:
@@ -118,7 +121,7 @@ def stored_items(run):
 
 
 def answer_missing(runs, done, model, tokenizer, ranks, bar):
-    """Append the lines that are missing, batch by batch; the replicas have a batch each.
+    """Append the lines that are missing, batch by batch.
 
     done: run's path → indices of its items that have a line."""
     known = set.intersection(*done.values())
@@ -157,7 +160,8 @@ def missing_lines(runs, batch, done, model, readers, tokenizer, on_part):
 
 def in_groups(runs, model):
     """The runs in groups that decode side by side: those of DeCoRe's own methods, whose rows share
-    passes, and each other run alone."""
+    passes, and each other run alone. With transformers or masked prompts different texts
+    share no pass."""
     groups = defaultdict(list)
     for run in runs:
         method = run.method
@@ -227,6 +231,7 @@ def texts_of(batch, bench, methods, reader, tokenizer, on_part):
     tokens = Counter()  # of each text
 
     def on_token(b, token, entropy):
+        # An end token completes what is left of the answer.
         n = limit - tokens[b] if token in tokenizer.eos_ids else 1
         tokens[b] += n
         on_part(n / limit)
