@@ -8,6 +8,7 @@ heading of the first column, separated by commas:
     conflict, stated, …             of task qa: a condition, a kind of passage (default: implied),
                                     a half of the facts (default: confirm)
     XSum, after 500, …              a run with --skip 500
+    conflict, first round, …        a run of a folder `first`, with the choices of that round
 
 The first cell of a row is a setup ("decore-entropy, N = 10, effect heads"), the comparison with its
 random heads ("SETUP: retrieval − random heads"), or of two setups ("SETUP − SETUP"). "SETUP" may be
@@ -48,6 +49,7 @@ CONDITIONS = {  # of task qa → whether the passage is false, there, and the fa
 }
 KINDS = ("implied", "stated", "listed")  # of passages
 HALVES = ("explore", "confirm")
+FIRST = ", first round"
 ALSO = {  # other names of metrics
     "passage's answer": "passage",
     "memorised answer": "memory",
@@ -91,19 +93,20 @@ def checked(page):
 
 
 def choices(page):
-    """{(name, model): setup} of the tables of choices."""
+    """{(name, (model, whether of the first round)): setup} of the tables of choices."""
     found = {}
     for _, (heads, *rows) in tables(page):
         if heads[0] == "choice":
             for name, *setups in rows:
                 for model, setup in zip(heads[1:], setups):
-                    found[bare_name(name), model_of(model)] = setup
+                    chooser = model_of(model.removesuffix(FIRST)), model.endswith(FIRST)
+                    found[bare_name(name), chooser] = setup
     return found
 
 
 def column_of(corner, head):
     """The facts of a column: task, model, metrics, n, …"""
-    facts = {"half": "confirm", "kind": "implied", "skip": None}
+    facts = {"half": "confirm", "kind": "implied", "skip": None, "first": False}
     text, n = re.fullmatch(r"(.*?),? ?\(n = ([\d,]+)\)", head).groups()
     parts = [part for cell in (corner, text) for part in cell.split(", ")]
     for part in parts:
@@ -119,13 +122,15 @@ def column_of(corner, head):
             facts["half"] = part
         elif all(ALSO.get(name, name) in METRICS for name in part.split(" / ")):
             facts["metrics"] = [ALSO.get(name, name) for name in part.split(" / ")]
+        elif part == FIRST[2:]:
+            facts["first"] = True
         elif after := re.fullmatch(r"after (\d+)", part):
             facts["skip"] = int(after[1])
         elif model := model_of(part):
             facts["model"] = model
         else:
             assert part in ("", "setup", "test", "per cent", "%"), f"{head}: {part!r} is not known"
-    return facts | {"n": int(n.replace(",", ""))}
+    return facts | {"chooser": (facts["model"], facts["first"]), "n": int(n.replace(",", ""))}
 
 
 def model_of(words):
@@ -140,16 +145,16 @@ def bare_name(text):
     return re.sub(r"^\d+\. |`| \(.*\)", "", text).strip()
 
 
-def setup_of(name, model, chosen):
+def setup_of(name, chooser, chosen):
     """The fields of a setup."""
     name = bare_name(name)
-    if (name, model) in chosen:
-        return setup_of(chosen[name, model], model, chosen)
+    if (name, chooser) in chosen:
+        return setup_of(chosen[name, chooser], chooser, chosen)
     first, *parts = name.split(", ")
-    if (first, model) in chosen:
-        setup = setup_of(first, model, chosen)
+    if (first, chooser) in chosen:
+        setup = setup_of(first, chooser, chosen)
     elif (masked := first.removeprefix("masked ")) != first:
-        setup = setup_of(masked, model, chosen)
+        setup = setup_of(masked, chooser, chosen)
         setup |= {"method": "masked", "alpha": None, "alpha_cap": None, "alpha_rule": "entropy"}
     else:
         first = first.lower().replace("decore ", "decore-")
@@ -191,7 +196,10 @@ def lines_of(path):
 
 def of_column(facts):
     """The stored runs of a column."""
-    return [path for path, header in headers().items() if in_column(header, facts)]
+    of_round = {
+        path: x for path, x in headers().items() if ("first" in path.parts) == facts["first"]
+    }
+    return [path for path, header in of_round.items() if in_column(header, facts)]
 
 
 def in_column(header, facts):
@@ -200,7 +208,7 @@ def in_column(header, facts):
     if facts["task"] != "qa":
         return header.get("skip") == facts["skip"]
     half, kind, truth = header["data"][0]["file"].split(".")[:3]
-    half = half.rstrip("0123456789")  # of the first rows of a half, such as confirm440
+    half = half.rstrip("-0123456789")  # of some rows of a half, such as confirm440
     known = (header.get("known") or {}).get("rows")
     false, passage, is_known = CONDITIONS[facts["condition"]]
     return (half, kind, truth, not header.get("closed_book"), known) == (

@@ -49,13 +49,12 @@ def chosen():
 
 def sides_of(label, facts):
     """(runs, the runs that they are compared with) of a row; None for a row of values."""
-    model = facts["model"]
     first, *second = label.split(" − ")
     if second and second[0].startswith("random heads") and ": " in first:
         first = first.rpartition(": ")[0]
         second = [f"{first}, random heads"]
     names = [first, *(second or ["greedy"])]
-    setups = [recomputed.setup_of(name, model, chosen()) for name in names]
+    setups = [recomputed.setup_of(name, facts["chooser"], chosen()) for name in names]
     return tuple(tuple(recomputed.runs_of(setup, facts)) for setup in setups)
 
 
