@@ -337,8 +337,15 @@ def head_maps(files):
             copies.append((ax, image))
 
     copies = []
-    panels = [(path.stem, m, scores) for path, maps in files.items() for m, scores in maps.items()]
-    figure = figure_of(panels, draw, [], "score of every head, layer 0 at the bottom")
+    measures = sorted({measure for maps in files.values() for measure in maps})
+    panels = [
+        (path.stem, measure, maps[measure]) if measure in maps else None  # an empty place
+        for path, maps in files.items()
+        for measure in measures
+    ]
+    columns = len(measures) if len(measures) > 1 else COLUMNS
+    note = "score of every head, layer 0 at the bottom"
+    figure = figure_of(panels, draw, [], note, columns=columns)
     if copies:
         axes = [ax for ax, _ in copies]
         label = "copy score (colour by its square root)"

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -704,3 +705,18 @@ def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):
         assert ax.get_title("left") == f"{tmp_path.stem}, {measure}"
         assert all(tick == int(tick) for tick in [*ax.get_xticks(), *ax.get_yticks()])
     assert (image.norm.vmin, image.norm.vmax) == (-2, 2)
+
+
+def test_maps_of_one_model_stand_beside_each_other():
+    scores = {(0, 0): 0.5, (0, 1): 0.25}
+    both = {"copy": scores, "effect": scores}
+    models = {Path("a"): both, Path("b"): {"copy": scores}, Path("c"): both}
+    figure = figures.head_maps(models)
+    titles = [ax.get_title("left") for ax in figure.axes[:6]]
+    assert titles == ["a, copy", "a, effect", "b, copy", "", "c, copy", "c, effect"]
+    places = [ax.get_subplotspec() for ax in figure.axes[:6]]
+    assert [(p.rowspan.start, p.colspan.start) for p in places] == [
+        *itertools.product(range(3), range(2))
+    ]
+    of_copy = figures.head_maps({Path(n): {"copy": scores} for n in "abc"})
+    assert {ax.get_subplotspec().rowspan.start for ax in of_copy.axes[:3]} == {0}
