@@ -15,8 +15,6 @@ DECODER = dict(
     metavar="FILE.py:CLASS",
     help="a decoder of your own, see CONTRIBUTING.md; --method takes its name in small letters",
 )
-
-
 SAMPLE_SEED = 1234
 
 
