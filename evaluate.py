@@ -97,7 +97,7 @@ def sweep(how, wanted, lenient=False):
     ranks = Ranks(how.tp, how.device)
     checkpoint, tokenizer, of_amateur = cli.read_models(how)
     fitting = fitting_runs(how, wanted, checkpoint, of_amateur, lenient)
-    model, amateur = cli.load_weights(how, ranks.shard)
+    model, amateur = cli.load_models(how, ranks.shard)
     runs = make_runs(how, fitting, model, amateur, ranks)
     ranks.share(lambda: check_files(runs))
     say_heads(runs, how)

@@ -8,7 +8,7 @@ from cli.models import (
     benchmark_template_args,
     limit_threads,
     load_model,
-    load_weights,
+    load_models,
     read_model,
     read_models,
 )

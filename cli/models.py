@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cli.progress import show_reading
+from cli.reading import show_reading
 from model import Transformer
 from runtime.config import Config
 from runtime.errors import InputError
@@ -58,7 +58,7 @@ def read_model(name, args):
     return Checkpoint(checkpoint_name(name), folder, config, Tokenizer.load(name, args.eos))
 
 
-def load_weights(args, shard=None):
+def load_models(args, shard=None):
     """(model, amateur or None), after `read_models`."""
     model = load_model(args.model, args, shard)
     limit_threads(model)

@@ -92,20 +92,20 @@ def fetch(folder, file, mirror):
         if file.digest not in digests(content):
             raise InputError(f"{AUTHORS}/{file.source} is not the file that the paper used")
         if file.function:
-            demos = read_demos(content, file)
+            demos = demos_in_code(content, file)
             content = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in demos).encode()
     except (OSError, ValueError):
         tasks = [task for task in PAPER if task.folder == file.folder]
         if file.function or not tasks[0].origin:
             raise
-        source = from_hub(tasks, mirror)
+        source = file_on_hub(tasks, mirror)
         path = path.with_name(source.name)
         content = source.read_bytes()
     with draft(path) as new:
         new.write_bytes(content)
 
 
-def from_hub(tasks, mirror):
+def file_on_hub(tasks, mirror):
     """The path of the hub's file of some tasks. InputError unless it has the fields of each and as
     many rows as the paper scores."""
     path, _ = data.from_hub(tasks[0].origin, endpoint=mirror and f"{mirror}/huggingface.co")
@@ -130,7 +130,7 @@ def is_there(path, file):
         return False
 
 
-def read_demos(source, file):
+def demos_in_code(source, file):
     """The demonstrations that a function of a Python source appends to lists, without running it.
 
     `questions.append("…")` is the field "question" of the next one. In the branch of an `if` on

@@ -178,7 +178,7 @@ def show(runs, how, timed=False, as_json=False):
     if as_json:
         for run in runs:
             lacks = missing[run.task] + missing_heads(run, how)
-            print(json.dumps(object_of(run, items[run.task], lacks), ensure_ascii=False))
+            print(json.dumps(json_of(run, items[run.task], lacks), ensure_ascii=False))
         return
     print(f"{len(runs)} runs, in this order (* N inferred, ~ N of the closest table):\n")
     for number, run in enumerate(runs, 1):
@@ -198,7 +198,7 @@ def missing_heads(run, how):
     return [f"no head scores of {short}: {command}"]
 
 
-def object_of(run, items, missing):
+def json_of(run, items, missing):
     """A run as an object of --json."""
     return {
         "task": run.task.name,

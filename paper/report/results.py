@@ -318,7 +318,7 @@ def select(runs):
 
 
 def runs_by_row(runs):
-    """Row → its runs of one task: one, or the draws of random heads."""
+    """`TableRow` → its runs of one task: one, or the draws of random heads."""
     by_row = defaultdict(list)
     for run in runs:
         by_row[run.row].append(run)

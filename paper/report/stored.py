@@ -37,7 +37,7 @@ ITI = {  # checkpoint → the model that it was made from
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     setup: Setup  # without its heads; of random heads also without measure and seed
     is_iti: bool = False
     heads: str = ""  # their file or numbers, if other runs of the model have others
@@ -53,13 +53,13 @@ class Row:
 
 
 @dataclass(eq=False)
-class Run:
+class StoredRun:
     header: dict
     identity: dict  # the fields of the header that can change an answer
     model: str
     paper_model: str  # the model whose values in the paper are compared with the run's
     conditions: str  # "" if they are the paper's
-    row: Row
+    row: TableRow
     heads: dict  # {"file": text}; None for random heads and without heads
     precision: dict  # {"dtype": text, "engine": text, "product": text}
     inputs: dict  # {"data": text, "demos": text, "items": text}
@@ -122,7 +122,7 @@ def describe(header):
     own = Path(header["model"]).name
     like = header.get("like")
     paper_model = Path(like or own).name
-    row = Row(setup, setup.method == "greedy" and paper_model in ITI)
+    row = TableRow(setup, setup.method == "greedy" and paper_model in ITI)
     if row.is_iti:
         paper_model = ITI[paper_model]
     demos = header.get("demos") or {"source": "none"}
@@ -151,7 +151,7 @@ def describe(header):
     if setup.num_heads and not setup.random_heads:
         record = header.get("head_file")
         file = f"heads of {names_of([record])}" if record else "heads as listed"
-    return Run(
+    return StoredRun(
         header,
         fields,
         f"{own} like {paper_model}" if like else paper_model,

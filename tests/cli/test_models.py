@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cli
-from cli import progress
+from cli import reading
 from tests.checkpoints import random_ids
 
 
@@ -28,7 +28,7 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
     args = Namespace(**names, **options)
     checkpoint, tokenizer, amateur = cli.read_models(args)
     assert downloads and "*.safetensors" not in sum(downloads, [])
-    model, _ = cli.load_weights(args)
+    model, _ = cli.load_models(args)
     assert "*.safetensors" in downloads[-1]
     assert checkpoint.name == amateur.name == model.name == "owner/tiny"
     assert tokenizer is checkpoint.tokenizer
@@ -53,8 +53,8 @@ def test_a_bar_moves_with_each_layer_while_a_long_prompt_is_read(
     expected = read(type(model).prefill.__get__(model))
     assert torch.equal(read(model.prefill), expected)
     assert "reading" not in capsys.readouterr().err
-    monkeypatch.setattr(progress, "DELAY", 0)
-    monkeypatch.setattr(progress, "INTERVAL", 0)
+    monkeypatch.setattr(reading, "DELAY", 0)
+    monkeypatch.setattr(reading, "INTERVAL", 0)
     assert torch.equal(read(model.prefill), expected)
     shown = re.findall(r"reading 1,000 tokens: +(\d+)%", capsys.readouterr().err)
     passes = (400, 400, 200) if engine == "own" else (1000,)

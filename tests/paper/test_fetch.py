@@ -186,11 +186,11 @@ def test_the_hub_is_the_second_origin_of_a_data_file(run, tmp_path, monkeypatch)
 
 def test_the_two_kinds_of_answers_are_told_apart_by_their_branches():
     file = fetch.File("musique", "demos.jsonl", "x.py", "", "create_two_kinds")
-    assert fetch.read_demos(SOURCE, file) == [
+    assert fetch.demos_in_code(SOURCE, file) == [
         {"question": "q", "cot_answer": "Since … So the answer is: a", "direct_answer": "a"}
     ]
     with pytest.raises(ValueError, match="no demonstrations in nothing"):
-        fetch.read_demos(SOURCE, file._replace(function="nothing"))
+        fetch.demos_in_code(SOURCE, file._replace(function="nothing"))
 
 
 def test_metrics_fetches_models_judges_and_punkt(run, tmp_path, monkeypatch):

@@ -22,9 +22,8 @@ from decore import DeCoRe, generate, make_head_mask
 from heads.detect import answer_batch
 from heads.measures import effects
 from model import Transformer
-from runtime import torchrun as torchrun_names
 from runtime.config import Config
-from runtime.parallel import Ranks, Shard, call, check_split, rank_device
+from runtime.parallel import TORCHRUN, Ranks, Shard, call, check_split, rank_device
 from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
 from tests.core.test_gpu_on_cpu import (
@@ -232,7 +231,7 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
 
 def set_ranks(monkeypatch, **names):
     """The environment that torchrun sets."""
-    for name, value in (dict.fromkeys(torchrun_names.NAMES, 0) | names).items():
+    for name, value in (dict.fromkeys(TORCHRUN, 0) | names).items():
         monkeypatch.setenv(name, str(value))
 
 

@@ -1,4 +1,4 @@
-"""Bars on standard error that move while one piece of work runs for minutes."""
+"""A bar on standard error while a model reads long prompts."""
 
 from contextlib import ExitStack
 
