@@ -37,6 +37,7 @@ vllm = pytest.importorskip("vllm", reason="needs the environment of requirements
 import decore_heads  # noqa: E402
 import decore_vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
@@ -44,6 +45,7 @@ from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.models.llama import LlamaForCausalLM  # noqa: E402
 from vllm.sampling_params import BeamSearchParams  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 OPTIONS = dict(
     dtype="float32", max_model_len=256, max_num_seqs=8, block_size=32, kv_cache_memory_bytes=1 << 25
@@ -328,22 +330,40 @@ def test_a_request_for_decore_is_refused_by_an_engine_without_it(folder):
         assert decode(llm, [], [[1]])
 
 
-def test_the_plugins_tensors_survive_a_sleep_of_level_2(folder, ours):
-    """vLLM then saves the model's buffers, and loses its other tensors."""
+class Forgetful(SleepModeBackend):
+    """Loses what a GPU's allocator loses at level 2: all tensors of the model."""
 
-    @torch.inference_mode()
-    def sleep(model):
-        saved = {name: x.clone() for name, x in model.named_buffers()}
-        for x in [*model.buffers(), *filter(torch.is_tensor, vars(model).values())]:
-            x.zero_()
-        for name, x in model.named_buffers():
-            x.copy_(saved[name])
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def suspend(self, level):
+        assert level == 2
+        for module in self.model.modules():
+            tensors = filter(torch.is_tensor, vars(module).values())
+            for x in [*module.parameters(False), *module.buffers(False), *tensors]:
+                x.data.zero_()
+
+    def resume(self, tags):
+        assert not self.model.lm_head.weight.any()
+
+
+def test_the_plugins_tensors_survive_a_sleep_of_level_2(folder, ours, monkeypatch):
+    """By the `sleep` and `wake_up` of vLLM's worker for GPUs, which that for CPUs leaves out."""
+
+    def sleep(wrapper):
+        worker = wrapper.worker
+        worker._sleep_mode_backend = Forgetful(worker.model_runner.model)
+        Worker.sleep(worker, 2)
+        Worker.wake_up(worker)
+        worker.reload_weights()
 
     prompt = ours["prompts"][-1]
     with start(folder / "llama3", enable_prefix_caching=False) as llm:
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
         for _ in range(2):
             assert decode(llm, [prompt]) == ours["entropy"][-1:]
-            llm.apply_model(sleep)
+            llm.collective_rpc(sleep)
 
 
 def test_the_plugin_does_not_install_vllm_over_a_build_of_another_name():
