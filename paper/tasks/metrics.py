@@ -12,6 +12,7 @@ import math
 import re
 import string
 import sys
+import unicodedata
 from collections import Counter
 from functools import partial
 
@@ -27,7 +28,7 @@ SPLITS = {  # MemoTrap's
     "history-of-science-qa",
 }
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-SIGNS = PUNCTUATION | str.maketrans("–—", "  ", "‘’“”")
+DASHES = str.maketrans("–—", "  ")
 ARTICLES = ("a", "an", "the")
 SENTENCE_END = re.compile(r"\w[.!?]['’”\")\]]*(?=\s|$)")
 CLAUSES = re.compile(r"(?<=[,;:])\s+|\s+(?=but\b)")
@@ -62,6 +63,17 @@ def normalise(text):
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
+def normalise_any(text):
+    """As `normalise`, without the punctuation of any script."""
+    return normalise(without_punctuation(text))
+
+
+def without_punctuation(text):
+    """The text without ASCII's punctuation and that of any script."""
+    signs = string.punctuation
+    return "".join(c for c in text if c not in signs and unicodedata.category(c)[0] != "P")
+
+
 def matches(answer, references):
     """Compares normalised texts. An empty reference counts in the published score only."""
     filled = [reference for reference in references if reference]
@@ -72,7 +84,7 @@ def matches(answer, references):
     }
 
 
-def compare(prediction, references):
+def compare(prediction, references, normalise=normalise):
     """A reference that normalises to nothing ("*") must be the complete answer."""
     values = matches(normalise(prediction), list(map(normalise, references)))
     if prediction.strip() in map(str.strip, references):
@@ -100,9 +112,9 @@ def own_answer(line):
     the passage's answer, the memorised one, neither, or the line is blank: one of them is 1."""
     answer = field(line, "prediction").strip().split("\n")[0]
     references = texts(line, "references")
-    values = compare(answer, references)
+    values = compare(answer, references, normalise_any)
     del values["answer_contained_published"]
-    overlaps = [f1(normalise(answer), normalise(reference)) for reference in references]
+    overlaps = [f1(normalise_any(answer), normalise_any(reference)) for reference in references]
     values["f1"] = max(values["exact_match"], *overlaps)
     if line.get("memory"):
         kind = source_of(answer, references, texts(line, "memory"))
@@ -142,7 +154,7 @@ def first_name(answer, names):
 
 
 def words_of(text):
-    words = text.translate(SIGNS).split()
+    words = without_punctuation(text.translate(DASHES)).split()
     return [word for word in words if word.lower() not in ARTICLES]
 
 

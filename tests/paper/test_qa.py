@@ -277,6 +277,13 @@ def test_demonstrations_are_rows_like_the_data_and_come_from_demos_alone(tmp_pat
         ("Bob", ["Ann Lee", "Bob Lee"], 0, 0, 2 / 3),  # the best reference counts
         ("?", ["?"], 1, 1, 1),  # nothing is left of either
         ("", ["?"], 0, 0, 0),
+        ("罗马。", ["罗马"], 1, 1, 1),
+        ("《罗马》", ["罗马！"], 1, 1, 1),
+        ("روما؟", ["روما"], 1, 1, 1),
+        ("रोम।", ["रोम"], 1, 1, 1),
+        ("“Рим”, да", ["«Рим» — да"], 1, 1, 1),
+        ("5 €", ["5 $"], 1, 0, 2 / 3),  # signs of currencies are no punctuation; $ is ASCII's
+        ("。", ["？"], 0, 0, 0),
     ],
 )
 def test_answers_as_worked_out_by_hand(prediction, references, contained, exact, f1):
@@ -460,6 +467,8 @@ def test_an_answer_is_the_passages_the_memorised_one_neither_or_blank(answer, ki
     [
         ("Romania", "Oman", False),
         ("Na. It is a metal", "Na", True),
+        ("罗马。", "罗马", True),
+        ("«Рим»", "Рим", True),
         ("in the table", "In", False),
         ("Augustus", "Au", False),
         ("No, it isn't", "no", True),
