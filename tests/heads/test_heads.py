@@ -28,6 +28,7 @@ from heads import (
 from heads.reader import find_file, find_measures, read_head_file, read_scores
 from hf import HFModel
 from model import Transformer
+from runtime.files import read_json
 from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
 
 # 40 layers of 8 heads
@@ -129,6 +130,30 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
             both = [read_scores(find_file(name), m) for m in ("effect", measure)]
             assert cell == f"{overlap(10, *both)}, {overlap(20, *both)}"
     assert len(of_effect) == 3
+
+
+def test_the_gradient_and_masking_of_the_readme_are_those_of_the_stored_results():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \| (\d+) \| (first|all) \| (first|all) \| (.*) \|$", readme, re.M)
+    for name, n, gradient, masking, cells in rows:
+        content = read_json(FOLDER / "results" / f"masking.{name}.json")
+        ids, all_ids = (
+            content["facts"]["ids"],
+            read_json(FOLDER / f"{name}.json")["effect_facts"]["ids"],
+        )
+        assert ids == all_ids[: int(n)] and content["facts"]["dtype"] == "float32"
+        maps = content["gradient"][gradient], content["masking"][masking]
+        assert list(maps[0]) == list(maps[1])
+        values = np.array([[*scores.values()] for scores in maps])
+        order = values.argsort()
+        expected = [f"{np.corrcoef(x)[0, 1]:.3f}" for x in (values, order.argsort())]
+        shared = [len(np.intersect1d(*order[:, -k:])) for k in (1, 3, 5, 10)]
+        assert cells == " | ".join([*expected, ", ".join(map(str, shared))])
+    models = {name for name, *_ in rows}
+    assert {f"masking.{name}.json" for name in models} == {
+        path.name for path in FOLDER.glob("results/masking.*")
+    }
+    assert len(rows) == 4 * len(models)
 
 
 def test_every_hub_name_of_a_model_finds_its_file():

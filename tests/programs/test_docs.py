@@ -74,6 +74,7 @@ ELSEWHERE = (
     "python -m heads.detect --model meta-llama",
     "python -m heads.detect --task",  # test_effect
     "python -m paper.facts",  # test_facts
+    "python -m paper.masking",  # test_effect
     "python -m miniature.train",  # 25 minutes
     "python -m nltk.downloader",  # the network
     "python -m vllm.entrypoints",  # vLLM and a GPU
