@@ -138,7 +138,7 @@ def answer_missing(runs, done, model, tokenizer, ranks, bar):
                 lines = [line for path, line in answered if path == run.path]
                 if lines and ranks.rank == 0:
                     files.append(run.path, lines)
-            bar.add(len(answered))
+            bar.add(len(answered))  # those of other replicas too
 
 
 def missing_lines(runs, batch, done, model, readers, tokenizer, on_part):

@@ -56,8 +56,9 @@ def test_mistakes_and_limits_are_one_line_and_a_bug_keeps_its_traceback(
 
 def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, monkeypatch):
     hint = " (DECORE_TRACEBACK=1 prints a traceback)\n"
-    for foreign in (lambda: torch.tensor([[1], [2, 3]]), lambda: int("x"), lambda: json.loads("{")):
-        assert call(foreign)[2].endswith(hint)
+    foreign = [lambda: torch.tensor([[1], [2, 3]]), lambda: int("x"), lambda: json.loads("{")]
+    for main in (*foreign, raiser(ValueError("bad"))):
+        assert call(main)[2].endswith(hint)
     own = "test_entry.py: error: bad\n"
     assert call(raiser(InputError("bad"))) == (2, "", own)
     assert call(raiser(HeadFileError("bad"))) == (2, "", own)
