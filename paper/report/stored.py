@@ -255,6 +255,7 @@ def read(path):
         )
     if not lines:
         raise InputError("no examples yet")
+    metrics.map_lines(check_id, lines)
     if task.own and not header.get("closed_book"):
         run.conditions = ", ".join(filter(None, [run.conditions, passages_of(lines)]))
     run.path = path
@@ -264,6 +265,11 @@ def read(path):
         values |= of_text
     run.remarks += unlike_the_paper(run, task)
     return run
+
+
+def check_id(line):
+    """InputError for a list, which earlier versions stored."""
+    field(line, "id", "a text or a number", null=None)
 
 
 def unlike_the_paper(run, task):

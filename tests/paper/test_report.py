@@ -553,6 +553,7 @@ def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add
         ({"version": -1}, "made with version -1"),
         ({"method": "cad", "alpha": "x"}, "'alpha' of its header is 'x'"),
         ({"data": [5]}, "'int' object"),
+        ({"id": ["a", 1]}, 'line 2: id is ["a", 1]; it must be a text or a number'),
         ({"entropies": ["x"]}, 'entropies is ["x"]; it must be a list of numbers'),
     ],
 )
