@@ -16,7 +16,7 @@ import torch
 from jinja2 import Template
 
 from runtime.errors import InputError
-from runtime.files import draft
+from runtime.files import draft, named
 from tokenizer import join_parts
 
 PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -51,7 +51,8 @@ def write_page(path, model, amateur, tokenizer, prompts, answers):
 def write(path, text):
     """Write to a device, or replace a file."""
     if is_device(path):
-        path.write_text(text, encoding="utf-8")
+        with named(path):
+            path.write_text(text, encoding="utf-8")
         return
     with draft(path) as new:
         new.write_text(text, encoding="utf-8")

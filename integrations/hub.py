@@ -15,6 +15,7 @@ from pathlib import Path
 import cli
 from heads.reader import best_heads, find_file, find_measures, plain_name, read_scores
 from runtime.errors import InputError
+from runtime.files import named
 from runtime.weights import HUB_ID
 
 ROOT = Path(__file__).parents[1]
@@ -122,11 +123,12 @@ def build(out, model, heads=None):
     )
     files["requirements.txt"] = REQUIREMENTS
     folder = out / "custom_generate"
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
     readme = README.format(model=model, arguments=arguments_of(GENERATE.read_text()))
-    (out / "README.md").write_text(readme, encoding="utf-8")
+    with named(out):
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (out / "README.md").write_text(readme, encoding="utf-8")
 
 
 def arguments_of(code):

@@ -1,6 +1,7 @@
 """Files of text and JSON: reading, appending, replacing in one step, locking; Markdown."""
 
 import codecs
+import errno
 import gzip
 import hashlib
 import json
@@ -133,13 +134,20 @@ def content_of(objects):
 
 
 def append_bytes(path, content):
+    with named(path), open(path, "ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def named(path):
+    """Adds the path to the error of a full or broken disk, which does not know it."""
     try:
-        with open(path, "ab") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
-        error.filename = str(path)  # of a full disk, the error does not know it
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) and not error.filename:
+            error.filename = str(path)
         raise
 
 
@@ -162,7 +170,8 @@ def draft(path):
     remove(new)
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield new
+        with named(path):
+            yield new
         os.replace(new, path)
     finally:
         remove(new)

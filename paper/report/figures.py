@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from paper.printed import TASKS
 from paper.report.results import NOT_RATES, order_of_row
+from runtime.files import named
 
 matplotlib.rcParams.update(
     {
@@ -51,7 +52,8 @@ def draw_all(tables, folder):
     for name, (draw, caption) in FIGURES.items():
         if figure := draw(tables):
             path = folder / f"{name}.png"
-            figure.savefig(path)
+            with named(path):
+                figure.savefig(path)
             pictures.append((path, caption))
     return pictures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import cli
 from heads.reader import MEASURES, find_file, find_measures, read_scores
 from paper import printed
-from runtime.files import read_json
+from runtime.files import named, read_json
 
 COMPARED = (5, 10, 20, 50)  # numbers of the best heads
 DRAWN = ("copy", "effect")
@@ -69,7 +69,8 @@ def main(argv):
             file: {m: read_scores(file, m) for m in find_measures(file) if m in DRAWN}
             for file in paths
         }
-        figures.head_maps(maps).savefig(path)
+        with named(path):
+            figures.head_maps(maps).savefig(path)
         print(path)
 
 

@@ -4,13 +4,15 @@ import datetime
 import json
 import math
 import os
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from cli import explain
+from cli import explain, page
 from decoders.setup import Setup
 from paper.runfile import finish, open_run, read_run, remarks
-from runtime.files import append, locked, write
+from runtime.files import append, draft, locked, write
 from tests.checkpoints import write_lines
 
 HEADER = {
@@ -158,10 +160,21 @@ def test_a_finished_run_in_a_read_only_folder_is_read_and_nothing_is_written(pat
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_a_full_disk_is_named_with_the_file():
-    with pytest.raises(OSError) as error:
-        append("/dev/full", [{"a": 1}])
-    assert explain(error.value) == "/dev/full: no space left on device"
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    full = Path("/dev/full")
+
+    def in_a_draft(path):
+        with draft(path), open(full, "w") as file:
+            file.write("text")
+
+    for write_to, path in (
+        (partial(append, objects=[{"a": 1}]), full),
+        (partial(page.write, text="text"), full),
+        (in_a_draft, tmp_path / "new"),
+    ):
+        with pytest.raises(OSError) as error:
+            write_to(path)
+        assert explain(error.value) == f"{path}: no space left on device"
 
 
 def test_a_text_that_cannot_be_written_leaves_no_draft(tmp_path):
