@@ -132,28 +132,60 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
     assert len(of_effect) == 3
 
 
+def compare(maps, sizes):
+    """[correlation, that of the ranks, how many of the best heads are shared, for each of `sizes`]
+    of two maps of scores, as the README prints them."""
+    assert list(maps[0]) == list(maps[1])
+    values = np.array([[*scores.values()] for scores in maps])
+    order = values.argsort()
+    r, of_ranks = (np.corrcoef(x)[0, 1] for x in (values, order.argsort()))
+    shared = [len(np.intersect1d(*order[:, -k:])) for k in sizes]
+    return r, of_ranks, ", ".join(map(str, shared))
+
+
 def test_the_gradient_and_masking_of_the_readme_are_those_of_the_stored_results():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\S+) \| (\d+) \| (first|all) \| (first|all) \| (.*) \|$", readme, re.M)
+    tokens = "first|all"
+    rows = re.findall(rf"^\| (\S+) \| (\d+) \| ({tokens}) \| ({tokens}) \| (.*) \|$", readme, re.M)
     for name, n, gradient, masking, cells in rows:
         content = read_json(FOLDER / "results" / f"masking.{name}.json")
-        ids, all_ids = (
-            content["facts"]["ids"],
-            read_json(FOLDER / f"{name}.json")["effect_facts"]["ids"],
-        )
-        assert ids == all_ids[: int(n)] and content["facts"]["dtype"] == "float32"
+        facts = content["facts"]
+        measured = read_json(FOLDER / f"{name}.json")["effect_facts"]["ids"]
+        assert facts["ids"] == measured[: int(n)] and facts["dtype"] == "float32"
         maps = content["gradient"][gradient], content["masking"][masking]
-        assert list(maps[0]) == list(maps[1])
-        values = np.array([[*scores.values()] for scores in maps])
-        order = values.argsort()
-        expected = [f"{np.corrcoef(x)[0, 1]:.3f}" for x in (values, order.argsort())]
-        shared = [len(np.intersect1d(*order[:, -k:])) for k in (1, 3, 5, 10)]
-        assert cells == " | ".join([*expected, ", ".join(map(str, shared))])
+        r, of_ranks, shared = compare(maps, (1, 3, 5, 10))
+        assert cells == f"{r:.3f} | {of_ranks:.3f} | {shared}"
     models = {name for name, *_ in rows}
-    assert {f"masking.{name}.json" for name in models} == {
-        path.name for path in FOLDER.glob("results/masking.*")
-    }
+    stored = {path.name for path in FOLDER.glob("results/masking.*")}
+    assert stored == {f"masking.{name}.json" for name in models}
     assert len(rows) == 4 * len(models)
+
+
+def test_effects_on_several_texts_compare_as_the_readme_says():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (\S+) \| (.+), (.+) \| (\d+), (\d+) \| (-?[\d.]+) \| ([\d, ]+) \|$", readme, re.M
+    )
+
+    def of(name, texts):
+        """(number of questions or needles, effect)"""
+        if texts == "the file":
+            content = read_json(FOLDER / f"{name}.json")
+        elif texts == "implied":
+            content = read_json(FOLDER / "results" / f"masking.{name}.json")
+            return content["facts"]["n"], content["gradient"]["all"]
+        else:
+            content = read_json(FOLDER / "results" / f"effect.{name}.{texts.lower()}.json")
+        n = content["effect_facts"]["n"] if "effect_facts" in content else content["samples"]
+        return n, content["effect"]
+
+    for name, a, b, n, m, *cells in rows:
+        (of_a, first), (of_b, second) = of(name, a), of(name, b)
+        assert (int(n), int(m)) == (of_a, of_b)
+        r, _, shared = compare((first, second), (3, 5, 10))
+        assert cells == [f"{r:.2f}", shared]
+    used = {f"effect.{name}.{x.lower()}.json" for name, a, b, *_ in rows for x in (a, b)}
+    assert {path.name for path in FOLDER.glob("results/effect.*")} <= used and len(rows) > 4
 
 
 def test_every_hub_name_of_a_model_finds_its_file():
