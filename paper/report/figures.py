@@ -239,28 +239,28 @@ def heads_figure(tables):
 
 def memory_figure(tables):
     """For each task and model with memorised answers: a bar of each setup's answers; and, with a
-    closed-book run, the largest gains over greedy decoding by the certainty of that run."""
+    closed-book run, the largest gains over greedy decoding by the certainty of that run, in the
+    colours of the setups' names."""
     panels, heights, shown = [], [], {}
     closed_book = [run for run in runs_of(tables) if run.header.get("closed_book")]
     for key, rows in tables.items():
         rows = [row for row in rows if row.metric == "passage" and not row.beside_random]
         if len(rows) > 1:
             curves = curves_of(rows, closed_book)
-            panels += [(draw_answers, key, rows), (draw_gains, curves)]
+            panels += [(draw_answers, key, rows, curves), (draw_gains, curves)]
             heights.append(0.7 + max(1.6, 0.2 * len(rows)))
             shown[key] = rows
-    names = dict.fromkeys(name for _, curves, *_ in panels[1::2] for name in curves)
-    looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
 
     def draw(ax, draw_panel, *panel):
-        draw_panel(ax, *panel, looks)
+        draw_panel(ax, *panel)
 
     note = "p closed book: probability of the memorised answer without the passage, quarters of the"
-    note += f" items; gain in the passage's answers, of the {len(COLOURS)} setups with the largest"
+    note += f" items; gain in the passage's answers, of the {len(COLOURS)} setups with the largest,"
+    note += " in the colours of their names"
     return figure_of(panels, draw, runs_of(shown), note, heights=heights, columns=2)
 
 
-def draw_answers(ax, key, rows, looks):
+def draw_answers(ax, key, rows, curves):
     places = range(len(rows))
     left = np.zeros(len(rows))
     for name, colour in ANSWERS.items():
@@ -268,18 +268,20 @@ def draw_answers(ax, key, rows, looks):
         ax.barh(places, shares, left=left, color=colour, height=0.7, label=name)
         left += shares
     ax.set_yticks(places, [row.label for row in rows])
+    colours = dict(zip(curves, COLOURS))
+    for name in ax.get_yticklabels():
+        name.set_color(colours.get(name.get_text(), "#000000"))
     ax.set(title=title_of(key, rows), xlim=(0, 100), xlabel="% of the answers")
     ax.invert_yaxis()
 
 
-def draw_gains(ax, curves, looks):
+def draw_gains(ax, curves):
     if not curves:
         ax.set_axis_off()
         return
     ax.axhline(0, color="#000000", linewidth=0.8)
-    for name, points in curves.items():
-        colour, marker = looks[name]
-        ax.plot(*points, marker=marker, color=colour, markersize=3.6, label=name)
+    for points, colour in zip(curves.values(), COLOURS):
+        ax.plot(*points, marker="o", color=colour, markersize=3.6)
     ax.set(xlim=(0, 1), xlabel="p closed book", ylabel="gain, points")
 
 

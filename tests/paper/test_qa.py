@@ -628,6 +628,7 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
         [100 / 3, 100, 100 / 3, 0, 50 / 3, 0, 50 / 3, 0]  # greedy, masked of each kind
     )
     _, line = gains.lines
+    assert [name.get_color() for name in bars.get_yticklabels()] == ["#000000", line.get_color()]
     # In the order of p: items 4 and 5, 0 and 2, 1, 3; greedy has 1 and 3.
     means = [(math.exp(-5) + math.exp(-4)) / 2, (math.exp(-3) + math.exp(-2)) / 2]
     assert list(line.get_xdata()) == pytest.approx([*means, math.exp(-1), math.exp(-0.5)])

@@ -27,7 +27,6 @@ ELSEWHERE = {
     "0.05": "the level of tests",
     "40": "texts of each setup that were read",
     "4": "bits of the weights, docs/data.md",
-    "140 of 200": "items of the plan less those of the table",
 }
 
 
