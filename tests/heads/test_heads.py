@@ -377,7 +377,7 @@ def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
         best = [f"{layer}-{head}" for layer, head in load_heads(stand_in_of(header), 3)]
         masked = header["header"]["masked"]
         assert all(heads[:3] == best for name, heads in masked.items() if name.endswith("copy"))
-    assert len(paths) == readme.count("[stored](results/")
+    assert len(paths) == readme.count(".jsonl)):\n")
 
 
 def stand_in_of(header):
