@@ -77,7 +77,7 @@ def paper(argv):
         args.like or args.model, args.table, find_tasks(args.task), args.method
     )
     if args.plan:
-        plan.show(planned, how, args.timed, args.json)
+        plan.show(planned, how, args.json)
         return
     for checkpoint in dict.fromkeys(run.checkpoint for run in planned):
         if checkpoint and args.like:

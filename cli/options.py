@@ -12,7 +12,6 @@ import sys
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 
 from decoders.setup import (
@@ -38,7 +37,6 @@ MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else [*args]
-        self.given = args
         for text in args:
             if re.search("[\ud800-\udfff]", text):
                 self.error(f"{text!r} has bytes that are not UTF-8")
@@ -47,11 +45,6 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        absent = re.fullmatch("argument (--[a-z-]+): expected one argument", message)
-        for option, value in pairwise(self.given if absent else []):
-            is_value = value[:1] == "-" and value not in self._option_string_actions
-            if option == absent[1] and is_value:
-                message += f"; write {shlex.join([f'{option}={value}'])}"
         raise InputError(f"{message}; see --help")
 
 

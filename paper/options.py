@@ -149,7 +149,7 @@ def parse_paper(argv):
     """The options of the paper's rows. InputError for those without effect."""
     args = paper_parser().parse_args(argv)
     if not args.plan:
-        cli.refuse_unused(args, dict.fromkeys(["json", "timed"], "without --plan"))
+        cli.refuse_unused(args, {"json": "without --plan"})
     return args
 
 
@@ -180,12 +180,6 @@ def paper_parser():
         "--plan", action="store_true", help="list the runs, and what is missing for them"
     )
     p.add_argument("--json", action="store_true", help="with --plan: a JSON line for each run")
-    p.add_argument(
-        "--timed",
-        action="store_true",
-        help="with --plan: load the model, time for some seconds how fast it is here, and say how "
-        "long the runs take",
-    )
     return p
 
 

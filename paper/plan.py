@@ -5,14 +5,12 @@ published runs."""
 
 import json
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from pathlib import Path
 
 import cli
-import decore
 from decoders.setup import CHOOSING, Setup, has
 from heads import head_file
 from model import LEAST_PREFIX
@@ -30,7 +28,6 @@ SEEDS = range(FIRST_SEED, FIRST_SEED + 3)  # of random heads; the paper's are un
 ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")  # groups of rows
 METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
 METHODS += ("masked", "decore-entropy-lite")
-TIMED = 256  # prompt tokens
 
 
 @dataclass
@@ -143,17 +140,15 @@ def number_of_heads(row):
 # --------------------------------------------------------------------------------------- the list
 
 
-def show(runs, how, timed=False, as_json=False):
+def show(runs, how, as_json=False):
     """Print the runs and what they lack, with the commands that get it.
 
-    how: `options.RunOptions`. timed: load the model too, and say how long the runs take. as_json: a
-    JSON line for each run."""
+    how: `options.RunOptions`. as_json: a JSON line for each run."""
     model = None
     try:
         model = cli.read_model(how.model, how)
     except (OSError, ValueError) as error:
         print(f"prompt tokens are not counted: {error}", file=sys.stderr)
-    speeds = time_model(how) if timed else None
     by_task = defaultdict(list)
     for run in runs:
         by_task[run.task].append(run)
@@ -183,7 +178,7 @@ def show(runs, how, timed=False, as_json=False):
     print(f"{len(runs)} runs, in this order (* N inferred, ~ N of the closest table):\n")
     for number, run in enumerate(runs, 1):
         print(f"{number:4}  {line_of(run)}")
-    print_tasks(by_task, items, tokens, how.batch_size, speeds)
+    print_tasks(by_task, items, tokens, how.batch_size)
     lacks = [text for run in runs for text in missing[run.task] + missing_heads(run, how)]
     print("Missing:" if lacks else "Nothing is missing.", *dict.fromkeys(lacks), sep="\n  ")
 
@@ -230,39 +225,24 @@ def line_of(run):
     return row + ", ".join(filter(None, about))
 
 
-def print_tasks(by_task, items, tokens, batch_size, speeds):
-    """A table of the tasks: their runs, items and tokens, and with speeds the hours.
+def print_tasks(by_task, items, tokens, batch_size):
+    """A table of the tasks: their runs, items and tokens.
 
-    tokens: task → `prompt_tokens`, if known. speeds: `time_model`, or None."""
-    hours_column = f" {'hours':>7}" * bool(speeds)
+    tokens: task → `prompt_tokens`, if known."""
     print(
         f"\n{'task':22} {'runs':>4} {'items':>7} {'prompt tokens':>14} {'read':>12} "
-        f"{'new, at most':>13}{hours_column}"
+        f"{'new, at most':>13}"
     )
-    total = 0
     for task, runs in by_task.items():
         new = 0 if task.choice else items[task] * task.max_new_tokens
         prompt = read = "–"
-        hours = ""
         if task in tokens:
             prompt, read = (f"{n:,}" for n in tokens[task])
-            if speeds:
-                needed = hours_of(runs, tokens[task][1], new, *speeds)
-                total += needed
-                hours = f" {hours_text(needed):>7}"
-        row = f"{task.name:22} {len(runs):4} {items[task]:7,} {prompt:>14} {read:>12} {new:13,}"
-        print(row + hours)
+        print(f"{task.name:22} {len(runs):4} {items[task]:7,} {prompt:>14} {read:>12} {new:13,}")
     print(
         f"\nTokens are those of one method. Read: the common prefix of a batch of {batch_size} is "
         "read once."
     )
-    if speeds:
-        least = "at least " * (len(tokens) < len(by_task))
-        prefill, decode = speeds
-        print(
-            f"Hours: {least}{hours_text(total)}, at {prefill:,.0f} prompt and {decode:,.0f} new "
-            "tokens per second, as measured here."
-        )
 
 
 def prompt_tokens(encoded, batch_size):
@@ -275,35 +255,3 @@ def prompt_tokens(encoded, batch_size):
         if shared >= LEAST_PREFIX:
             read -= shared * (len(batch) - 1)
     return total, read
-
-
-def hours_of(runs, read, new, prefill, decode):
-    """The hours of the runs of a task. read, new: tokens of a run. prefill, decode: speeds."""
-    passes = len(runs)  # over the prompts
-    for run in runs:
-        masked = run.setup.choice and run.setup.method.startswith("decore")
-        passes += bool(masked or run.setup.amateur or run.setup.method == "cad")
-    return (read * passes / prefill + new * len(runs) / decode) / 3600
-
-
-def time_model(how):
-    """(prompt tokens, new tokens) per second of greedy decoding here: nine steps of a batch of
-    prompts of at most TIMED tokens that differ in the last one."""
-    model = cli.load_model(how.model, how)
-    cli.limit_threads(model)
-    n = min(TIMED, model.config.max_positions - 9)
-    prompts = [[5] * (n - 1) + [i] for i in range(how.batch_size)]
-    times = []
-
-    def on_token(*_):
-        times.append(time.perf_counter())
-
-    for _ in range(2):  # the first time warms up
-        times[:] = [time.perf_counter()]
-        how = dict(max_new_tokens=9, eos_ids=(), on_token=on_token)
-        decore.generate(model, prompts, decore.Greedy(), **how)
-    return n / (times[1] - times[0]), 8 * len(prompts) / (times[-1] - times[1])
-
-
-def hours_text(hours):
-    return f"{hours:.1f}" if hours >= 0.05 else "< 0.1"

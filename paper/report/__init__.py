@@ -35,8 +35,7 @@ def report(argv):
     p.add_argument(
         "--all",
         action="store_true",
-        help="add the paper's tables with every metric, tables of texts, and settings chosen on "
-        "one half of the items",
+        help="add the paper's tables with every metric, and tables of texts",
     )
     p.add_argument("--commands", action="store_true", help="add the command of each run")
     p.add_argument("--plots", metavar="OUT", help="draw the differences into this folder")

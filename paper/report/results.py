@@ -21,7 +21,6 @@ from paper import printed, runfile
 from paper.report.stored import ORIGIN, TEXTS, words
 from paper.tasks import metrics
 from runtime import statistics
-from runtime.files import short_hash
 
 NOT_RATES = ("rougeL", "bertscore_f1", "factkb", "entropy", "tokens", "letters")  # not in per cent
 # Values shown beside the metric of a short table
@@ -200,23 +199,17 @@ def line_of(run, result):
 # Comparisons on the same items
 
 
-def common_items(runs, half=None):
-    """(questions, values of each run) of the items that all runs have.
-
-    half: 0 or 1, for one half of the questions."""
+def common_items(runs):
+    """(questions, values of each run) of the items that all runs have."""
     sides = [run.items for run in runs]
-    common = [
-        key
-        for key, (question, _) in sides[0].items()
-        if all(key in side for side in sides) and half in (None, half_of(question))
-    ]
+    common = [key for key in sides[0] if all(key in side for side in sides)]
     questions = [sides[0][key][0] for key in common]
     return questions, [[side[key][1] for key in common] for side in sides]
 
 
-def compare(runs, others, metric, half=None):
+def compare(runs, others, metric):
     """The Difference of runs to others; None without common items with values."""
-    questions, sides = common_items([*runs, *others], half)
+    questions, sides = common_items([*runs, *others])
     if not questions:
         return None
     columns = [metrics.columns(values, metric) for values in sides]
@@ -254,11 +247,6 @@ def p_value(runs, others, questions):
     if (weights != weights[0]).any():
         return None
     return statistics.p_value(sums[: len(runs)], sums[len(runs) :], questions)
-
-
-def half_of(question):
-    """0 or 1, by a hash of the question."""
-    return int(short_hash(question.encode()), 16) % 2
 
 
 def greedy_of(run, runs):

@@ -1,18 +1,15 @@
-"""Results in Markdown: the short tables with a verdict; on demand the paper's tables, texts, and
-settings chosen on one half of the items.
+"""Results in Markdown: the short tables with a verdict; on demand the paper's tables, and
+texts.
 
 Cells are values until they are printed. A table is (title, rows, notes); rows are dicts
 {column: text}."""
 
 from collections import Counter, defaultdict
-from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 
-from decoders.setup import Setup
 from paper import printed
-from paper.printed import TASKS, headline
+from paper.printed import TASKS
 from paper.report import results
 from paper.report.results import BESIDE
 from paper.report.stored import TEXTS
@@ -27,12 +24,6 @@ TEXT_NOTES = [
     "that their first token ends. letters a word: about 5 in English, more if pieces of words are "
     "glued together, as a model does that is pushed too far; not of texts in scripts that do not "
     "separate words."
-]
-CHOICE_NOTES = [
-    "The setup of each method is the best of its setups (N, α and options) on one half of the "
-    "questions, and reported on the other half, which did not choose it; then with the halves "
-    "exchanged. Only setups with the same items compete. Of equally good setups the mean is "
-    "reported. Halves are drawn by a hash of the question."
 ]
 CONTAINED = (
     "answer contained: the answer contains a reference. The paper calls this EM, exact match. "
@@ -288,7 +279,7 @@ def won_from_memory(rows, greedy):
 
 
 def all_tables(runs):
-    """Yields the paper's tables, texts and choices on halves of all runs, by model."""
+    """Yields the paper's tables and texts of all runs, by model."""
     by_title = defaultdict(list)
     for run in runs:
         by_title[run.title].append(run)
@@ -298,7 +289,6 @@ def all_tables(runs):
             yield f"{name}: {title}", table_rows(rows), score_notes(rows)
         texts = score_rows(same, dict.fromkeys(TASKS, TEXTS))
         yield f"Texts: {title}", table_rows(texts), TEXT_NOTES
-        yield f"Chosen on one half, reported on the other: {title}", choice_rows(same), CHOICE_NOTES
 
 
 def score_rows(runs, columns):
@@ -382,58 +372,3 @@ def score_notes(rows):
     if any(row.metric == "memory" for row in rows):
         notes.append(SHARES)
     return notes + setting_notes(rows) + remarks(rows)
-
-
-# Settings chosen on one half of the items
-
-
-def choice_rows(runs):
-    """Rows of the setups that are the best on one half of the questions, with their scores on the
-    other: one for each task, method and set of items with several setups."""
-    groups = defaultdict(dict)
-    for task, same in groupby(runs, lambda run: run.task):
-        same = list(same)
-        metric = headline(task, results.known_metrics(same))
-        if metric is None:
-            continue
-        for row, draws in results.runs_by_row(same).items():
-            if greedy := results.greedy_of(draws[0], same):
-                method = str(replace(row, setup=method_only(row.setup)))
-                items = set.intersection(*(set(run.items) for run in [*draws, greedy]))
-                groups[task, method, metric, greedy, frozenset(items)][str(row)] = draws
-    rows = []
-    for (task, method, metric, greedy, _), setups in groups.items():
-        halves = [
-            {name: results.compare(draws, [greedy], metric, half) for name, draws in setups.items()}
-            for half in (0, 1)
-        ]
-        if len(setups) < 2 or not all(all(half.values()) for half in halves):
-            continue
-        n = [next(iter(half.values())).n for half in halves]
-        row = {
-            "task": f"{TASKS[task][0]} {heading(metric)} (n = {n[0]:,} + {n[1]:,})",
-            "method": method,
-            "setups": str(len(setups)),
-        }
-        for half, names in enumerate((("first", "second"), ("second", "first"))):
-            most = max(versus.difference for versus in halves[half].values())
-            best = [name for name, one in halves[half].items() if one.difference > most - 1e-9]
-            draws = [run for name in best for run in setups[name]]
-            versus = results.compare(draws, [greedy], metric, 1 - half)
-            chosen = " or ".join(short(name, method) for name in best)
-            value = unsigned(versus.value + versus.difference)
-            row[f"chosen on the {names[0]} half"] = chosen
-            row[f"on the {names[1]}"] = f"{value}; {versus_text(versus)}"
-        rows.append(row)
-    return rows
-
-
-def method_only(setup):
-    """The setup without N, α and options."""
-    kept = {name: getattr(setup, name) for name in ("measure", "random_heads", "amateur")}
-    return Setup(setup.method, setup.choice, **kept)
-
-
-def short(setup, method):
-    """A row's label without the parts that it shares with its method."""
-    return ", ".join(part for part in setup.split(", ") if part not in method.split(", "))

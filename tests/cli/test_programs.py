@@ -87,7 +87,6 @@ MISTAKES = [
     ("{base} --stop ''", "--stop: an empty text"),
     ("{base} --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
     ("{base} --method decore", "unknown, did you mean decore-static or decore-entropy?; known"),
-    ("{base} --prompt -x", "--prompt: expected one argument; write --prompt=-x; see --help"),
     ("{base} --prompt --json", "--prompt: expected one argument; see --help"),
     ("{base} --html {folder}/no/page.html", "no/page.html cannot be written"),
     ("{base} --html {folder}", "cannot be written"),

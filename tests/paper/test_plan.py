@@ -1,20 +1,16 @@
 """evaluate.py paper: the runs of the paper's tables, what they cost, and running them."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
 
 import evaluate
 from decoders.setup import Setup
-from model import Transformer
 from paper import plan, printed
 from paper.tasks.prompts import Encoded
-from tests.checkpoints import write_checkpoint
 from tests.paper.test_evaluate import content
 from tests.paper.test_tasks import QA, SWAP, write
 
@@ -111,23 +107,10 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
         f"--out heads/{chat_model.name}.json",
     ]
     status, out, _ = paper(*options)
-    assert status == 0 and "Hours" not in out
+    assert status == 0
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("nq-swap")] == [
         ["nq-swap", "7", "40"]
     ]
-    _, out, _ = paper(*options, "--timed")
-    hours = r"Hours: at least < 0.1, at [1-9]\S* prompt and [1-9]\S* new tokens per second, as mea"
-    assert re.search(f"^{hours}", out, re.M)  # the other tasks have no prompts here
-
-
-def test_a_model_of_a_short_context_is_timed_over_nine_new_tokens(tmp_path, monkeypatch):
-    model = Transformer.load(write_checkpoint(tmp_path, max_position_embeddings=64))
-    monkeypatch.setattr("cli.load_model", lambda *_: model)
-    texts = []
-    generate = plan.decore.generate
-    monkeypatch.setattr(plan.decore, "generate", lambda *a, **kw: texts.extend(generate(*a, **kw)))
-    speeds = plan.time_model(SimpleNamespace(model=tmp_path, batch_size=2))
-    assert [len(text.ids) for text in texts] == [9] * 4 and all(0 < x < 1e6 for x in speeds)
 
 
 def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):

@@ -146,8 +146,6 @@ def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add):
     by_question = differences.reshape(4, 10).mean(1)
     plain = np.random.default_rng(7).choice(by_question, (4000, 4)).mean(1)
     assert result.interval == pytest.approx(tuple(100 * np.percentile(plain, [2.5, 97.5])), abs=2)
-    halves = [results.compare([masked], [greedy], "exact_match", half) for half in (0, 1)]
-    assert sum(half.n for half in halves) == 40 and all(half.n % 10 == 0 for half in halves)
 
 
 def test_runs_are_compared_on_the_items_that_both_have(add, call, tmp_path):
@@ -224,43 +222,6 @@ def test_what_has_no_width_has_no_interval(add, call, tmp_path):
     assert [cells["95 %"] for cells in table_cells(tmp_path)] == ["", "–", "–"]
     [one] = [stored.read(write_run(tmp_path, items=1, right=1))]
     assert results.own_interval(one, "exact_match") is None
-
-
-def test_a_setup_is_chosen_on_one_half_and_reported_on_the_other(add, tmp_path):
-    halves = [{i for i in range(40) if half_of(i) == half} for half in (0, 1)]
-    add(right=0)
-    add("decore-entropy", 1, right=halves[0])
-    add("decore-entropy", 2, right=halves[1], alpha_cap=0.5)
-    add("decore-entropy", 4, right=40, items=30)  # of other items
-    add("masked", 1)  # a single setup
-    texts, notes = table(tmp_path, "Chosen on one half")
-    nothing = "0.0; +0.0, 0 : 0, p 1"
-    expected = {
-        "setups": "2",
-        "chosen on the first half": "N = 1",
-        "on the second": nothing,
-        "chosen on the second half": "N = 2, cap 0.5",
-        "on the first": nothing,
-    }
-    assert {column: texts["decore-entropy", column] for column in expected} == expected
-    assert {method for method, _ in texts} == {"decore-entropy"}
-    assert "a hash of the question" in notes
-
-
-def half_of(i):
-    return results.half_of(f"q{i}")
-
-
-def test_of_setups_that_are_equally_good_on_a_half_all_are_named(add, tmp_path):
-    first = [i for i in range(40) if half_of(i) == 0]
-    second = [i for i in range(40) if half_of(i) == 1]
-    add(right=0)
-    add("decore-entropy", 1, right={first[0], second[0]})
-    add("decore-entropy", 2, right={first[1]})
-    texts, _ = table(tmp_path, "Chosen on one half")
-    assert texts["decore-entropy", "chosen on the first half"] == "N = 1 or N = 2"
-    assert texts["decore-entropy", "on the second"].startswith(f"{50 / len(second):.1f}; ")
-    assert texts["decore-entropy", "chosen on the second half"] == "N = 1"
 
 
 # Tables of scores
