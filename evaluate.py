@@ -20,10 +20,7 @@ import json
 import sys
 from pathlib import Path
 
-try:
-    import cli
-except ModuleNotFoundError as e:
-    raise SystemExit(f"evaluate.py: error: {e}; python -I and -P need pip install -e .") from None
+import cli
 from paper import fetch, judges, options, plan, questions, report, rescore, scores
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.runfile import continued, make_header, run_name

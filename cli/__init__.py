@@ -1,8 +1,6 @@
 """What the programs share: the way into each of them, their options, and loading models."""
 # ruff: noqa: F401
 
-import runtime  # isort: skip  (it says what is not installed)
-
 from cli.entry import explain, run_program
 from cli.models import (
     benchmark_template_args,

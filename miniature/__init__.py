@@ -1,1 +1,0 @@
-import runtime  # noqa: F401  (it says what is not installed)

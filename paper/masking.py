@@ -6,7 +6,6 @@ Options are those of `python -m heads.detect --questions`. By masking, the effec
 the model less d without the head; measures.py defines d. Both are measured with the answers' first
 tokens and with all of their tokens. A question costs as many passes as the model has heads."""
 
-import cli  # isort: skip  (it says what is not installed)
 import sys
 from itertools import product
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import cli
 from decore import make_head_mask, pad
 from heads.measures import effects
 from paper import questions
