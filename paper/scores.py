@@ -30,8 +30,11 @@ def values_of(path, task, lines):
 
 
 def print_means(values, about):
-    """Print the means as one JSON line."""
+    """Print the means as one JSON line, with the number of values of those that not all lines
+    have."""
     means = metrics.summary(values)
+    fewer = {name: n for name, n in metrics.counts(values).items() if n < len(values)}
+    about = about | {"metrics": means, "n": len(values)} | ({"n_of": fewer} if fewer else {})
     if "rejection" in means and "truth" not in means:
         print("not judged: evaluate.py rescore --judge adds truth, info and both", file=sys.stderr)
-    print(json.dumps(about | {"metrics": means, "n": len(values)}, ensure_ascii=False), flush=True)
+    print(json.dumps(about, ensure_ascii=False), flush=True)

@@ -179,7 +179,7 @@ def line_of(run, result):
         "row": str(run.row),
         "method": run.row.method,
         **{name: run.header.get(name) for name in SETTINGS},
-        "n": len(run.lines),
+        "n": metrics.counts(run.values)[result.metric],
         "metric": result.metric,
         "value": scale_of(result.metric) * metrics.summary(run.values)[result.metric],
         "low": low,

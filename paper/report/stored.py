@@ -8,6 +8,7 @@ model that ITI edited."""
 
 import json
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -227,7 +228,7 @@ def collect(folder):
     for path in run_files(folder):
         try:
             with located(path):
-                runs.append(read(path))
+                runs += by_memory(read(path))
         except (ValueError, OSError) as error:
             print(f"skipped: {error}", file=sys.stderr)
     return runs
@@ -256,8 +257,6 @@ def read(path):
     if not lines:
         raise InputError("no examples yet")
     metrics.map_lines(check_id, lines)
-    if task.own and not header.get("closed_book"):
-        run.conditions = ", ".join(filter(None, [run.conditions, passages_of(lines)]))
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = scores.values_of(path, task, lines)
@@ -312,10 +311,29 @@ def text_values(line):
     }
 
 
-def passages_of(lines):
-    """Whether passages agree with memory, as a condition of a table; "" for lines without it."""
-    lines = [line for line in lines if line.get("memory")]
-    if not lines:
+def by_memory(run):
+    """The run's parts, one for each kind of `memory` that its lines have, so that each value is a
+    mean over all lines of its part. The kind is a condition of the tables. Tasks of the paper stay
+    complete."""
+    if find_task(run.task).n or not any(line.get("memory") for line in run.lines):
+        return [run]
+    parts = defaultdict(list)
+    for line, values in zip(run.lines, run.values):
+        parts[kind_of_memory(run, line)].append((line, values))
+    return [part_of(run, kind, *zip(*pairs)) for kind, pairs in parts.items()]
+
+
+def part_of(run, kind, lines, values):
+    conditions = ", ".join(filter(None, [run.conditions, kind]))
+    fields = run.identity | ({"memory": kind} if kind else {})
+    return replace(run, conditions=conditions, identity=fields, lines=lines, values=values)
+
+
+def kind_of_memory(run, line):
+    """Whether a line has `memory` and, if it is of an open-book run, its passage agrees with it."""
+    if not line.get("memory"):
+        return "without memory"
+    if run.header.get("closed_book") or not find_task(run.task).own:
         return ""
-    agree = all(set(line["memory"]) & set(line["references"]) for line in lines)
-    return f"passages {'that agree with' if agree else 'against'} memory"
+    agrees = set(line["memory"]) & set(line["references"])
+    return f"passages {'that agree with' if agrees else 'against'} memory"

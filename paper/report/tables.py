@@ -52,9 +52,9 @@ def print_tables(tables):
 
 def print_commands(runs):
     """Print each command with the files of its runs."""
-    files = defaultdict(list)
+    files = defaultdict(dict)
     for run in runs:
-        files[run.header.get("command") or "unknown"].append(run.path.name)
+        files[run.header.get("command") or "unknown"][run.path.name] = None
     print("### Commands\n")
     for command, names in files.items():
         print(f"* `python {command}`: {', '.join(names)}")

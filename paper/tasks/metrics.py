@@ -313,6 +313,15 @@ def names(values):
     return [name for name in keys if name not in ("split", "instructions")]
 
 
+def counts(values):
+    """Metric → how many lines have a value of it; of a macro average, all lines."""
+    known = {}
+    for name in names(values):
+        single = "micro" if name.startswith("macro") else name
+        known[name] = sum(of_line.get(single) is not None for of_line in values)
+    return known
+
+
 def summary(values, chosen=None):
     """Metric → mean over the lines; None without any value. chosen: metrics (default: all)."""
     means = {}

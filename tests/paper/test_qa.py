@@ -1,5 +1,6 @@
 """Own questions: tables of every kind, prompts of one's own, runs and reports of them."""
 
+import csv
 import json
 import math
 import re
@@ -489,7 +490,6 @@ def test_names_are_compared_by_complete_words(answer, name, given):
 def test_an_answer_that_is_the_passages_and_memorised_is_the_passages():
     line = {"prediction": " Old.", "references": ["Old"], "memory": ["Old", "older"]}
     assert metrics.compute(QA, [line])[0]["passage"] == 1
-    assert stored.passages_of([line, {}]) == "passages that agree with memory"
 
 
 def test_of_names_that_begin_at_one_word_the_longest_counts():
@@ -633,3 +633,30 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     means = [(math.exp(-5) + math.exp(-4)) / 2, (math.exp(-3) + math.exp(-2)) / 2]
     assert list(line.get_xdata()) == pytest.approx([*means, math.exp(-1), math.exp(-0.5)])
     assert list(line.get_ydata()) == pytest.approx([100, 100, 0, 0])
+
+
+def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
+    capitals, call, tmp_path
+):
+    """Of six rows the first has a memory against its passage, the second one that agrees."""
+    capitals("--method", "greedy,cad")
+    memories = [["Old0"], ["New1"], *[None] * 4]
+    for path in (tmp_path / "out").glob("*.jsonl"):
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        for line, memory in zip(lines, memories):
+            i = line["index"]
+            line |= {"memory": memory, "prediction": f"New{i}" if i in (1, 2) else "Else"}
+        write_lines(path, [header, *lines])
+    tables = results.short_tables(results.select(stored.collect(tmp_path / "out")))
+    kinds = "passages against memory", "passages that agree with memory", "without memory"
+    expected = ("passage", 1, 0), ("passage", 1, 100), ("answer_contained", 4, 25)
+    for kind, (metric, n, value) in zip(kinds, expected):
+        [rows] = [rows for (title, _), rows in tables.items() if kind in title]
+        assert [row.metric for row in rows] == [metric] * 2 and rows[1].versus.n == n
+        for row in rows:
+            assert (row.n, row.value, row.beside["exact_match"]) == (n, value, value)
+    out = json.loads(call(evaluate.main, "rescore", path)[1])
+    assert (out["n"], out["n_of"]) == (6, dict.fromkeys(metrics.SOURCES, 2))
+    rows = list(csv.DictReader(call(evaluate.main, "report", tmp_path, "--csv")[1].splitlines()))
+    of_metric = {(row["conditions"].split(", ")[-1], row["metric"]): row["n"] for row in rows}
+    assert of_metric[kinds[0], "exact_match"] == of_metric[kinds[0], "passage"] == "1"
