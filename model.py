@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.attention import attention, causal_attention
-from runtime.checks import MASKS, check_head_mask, check_name
+from runtime.checks import check_head_mask
 from runtime.config import Config, default_dtype, find_dtype, rope_frequencies
 from runtime.files import checkpoint_name
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
 from runtime.special import special_ids
+from runtime.values import MASKS, check_name
 from runtime.weights import (
     check_layers,
     checkpoint_folder,

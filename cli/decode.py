@@ -31,7 +31,7 @@ from cli.prompts import (
     with_begin,
     without_context,
 )
-from decoders.setup import METHODS, Setup, has, short
+from decoders.setup import METHODS, Setup, short
 from decoders.sweep import PromptsReadOnce
 from heads.sources import find_sources
 from runtime.errors import InputError
@@ -180,7 +180,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             lines.append(line)
     report(label, lines, seconds, args, are_read)
-    if setup.alpha is None and has(setup.method, "alpha_cap"):
+    if setup.alpha is None and "alpha_cap" in METHODS[setup.method].options:
         warn_of_alpha(label, [line["alphas"] for line in lines])
     return lines
 
@@ -349,6 +349,6 @@ def choose_methods(args):
             chosen += [method, *cli.full_names([method], args.amateur)]
     chosen = list(dict.fromkeys(chosen))
     cli.check_options(args, chosen)
-    if not any(has(method, "num_heads") for method in chosen):
+    if not any("num_heads" in METHODS[method].options for method in chosen):
         cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
     return chosen

@@ -15,16 +15,16 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from decoders.setup import (
-    DEFAULTS,
+    CHOOSING,
     METHODS,
     OPTIONS,
-    RECORDS,
     SETTINGS,
+    Method,
     Setup,
     flag,
-    has,
-    no_effect,
-    users,
+    is_ours,
+    settings_of,
+    short,
 )
 from decore import DeCoRe, Greedy
 from heads import file_of, is_known, similar_models
@@ -173,16 +173,20 @@ def add_method_arguments(p, methods, single=False, exclude=()):
         if not set(users(name)) & set(methods) or name in exclude:
             continue
         text = f"{', '.join(users(name))}: {option.help}"
-        default = DEFAULTS.get(name)
-        if default and option.kind is not bool:
-            text += f" (default: {default})"
+        if option.default and option.kind is not bool:
+            text += f" (default: {option.default})"
         p.add_argument(flag(name), dest=name, help=text, **parsing(name, option, single))
+
+
+def users(name):
+    """The names that --method takes for the methods of this project that have an option."""
+    return short(m for m, method in METHODS.items() if is_ours(m) and name in method.options)
 
 
 def parsing(name, option, single):
     """How an option of methods is parsed, as arguments of add_argument."""
     if option.kind is bool:
-        return dict(action="store_const", const=not DEFAULTS[name])
+        return dict(action="store_const", const=not option.default)
     if option.kind is list:
         return dict(action="append")
     if option.kind is str:
@@ -198,7 +202,7 @@ def parsing(name, option, single):
 
 
 def add_decoder(text):
-    """Add the decoder that "FILE.py:CLASS" names to RECORDS, under the name of its class in small
+    """Add the decoder that "FILE.py:CLASS" names to METHODS, under the name of its class in small
     letters → this name."""
     file, _, name = text.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
@@ -215,14 +219,17 @@ def add_decoder(text):
             f"--decoder {text}: {name} is not a record; derive it from DeCoRe or Baseline, see "
             "CONTRIBUTING.md"
         )
+    names = [field.name for field in fields(decoder)]
     for field in fields(decoder):
         absent = field.default is MISSING and field.default_factory is MISSING
         if absent and field.name not in ("heads", "amateur"):
             raise InputError(f"--decoder {text}: field {field.name!r} needs a default")
-    if name.lower() in METHODS:
+    if is_ours(name.lower()):
         raise InputError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
-    given = dict(amateur=None) if issubclass(decoder, DeCoRe) else {}
-    RECORDS[name.lower()] = decoder, given
+    options = {*names, "renormalise", *(CHOOSING if "heads" in names else ())}
+    if issubclass(decoder, DeCoRe):
+        options.remove("amateur")
+    METHODS[name.lower()] = Method(decoder, tuple(options), file=Path(file))
     return name.lower()
 
 
@@ -240,9 +247,9 @@ def setups(args, methods, choice=False):
     lists. choice: whether they score answers."""
     for method in methods:
         lists = {}
-        for name in SETTINGS:
+        for name in settings_of(method, choice, args.random_heads):
             value = getattr(args, name, None)
-            if value is not None and not no_effect(name, [method], choice, args.random_heads):
+            if value is not None:
                 lists[name] = value if isinstance(value, list) else [value]
         for values in itertools.product(*lists.values()):
             yield Setup.of(method, choice, **dict(zip(lists, values)))
@@ -263,28 +270,30 @@ def labels(setups):
 def fit(setup, args, model, amateur=None):
     """`Setup.fit` with the head scores that the command line names. model, amateur: or their
     `Checkpoint`."""
-    if has(setup.method, "amateur") and amateur is None:
+    options = METHODS[setup.method].options
+    if "amateur" in options and amateur is None:
         raise InputError(
             f"{setup.method} needs --amateur M2, a smaller model of the same vocabulary"
         )
     source = source_of(setup, args)
-    if has(setup.method, "amateur_heads"):
+    if "amateur_heads" in options:
         check_known(amateur, source, "--amateur-heads", args.amateur, args)
-    elif has(setup.method, "heads") and not setup.random_heads:
+    elif "heads" in options and not setup.random_heads:
         check_known(model, source, "--heads", args.model, args)
     return setup.fit(model, amateur, source)
 
 
 def source_of(setup, args):
     """The option that names the head scores of a setup."""
-    return getattr(args, "amateur_heads" if has(setup.method, "amateur_heads") else "heads", None)
+    has_amateur = "amateur_heads" in METHODS[setup.method].options
+    return getattr(args, "amateur_heads" if has_amateur else "heads", None)
 
 
 def used_head_file(setup, args, model):
     """The head file that ranks the heads of a setup; None without one.
 
     model: the one whose heads are masked."""
-    if not has(setup.method, "num_heads") or setup.random_heads == "published":
+    if not setup.num_heads or setup.random_heads == "published":
         return None
     with suppress(FileNotFoundError):  # of random heads
         return file_of(model, source_of(setup, args))
@@ -331,7 +340,15 @@ def check_options(args, methods, seeded=False):
     """InputError for an option that none of the methods uses.
 
     seeded: --seed has another effect too."""
+    random = flag("random_heads")
     for name in OPTIONS:
-        reason = no_effect(name, methods, random_heads=args.random_heads)
-        if reason and not (seeded and name == "seed"):
+        if not any(name in METHODS[method].options for method in methods):
+            reason = f"on {', '.join(methods)}; it is an option of {', '.join(users(name))}"
+        elif name == "seed" and not args.random_heads:
+            reason = f"without {random}"
+        elif name in ("heads", "measure") and args.random_heads == "published":
+            reason = f"with {random} published, which draws from all heads"
+        else:
+            continue
+        if not (seeded and name == "seed"):
             refuse_unused(args, {name: reason})

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import cli
-from decoders.setup import OPTIONS, RECORDS, short
+from decoders.setup import METHODS, OPTIONS, short
 from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
 from runtime.errors import InputError
@@ -122,7 +122,7 @@ def make_parser():
         "runs again, report DIR makes tables of a folder's runs.",
     )
     add_run_arguments(p, required="--task")
-    cli.add_method_arguments(p, short(RECORDS), exclude=["without_context"])
+    cli.add_method_arguments(p, short(METHODS), exclude=["without_context"])
     p.add_argument("--decoder", **DECODER)
     add_prompt_arguments(p)
     p.add_argument(
@@ -167,10 +167,10 @@ def paper_parser():
     )
     p.add_argument(
         "--method",
-        type=cli.comma_list(cli.one_of(plan.METHODS, "method")),
-        default=plan.METHODS,
+        type=cli.comma_list(cli.one_of(plan.PLANNED, "method")),
+        default=plan.PLANNED,
         metavar="M[,M…]",
-        help=f"only these methods: {', '.join(plan.METHODS)}",
+        help=f"only these methods: {', '.join(plan.PLANNED)}",
     )
     p.add_argument("--like", metavar="MODEL", help="the runs of this model of the paper")
     p.add_argument(

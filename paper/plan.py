@@ -11,7 +11,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 import cli
-from decoders.setup import CHOOSING, Setup, has
+from decoders.setup import METHODS, OPTIONS, Setup
 from heads import head_file
 from model import LEAST_PREFIX
 from paper.benchmark import in_batches, load_benchmark
@@ -23,11 +23,11 @@ from runtime.errors import InputError
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
 AMATEUR = f"meta-llama/{BASE}"
 SIBLINGS = {"truthfulqa-gen": "truthfulqa-mc"}  # task without inferred N → the most similar one
-FIRST_SEED = CHOOSING["seed"]
+FIRST_SEED = OPTIONS["seed"].default
 SEEDS = range(FIRST_SEED, FIRST_SEED + 3)  # of random heads; the paper's are unknown
 ORDER = ("main", "iti", "lite", "n", "alpha", "masked", "random")  # groups of rows
-METHODS = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
-METHODS += ("masked", "decore-entropy-lite")
+PLANNED = ("greedy", "decore-entropy", "decore-static", "cad", "cd", "dola-low", "dola-high", "ad")
+PLANNED += ("masked", "decore-entropy-lite")
 
 
 @dataclass
@@ -83,7 +83,7 @@ def rank(row):
     method = row["method"]
     return (
         ORDER.index(row["group"]),
-        (*METHODS, method).index(method),
+        (*PLANNED, method).index(method),
         list(TASKS).index(row["task"]),
         float(row["num_heads"] or row["alpha"] or 0),
     )
@@ -102,9 +102,10 @@ def runs_of(row):
     if method.endswith("-random"):
         method = "masked" if method == "masked-random" else "decore-entropy"
         values["random_heads"] = "published"
-    if has(method, "amateur"):
+    options = METHODS[method].options
+    if "amateur" in options:
         values["amateur"] = AMATEUR
-    if has(method, "num_heads"):
+    if "num_heads" in options:
         values["num_heads"], origin = number_of_heads(row)
         values["mask"] = "query"
     values |= published(method, row["model"], task.choice)
@@ -115,7 +116,7 @@ def runs_of(row):
 
 def published(method, model, choice):
     """Settings of the published runs that are neither the defaults nor in a row of paper.csv."""
-    if has(method, "repetition_penalty") and "qwen2" in model.lower() and not choice:
+    if "repetition_penalty" in METHODS[method].options and "qwen2" in model.lower() and not choice:
         return {"repetition_penalty": 1.05}  # of Qwen2's generation_config.json
     return {}
 
@@ -186,7 +187,7 @@ def show(runs, how, as_json=False):
 def missing_heads(run, how):
     """[A sentence with the command that measures the scores of its heads], if they are missing."""
     masked = how.amateur if run.setup.amateur else how.model
-    if not has(run.setup.method, "num_heads") or run.setup.random_heads or head_file(masked):
+    if not run.setup.num_heads or run.setup.random_heads or head_file(masked):
         return []
     short = Path(masked).name
     command = f"python -m heads.detect --model {masked} --out heads/{short}.json"

@@ -8,7 +8,6 @@ is accepted. header["continued"] names them, commit and date, each time with the
 on."""
 
 import datetime
-import inspect
 import json
 import platform
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from decoders.setup import METHODS, RECORDS, Setup
+from decoders.setup import METHODS, Setup
 from paper.tasks import data
 from runtime.errors import InputError
 from runtime.fields import field, located
@@ -40,9 +39,8 @@ def make_header(bench, setup, how, model, fingerprints, head_file, more):
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     own = {}
-    if setup.method not in METHODS:
-        record, _ = RECORDS[setup.method]
-        own["decoder"] = data.file_record(Path(inspect.getfile(record)))
+    if file := METHODS[setup.method].file:
+        own["decoder"] = data.file_record(file)
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * how.transformers)
     return {
         **setup.header(),

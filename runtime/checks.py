@@ -8,22 +8,8 @@ from operator import itemgetter
 import torch
 
 from runtime.errors import ArgumentError, InputError, one_line
+from runtime.values import KNOWN, NUMBERS, check_name, check_number
 
-MASKS = ("output", "query")  # output: the paper's Eq. 4 and 5; query: the published runs
-HUGE = 10**9  # far above any α, and still safe to multiply with
-KNOWN = {  # settings of methods → their values
-    "alpha_rule": ("entropy", "gain"),
-    "mask": MASKS,
-    "half": ("low", "high"),
-    "dola_layers": ("capped", "halves"),
-}
-NUMBERS = {  # settings of methods → the least and the greatest value
-    "alpha": (-HUGE, HUGE),
-    "alpha_cap": (0, HUGE),
-    "relative_top": (0, 1),
-    "info_layer": (1, HUGE),
-    "repetition_penalty": (0.01, HUGE),
-}
 SHORT = 4096  # contexts of fewer tokens get a hint to a model that anybody can load
 LONGER = (
     ", or use a model that reads more, such as Qwen/Qwen2.5-3B-Instruct (not gated, 6.2 GB in "
@@ -195,11 +181,6 @@ def as_ints(ids, what, single=False):
     )
 
 
-def check_name(value, what, known):
-    if value not in known:
-        raise ArgumentError(what, f"{value!r} is unknown; known: {', '.join(known)}")
-
-
 def check_head_mask(head_mask, model):
     """InputError if the head mask is not [R, L, H] or [R, B, L, H] of this model."""
     L, H = model.config.n_layers, model.config.n_heads
@@ -324,14 +305,6 @@ def parse_heads(heads, model):
         if pairs.count((layer, number)) > 1:
             raise InputError(f"head {layer}-{number} is listed twice")
     return pairs
-
-
-def check_number(n, name, low, high=HUGE, kind=numbers.Real):
-    if isinstance(n, bool) or not isinstance(n, kind) or not low <= n <= high:
-        what = "finite" if kind is numbers.Real else "whole"
-        raise ArgumentError(
-            name, f"{n!r} is not a {what} number of at least {low} and at most {high}"
-        )
 
 
 def check_finite(model, *values):

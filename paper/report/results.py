@@ -364,7 +364,7 @@ def order_of_row(row):
     for name in ("num_heads", "alpha", "random_heads", "measure"):
         words.pop(name, None)
     return (
-        METHODS.index(setup.method) if setup.method in METHODS else len(METHODS),
+        [*METHODS, setup.method].index(setup.method),
         setup.method,
         row.is_iti,
         tuple(words.values()),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decoders.setup import METHODS, SETTINGS, Setup
+from decoders.setup import SETTINGS, Setup, is_ours
 from paper import fetch, judges, scores
 from paper.runfile import beside, identity, read_run, remarks
 from paper.tasks import find_task, metrics
@@ -113,7 +113,7 @@ class StoredRun:
 
 def describe(header):
     """The run of a header, without its lines. Raises various errors if the header is damaged."""
-    if header["method"] not in METHODS and not header.get("decoder"):
+    if not is_ours(header["method"]) and not header.get("decoder"):
         raise InputError(f"unknown method {header['method']!r}")
     setup = replace(Setup.from_header(header), heads=None)
     if setup.amateur:

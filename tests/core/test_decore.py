@@ -18,7 +18,7 @@ from decoders.sweep import side_by_side
 from decore import DeCoRe, Greedy, Masked, decore, generate, make_head_mask
 from hf import HFModel
 from model import Cache, Transformer
-from runtime.checks import MASKS
+from runtime.values import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (2, 3), (1, 2)]

@@ -20,7 +20,7 @@ from decore import DeCoRe, Greedy, Masked, generate
 from heads.measures import effects
 from model import Transformer
 from runtime import attention
-from runtime.checks import MASKS
+from runtime.values import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
 HEADS = [(1, 0), (1, 3), (2, 2)]

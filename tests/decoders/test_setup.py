@@ -1,14 +1,14 @@
-"""Setups: defaults, settings without effect, names and words, stored headers, arguments."""
+"""Setups: defaults, settings without effect, names and words, stored headers, records."""
 
 import gzip
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, Setup, has, no_effect
+from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, SOURCES, Method, Setup, settings_of
 from paper.runfile import run_name
 
 STORED = sorted(Path(__file__).parents[2].glob("docs/results*/*.jsonl.gz"))
@@ -34,21 +34,20 @@ VALUES = {  # two that are not the default
 
 def setups_of(method, choice):
     """Setups of a method that differ in one setting each, and those without it."""
-    for name, values in VALUES.items():
-        for random_heads in (None, "uniform"):
-            rest = {} if no_effect("random_heads", [method]) else {"random_heads": random_heads}
-            if no_effect(name, [method], choice, random_heads):
-                continue
-            for value in values:
+    for random_heads in (None, "uniform"):
+        names = settings_of(method, choice, random_heads)
+        rest = {"random_heads": random_heads} if "random_heads" in names else {}
+        yield Setup.of(method, choice, **rest)
+        for name in names:
+            for value in VALUES[name]:
                 yield Setup.of(method, choice, **rest | {name: value})
-            yield Setup.of(method, choice, **rest)
 
 
 @pytest.mark.parametrize("method, choice", list(product(METHODS, (False, True))))
 def test_setups_that_differ_have_names_labels_and_headers_that_differ(method, choice):
-    setups = set(setups_of(method, choice)) or {Setup.of(method, choice)}
+    setups = set(setups_of(method, choice))
     assert len({setup.file_name for setup in setups}) == len(setups)
-    assert len({setup.label for setup in setups}) == len(setups)
+    assert len({tuple(setup.words().items()) for setup in setups}) == len(setups)
     for setup in setups:
         fitted = replace(setup, heads=((0, 1), (2, 3)))
         header = json.loads(json.dumps(fitted.header() | {"max_new_tokens": None if choice else 5}))
@@ -78,23 +77,23 @@ def test_names_and_labels_have_one_order():
         amateur="owner/Small-1B",
     )
     assert setup.file_name == "decore-entropy-lite.n2.mass.cap2.scaled.query.mask-prompt.Small-1B"
-    assert setup.label == (
-        "decore-entropy-lite, N = 2, mass heads, cap 2, scaled α, query mask, masked prompt, "
-        "amateur Small-1B"
+    assert ", ".join(setup.words().values()) == (
+        "N = 2, mass heads, cap 2, scaled α, query mask, masked prompt, amateur Small-1B"
     )
     random = Setup.of("decore-static", num_heads=5, random_heads="uniform", alpha=-0.5)
     assert random.file_name == "decore-static.n5.random-uniform-seed1234.a-0.5"
-    assert random.label == "decore-static, N = 5, random heads uniform, seed 1234, α = -0.5"
-    assert replace(random, seed=None).label == (
-        "decore-static, N = 5, random heads uniform, α = -0.5"
-    )
+    words = ["N = 5", "random heads uniform", "seed 1234", "α = -0.5"]
+    assert list(random.words().values()) == words
+    del words[2]
+    assert list(replace(random, seed=None).words().values()) == words
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_record_has_the_settings(method):
     for setup in setups_of(method, choice=False):
-        heads = ((0, 1),) if has(method, "num_heads") else None
-        amateur = "owner/small" if has(method, "amateur") else None
+        options = METHODS[method].options
+        heads = ((0, 1),) if "num_heads" in options else None
+        amateur = "owner/small" if "amateur" in options else None
         record = replace(setup, heads=heads, amateur=amateur).record(amateur="a model")
         values = vars(record)
         assert values.get("heads") == heads and values.get("amateur") in (None, "a model")
@@ -103,18 +102,19 @@ def test_the_record_has_the_settings(method):
                 assert name == "renormalise" or values[name] == getattr(setup, name)
 
 
-@pytest.mark.parametrize(
-    "method, values, words",
-    [
-        ("cad", {"alpha_cap": 1.0}, "alpha_cap has no effect on cad; it is an option of decore-st"),
-        ("masked", {"seed": 1}, "seed has no effect without --random-heads"),
-        ("masked", {"random_heads": "published", "measure": "mass"}, "which draws from all heads"),
-        ("decore-entropy", {"renormalise": False}, "renormalise has no effect on generated texts"),
-    ],
-)
-def test_a_setting_without_effect_is_refused(method, values, words):
-    with pytest.raises(ValueError, match=words):
-        Setup.of(method, **values)
+def test_defaults_are_those_of_the_records_and_do_not_depend_on_other_methods(monkeypatch):
+    for name, method in METHODS.items():
+        own = {field.name: field.default for field in fields(method.load())}
+        for option in set(own) & set(method.options) - {"alpha", "relative_top", "heads"}:
+            assert option == "amateur" or own[option] == OPTIONS[option].default, (name, option)
+        if "alpha" in own and method.record != "decore.DeCoRe":
+            assert own["alpha"] == OPTIONS["alpha"].default
+
+    class Late(METHODS["ad"].load()):
+        alpha: float = 3
+
+    monkeypatch.setitem(METHODS, "late", Method(Late, ("alpha",)))
+    assert Setup.of("decore-static").alpha == 0.5
 
 
 @pytest.mark.parametrize("damage", [{"num_heads": "2"}, {"alpha": True}, {"heads": ["x"]}])
@@ -125,7 +125,6 @@ def test_a_damaged_header_is_refused(damage):
         Setup.from_header(header | damage)
 
 
-def test_every_setting_is_a_field_and_an_option():
-    assert set(SETTINGS) == set(OPTIONS) - {"heads", "amateur_heads", "without_context"}
-    assert [name for name in OPTIONS if name in SETTINGS] == list(SETTINGS)
-    assert set(CHOOSING) < set(SETTINGS) == set(VALUES)
+def test_every_setting_is_a_field_and_an_option_of_a_method():
+    assert [name for name in OPTIONS if name not in SOURCES] == list(SETTINGS) == list(VALUES)
+    assert {name for method in METHODS.values() for name in method.options} == set(OPTIONS)

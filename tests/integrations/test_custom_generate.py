@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from hf import HFModel  # noqa: E402
-from runtime.checks import MASKS  # noqa: E402
+from runtime.values import MASKS  # noqa: E402
 from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model, round_together  # noqa: E402
 

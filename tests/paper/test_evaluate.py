@@ -17,7 +17,7 @@ import cli
 import evaluate
 from decoders.baselines import CAD
 from decoders.scoring import score
-from decoders.setup import RECORDS
+from decoders.setup import METHODS, Method
 from decore import DeCoRe, generate
 from hf import HFModel
 from model import Transformer
@@ -358,7 +358,7 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
 ):
     """The two of CONTRIBUTING.md."""
     for name in "surprise", "sharp":
-        monkeypatch.setitem(RECORDS, name, None)  # undone after the test
+        monkeypatch.setitem(METHODS, name, Method("", file="own.py"))  # undone after the test
     page = (cli.MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
     code = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
     code = "\n".join(textwrap.dedent(block) for block in code if "class " in block)
@@ -382,7 +382,7 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     for line, sharp, greedy in zip(runs[1][1:], runs[3][1:], runs[5][1:]):
         assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
         assert sharp["ids"] == greedy["ids"]
-    del RECORDS["surprise"], RECORDS["sharp"]  # a report does not load own decoders
+    del METHODS["surprise"], METHODS["sharp"]  # a report does not load own decoders
     _, report, _ = call(evaluate.main, "report", tmp_path / "o")
     assert "| surprise, N = 2, α = 1 " in report and "| sharp, α = 2 " in report
     _, out, err = start(*data["truthfulqa-mc"], *options)
@@ -427,7 +427,7 @@ def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
     start, model, data, tmp_path, monkeypatch, name, method, alpha, words
 ):
     for own in "mine", "needy":
-        monkeypatch.setitem(RECORDS, own, RECORDS["greedy"])  # undone after the test
+        monkeypatch.setitem(METHODS, own, Method("", file="o.py"))  # undone after the test
     for file in {"o.py", name.split(":")[0]}:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(OWN.format(alpha=alpha))

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import evaluate
-from decoders.setup import RECORDS, Setup
-from decore import DeCoRe
+from decoders.setup import HEADS, METHODS, Method, Setup
 from paper.benchmark import Benchmark
 from paper.options import RunOptions
 from paper.report import results, stored
@@ -90,7 +89,7 @@ FIELDS = {
 @pytest.fixture
 def header(monkeypatch):
     """That of a run with a rule of one's own."""
-    monkeypatch.setitem(RECORDS, "own", (DeCoRe, {}))
+    monkeypatch.setitem(METHODS, "own", Method("decore.DeCoRe", HEADS, file="own.py"))
     monkeypatch.setattr("paper.runfile.data.file_record", lambda path: FILE)
     bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, "chat")
     model = SimpleNamespace(
