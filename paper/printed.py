@@ -45,7 +45,7 @@ def method_of(run):
     """The method's name in paper.csv. There, "decore-random" is DeCoRe entropy's random heads."""
     if run.setup.random_heads:
         return f"{run.setup.method.removesuffix('-entropy')}-random"
-    return run.row.method
+    return run.method
 
 
 @cache

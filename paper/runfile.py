@@ -18,16 +18,39 @@ from pathlib import Path
 
 import torch
 
-from decoders.setup import METHODS, Setup
+from decoders.setup import METHODS, SETTINGS, Setup
 from paper.tasks import data
 from runtime.errors import InputError
 from runtime.fields import field, located
 from runtime.files import commit, json_lines, write
 
-SURROUNDINGS = ("device", "batch_size", "tp", "versions", "product")
-GROWING = ("n", "limit", "sample", "command")
-FACTS = (*GROWING, "commit", "date", "paper", "head_file", "measure", "continued")
-IGNORED = (*SURROUNDINGS, *FACTS)  # what cannot change an answer, or only a last digit
+FIELDS = {  # of a header, by what they are for; any other field is a condition
+    # Of the method: tables have a row for each
+    "setting": ("method", "heads", *SETTINGS, "head_file", "decoder", "amateur_fingerprint"),
+    # Of the task: tables have a title for each, which names what is not the paper's
+    "condition": (
+        *("layout", "max_new_tokens", "min_new_tokens", "template_args", "eos"),
+        *("closed_book", "known"),
+    ),
+    # Named where runs of one title differ, as by `stored.labels_of`
+    "label": (
+        *("model", "like", "fingerprint", "task", "version", "dtype", "engine", "product"),
+        *("data", "demos", "template", "system"),
+    ),
+    # Which items: runs are compared on those that they have in common
+    "item": ("sample_seed", "skip"),
+    # A complete run may continue with more items
+    "growing": ("n", "limit", "sample", "command"),
+    # Changes a last digit at most: header["continued"] names it
+    "surrounding": ("device", "batch_size", "tp", "versions"),
+    "note": ("commit", "date", "paper", "continued"),
+}
+ROLES = {name: role for role, names in FIELDS.items() for name in names}
+NOTES = (*FIELDS["growing"], *FIELDS["surrounding"], *FIELDS["note"])  # they change no answer
+# A run continues with another of these too. Heads are fields of their own, so their origin does not
+# matter; the product changes a last digit, but turns near-ties, so reports name it.
+CONTINUED = (*NOTES, "measure", "head_file", "product")
+SURROUNDINGS = (*FIELDS["surrounding"], "product")
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
@@ -82,14 +105,14 @@ def make_header(bench, setup, how, model, fingerprints, head_file, more):
     }
 
 
-def identity(header):
-    """The fields of a header without IGNORED ones and those without a value. Runs of one identity
+def identity(header, ignored=CONTINUED):
+    """The fields of a header without ignored ones and those without a value. Runs of one identity
     have the same answers. InputError for a damaged header."""
     header = header | Setup.from_header(header).header()
     return {
         name: value
         for name, value in header.items()
-        if name not in IGNORED and value is not None and value != {}
+        if name not in ignored and value is not None and value != {}
     }
 
 
@@ -164,7 +187,7 @@ def continued(path, header, items):
                 f"{line['place']}: item {line['index']} {problem}; "
                 "choose another --out or remove the file"
             )
-    grown = GROWING if header["n"] > stored["n"] else ()
+    grown = FIELDS["growing"] if header["n"] > stored["n"] else ()
     kept = stored | {name: header[name] for name in grown}
     missing = items.keys() - {line["index"] for line in lines}
     parts = stored.get("continued", [])

@@ -7,7 +7,6 @@ repeat the information. The foot of each figure says which runs it shows."""
 import itertools
 import textwrap
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -84,7 +83,7 @@ def figure_of(panels, draw, runs, *notes, heights=None, columns=COLUMNS):
         figure.set_figheight(figure.get_figheight() + 0.05 * len(handles))
     facts = {
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
-        "dtype": [run.precision["dtype"] for run in runs],
+        "dtype": [run.labels["dtype"] for run in runs],
         "commit": [str(run.header.get("commit"))[:8] for run in runs],
     }
     texts = [
@@ -129,7 +128,7 @@ def difference_figure(tables):
     def draw(ax, key, rows, lines, first):
         ax.axvline(0, color="#000000", linewidth=0.8)
         for row in rows:
-            draw_difference(ax, row, lines[str(place_of(row))][kind_of(row)])
+            draw_difference(ax, row, lines[place_of(row).label][kind_of(row)])
         if rows[0].metric not in NOT_RATES:
             low, high = ax.get_xlim()
             ax.set_xlim(max(low, -100), min(high, 100))
@@ -149,8 +148,8 @@ def lines_of(rows):
     kinds, order = defaultdict(set), {}
     for row in rows:
         place = place_of(row)
-        kinds[str(place)].add(kind_of(row))
-        order[str(place)] = order_of_row(place)
+        kinds[place.label].add(kind_of(row))
+        order[place.label] = order_of_row(place)
     lines = {}
     for number, name in enumerate(sorted(kinds, key=order.get)):
         present = [kind for kind in KINDS if kind in kinds[name]]
@@ -160,12 +159,12 @@ def lines_of(rows):
 
 
 def place_of(row):
-    """The row of tables beside whose name a result is drawn: random heads and the comparison with
+    """The run beside whose label a result is drawn: random heads and the comparison with
     them beside that of retrieval heads. Those of the paper's sampler have a place of their own."""
     run = row.runs[0]
     [sampler] = {one.setup.random_heads for one in (row.others if row.beside_random else row.runs)}
     sampler = None if sampler == "uniform" else sampler
-    return replace(run.row, setup=replace(run.setup, random_heads=sampler))
+    return run.with_settings(random_heads=sampler)
 
 
 def draw_difference(ax, row, y):
@@ -202,9 +201,7 @@ def heads_figure(tables):
         curves = defaultdict(list)
         for row in rows:
             if row.versus and not row.beside_random and row.runs[0].setup.num_heads:
-                shown = row.runs[0].row
-                name = str(replace(shown, setup=replace(shown.setup, num_heads=None)))
-                curves[name].append(row)
+                curves[row.runs[0].with_settings(num_heads=None).label].append(row)
         curves = {name: points for name, points in curves.items() if len(points) > 1}
         if curves:
             panels.append((key, curves))

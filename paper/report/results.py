@@ -73,9 +73,9 @@ def short_tables(runs):
     for (task, title), same in groupby(runs, lambda run: (run.task, run.title)):
         same = list(same)
         metric = printed.headline(task, known_metrics(same))
-        by_row = runs_by_row(same)
+        rows = by_label(same)
         results = []
-        for row, draws in by_row.items():
+        for draws in rows.values():
             result = metric and result_of(draws, metric, greedy_of(draws[0], same))
             if not result:
                 for run in draws:
@@ -83,20 +83,22 @@ def short_tables(runs):
                     print(f"left out: {run.path}: no values of {name}", file=sys.stderr)
                 continue
             results.append(result)
-            if row.setup.random_heads:
-                results += retrieval_minus_random(row, by_row, metric)
+            if draws[0].setup.random_heads:
+                results += retrieval_minus_random(draws, rows, metric)
         if results:
             tables[title, task] = correct(results)
     return tables
 
 
-def retrieval_minus_random(random, by_row, metric):
-    """Yields a result for each row with retrieval heads that is otherwise equal to `random`."""
-    for row, runs in by_row.items():
-        if row.setup.num_heads and not row.setup.random_heads and alike(runs[0], by_row[random][0]):
-            if versus := compare(runs, by_row[random], metric):
-                label = f"{row}: retrieval − {random.setup.words()['random_heads']}"
-                yield Result(label, metric, runs, versus.n, [], versus, by_row[random])
+def retrieval_minus_random(draws, rows, metric):
+    """Yields a result for each row with retrieval heads that is otherwise equal to random draws."""
+    random = draws[0].setup.words()["random_heads"]
+    for label, runs in rows.items():
+        setup = runs[0].setup
+        if setup.num_heads and not setup.random_heads and alike(runs[0], draws[0]):
+            if versus := compare(runs, draws, metric):
+                label = f"{label}: retrieval − {random}"
+                yield Result(label, metric, runs, versus.n, [], versus, draws)
 
 
 def alike(run, other):
@@ -137,7 +139,7 @@ def result_of(runs, metric, greedy=None):
     values = [scale_of(metric) * value for value in values]
     # A metric of whole runs, such as `macro`, has no values of single items.
     n = versus.n if versus else min(scored) or len(sides[0])
-    return Result(str(runs[0].row), metric, runs, n, values, versus, [greedy], beside)
+    return Result(runs[0].label, metric, runs, n, values, versus, [greedy], beside)
 
 
 def own_interval(run, metric):
@@ -176,8 +178,8 @@ def line_of(run, result):
         "task": run.task,
         "model": run.model,
         "conditions": run.conditions,
-        "row": str(run.row),
-        "method": run.row.method,
+        "row": run.label,
+        "method": run.method,
         **{name: run.header.get(name) for name in SETTINGS},
         "n": metrics.counts(run.values)[result.metric],
         "metric": result.metric,
@@ -252,11 +254,11 @@ def p_value(runs, others, questions):
 def greedy_of(run, runs):
     """The comparable greedy run with the most items of this run; None without one, and for greedy
     decoding itself."""
-    if run.row.method == "greedy":
+    if run.method == "greedy":
         return None
     same = []
     for other in runs:
-        if other.row.method == "greedy" and not unlike(run, other):
+        if other.method == "greedy" and not unlike(run, other):
             if n := len(other.items.keys() & run.items.keys()):
                 same.append((n, other))
     return max(same, key=lambda pair: pair[0], default=(0, None))[1]
@@ -264,16 +266,16 @@ def greedy_of(run, runs):
 
 def unlike(run, greedy):
     """What keeps a run from being compared with a greedy one, a text for each field."""
-    there = dict(greedy.comparable)
-    if run.row.is_iti:
-        there.pop("fingerprint", None)
+    there = greedy.comparable
+    if run.method == "iti":
+        there = {n: value for n, value in there.items() if n != "fingerprint"}
         there["model"] = run.identity["model"]
     return list(runfile.differences(there, run.comparable))
 
 
 def why_alone(run, runs):
     """Yields a sentence for a run that is compared with no greedy run of its task."""
-    greedy = [other for other in runs if other.row.method == "greedy" and other.task == run.task]
+    greedy = [other for other in runs if other.method == "greedy" and other.task == run.task]
     if run in greedy or greedy_of(run, greedy):
         return
     if not (greedy := [other for other in greedy if other.model == run.model]):
@@ -305,73 +307,74 @@ def select(runs):
     return [replace(run, remarks=[*run.remarks, *why_alone(run, chosen)]) for run in chosen]
 
 
-def runs_by_row(runs):
-    """`TableRow` → its runs of one task: one, or the draws of random heads."""
-    by_row = defaultdict(list)
+def by_label(runs):
+    """Label → its runs of one task and title: one, or the draws of random heads."""
+    rows = defaultdict(list)
     for run in runs:
-        by_row[run.row].append(run)
-    return by_row
+        rows[run.label].append(run)
+    return rows
 
 
 def label_variants(runs):
     """The runs, labelled by what differs: checkpoints of one name, heads within a model (or its
     amateur), precision and inputs within a model and task, anything else within a row."""
-    texts = differing([run.checkpoint for run in runs], [run.title for run in runs])
-    runs = [
-        replace(run, conditions=", ".join(filter(None, [run.conditions, text])))
-        for run, text in zip(runs, texts)
-    ]
-    heads = differing([run.heads for run in runs], [(run.title, run.setup.amateur) for run in runs])
-    variants = differing(
-        [run.precision | run.inputs for run in runs], [(run.title, run.task) for run in runs]
-    )
-    runs = [
-        replace(run, row=replace(run.row, heads=of_heads, variant=variant))
-        for run, of_heads, variant in zip(runs, heads, variants)
-    ]
+
+    def labels(*names):
+        return lambda run: {name: run.labels[name] for name in names}
+
     names = dict.fromkeys(name for run in runs for name in run.identity)
-    fields = [
-        {name: words(name, run.identity.get(name)) for name in names if name not in run.draw}
-        for run in runs
-    ]
-    texts = differing(fields, [(run.title, run.task, run.row) for run in runs])
-    for run, text in zip(runs, texts):
-        variant = ", ".join(filter(None, [run.row.variant, text]))
-        yield replace(run, row=replace(run.row, variant=variant))
+
+    def identity(run):
+        return {n: words(n, run.identity.get(n)) for n in names if n not in run.draw}
+
+    inputs = labels("dtype", "engine", "product", "data", "demos", "items", "prompt")
+    runs = with_differences(runs, "conditions", labels("checkpoint"), lambda run: run.title)
+    runs = with_differences(
+        runs, "heads", labels("heads"), lambda run: (run.title, run.setup.amateur)
+    )
+    runs = with_differences(runs, "variant", inputs, lambda run: (run.title, run.task))
+    return with_differences(runs, "variant", identity, lambda run: (run.title, run.task, run.label))
 
 
-def differing(facts, places):
-    """A text for each run: its facts that differ between runs of one place. None never differs."""
+def with_differences(runs, field, facts, place):
+    """The runs, with those of their facts that differ between runs of one place appended to a
+    field.
+
+    facts(run): {name: text}; None never differs."""
+    facts, places = [facts(run) for run in runs], [place(run) for run in runs]
     texts = defaultdict(set)
-    for of_run, place in zip(facts, places):
+    for of_run, at in zip(facts, places):
         for name, text in of_run.items():
-            texts[place, name].add(text)
-    for of_run, place in zip(facts, places):
-        shown = [text for name, text in of_run.items() if len(texts[place, name] - {None}) > 1]
-        yield ", ".join(filter(None, shown))
+            texts[at, name].add(text)
+    labelled = []
+    for run, of_run, at in zip(runs, facts, places):
+        shown = [text for name, text in of_run.items() if len(texts[at, name] - {None}) > 1]
+        whole = ", ".join(filter(None, [getattr(run, field), *shown]))
+        labelled.append(replace(run, **{field: whole}))
+    return labelled
 
 
 def order(run):
     """Sort key: task, model, setup, draw."""
     draw = (run.identity.get("seed") or 0, run.identity.get("heads") or []) if run.draw else ()
-    return list(printed.TASKS).index(run.task), run.title, order_of_row(run.row), draw
+    return list(printed.TASKS).index(run.task), run.title, order_of_row(run), draw
 
 
-def order_of_row(row):
+def order_of_row(run):
     """Sort key: the order of METHODS, options, N, α, retrieval heads before random ones."""
-    setup = row.setup
+    setup = run.setup
     words = setup.words()
     for name in ("num_heads", "alpha", "random_heads", "measure"):
         words.pop(name, None)
     return (
         [*METHODS, setup.method].index(setup.method),
         setup.method,
-        row.is_iti,
+        run.method == "iti",
         tuple(words.values()),
-        row.variant,
+        run.variant,
         setup.num_heads or 0,
         -1e9 if setup.alpha is None else setup.alpha,
         setup.random_heads or "",
         setup.measure or "",
-        row.heads,
+        run.heads,
     )

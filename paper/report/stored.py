@@ -1,22 +1,24 @@
 """Reads stored runs.
 
-A *row* is a setup as tables show it; draws of random heads share one. Runs of one *identity* have
-the same answers, so one of them is taken. Runs are *comparable* if their identities differ in their
-setups and items alone. *Conditions* are settings of the task that differ from the paper's: each
-combination has separate tables. Greedy decoding from a checkpoint of ITI is the method `iti` of the
-model that ITI edited."""
+A stored run is a flat record. Runs of one `identity` have the same answers, so one of them is
+taken. Runs share a *table* if their titles agree: models, and the conditions of the task that are
+not the paper's. They share a *row*, as draws of random heads, if their labels agree. Two runs are
+*comparable* if their identities differ in settings and items alone. runfile.FIELDS says which field
+is which. Greedy decoding from a checkpoint of ITI is the method `iti` of the model that ITI
+edited."""
 
 import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from decoders.setup import SETTINGS, Setup, is_ours
+from decoders.setup import Setup, is_ours
 from paper import fetch, judges, scores
-from paper.runfile import beside, identity, read_run, remarks
+from paper.runfile import NOTES, ROLES, beside, identity, read_run, remarks
 from paper.tasks import find_task, metrics
 from runtime.errors import InputError
 from runtime.fields import field, located
@@ -24,12 +26,6 @@ from runtime.files import short_hash
 from runtime.words import is_unseparated
 
 ORIGIN = ("measure", "head_file")  # of heads
-SETUP = ("method", "heads", *SETTINGS, "head_file", "decoder", "amateur_fingerprint")
-ITEMS = ("sample_seed", "skip")
-LABELLED = (  # fields whose differences the names of models, `precision` and `inputs` say
-    *("model", "like", "fingerprint", "task", "version", "dtype", "engine", "product"),
-    *("data", "demos", "template", "system", *ITEMS),
-)
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`
 ITI = {  # checkpoint → the model that it was made from
     "honest_llama3_8B_instruct": "Meta-Llama-3-8B-Instruct",
@@ -37,69 +33,56 @@ ITI = {  # checkpoint → the model that it was made from
 }
 
 
-@dataclass(frozen=True)
-class TableRow:
-    setup: Setup  # without its heads; of random heads also without measure and seed
-    is_iti: bool = False
-    heads: str = ""  # their file or numbers, if other runs of the model have others
-    variant: str = ""  # precision, inputs, …, if other runs of the model and task have others
-
-    @property
-    def method(self):
-        return "iti" if self.is_iti else self.setup.method
-
-    def __str__(self):
-        parts = [self.method, *self.setup.words().values(), self.heads, self.variant]
-        return ", ".join(filter(None, parts))
-
-
 @dataclass(eq=False)
 class StoredRun:
     header: dict
     identity: dict  # the fields of the header that can change an answer
+    setup: Setup  # without its heads; of random heads also without measure and seed
+    method: str  # that of the setup, or "iti"
     model: str
     paper_model: str  # the model whose values in the paper are compared with the run's
     conditions: str  # "" if they are the paper's
-    row: TableRow
-    heads: dict  # {"file": text}; None for random heads and without heads
-    precision: dict  # {"dtype": text, "engine": text, "product": text}
-    inputs: dict  # {"data": text, "demos": text, "items": text}
+    labels: dict  # what is named where runs of one title differ: {fact: text}
     remarks: list  # sentences
     path: Path = None
     lines: list = ()  # one dict per example, as stored
     values: list = ()  # one dict of metric values per example, with those of `text_values`
+    heads: str = ""  # in its label, if other runs of the model have others
+    variant: str = ""  # precision, inputs, …, likewise, if other runs of the model and task differ
 
     @property
     def task(self):
         return self.header["task"]
 
     @property
-    def setup(self):
-        return self.row.setup
-
-    @property
     def title(self):
         return ", ".join(filter(None, [self.model, self.conditions]))
 
-    @property
-    def comparable(self):
-        """What two runs have in common that are compared: the identity less setup and items."""
-        setup = (*SETUP, *ITEMS, *["fingerprint"] * self.row.is_iti)
-        return {name: value for name, value in self.identity.items() if name not in setup}
+    @cached_property
+    def label(self):
+        parts = [self.method, *self.setup.words().values(), self.heads, self.variant]
+        return ", ".join(filter(None, parts))
 
-    @property
-    def checkpoint(self):
-        """{field: text}; None for ITI's, which stand beside those that ITI edited."""
-        known = None if self.row.is_iti else self.identity.get("fingerprint")
-        text = known and f"checkpoint {short_hash(json.dumps(known).encode())[:6]}"
-        return {"fingerprint": text}
+    def with_settings(self, **settings):
+        return replace(self, setup=replace(self.setup, **settings))
+
+    @cached_property
+    def comparable(self):
+        """What two runs have in common that are compared: the identity less settings and items."""
+        fields = {}
+        for name, value in self.identity.items():
+            if ROLES.get(name) not in ("setting", "item"):
+                fields[name] = value
+        if self.method == "iti":  # its checkpoint is compared with the one that ITI edited
+            fields.pop("fingerprint", None)
+        return fields
 
     @property
     def draw(self):
         """The fields of the identity in which draws of random heads differ."""
         return ("seed", "heads") if self.setup.random_heads else ()
 
-    @property
+    @cached_property
     def items(self):
         """(id, hash of the prompt) → (question, metric values)."""
         keys = [(line.get("id", line["index"]), line.get("prompt_sha256")) for line in self.lines]
@@ -120,48 +103,22 @@ def describe(header):
         setup = replace(setup, amateur=Path(setup.amateur).name)
     if setup.random_heads:
         setup = replace(setup, measure=None, seed=None)
-    own = Path(header["model"]).name
+    model = Path(header["model"]).name
     like = header.get("like")
-    paper_model = Path(like or own).name
-    row = TableRow(setup, setup.method == "greedy" and paper_model in ITI)
-    if row.is_iti:
+    paper_model = Path(like or model).name
+    is_iti = setup.method == "greedy" and paper_model in ITI
+    if is_iti:
         paper_model = ITI[paper_model]
-    demos = header.get("demos") or {"source": "none"}
-    fields = identity_of(header, own, setup)
-    precision = {
-        "dtype": str(header.get("dtype")),
-        "engine": f"{header.get('engine', 'own')} engine",
-        "product": f"{header.get('product', 'unknown')} products",
-    }
-    inputs = {
-        "data": names_of(header.get("data") or []),
-        "demos": "the paper's demonstrations"
-        if demos.get("paper")
-        else f"demonstrations: {names_of([demos])}",
-        "items": "all or the first items",
-        "prompt": None,
-    }
-    if header.get("template"):
-        prompt = header["template"], header["system"]
-        inputs["prompt"] = f"prompt {short_hash(json.dumps(prompt).encode())[:6]}"
-    if header.get("sample_seed") is not None:
-        inputs["items"] = f"sample of seed {header['sample_seed']}"
-    if header.get("skip"):
-        inputs["items"] += f" without the first {header['skip']}"
-    file = None
-    if setup.num_heads and not setup.random_heads:
-        record = header.get("head_file")
-        file = f"heads of {names_of([record])}" if record else "heads as listed"
+    fields = identity_of(header, model, setup)
     return StoredRun(
         header,
         fields,
-        f"{own} like {paper_model}" if like else paper_model,
+        setup,
+        "iti" if is_iti else setup.method,
+        f"{model} like {paper_model}" if like else paper_model,
         paper_model,
         conditions_of(fields, find_task(header["task"]), paper_model),
-        row,
-        {"file": file},
-        precision,
-        inputs,
+        labels_of(header, setup, is_iti),
         remarks(header),
     )
 
@@ -170,14 +127,44 @@ def identity_of(header, model, setup):
     """The fields of a header in which runs differ for a report: without the folders of models and
     the file of the paper's demonstrations, but with the product, whose last digits turn near-ties,
     and the origin of heads, which tables name."""
-    fields = identity(header) | {"model": model, "amateur": setup.amateur}
+    fields = identity(header, NOTES) | {"model": model, "amateur": setup.amateur}
     fields["engine"] = header.get("engine", "own")
-    fields["product"] = header.get("product")
     if (header.get("demos") or {}).get("paper"):
         fields["demos"] = {"paper": True}
-    if not setup.random_heads:
-        fields |= {name: header.get(name) for name in ORIGIN}
-    return {name: value for name, value in fields.items() if value is not None}
+    ignored = ORIGIN if setup.random_heads else ()
+    return {n: value for n, value in fields.items() if value is not None and n not in ignored}
+
+
+def labels_of(header, setup, is_iti):
+    """{fact: text}: the checkpoint, its heads, its precision, and the inputs of a run. None: it has
+    none, or is not told from others by it."""
+    labels = dict.fromkeys(["checkpoint", "heads"])
+    if header.get("fingerprint") and not is_iti:  # ITI's stands beside the one that ITI edited
+        labels["checkpoint"] = f"checkpoint {hash_of(header['fingerprint'])}"
+    if setup.num_heads and not setup.random_heads:
+        file = header.get("head_file")
+        labels["heads"] = f"heads of {names_of([file])}" if file else "heads as listed"
+    labels["dtype"] = str(header.get("dtype"))
+    labels["engine"] = f"{header.get('engine', 'own')} engine"
+    labels["product"] = f"{header.get('product', 'unknown')} products"
+    labels["data"] = names_of(header.get("data") or [])
+    demos = header.get("demos") or {"source": "none"}
+    labels["demos"] = f"demonstrations: {names_of([demos])}"
+    if demos.get("paper"):
+        labels["demos"] = "the paper's demonstrations"
+    labels["items"] = "all or the first items"
+    if header.get("sample_seed") is not None:
+        labels["items"] = f"sample of seed {header['sample_seed']}"
+    if header.get("skip"):
+        labels["items"] += f" without the first {header['skip']}"
+    labels["prompt"] = None
+    if header.get("template"):
+        labels["prompt"] = f"prompt {hash_of([header['template'], header['system']])}"
+    return labels
+
+
+def hash_of(value):
+    return short_hash(json.dumps(value).encode())[:6]
 
 
 def conditions_of(fields, task, model):
@@ -189,12 +176,12 @@ def conditions_of(fields, task, model):
         "max_new_tokens": task.max_new_tokens,
         "template_args": {"enable_thinking": False},
     }
-    names = [name for name in dict.fromkeys([*paper, *fields]) if name not in (*SETUP, *LABELLED)]
-    return ", ".join(
-        words(name, fields[name])
-        for name in names
-        if fields.get(name) not in (None, paper.get(name))
-    )
+    conditions = []
+    for name in dict.fromkeys([*paper, *fields]):
+        is_condition = ROLES.get(name, "condition") == "condition"
+        if is_condition and fields.get(name) not in (None, paper.get(name)):
+            conditions.append(words(name, fields[name]))
+    return ", ".join(conditions)
 
 
 def words(name, value):

@@ -202,7 +202,7 @@ def setting_notes(rows):
             "1/(3n)). At N: measured at another N than the run; N = ?: not stated "
             "(paper/paper_n.csv). †: misprinted or unclear (paper/paper.csv)."
         )
-        dtypes = {run.precision["dtype"] for run in runs}
+        dtypes = {run.labels["dtype"] for run in runs}
         if dtypes != {"bfloat16"}:
             notes.append(f"The paper's runs are in bfloat16, these in {', '.join(sorted(dtypes))}.")
     return notes
@@ -253,7 +253,7 @@ def counts_items(versus):
 def memory_sentences(rows):
     """How often greedy decoding gives the memorised answer, and how many of these items are won."""
     for row in rows:
-        if row.runs[0].row.method == "greedy" and "memory_match" in row.beside:
+        if row.runs[0].method == "greedy" and "memory_match" in row.beside:
             share = row.beside["memory_match"]
             yield (
                 f"Greedy decoding gives the memorised answer to {share * row.n / 100:.0f} of "
@@ -299,7 +299,7 @@ def score_rows(runs, columns):
         known = results.known_metrics(same)
         for metric in dict.fromkeys(names):
             if metric in known:
-                for draws in results.runs_by_row(same).values():
+                for draws in results.by_label(same).values():
                     greedy = results.greedy_of(draws[0], same)
                     rows.append(results.result_of(draws, metric, greedy))
     return results.correct(filter(None, rows))
@@ -318,7 +318,7 @@ def table_rows(rows):
             name = f"% {name}"
         columns[task, metric] = f"{TASKS[task][0]} {name} (n = {items})"
     texts = {}
-    for row in sorted(rows, key=lambda row: results.order_of_row(row.runs[0].row)):
+    for row in sorted(rows, key=lambda row: results.order_of_row(row.runs[0])):
         cells = texts.setdefault(row.label, {"setup": row.label})
         cells |= dict.fromkeys(columns.values(), "–") | cells
         cells[columns[row.runs[0].task, row.metric]] = cell_text(row)

@@ -448,7 +448,7 @@ MISTRAL = {"model": "Mistral-7B-Instruct-v0.3"}
 )
 def test_conditions_and_settings_are_named(header, text):
     run = described(**{"task": "popqa"} | header)
-    assert f"{run.conditions}; {run.row}" == text
+    assert f"{run.conditions}; {run.label}" == text
 
 
 def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
