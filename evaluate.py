@@ -27,7 +27,6 @@ from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
 from runtime.errors import InputError
 from runtime.parallel import Ranks
-from runtime.weights import fingerprint
 
 
 def main():
@@ -94,7 +93,7 @@ def sweep(how, wanted, lenient=False):
     ranks = Ranks(how.tp, how.device)
     checkpoint, tokenizer, of_amateur = cli.read_models(how)
     fitting = fitting_runs(how, wanted, checkpoint, of_amateur, lenient)
-    model, amateur = cli.load_models(how, ranks.shard)
+    model, amateur = cli.load_models(checkpoint, of_amateur, how, ranks.shard)
     runs = make_runs(how, fitting, model, amateur, ranks)
     ranks.share(lambda: check_files(runs))
     say_heads(runs, how)
@@ -113,8 +112,8 @@ def sweep(how, wanted, lenient=False):
 
 def make_runs(how, fitting, model, amateur, ranks):
     """The `Run` of each result of `fitting_runs`."""
-    names = how.model, how.amateur
-    fingerprints = ranks.share(lambda: [name and fingerprint(name) for name in names])
+    checkpoints = [reader and reader.checkpoint for reader in (model, amateur)]
+    fingerprints = ranks.share(lambda: [c and c.fingerprint for c in checkpoints])
     runs = []
     for bench, setup, more in fitting:
         method = setup.record(amateur)
@@ -145,7 +144,7 @@ def fitting_runs(how, wanted, model, amateur, lenient):
     """[(benchmark, fitted setup, more fields of the header)] of the wanted runs that fit the model,
     its amateur and the prompts.
 
-    model, amateur: as `cli.Checkpoint`. Prints a line for each task and method that does not fit.
+    model, amateur: as `cli.models.Facts`. Prints a line for each task and method that does not fit.
     InputError if none fits."""
     fitted, problems = [], []
     for task, setup, more in wanted:

@@ -21,21 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.attention import attention, causal_attention
+from runtime.checkpoint import Checkpoint
 from runtime.checks import check_head_mask
-from runtime.config import Config, default_dtype, find_dtype, rope_frequencies
-from runtime.files import checkpoint_name
+from runtime.config import default_dtype, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
 from runtime.special import special_ids
 from runtime.values import MASKS, check_name
-from runtime.weights import (
-    check_layers,
-    checkpoint_folder,
-    load_weights,
-    stored_dtype,
-    untie,
-    weight_files,
-)
+from runtime.weights import load_weights, stored_dtype, untie
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
 ALIGNMENT = 64  # P and S·R are multiples of this
@@ -108,7 +101,7 @@ class Transformer(nn.Module):
     Call the model itself for logits, `prefill` to store prompts in a cache, and `read_layers` for
     hidden states, which `logits` turns into logits. All three run their tokens by `run_layers`."""
 
-    folder = None
+    checkpoint = None
     bos_id = None
     eos_ids = ()
     pad_ids = ()
@@ -237,27 +230,27 @@ class Transformer(nn.Module):
     @classmethod
     @torch.inference_mode(False)  # inference tensors have no gradients
     def load(cls, name, device="cpu", dtype=None, shard=None):
-        """A model with the weights of a checkpoint, a folder or a hub id. Each rank reads only its
-        slices.
+        """A model with the weights of a folder, a hub id or a `Checkpoint`. Each rank reads only
+        its slices.
 
         device: "cpu", "cuda", "cuda:1", … dtype: "bfloat16", torch.bfloat16, …; None: float32 for
         fewer than a billion parameters on a CPU, else the checkpoint's. shard: None joins the ranks
         that torchrun started. InputError if config.json and the weights disagree."""
         device = rank_device(device)
         shard = shard or Shard.from_environment(device.type)
-        folder = checkpoint_folder(name)
-        files = weight_files(folder)
-        check_layers(folder, files)
-        config = untie(Config.from_checkpoint(folder), files)
+        checkpoint = Checkpoint.of(name, weights=True)
+        files = checkpoint.tensors
+        checkpoint.check_layers()
+        config = untie(checkpoint.config, files)
         if dtype:
             dtype = find_dtype(dtype)
         else:
-            dtype = default_dtype(folder, device) or config.dtype or stored_dtype(files)
+            dtype = default_dtype(checkpoint, device) or config.dtype or stored_dtype(files)
         model = cls(config, shard, "meta", dtype)
-        model.name = checkpoint_name(name)
-        model.folder = folder
-        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
-        load_weights(model, folder, device)
+        model.name = checkpoint.name
+        model.checkpoint = checkpoint
+        model.bos_id, model.eos_ids, model.pad_ids = special_ids(checkpoint)
+        load_weights(model, checkpoint, device)
         model.frequencies = rope_frequencies(config).to(device)
         if device.type == "cpu":
             model.product = pack(model, Linear, keep="embed")

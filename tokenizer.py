@@ -10,16 +10,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from runtime.checkpoint import Checkpoint
 from runtime.errors import InputError, one_line
 from runtime.files import check_unicode, read_text
-from runtime.special import (
-    read_eos_ids,
-    read_optional,
-    read_special_tokens,
-    read_tokenizer,
-    tokens_of_class,
-)
-from runtime.weights import checkpoint_folder
+from runtime.special import special_ids, tokens_of_class
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
 LONGEST = 10_000_000  # characters to encode, which takes 1.4 GB
@@ -32,22 +26,24 @@ class Tokenizer:
 
     @classmethod
     def load(cls, name, eos_ids=None):
-        """Of a folder or a hub id. InputError or OSError if a file is missing or damaged.
+        """Of a folder, a hub id or a `Checkpoint`. InputError or OSError if a file is missing or
+        damaged.
 
         eos_ids: ids that end a text; None: the checkpoint's own."""
-        return cls(checkpoint_folder(name, weights=False), name, eos_ids)
+        return cls(Checkpoint.of(name), eos_ids)
 
-    def __init__(self, folder, name, eos_ids=None):
-        self.name = name
-        self.core = read_tokenizer(folder)
+    def __init__(self, checkpoint, eos_ids=None):
+        self.name = checkpoint.path
+        self.core = checkpoint.tokenizer
         added = self.core.get_added_tokens_decoder().items()
         self.hidden = {i for i, token in added if token.special}
-        self.special = read_special_tokens(folder)
-        self.of_class = tokens_of_class(folder)
-        self.bos_id = self.core.token_to_id(self.special.get("bos_token", ""))
-        eos_id = self.core.token_to_id(self.special.get("eos_token", ""))
-        self.eos_ids = read_eos_ids(folder, eos_id) if eos_ids is None else tuple(eos_ids)
-        self.chat_template = read_chat_template(folder)
+        self.special = checkpoint.special_tokens
+        self.of_class = tokens_of_class(checkpoint)
+        self.bos_id, own_eos_ids, _ = special_ids(checkpoint)
+        self.eos_ids = own_eos_ids if eos_ids is None else tuple(eos_ids)
+        self.chat_template = read_chat_template(checkpoint)
+        self.words = {*re.findall(r"\w+", self.chat_template)}
+        self.complete_chats = set()  # `shape_of` chats of which the template omits no message
 
     def encode(self, text, bos=True):
         """Plain text → ids, with one BOS if the tokenizer adds it.
@@ -101,6 +97,14 @@ class Tokenizer:
                     f"{self.name}: the chat template writes {key} {token!r}, which is not in "
                     "tokenizer.json; download the checkpoint again"
                 )
+        shape = shape_of(messages, template_args)
+        if shape not in self.complete_chats:
+            self.check_complete(messages, template_args)
+            self.complete_chats.add(shape)
+        return text
+
+    def check_complete(self, messages, template_args):
+        """InputError if the chat template omits a message, or writes a token that no file sets."""
         for i, message in enumerate(messages):
             if message.get("content") and self.omits(messages, i, template_args):
                 raise InputError(
@@ -113,7 +117,6 @@ class Tokenizer:
                     f"{self.name}: the chat template writes {key}, but tokenizer_config.json leaves"
                     " it to the tokenizer's class; add it there (null: an empty text)"
                 )
-        return text
 
     def fill(self, messages, generation_prompt=True, template_args=None, today=None, as_parts=None):
         """The text of the chat template, which writes the messages as they are.
@@ -183,7 +186,7 @@ class Tokenizer:
 
     def template_reads(self, key):
         """Whether the chat template mentions a variable, for example `enable_thinking`."""
-        return key in re.findall(r"\w+", self.chat_template)
+        return key in self.words
 
     def decode(self, ids):
         """Ids → text, without special tokens and unknown ids. All spaces stay."""
@@ -254,6 +257,13 @@ def join_parts(message):
     return message | {"content": "".join(part["text"] for part in parts)}
 
 
+def shape_of(messages, template_args):
+    """What decides whether a chat template writes all of a chat's messages: everything but their
+    texts."""
+    shapes = [message | {"content": bool(message.get("content"))} for message in messages]
+    return repr((shapes, template_args))
+
+
 def in_parts(message):
     """The message, with its text as a list of one part."""
     return message | {"content": [{"type": "text", "text": message.get("content") or ""}]}
@@ -298,13 +308,14 @@ class GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def read_chat_template(folder):
+def read_chat_template(checkpoint):
     """The default chat template, or "": additional_chat_templates/default.jinja, else
     chat_template.jinja, else "chat_template" of tokenizer_config.json (a text or named texts)."""
     for file in "additional_chat_templates/default.jinja", "chat_template.jinja":
-        if (folder / file).exists():
-            return read_text(folder / file)
-    text = read_optional(folder / "tokenizer_config.json").get("chat_template")
+        path = checkpoint.folder / file
+        if path.exists():
+            return read_text(path)
+    text = checkpoint.read("tokenizer_config.json").get("chat_template")
     for named in text if isinstance(text, list) else ():
         if isinstance(named, dict) and named.get("name") == "default":
             text = named.get("template")
@@ -313,7 +324,7 @@ def read_chat_template(folder):
     text = text or ""
     if not isinstance(text, str):
         raise InputError(
-            f"{folder}/tokenizer_config.json: chat_template must be a text, "
+            f"{checkpoint.folder}/tokenizer_config.json: chat_template must be a text, "
             "or named texts with a 'default'"
         )
     return text

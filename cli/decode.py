@@ -59,7 +59,7 @@ def main():
     job = None
     if rank_and_size()[0] == 0:  # it has standard input
         job = prepare(args, chosen, facts, tokenizer, amateur_facts)
-    model, amateur = cli.load_models(args)
+    model, amateur = cli.load_models(facts, amateur_facts, args)
     prompts, setups = model.shard.broadcast(job)
     if len(setups) > 1 and len(prompts) <= args.batch_size:  # more batches need more memory
         model = PromptsReadOnce(model)

@@ -24,7 +24,6 @@ from heads.needles import (
 from heads.reader import read_head_file
 from runtime import files
 from runtime.errors import InputError
-from runtime.weights import fingerprint
 
 
 def lengths(text):
@@ -136,7 +135,7 @@ def make_facts(args, model, needles, texts):
     """Everything that determines the scores, as a dict for the head file. None for what is known
     with the weights only.
 
-    model: a cli.Checkpoint. InputError for options that do not fit."""
+    model: `cli.models.Facts`. InputError for options that do not fit."""
     published = args.published
     chat = bool(model.tokenizer.chat_template and not args.raw and not published)
     if published:
@@ -237,10 +236,10 @@ def main():
     else:
         cli.refuse_unused(args, {"heads": "without --masked"})
     prompts = make_prompts(facts, needles, texts, tokenizer)
-    model = cli.load_model(args.model, args)
+    model = cli.load_model(checkpoint.checkpoint, args)
     cli.limit_threads(model)
     facts |= {
-        "fingerprint": fingerprint(args.model),
+        "fingerprint": model.checkpoint.fingerprint,
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "ranks": model.shard.size,

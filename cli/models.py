@@ -1,36 +1,31 @@
 """Reads and loads the models that the command line names."""
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from cli.reading import show_reading
 from model import Transformer
-from runtime.config import Config
+from runtime.checkpoint import Checkpoint
 from runtime.errors import InputError
-from runtime.files import checkpoint_name
-from runtime.weights import checkpoint_folder
 from tokenizer import Tokenizer
 
 TINY = 20_000_000  # parameters up to which a CPU computes with one thread by default
 
 
-class Checkpoint(NamedTuple):
-    """Facts about a model that are known before its weights are read or downloaded.
+class Facts(NamedTuple):
+    """What is known of a model before its weights are read or downloaded."""
 
-    `load_model` takes the name again: a model that is loaded reads its configuration itself."""
-
-    name: str
-    folder: Path
+    checkpoint: Checkpoint
     config: object  # has n_layers, n_heads, vocab_size, max_positions, tied_embeddings
     tokenizer: object
     has_exits = True  # until the model is loaded, see runtime/protocols.py
+    name = property(lambda self: self.checkpoint.name)
 
 
 def read_models(args):
-    """(Checkpoint, its tokenizer, Checkpoint of the amateur or None): --model and --amateur.
+    """(`Facts`, the tokenizer, `Facts` of the amateur or None): --model and --amateur.
 
     InputError or OSError for what can be known without weights."""
     model = read_model(args.model, args)
@@ -43,39 +38,39 @@ def read_models(args):
 
 
 def read_model(name, args):
-    """The Checkpoint of a folder or a hub id."""
+    """The `Facts` of a folder or a hub id."""
     choose_device(args)
-    folder = checkpoint_folder(name, weights=False)
+    checkpoint = Checkpoint(name)
     if args.transformers:
         from hf import describe, read_config
 
-        config = describe(read_config(folder))
+        config = describe(read_config(checkpoint.folder))
     else:
-        config = Config.from_checkpoint(folder)
+        config = checkpoint.config
     wrong = [i for i in args.eos or () if i >= config.vocab_size]
     if wrong:
         raise InputError(f"--eos {wrong[0]}: {name} has only {config.vocab_size} tokens")
-    return Checkpoint(checkpoint_name(name), folder, config, Tokenizer.load(name, args.eos))
+    return Facts(checkpoint, config, Tokenizer.load(checkpoint, args.eos))
 
 
-def load_models(args, shard=None):
-    """(model, amateur or None), after `read_models`."""
-    model = load_model(args.model, args, shard)
+def load_models(facts, of_amateur, args, shard=None):
+    """(model, amateur or None), of the `Facts` of `read_models`."""
+    model = load_model(facts.checkpoint, args, shard)
     limit_threads(model)
-    amateur = load_model(args.amateur, args, shard) if args.amateur else None
+    amateur = load_model(of_amateur.checkpoint, args, shard) if of_amateur else None
     return model, amateur
 
 
-def load_model(name, args, shard=None):
+def load_model(checkpoint, args, shard=None):
     """A model, by --device, --dtype and --transformers. shard: None joins the ranks of torchrun."""
     device = choose_device(args)
     dtype = None if args.dtype == "auto" else args.dtype
     if args.transformers:
         from hf import HFModel
 
-        model = HFModel.load(name, device, dtype, args.device_map)
+        model = HFModel.load(checkpoint, device, dtype, args.device_map)
     else:
-        model = Transformer.load(name, device, dtype, shard)
+        model = Transformer.load(checkpoint, device, dtype, shard)
     show_reading(model)
     return model
 

@@ -269,7 +269,7 @@ def labels(setups):
 
 def fit(setup, args, model, amateur=None):
     """`Setup.fit` with the head scores that the command line names. model, amateur: or their
-    `Checkpoint`."""
+    `Facts`."""
     options = METHODS[setup.method].options
     if "amateur" in options and amateur is None:
         raise InputError(

@@ -24,7 +24,7 @@ from heads.reader import (
     usual_number,
 )
 from runtime.errors import InputError
-from runtime.files import checkpoint_name, read_json
+from runtime.files import checkpoint_name
 
 
 def load_heads(model, n=None, name=None, measure="copy"):
@@ -131,21 +131,19 @@ def is_known(model):
 def model_names(model):
     """A model's names: its own; of a link to a folder, that of its target; those of the GGUF file
     that it was converted from; or, if there are no heads of these, that of the same weights."""
-    folder = getattr(model, "folder", None)
-    if not folder:
+    checkpoint = getattr(model, "checkpoint", None)
+    if not checkpoint:
         return [model.name]
-    stated = read_json(folder / "config.json").get("gguf_names", [])
-    names = [model.name, checkpoint_name(folder.resolve()), *stated]
-    return names if any(map(head_file, names)) else names + same_weights(folder)
+    stated = checkpoint.read("config.json").get("gguf_names", [])
+    names = [model.name, checkpoint_name(checkpoint.folder.resolve()), *stated]
+    return names if any(map(head_file, names)) else names + same_weights(checkpoint)
 
 
 @cache
-def same_weights(folder):
+def same_weights(checkpoint):
     """The names of head files that were measured with the weights of this checkpoint."""
-    from runtime.weights import fingerprint  # imports torch
-
     try:
-        weights = fingerprint(folder)["weights"]
+        weights = checkpoint.fingerprint["weights"]
     except (OSError, ValueError):  # not downloaded yet, or damaged: loading them says so
         return []
     names = []

@@ -34,6 +34,7 @@ from hf.attention import (
 from hf.cache import HFCache
 from hf.config import describe, naming, read_config
 from hf.positions import position_problem
+from runtime.checkpoint import Checkpoint
 from runtime.checks import check_head_mask
 from runtime.config import default_dtype, find_dtype
 from runtime.errors import InputError
@@ -41,13 +42,7 @@ from runtime.files import checkpoint_name
 from runtime.pack import pack
 from runtime.parallel import Shard, rank_and_size
 from runtime.special import end_ids, special_ids
-from runtime.weights import (
-    WRAPPERS,
-    check_layers,
-    check_tensor_names,
-    checkpoint_folder,
-    weight_files,
-)
+from runtime.weights import WRAPPERS, check_tensor_names
 
 
 class HFModel(nn.Module):
@@ -60,13 +55,13 @@ class HFModel(nn.Module):
     can_record = False  # the cache grows with every token
     reads_one_text = True  # all rows of a pass read the same tokens
 
-    def __init__(self, hf, name=None, folder=None, packs=False):
+    def __init__(self, hf, name=None, checkpoint=None, packs=False):
         super().__init__()
         hf = without_training(unwrap(hf))
         c = hf.config.get_text_config(decoder=True)
         self.hf = hf
         self.shard = Shard()
-        self.folder = folder
+        self.checkpoint = checkpoint
         self.name = str(name or checkpoint_name(hf.name_or_path or c.model_type))
         self.bos_id = None
         eos_ids = [getattr(x, "eos_token_id", None) for x in (hf.generation_config, c)]
@@ -98,10 +93,11 @@ class HFModel(nn.Module):
                 "ranks of torchrun do not share a model of transformers: start one process, and "
                 'use device_map="auto" for several devices'
             )
-        folder = checkpoint_folder(name)
-        check_layers(folder, weight_files(folder))
+        checkpoint = Checkpoint.of(name, weights=True)
+        folder = checkpoint.folder
+        checkpoint.check_layers()
         c = read_config(folder)
-        default = None if device_map else default_dtype(folder, device)
+        default = None if device_map else default_dtype(checkpoint, device)
         dtype = find_dtype(dtype) if dtype else default or "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
             device_map = device_map or {"": device}
@@ -126,9 +122,9 @@ class HFModel(nn.Module):
         if not device_map:
             hf = hf.to(device)
         model = cls(
-            hf, checkpoint_name(name), folder, packs=not device_map and hf.device.type == "cpu"
+            hf, checkpoint.name, checkpoint, packs=not device_map and hf.device.type == "cpu"
         )
-        model.bos_id, model.eos_ids, model.pad_ids = special_ids(folder)
+        model.bos_id, model.eos_ids, model.pad_ids = special_ids(checkpoint)
         return model
 
     def forward(self, ids, cache=None, head_mask=None, mask_on="output", probabilities=None):

@@ -18,10 +18,10 @@ import torch
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers as splits
 
+from runtime.checkpoint import gguf_name
 from runtime.config import DTYPES, rope_frequencies
 from runtime.errors import InputError, one_line, out_of_memory
 from runtime.files import draft
-from runtime.weights import gguf_name
 
 CONTROL, UNUSED = 3, 5  # in tokenizer.ggml.token_type
 # llama.cpp also ends a text at these tokens, if they are control tokens.

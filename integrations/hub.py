@@ -14,9 +14,9 @@ from pathlib import Path
 
 import cli
 from heads.reader import best_heads, find_file, find_measures, plain_name, read_scores
+from runtime.checkpoint import HUB_ID
 from runtime.errors import InputError
 from runtime.files import named
-from runtime.weights import HUB_ID
 
 ROOT = Path(__file__).parents[1]
 GENERATE = ROOT / "integrations/custom_generate/generate.py"

@@ -50,7 +50,7 @@ def main():
     [setup] = cli.setups(args, [name])
     setup = cli.fit(setup, args, checkpoint, of_amateur)
     setup.record(of_amateur).check(checkpoint)
-    model, amateur = cli.load_models(args)
+    model, amateur = cli.load_models(checkpoint, of_amateur, args)
     template_args = cli.benchmark_template_args(tokenizer, args.template_args)
     renormalise = args.renormalise is None  # --no-renormalise is the only value
     method = setup.record(amateur)

@@ -22,7 +22,7 @@ import cli
 from decore import make_head_mask
 from miniature import data
 from model import Transformer
-from runtime.config import Config
+from runtime.checkpoint import Checkpoint
 from runtime.weights import named_tensors
 
 BOS, EOS = "<|begin|>", "<|end|>"
@@ -186,7 +186,7 @@ def main():
     tokenizer.save(str(folder / "tokenizer.json"))
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         (folder / name).write_text((bundled / name).read_text())
-    model = Transformer(Config.from_checkpoint(folder))
+    model = Transformer(Checkpoint(folder).config)
     train(model, tokenizer, steps)
     weights = {name: p.detach().half().contiguous() for name, p in named_tensors(model).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

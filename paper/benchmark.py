@@ -51,7 +51,7 @@ class Benchmark(NamedTuple):
 def load_benchmark(task, how, model=None):
     """The benchmark of a task. how: `options.RunOptions`.
 
-    model: a `cli.Checkpoint`; None: without the layout and the token ids of the prompts."""
+    model: `cli.models.Facts`; None: without the layout and the token ids of the prompts."""
     items, *rest = data.load_data(task, how.data, how.demos)
     choice = None
     if path := how.known or how.unknown:

@@ -16,7 +16,7 @@ def choose_rows(task, items, path, known, model=None):
     choice for a run's header). Items without `memory`, such as those whose passage is right, get
     the run's.
 
-    Rows are matched by their ids, or without them by their questions. model: a `cli.Checkpoint`,
+    Rows are matched by their ids, or without them by their questions. model: `cli.models.Facts`,
     which must be the run's; None: not checked. InputError for a run that does not tell."""
     header, lines = read_run(path)
     problem = not lines and "it holds no answers" or problem_of(task, header or {}, lines, model)

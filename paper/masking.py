@@ -76,7 +76,7 @@ def main():
     task = questions.chosen_task(args)
     checkpoint = cli.read_model(args.model, args)
     bench, texts = questions.read_texts(task, args, checkpoint)
-    model = cli.load_model(args.model, args)
+    model = cli.load_model(checkpoint.checkpoint, args)
     cli.limit_threads(model)
     total = {way: dict.fromkeys(TOKENS, 0) for way in ("gradient", "masking")}
     for prompt, answer, memory in tqdm(texts, unit="question", disable=model.shard.rank):

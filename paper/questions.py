@@ -23,7 +23,6 @@ from paper.benchmark import load_benchmark
 from paper.tasks import find_task, prompts, with_prompt
 from runtime import files
 from runtime.errors import InputError
-from runtime.weights import fingerprint
 
 
 def parse_args(about=__doc__, program="heads.detect"):
@@ -79,7 +78,7 @@ def main():
     checkpoint = cli.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
     bench, texts = read_texts(task, args, checkpoint)
-    model = cli.load_model(args.model, args)
+    model = cli.load_model(checkpoint.checkpoint, args)
     cli.limit_threads(model)
     start = time.perf_counter()
     totals = 0
@@ -128,7 +127,7 @@ def facts_of(bench, texts, model, args):
         "memories": sum(bool(memory) for _, _, memory in texts),
         "ids": [item["id"] for item in bench.items],
         "questions": [key_of(item) for item in bench.items],
-        "fingerprint": fingerprint(args.model),
+        "fingerprint": model.checkpoint.fingerprint,
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "engine": "transformers" if args.transformers else "own",
@@ -136,8 +135,8 @@ def facts_of(bench, texts, model, args):
 
 
 def stored_scores(path, model):
-    """The content of a head file, or that of a new one. model: a cli.Checkpoint. InputError for the
-    file of another model."""
+    """The content of a head file, or that of a new one. model: `cli.models.Facts`. InputError
+    for the file of another model."""
     L, H = model.config.n_layers, model.config.n_heads
     new = {"model": model.name, "n_layers": L, "n_heads": H}
     if not path.exists():

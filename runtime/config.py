@@ -3,13 +3,11 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from runtime.errors import InputError, one_line
 from runtime.fields import COUNT, LARGEST, POSITIVE, field, located
-from runtime.files import read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -38,16 +36,10 @@ class Config:
     dtype: torch.dtype | None  # None: config.json does not say; that of the weights
 
     @classmethod
-    def from_checkpoint(cls, folder):
-        """Read config.json as transformers 5 does. InputError for missing or unsupported fields."""
-        path = Path(folder) / "config.json"
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path} is missing; convert a .gguf file (python -m integrations.gguf FILE OUT), "
-                "and merge a LoRA adapter into its model (peft: merge_and_unload)"
-            )
-        c = read_json(path)
-        with located(path):
+    def from_fields(cls, c, place="config.json"):
+        """Of the object in a config.json, read as transformers 5 does. InputError, that begins with
+        its place, for missing or unsupported fields."""
+        with located(place):
             return cls(**read_fields(c))
 
 
@@ -136,12 +128,12 @@ def supported(fields, name, values, null=...):
         raise InputError(f"{error} (HFModel, or --transformers, decodes with others)") from None
 
 
-def default_dtype(folder, device):
+def default_dtype(checkpoint, device):
     """The dtype in which a checkpoint computes by default; None: its own.
 
     On a CPU, float32 for models of fewer than a billion parameters that are not quantized."""
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    quantized = read_json(folder / "config.json").get("quantization_config")
+    stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
+    quantized = checkpoint.read("config.json").get("quantization_config")
     is_cpu = torch.device(device).type == "cpu"
     return torch.float32 if is_cpu and stored < FLOAT32_UP_TO and not quantized else None
 

@@ -8,7 +8,7 @@ class Model(Protocol):
 
     name: str
     config: object  # n_layers, n_heads, vocab_size, max_positions, tied_embeddings, d_model
-    folder: object  # of the checkpoint; None: there is none
+    checkpoint: object  # runtime.checkpoint.Checkpoint; None: the weights are not from a file
     bos_id: int | None
     eos_ids: tuple  # that end a text
     pad_ids: tuple

@@ -9,7 +9,7 @@ from tokenizers import pre_tokenizers
 
 from runtime.checks import as_ints
 from runtime.errors import InputError, one_line
-from runtime.files import read_json, read_text
+from runtime.files import read_text
 
 MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")  # model types
 # Into which words Mistral's tokenizers with more than 100,000 tokens split a text.
@@ -28,33 +28,22 @@ GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
-def special_ids(folder):
-    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint
-    folder."""
-    if not (folder / "tokenizer.json").exists():
-        return None, read_eos_ids(folder), ()
-    core = read_tokenizer(folder)
-    tokens = read_special_tokens(folder)
+def special_ids(checkpoint):
+    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint."""
+    if not (checkpoint.folder / "tokenizer.json").exists():
+        return None, read_eos_ids(checkpoint), ()
+    core, tokens = checkpoint.tokenizer, checkpoint.special_tokens
     bos_id, eos_id, pad_id = (
         core.token_to_id(tokens.get(f"{name}_token", "")) for name in ("bos", "eos", "pad")
     )
-    eos_ids = read_eos_ids(folder, eos_id)
+    eos_ids = read_eos_ids(checkpoint, eos_id)
     return bos_id, eos_ids, eos_ids if pad_id is None else (pad_id,)
 
 
-def read_settings(folder):
-    """tokenizer_config.json; in older folders special_tokens_map.json takes precedence, as in
-    transformers."""
-    settings = read_optional(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" in settings:
-        return settings
-    return settings | read_optional(folder / "special_tokens_map.json")
-
-
-def read_special_tokens(folder):
-    """{"bos_token": "<s>", …} of `read_settings`. Templates may use any of these tokens."""
+def read_special_tokens(checkpoint):
+    """{"bos_token": "<s>", …} of a checkpoint's settings. Templates may use any of these tokens."""
     tokens = {}
-    for key, value in read_settings(folder).items():
+    for key, value in checkpoint.settings.items():
         if key.endswith("_token"):
             # Older files have {"content": "<s>", …} in place of "<s>".
             token = value.get("content") if isinstance(value, dict) else value
@@ -62,29 +51,29 @@ def read_special_tokens(folder):
                 tokens[key] = token
             elif key in NAMED and value not in (None, ""):
                 raise InputError(
-                    f"{folder}/tokenizer_config.json: {key} is {one_line(value, 80)}; "
+                    f"{checkpoint.folder}/tokenizer_config.json: {key} is {one_line(value, 80)}; "
                     "it must be a text"
                 )
     return tokens
 
 
-def tokens_of_class(folder):
+def tokens_of_class(checkpoint):
     """Names of special tokens that no file sets or rules out, so that in transformers they are
     those of the tokenizer's class, if it is not the general one."""
-    settings = read_settings(folder)
-    model_type = read_optional(folder / "config.json").get("model_type")
+    settings = checkpoint.settings
+    model_type = checkpoint.read("config.json").get("model_type")
     if settings.get("tokenizer_class", model_type) in (None, *GENERAL_CLASSES):
         return []
     return [name for name in NAMED if name not in settings]
 
 
-def read_eos_ids(folder, eos_id=None):
+def read_eos_ids(checkpoint, eos_id=None):
     """Ids that end a text: those of generation_config.json, the tokenizer's `eos_id`, and those of
     config.json."""
 
-    def read(name):
-        path = folder / name
-        return end_ids(read_optional(path).get("eos_token_id"), f"{path}: eos_token_id")
+    def read(file):
+        name = f"{checkpoint.folder / file}: eos_token_id"
+        return end_ids(checkpoint.read(file).get("eos_token_id"), name)
 
     tokenizers_own = () if eos_id is None else (eos_id,)
     joined = read("generation_config.json") + tokenizers_own + read("config.json")
@@ -96,9 +85,9 @@ def end_ids(value, name):
     return tuple(i for i in as_ints([] if value is None else value, name, single=True) if i >= 0)
 
 
-def read_tokenizer(folder):
-    """The tokenizer of tokenizer.json, with the tokens that only other files list."""
-    path = folder / "tokenizer.json"
+def read_tokenizer(checkpoint):
+    """As `Checkpoint.tokenizer`."""
+    path = checkpoint.folder / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing; to make it from tokenizer.model or vocab.json, load the folder "
@@ -117,33 +106,33 @@ def read_tokenizer(folder):
         ) from None
     core.no_truncation()  # some files still contain the settings of a training run
     core.no_padding()
-    add_tokens(core, folder)
-    core.encode_special_tokens = read_settings(folder).get("split_special_tokens") is True
-    check_spaces(core, folder)
-    correct_mistral(core, folder)
+    add_tokens(core, checkpoint)
+    core.encode_special_tokens = checkpoint.settings.get("split_special_tokens") is True
+    check_spaces(core, checkpoint)
+    correct_mistral(core, checkpoint)
     return core
 
 
-def check_spaces(core, folder):
+def check_spaces(core, checkpoint):
     """InputError if "add_prefix_space" of tokenizer_config.json contradicts tokenizer.json."""
     adds_space = first_word(core, "a") != "a"
-    if read_settings(folder).get("add_prefix_space") not in (None, adds_space):
+    if checkpoint.settings.get("add_prefix_space") not in (None, adds_space):
         raise InputError(
-            f"{folder}/tokenizer_config.json: add_prefix_space is {str(not adds_space).lower()}, "
-            f"but tokenizer.json puts {'a' if adds_space else 'no'} space before a text; correct "
-            "one of them"
+            f"{checkpoint.folder}/tokenizer_config.json: add_prefix_space is "
+            f"{str(not adds_space).lower()}, but tokenizer.json puts {'a' if adds_space else 'no'} "
+            "space before a text; correct one of them"
         )
 
 
-def correct_mistral(core, folder):
+def correct_mistral(core, checkpoint):
     """Split words by Mistral's pattern if "fix_mistral_regex" of tokenizer_config.json demands it.
     Otherwise warn of a wrong one, in the folders in which transformers does."""
-    c = read_optional(folder / "config.json")
+    c = checkpoint.read("config.json")
     is_old = str(c.get("transformers_version") or "") < "5"
     is_large = core.pre_tokenizer is not None and core.get_vocab_size() > 100_000
     if not (is_old and is_large and c.get("model_type") in MISTRAL):
         return
-    if read_settings(folder).get("fix_mistral_regex"):
+    if checkpoint.settings.get("fix_mistral_regex"):
         words = pre_tokenizers.Split(tokenizers.Regex(MISTRAL_WORDS), "isolated")
         if isinstance(core.pre_tokenizer, pre_tokenizers.Sequence):
             core.pre_tokenizer[0] = words
@@ -151,8 +140,8 @@ def correct_mistral(core, folder):
             core.pre_tokenizer = pre_tokenizers.Sequence([words, core.pre_tokenizer])
     elif first_word(core, "aB") != "a":
         warnings.warn(
-            f"{folder}: tokenizer.json splits words by a wrong pattern; to correct it, add "
-            '"fix_mistral_regex": true to tokenizer_config.json',
+            f"{checkpoint.folder}: tokenizer.json splits words by a wrong pattern; to correct it, "
+            'add "fix_mistral_regex": true to tokenizer_config.json',
             stacklevel=2,
         )
 
@@ -164,15 +153,15 @@ def first_word(core, text):
     return core.pre_tokenizer.pre_tokenize_str(text)[0][0] if core.pre_tokenizer else text
 
 
-def add_tokens(core, folder):
+def add_tokens(core, checkpoint):
     """Add the tokens that tokenizer.json does not mark as added, as transformers does: those of
     "added_tokens_decoder" in tokenizer_config.json, in older folders of added_tokens.json, and
-    the special tokens of `read_settings`.
+    the special tokens of the settings.
 
     InputError for a token without an id, or with another one than it is listed with."""
-    settings = read_settings(folder)
-    path = folder / "tokenizer_config.json"
-    named = read_special_tokens(folder).values()
+    settings = checkpoint.settings
+    path = checkpoint.folder / "tokenizer_config.json"
+    named = checkpoint.special_tokens.values()
 
     def added():
         return {token.content for token in core.get_added_tokens_decoder().values()}
@@ -182,10 +171,10 @@ def add_tokens(core, folder):
         present = added()
         listed = settings.get("added_tokens_decoder")
         if listed is None:
-            path = folder / "added_tokens.json"
+            path = checkpoint.folder / "added_tokens.json"
             listed = {
                 i: dict(content=text, special=text in special, normalized=text not in special)
-                for text, i in read_optional(path).items()
+                for text, i in checkpoint.read("added_tokens.json").items()
                 if text not in present
             }
         tokens = {int(i): tokenizers.AddedToken(**token) for i, token in listed.items()}
@@ -227,7 +216,3 @@ def silent_stderr():
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-
-
-def read_optional(path):
-    return read_json(path) if os.path.lexists(path) else {}  # a dangling link is an error

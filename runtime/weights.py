@@ -1,81 +1,15 @@
-"""A checkpoint: its folder, downloaded from the hub if necessary, its weights, its fingerprint.
+"""Fills a model from the safetensors files of a checkpoint: the names and shapes of its tensors."""
 
-huggingface_hub reads HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT."""
-
-import hashlib
-import json
-import os
 import re
-import shlex
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
-from runtime.errors import InputError, hub_reason, offline_if_unreachable
-from runtime.files import read_json, short_hash
-from runtime.special import read_optional
-
-HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
-FILE = re.compile(r"[^/\\]+\.safetensors")
-
-
-def checkpoint_folder(name, weights=True):
-    """`name` itself if it is a folder, else the snapshot of the hub id "owner/name", of a branch or
-    commit with "owner/name@revision".
-
-    weights: whether to download the weights too. OSError if there is no such checkpoint."""
-    name = str(name)
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        _, kind, hub_id = folder.name.partition("models--")
-        if kind and (folder / "snapshots").is_dir():
-            hub_id = hub_id.replace("--", "/", 1)
-            raise InputError(
-                f"{name} is the cache of a hub id: give {hub_id}, or a folder of its snapshots/"
-            )
-        return folder
-    if name.lower().endswith(".gguf") and folder.is_file():
-        command = shlex.join(["python", "-m", "integrations.gguf", str(folder), gguf_name(folder)])
-        raise InputError(f"{name} is not a checkpoint folder; make one: {command}")
-    hub_id = HUB_ID.fullmatch(name)
-    if not hub_id or folder.exists():
-        raise FileNotFoundError(
-            f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
-            "single files are not read"
-        )
-    # Slow to import, and folders do not need it.
-    from huggingface_hub import constants, snapshot_download
-
-    try:
-        folder = snapshot_download(
-            hub_id[1],
-            revision=hub_id[2],
-            allow_patterns=["*.json", "*.jinja", *["*.safetensors"] * weights],
-            # Llama and Mistral hold the weights again, in original/ or as consolidated*.
-            ignore_patterns=["*/*.json", "*/*.safetensors", "consolidated*"],
-        )
-    except Exception as error:  # the network library raises many kinds
-        raise OSError(
-            f"{hub_reason(error)}: cannot download {name}; check the name and the connection, "
-            "or give a folder; a gated one needs its terms accepted and HF_TOKEN"
-        ) from None
-    folder = Path(folder)
-    if weights and not any(folder.glob("*.safetensors")):
-        offline_if_unreachable()  # the snapshot may be that of an earlier call without weights
-        if constants.HF_HUB_OFFLINE:
-            raise OSError(f"{hub_reason(None)}: the cache has no safetensors files of {name}")
-    return folder
-
-
-def gguf_name(path):
-    """The model's name in that of a GGUF file: Qwen2.5-3B-Instruct-Q4_K_M.gguf."""
-    return re.sub(r"[-.](I?Q\d\w*|B?F(16|32))$", "", path.stem, flags=re.IGNORECASE)
-
+from runtime.errors import InputError
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBEDDING = "model.embed_tokens.weight"
@@ -145,9 +79,9 @@ def named_tensors(model, of=lambda parameter: parameter):
     return tensors
 
 
-def load_weights(model, folder, device):
+def load_weights(model, checkpoint, device):
     """Fills the parameters from safetensors. InputError for missing, unused or odd tensors."""
-    files = weight_files(folder)
+    files = checkpoint.tensors
     stored = partial(stored_name, files=files)
     table = weight_table(model)
     for parameter, pieces in table.items():
@@ -162,10 +96,11 @@ def load_weights(model, folder, device):
     unused = {name for name in files.keys() - names if not name.endswith("inv_freq")}
     if tied:
         unused.discard(head)
-    check_tensor_names(folder, names | {head}, names - files.keys(), unused)
+    check_tensor_names(checkpoint.folder, names | {head}, names - files.keys(), unused)
+    dtype = model.dtype
     # Large matrices first: then the peak of the host's memory is the weights alone.
     for parameter, empty in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
-        weight = torch.zeros(empty.shape, dtype=model.dtype, device=device)
+        weight = torch.zeros(empty.shape, dtype=dtype, device=device)
         row = 0
         for name, (shape, slices) in table[parameter].items():
             values = read_slice(files[name], name, shape, slices)
@@ -174,7 +109,7 @@ def load_weights(model, folder, device):
             row += len(values)
         if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():
             raise InputError(
-                f"{files[name]}: {' or '.join(table[parameter])} is not finite in {model.dtype}; "
+                f"{files[name]}: {' or '.join(table[parameter])} is not finite in {dtype}; "
                 "load in float32 or download the file again"
             )
         module, _, attribute = parameter.rpartition(".")
@@ -188,24 +123,6 @@ def stored_name(name, files):
         return wrappers[0] + name
     bare = "norm.weight" in files and PREFIX + "norm.weight" not in files
     return name.removeprefix(PREFIX) if bare else name
-
-
-def check_layers(folder, files):
-    """InputError if config.json has more layers than the tensors of `weight_files`.
-
-    Such a model would take minutes to build before its first missing tensor is found."""
-    config = read_optional(folder / "config.json")
-    text_config = config.get("text_config")
-    if isinstance(text_config, dict):
-        config = text_config
-    n_layers = config.get("num_hidden_layers")
-    numbers = [int(part) for name in files for part in name.split(".") if part.isdecimal()]
-    stored = max(numbers, default=-1) + 1
-    if isinstance(n_layers, int) and n_layers > stored:
-        raise InputError(
-            f"{folder}: config.json has {n_layers} layers, the safetensors files have {stored}; do "
-            "they belong together?"
-        )
 
 
 def check_tensor_names(folder, names, missing, unused):
@@ -244,46 +161,6 @@ def stored_dtype(files):
         return STORED.get(file.get_slice(name).get_dtype(), torch.float32)
 
 
-def weight_files(folder):
-    """{name of a tensor: its safetensors file}. An index only gives the files' names."""
-    single = "model.safetensors"
-    index = "model.safetensors.index.json"
-    if os.path.lexists(folder / single):  # takes precedence, as in transformers
-        names = {single}
-    elif os.path.lexists(folder / index):
-        weight_map = read_json(folder / index).get("weight_map")
-        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-        if not names or not all(map(FILE.fullmatch, names)):
-            raise InputError(
-                f"{folder / index}: weight_map must map tensors to safetensors files of its own "
-                "folder; download it again"
-            )
-    elif any(folder.glob("consolidated*.safetensors")):
-        raise FileNotFoundError(
-            f"{folder}: consolidated.safetensors has Mistral's own names of tensors; take "
-            f"{single} or model-*.safetensors of the same repository"
-        )
-    else:
-        raise FileNotFoundError(
-            f"{folder}: no {single}. Pickles (.bin, .pt, .pth) are not read, because they can run "
-            "code. If you trust one, load it with transformers and call save_pretrained"
-        )
-    files = {}
-    for path in sorted(folder / name for name in names):
-        try:
-            path.open("rb").close()  # safe_open calls a file without permission missing
-            with safe_open(path, "pt") as file:
-                tensors = dict.fromkeys(file.keys(), path)
-        except (SafetensorError, FileNotFoundError) as error:
-            raise InputError(f"{path} is missing or damaged ({error}); download it again") from None
-        for tensor in sorted(tensors.keys() & files.keys()):
-            raise InputError(
-                f"{tensor} is in two files, {files[tensor]} and {path.name}; download them again"
-            )
-        files |= tensors
-    return files
-
-
 def untie(config, files):
     """The configuration; as in transformers, without tied embeddings if the stored head differs."""
     names = [stored_name(name, files) for name in (EMBEDDING, HEAD)]
@@ -292,43 +169,3 @@ def untie(config, files):
     embedding, head = (safe_open(files[name], "pt").get_tensor(name) for name in names)
     same = embedding.dtype == head.dtype and torch.equal(embedding, head)
     return replace(config, tied_embeddings=same)
-
-
-HASHED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/default.jinja",
-)
-LARGE = 2**20  # bytes up to which a tensor is hashed as a whole
-BLOCKS = 8  # number of blocks of a larger one that are hashed
-BLOCK = 2**12  # bytes of a block
-
-
-def fingerprint(name):
-    """A checkpoint's content: {"weights" or a file's name: hash}. Takes seconds even for 70B.
-
-    The weights' hash covers every tensor's name, type, shape and bytes; of a large one, eight
-    evenly spread blocks. Training changes it; a change of one row may not. How tensors are spread
-    over files does not matter."""
-    folder = checkpoint_folder(name)
-    files = [folder / file for file in HASHED]
-    hashes = {file.name: short_hash(file.read_bytes()) for file in files if file.is_file()}
-    weights = hashlib.sha256()
-    for tensor, path in sorted(weight_files(folder).items()):
-        with open(path, "rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(start - 8))[tensor]
-            first, last = header["data_offsets"]
-            weights.update(json.dumps([tensor, header["dtype"], header["shape"]]).encode())
-            n, size = BLOCKS, BLOCK
-            if last - first <= LARGE:
-                n, size = 1, last - first
-            for i in range(n):
-                file.seek(start + first + i * (last - first - size) // max(1, n - 1))
-                weights.update(file.read(size))
-    return hashes | {"weights": weights.hexdigest()[:16]}

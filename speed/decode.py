@@ -37,7 +37,7 @@ from decoders.setup import Setup
 from model import Linear, Transformer
 from runtime.config import DTYPES
 from runtime.errors import InputError
-from runtime.files import commit, read_json
+from runtime.files import commit
 from runtime.pack import pack
 from speed.shapes import SHAPES, random_model, spread_heads, transformers_model, with_shared_weights
 
@@ -295,7 +295,7 @@ def main():
     if args.model:
         start = time.perf_counter()
         model = Transformer.load(args.model, args.device, args.dtype)
-        shape = read_json(model.folder / "config.json")
+        shape = model.checkpoint.read("config.json")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         row = dict(
             model=model.name,

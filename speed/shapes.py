@@ -2,9 +2,6 @@
 them."""
 
 import copy
-import json
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -49,9 +46,7 @@ SHAPES = {
 def random_model(shape, device="cpu", dtype=torch.float32):
     """A Transformer with normal weights of standard deviation 0.02; under torchrun, this rank's
     part of one."""
-    with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape))
-        config = Config.from_checkpoint(folder)
+    config = Config.from_fields(shape)
     torch.manual_seed(0)
     device = rank_device(device)
     shard = Shard.from_environment(device.type)

@@ -179,7 +179,7 @@ def write_heads(path, seed=0):
 def stand_in(n_layers=3, n_heads=4, name="tiny"):
     """What `load_heads` reads of a model."""
     return SimpleNamespace(
-        name=name, folder=None, config=SimpleNamespace(n_layers=n_layers, n_heads=n_heads)
+        name=name, checkpoint=None, config=SimpleNamespace(n_layers=n_layers, n_heads=n_heads)
     )
 
 

@@ -32,7 +32,7 @@ from heads import load_heads
 from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
-from runtime.config import Config
+from runtime.checkpoint import Checkpoint
 from tests.checkpoints import (
     ODD,
     change,
@@ -110,7 +110,7 @@ def configuration(dice, world, folder):
     c = change(dice, c, dice.choice([0, 0, 1, 2]))
     path = folder / "config.json"
     path.write_text(json.dumps(c))
-    config = attempt(lambda: Config.from_checkpoint(folder))
+    config = attempt(lambda: Checkpoint(folder).config)
     reference = None
     with contextlib.suppress(Exception):
         reference = make_reference(folder)

@@ -1,14 +1,17 @@
 """Models of the command line: what is checked before their weights are read."""
 
+import builtins
+import io
 import re
 from argparse import Namespace
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 
 import cli
-from cli import reading
+from cli import decode, reading
 from tests.checkpoints import random_ids
 
 
@@ -28,12 +31,27 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
     args = Namespace(**names, **options)
     checkpoint, tokenizer, amateur = cli.read_models(args)
     assert downloads and "*.safetensors" not in sum(downloads, [])
-    model, _ = cli.load_models(args)
+    model, _ = cli.load_models(checkpoint, amateur, args)
     assert "*.safetensors" in downloads[-1]
     assert checkpoint.name == amateur.name == model.name == "owner/tiny"
     assert tokenizer is checkpoint.tokenizer
     for fact in "n_layers", "n_heads", "vocab_size", "max_positions", "tied_embeddings":
         assert getattr(checkpoint.config, fact) == getattr(model.config, fact)
+
+
+def test_each_json_file_is_opened_once_for_a_prompt(call, chat_model, monkeypatch):
+    opened = []
+    for module in builtins, io:  # io: of pathlib
+
+        def record(path, *args, read=module.open, **kw):
+            opened.append(Path(str(path)).name)
+            return read(path, *args, **kw)
+
+        monkeypatch.setattr(module, "open", record)
+    options = ["--model", chat_model, "--method", "greedy", "--max-new-tokens", 1]
+    assert call(decode.main, *options, "--prompt", "x")[0] == 0
+    files = "config.json", "tokenizer.json", "tokenizer_config.json"
+    assert sorted(name for name in opened if name.endswith(".json")) == sorted(files)
 
 
 @pytest.mark.parametrize("engine", ["own", "transformers"])

@@ -176,7 +176,7 @@ METHODS = {
 
 def test_the_default_dtype_of_torch_has_no_effect(llama, amateur):
     def run():
-        model = Transformer.load(llama.folder, dtype="float32")
+        model = Transformer.load(llama.checkpoint.folder, dtype="float32")
         methods = [*METHODS.values(), CD(amateur)]
         how = dict(max_new_tokens=4, eos_ids=())
         return [generate(model, PROMPTS, method, **how) for method in methods], [
@@ -382,7 +382,7 @@ def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
     methods = [*METHODS.values(), DeCoRe(HEADS, mask="query"), DeCoRe(HEADS, mask_prompt=True)]
     methods += [DeCoRe([(0, 1)], amateur=amateur), CD(amateur)]
     methods += [DoLa("high", repetition_penalty=1.3)]
-    for model in llama, HFModel.load(llama.folder):
+    for model in llama, HFModel.load(llama.checkpoint.folder):
         together = side_by_side(model, PROMPTS, methods, max_new_tokens=NEW)
         for method, out in zip(methods, together, strict=True):
             alone = generate(model, PROMPTS, method, max_new_tokens=NEW)

@@ -21,6 +21,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Core
 
+from runtime.checkpoint import Checkpoint
 from runtime.special import MISTRAL_WORDS, special_ids
 from tests.checkpoints import write_tokenizer
 from tokenizer import Tokenizer
@@ -221,6 +222,20 @@ def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_t
     assert tokenizer.render(CONVERSATIONS[1][:2]) == expected
 
 
+def test_only_the_first_chat_of_its_roles_is_tried_with_other_texts(tmp_path, monkeypatch):
+    template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    fill, fills = tokenizer.fill, []
+    monkeypatch.setattr(tokenizer, "fill", lambda *args, **kw: fills.append(1) or fill(*args, **kw))
+    for number in range(3):
+        chat = [dict(role=role, content=f"{role} {number}") for role in ("user", "assistant")]
+        before = len(fills)
+        assert tokenizer.render(chat) == f"user {number}assistant {number}"
+        assert (len(fills) == before + 1) == (number > 0)
+        with pytest.raises(ValueError, match="omits message 3, whose role is 'tool'"):
+            tokenizer.render([*chat, dict(role="tool", content="42")])
+
+
 @pytest.mark.parametrize(
     "content", ["{{ m.content[:3] }}", "{{ m.content | upper }}", "{{ m | tojson }}{{ m.content }}"]
 )
@@ -309,7 +324,11 @@ def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_con
 ):
     files = {"generation_config": generation, "config": config}
     tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
-    assert tokenizer.eos_ids == eos and special_ids(tmp_path) == (tokenizer.bos_id, eos, eos)
+    assert tokenizer.eos_ids == eos and special_ids(Checkpoint(tmp_path)) == (
+        tokenizer.bos_id,
+        eos,
+        eos,
+    )
     assert Tokenizer.load(tmp_path, eos_ids=[4]).eos_ids == (4,)
 
 
@@ -347,7 +366,10 @@ def test_tokens_that_only_other_files_list_are_read_as_by_transformers(file, tmp
     assert ids == theirs(text).input_ids and {first + 1, first + 2} < {*ids}
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     ends = (first + 2,)
-    assert tokenizer.eos_ids == ends and special_ids(tmp_path)[1:] == (ends, (first + 1,))
+    assert tokenizer.eos_ids == ends and special_ids(Checkpoint(tmp_path))[1:] == (
+        ends,
+        (first + 1,),
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])

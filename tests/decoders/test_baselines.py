@@ -33,7 +33,7 @@ CHANGES = {
 def with_oracle(model):
     """A model, and how transformers reads with its weights in float64."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        model.folder, dtype=torch.float64, attn_implementation="eager"
+        model.checkpoint.folder, dtype=torch.float64, attn_implementation="eager"
     ).requires_grad_(False)
 
     @cache

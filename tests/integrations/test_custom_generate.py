@@ -52,7 +52,7 @@ GAIN = [dict(alpha_rule="gain"), dict(alpha_rule="gain", alpha_cap=0.2, scale_al
 
 @pytest.fixture(scope="module")
 def llama(llama):
-    return AutoModelForCausalLM.from_pretrained(llama.folder)
+    return AutoModelForCausalLM.from_pretrained(llama.checkpoint.folder)
 
 
 def generate(model, prompts=PROMPTS[:1], **more):

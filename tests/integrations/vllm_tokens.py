@@ -74,7 +74,7 @@ def main(folder):
     result["qwen3_moe"] = decode(HFModel.load(folder / "qwen3_moe"), prompts)
     if os.environ.get("DECORE_WEIGHTS"):
         model = Transformer.load(os.environ["DECORE_WEIGHTS"], dtype="float32")
-        text = Tokenizer.load(model.folder).encode((HAYSTACK / "1-harbour.txt").read_text())
+        text = Tokenizer.load(model.checkpoint).encode((HAYSTACK / "1-harbour.txt").read_text())
         prompts = [text[:n] for n in LENGTHS]
         tokens = decode(model, prompts, DeCoRe(load_heads(model, 10)))
         result["trained"] = prompts, tokens, decode(model, prompts, Greedy())

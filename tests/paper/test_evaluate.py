@@ -25,7 +25,7 @@ from paper.benchmark import missing_batches
 from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
-from runtime.weights import fingerprint
+from runtime.checkpoint import Checkpoint
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
@@ -74,7 +74,7 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
     assert settings.items() >= expected.items() and len(settings["heads"]) == 2
     assert settings["version"] == TASKS["nq-closed"].version
-    assert settings["fingerprint"] == fingerprint(model[1])
+    assert settings["fingerprint"] == Checkpoint(model[1]).fingerprint
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
     assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
     for row in rows:
@@ -261,7 +261,9 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
     assert len({str(settings["heads"]) for settings in runs}) == draws
     for settings in runs:
         lite = "lite" in settings["method"]
-        assert settings["amateur_fingerprint"] == (fingerprint(model[1]) if lite else None)
+        assert settings["amateur_fingerprint"] == (
+            Checkpoint(model[1]).fingerprint if lite else None
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from hf import HFModel, describe, read_config
 from model import Transformer
-from runtime.config import Config, rope_frequencies
-from runtime.weights import fingerprint, weight_files
+from runtime.checkpoint import Checkpoint
+from runtime.config import rope_frequencies
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
 
 
@@ -68,7 +68,7 @@ def test_an_unsupported_or_malformed_field_is_named_in_one_line(change, words, t
     if change:
         configuration(tmp_path, "llama3", **change)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        Config.from_checkpoint(tmp_path)
+        _ = Checkpoint(tmp_path).config
     message = str(error.value)
     assert message.startswith(str(tmp_path)) and words in message and "\n" not in message
 
@@ -83,7 +83,7 @@ def test_absent_fields_have_the_values_of_transformers(family, sliding, tmp_path
     folder = configuration(
         tmp_path, family, use_sliding_window=sliding, attention_bias=True, **changes
     )
-    config = Config.from_checkpoint(folder)
+    config = Checkpoint(folder).config
     theirs = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs).model
@@ -123,7 +123,7 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, tmp_
     rotary = (("llama2", llama.LlamaRotaryEmbedding), ("qwen3", qwen3.Qwen3RotaryEmbedding))
     for (family, cls), width in itertools.product(rotary, (2, 8, 128)):
         folder = configuration(tmp_path, family, head_dim=width, **ROPES[name])
-        frequencies = rope_frequencies(Config.from_checkpoint(folder))
+        frequencies = rope_frequencies(Checkpoint(folder).config)
         reference = cls(transformers.AutoConfig.from_pretrained(folder))
         assert torch.equal(frequencies, reference.inv_freq) and reference.attention_scaling == 1
         assert frequencies.dtype == torch.float32
@@ -144,7 +144,7 @@ def test_the_context_is_what_rotary_scaling_makes_of_it(scaling, context, tmp_pa
     folder = configuration(tmp_path, "llama3", rope_scaling=scaling)
     assert describe(read_config(folder)).max_positions == context
     if scaling in (None, BANDS) or scaling["type"] == "linear":
-        assert Config.from_checkpoint(folder).max_positions == context
+        assert Checkpoint(folder).config.max_positions == context
 
 
 # -------------------------------------------------------------------------------------- files
@@ -240,20 +240,20 @@ def write_index(folder, weight_map):
 
 def test_of_an_index_only_the_names_of_files_in_its_folder_are_used(tmp_path):
     folder = write_checkpoint(tmp_path, "llama3", shards=2)
-    files = weight_files(folder)
+    files = Checkpoint(folder).tensors
     write_index(folder, {path.name: path.name for path in files.values()})
-    assert weight_files(folder) == files and len(files) == 30
+    assert Checkpoint(folder).tensors == files and len(files) == 30
     for weight_map in (None, {}, {"x": 3}, {"x": "config.json"}, {"x": "../model.safetensors"}):
         write_index(folder, weight_map)
         with pytest.raises(ValueError, match="weight_map must map tensors to safetensors files"):
-            weight_files(folder)
+            _ = Checkpoint(folder).tensors
 
 
 @pytest.mark.parametrize("load", [Transformer.load, HFModel.load])
 def test_a_tensor_in_two_files_is_refused_whatever_the_index_says(load, tmp_path):
     folder = write_checkpoint(tmp_path, "llama3", shards=2)
-    tensor, path = min(weight_files(folder).items())
-    [other] = {*weight_files(folder).values()} - {path}
+    tensor, path = min(Checkpoint(folder).tensors.items())
+    [other] = {*Checkpoint(folder).tensors.values()} - {path}
     save_file(load_file(other) | {tensor: load_file(path)[tensor] + 1}, other)
     with pytest.raises(ValueError, match=f"{tensor} is in two files, .* and .*; download"):
         load(folder)
@@ -272,7 +272,7 @@ def test_weights_without_permission_are_not_called_damaged(tmp_path, monkeypatch
     folder = write_checkpoint(tmp_path)
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(PermissionError):
-        weight_files(folder)
+        _ = Checkpoint(folder).tensors
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -283,4 +283,5 @@ def test_fingerprints_are_those_of_stored_runs_and_do_not_depend_on_the_files(sh
     }  # of a large matrix only blocks are hashed
     for size, expected in hashes.items():
         kind = dict(family="llama3.2", seed=3, shards=shards, vocab_size=size)
-        assert fingerprint(write_checkpoint(tmp_path / str(size), **kind)) == expected
+        folder = write_checkpoint(tmp_path / str(size), **kind)
+        assert Checkpoint(folder).fingerprint == expected

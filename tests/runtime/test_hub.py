@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from heads.reader import plain_name
+from runtime.checkpoint import checkpoint_folder
 from runtime.files import checkpoint_name
-from runtime.weights import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXT = [
@@ -59,7 +59,7 @@ CASES = {  # arguments of checkpoint_folder or of HubFile
 }
 CLIENT = """
 import json, os, sys, urllib.request
-from runtime.weights import checkpoint_folder
+from runtime.checkpoint import checkpoint_folder
 from paper.tasks import HubFile, data
 lines = {}
 for name, case in json.loads(sys.argv[1]).items():

@@ -22,7 +22,7 @@ from decore import DeCoRe, generate, make_head_mask
 from heads.detect import answer_batch
 from heads.measures import effects
 from model import Transformer
-from runtime.config import Config
+from runtime.checkpoint import Checkpoint
 from runtime.parallel import TORCHRUN, Ranks, Shard, call, check_split, rank_device
 from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
@@ -279,7 +279,7 @@ def memory(key):
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=16384)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama3"] | sizes))
-    empty = Transformer(Config.from_checkpoint(tmp_path), Shard(), "meta")
+    empty = Transformer(Checkpoint(tmp_path).config, Shard(), "meta")
     weights = {name: torch.zeros(tensor.shape) for name, tensor in named_tensors(empty).items()}
     write_checkpoint(tmp_path, "llama3", weights=weights, **sizes)
     stored = sum(weight.nbytes for weight in weights.values())  # about 320 MB

@@ -26,7 +26,7 @@ def check(thing, protocol):
 
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_both_engines_methods_and_decodings_have_the_members_of_their_protocols(llama, engine):
-    model = engine.load(llama.folder)
+    model = engine.load(llama.checkpoint.folder)
     check(model, Model)
     methods = [Greedy(), DeCoRe([(0, 1)]), CD(model), DoLa(), AD(1)]
     for method in methods:

@@ -56,7 +56,17 @@ def test_every_decore_masks_the_same_heads():
 
 
 def test_a_checkpoint_is_measured_as_a_table(call, llama):
-    options = ["--model", llama.folder, "--prompt", 40, "--new", 2, "--rounds", 1, "--methods"]
+    options = [
+        "--model",
+        llama.checkpoint.folder,
+        "--prompt",
+        40,
+        "--new",
+        2,
+        "--rounds",
+        1,
+        "--methods",
+    ]
     _, out, _ = call(decode.main, *options, "greedy", "transformers")
     names = [line.split()[0] for line in out.splitlines()[1:]]
     assert names == ["greedy", "transformers", "greedy"]
