@@ -10,7 +10,6 @@ from pathlib import Path
 from paper.runfile import read_run
 from paper.tasks import find_task, metrics
 from runtime.errors import InputError
-from runtime.weights import fingerprint
 
 
 def choose_rows(task, items, path, known, model=None):
@@ -66,7 +65,7 @@ def problem_of(task, header, lines, model):
     if model and Path(header["model"]).name != Path(model.name).name:
         return f"it is of {header['model']}, not of {model.name}"
     with suppress(OSError):  # of weights that are not here yet
-        if model and header.get("fingerprint") != fingerprint(model.folder):
+        if model and header.get("fingerprint") != model.checkpoint.fingerprint:
             return f"it is of another checkpoint called {model.name}"
     return None
 
