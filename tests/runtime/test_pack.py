@@ -8,7 +8,7 @@ from decore import DeCoRe, generate
 from hf import HFModel
 from model import Linear, Transformer
 from runtime import pack
-from runtime.pack import Filled, Packed
+from runtime.pack import Blocked, Filled, Packed
 from tests.checkpoints import random_ids, write_checkpoint
 
 needs_onednn = pytest.mark.skipif(
@@ -17,21 +17,21 @@ needs_onednn = pytest.mark.skipif(
 
 
 @needs_onednn
-@pytest.mark.parametrize("kind", [Packed, Filled])
+@pytest.mark.parametrize("kind", [Packed, Filled, Blocked])
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("family", ["llama3", "llama3-iti", "qwen2"])
 def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, family)
-    kinds = {pack.processor(): {torch.float32: kind}}
-    monkeypatch.setattr(pack, "KERNELS", kinds)
-    plain = engine.load(folder)
-    assert plain.product == "plain"  # all of its matrices are small
+    plain = engine.load(folder, dtype="float32")
+    monkeypatch.setattr(pack, "kind_of_layer", lambda dtype: kind)
     monkeypatch.setattr(pack, "UNPACKED_UP_TO", 0)
+    monkeypatch.setattr(pack, "MANY", {pack.processor()[0]: 2})
+    monkeypatch.setattr(pack, "BLOCK", 320)  # several blocks, the last one smaller
     packed = engine.load(folder)
     assert packed.product == kind.__name__.lower()
     assert packed.config.tied_embeddings == plain.config.tied_embeddings == (family == "qwen2")
     model = packed.hf if engine is HFModel else packed
-    assert isinstance(model.lm_head, Packed)  # also a head that is tied to the embedding
+    assert isinstance(model.lm_head, kind)  # also a head that is tied to the embedding
     assert not [name for name, m in model.named_modules() if type(m) in (Linear, torch.nn.Linear)][
         1:
     ]
@@ -41,25 +41,44 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
     assert ids == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_blocked_product_of_many_vectors_is_that_of_float32_rounded_once(dtype, bias):
+    plain = Linear(96, 1025, bias, dtype=dtype)
+    x = torch.randn(2, 20, 96).to(dtype)
+    exact = plain.float()(x.float())
+    plain.to(dtype)
+    product = Blocked(plain.weight.detach(), plain.bias)(x)
+    assert product.dtype == dtype
+    assert (product.float() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps / 2
+
+
 @pytest.mark.parametrize(
-    "maker, instructions, dtype, kind",
+    "maker, instructions, flags, dtype, kinds",
     [
-        ("AMD", "AVX2", torch.float32, "packed"),
-        ("AMD", "AVX2", torch.bfloat16, "plain"),
-        ("AMD", "AVX512", torch.float32, "filled"),
-        ("Intel", "AVX512", torch.float32, "plain"),
-        (None, "DEFAULT", torch.float32, "plain"),
+        ("AMD", "AVX2", "", torch.float32, (Linear, Packed)),
+        ("AMD", "AVX2", "", torch.bfloat16, (Blocked, Blocked)),
+        ("Intel", "AVX2", "avx512_bf16", torch.bfloat16, (Blocked, Blocked)),  # switched off
+        ("Intel", "AVX512", "avx512f", torch.bfloat16, (Blocked, Blocked)),
+        ("Intel", "AVX512", "avx512_bf16", torch.bfloat16, (Linear, Packed)),
+        ("Intel", "AVX512", "avx512_bf16", torch.float16, (Blocked, Blocked)),
+        ("Intel", "AVX512", "avx512_fp16", torch.float16, (Linear, Linear)),
+        ("Intel", "AVX512", "", torch.float32, (Linear, Linear)),
+        ("AMD", "AVX512", "avx512_bf16", torch.float32, (Linear, Filled)),
+        (None, "DEFAULT", "", torch.bfloat16, (Linear, Linear)),
     ],
 )
 @needs_onednn
 def test_the_product_follows_from_processor_and_dtype(
-    monkeypatch, maker, instructions, dtype, kind
+    monkeypatch, maker, instructions, flags, dtype, kinds
 ):
     monkeypatch.setattr(pack, "processor", lambda: (maker, instructions))
+    monkeypatch.setattr(pack, "cpuinfo", lambda: flags)
+    monkeypatch.setattr(Packed, "__init__", lambda self, *a: nn.Module.__init__(self))
     layers = nn.ModuleDict({"small": Linear(8, 8), "large": Linear(512, 1025)}).to(dtype)
-    assert pack.pack(layers, Linear) == kind
-    kinds = {"packed": Packed, "filled": Filled, "plain": Linear}
-    assert [type(layer) for layer in layers.values()] == [Linear, kinds[kind]]
+    name = kinds[1].__name__.lower()
+    assert pack.pack(layers, Linear) == ("plain" if name == "linear" else name)
+    assert tuple(type(layer) for layer in layers.values()) == kinds
 
 
 def test_the_processor_of_this_machine_is_known():
