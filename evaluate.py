@@ -118,18 +118,17 @@ def make_runs(how, fitting, model, amateur, ranks):
     for bench, setup, more in fitting:
         method = setup.record(amateur)
         method.check(model)
-        head_file = cli.used_head_file(setup, how, amateur if setup.amateur else model)
-        header = make_header(bench, setup, how, model, fingerprints, head_file, more)
+        header = make_header(bench, setup, how, model, fingerprints, more)
         path = Path(how.out) / f"{run_name(header)}.jsonl"
-        runs.append(Run(bench, setup, head_file, header, method, path))
+        runs.append(Run(bench, setup, header, method, path))
     return runs
 
 
 def say_heads(runs, how):
     """Print what ranks the heads of runs, and which of their questions did."""
-    cli.say_measures([(run.setup, run.head_file) for run in runs], how)
-    by_effect = [run for run in runs if run.head_file and run.setup.measure == "effect"]
-    measured = {(run.bench.task, run.head_file): run.bench for run in by_effect}
+    cli.say_measures([run.setup for run in runs], how)
+    by_effect = [run for run in runs if run.setup.head_file and run.setup.measure == "effect"]
+    measured = {(run.bench.task, run.setup.head_file): run.bench for run in by_effect}
     for (_, head_file), bench in measured.items():
         questions.say_overlap(bench, head_file)
 

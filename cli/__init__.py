@@ -29,5 +29,4 @@ from cli.options import (
     refuse_unused,
     say_measures,
     setups,
-    used_head_file,
 )

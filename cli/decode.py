@@ -107,9 +107,7 @@ def prepare(args, chosen, model, tokenizer, amateur):
             setup = cli.fit(setup, args, model, amateur)
             setup.record(amateur).check(model)
             fitted[label] = setup
-    masked = amateur or model
-    ranked = [(setup, cli.used_head_file(setup, args, masked)) for setup in fitted.values()]
-    cli.say_measures(ranked, args)
+    cli.say_measures(fitted.values(), args)
     if "cad" in chosen:
         without = without_context(objects, texts)
         ids = encode_all(without, model, tokenizer, args, "context-free prompt")

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
-from heads import file_of
+from heads import find_heads
 from heads.ablation import ablate_batch, heads_to_mask, table
 from heads.detect import REMEDY, mean_scores, run_all, run_batch, stored_facts, summary
 from heads.needles import (
@@ -21,7 +21,7 @@ from heads.needles import (
     read_needles,
     spread,
 )
-from heads.reader import read_head_file
+from heads.reader import find_file, read_head_file
 from runtime import files
 from runtime.errors import InputError
 
@@ -227,7 +227,7 @@ def main():
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
         cli.check_known(checkpoint, args.heads, "--heads", args.model, args)
-        path = file_of(checkpoint, args.heads)
+        path = find_heads(checkpoint, args.heads)[0] or find_file(args.heads)
         if str(path) != args.heads:
             print(f"masked heads are those of {path}", file=sys.stderr)
         sets = heads_to_mask(checkpoint, path, args.masked)

@@ -27,7 +27,7 @@ from decoders.setup import (
     short,
 )
 from decore import DeCoRe, Greedy
-from heads import file_of, is_known, similar_models
+from heads import find_heads, similar_models
 from runtime.errors import InputError
 from runtime.files import json_bytes
 
@@ -289,23 +289,15 @@ def source_of(setup, args):
     return getattr(args, "amateur_heads" if has_amateur else "heads", None)
 
 
-def used_head_file(setup, args, model):
-    """The head file that ranks the heads of a setup; None without one.
-
-    model: the one whose heads are masked."""
-    if not setup.num_heads or setup.random_heads == "published":
-        return None
-    with suppress(FileNotFoundError):  # of random heads
-        return file_of(model, source_of(setup, args))
-
-
-def say_measures(chosen, args):
+def say_measures(fitted, args):
     """Print by which measure of which head file heads are ranked, if the command line does not say
-    both: a file that was found by a name or by weights, a measure other than copy. chosen: pairs of
-    a setup and `used_head_file`."""
+    both: a file that was found by a name or by weights, a measure other than copy. fitted:
+    setups."""
     given = [getattr(args, name, None) for name in ("heads", "amateur_heads")]
-    ranked = dict.fromkeys((setup.measure or "copy", path) for setup, path in chosen if path)
+    ranked = dict.fromkeys((setup.measure or "copy", setup.head_file) for setup in fitted)
     for measure, path in ranked:
+        if path is None:
+            continue
         if measure != "copy" or str(path) not in given:
             print(f"heads are ranked by {measure}, of {path}", file=sys.stderr)
 
@@ -314,7 +306,7 @@ def check_known(model, heads, option, name, args):
     """InputError without a head file: with related models, and the command that measures scores.
 
     name: that of the model on the command line."""
-    if heads or is_known(model):
+    if heads or find_heads(model)[0]:
         return
     similar = ", ".join(f"{option} {name}" for name in similar_models(model))
     hints = f"try those of a related model ({similar}), " if similar else ""

@@ -1,25 +1,27 @@
 """Retrieval heads: the best ones of a head file, and the choice of heads to mask.
 
 `load_heads` is for users: a model → its heads, best first. Programs choose by `choose_heads`: the
-best heads, listed or random ones. `file_of` is a model's head file; `is_known` says whether this
-folder has one. reader.py knows files and names, not models: parts of integrations/ have it alone.
-README.md describes head files and lists those of this folder."""
+best heads, listed or random ones, and their file. `find_heads` finds the file of a model. reader.py
+knows files and names, not models: parts of integrations/ have it alone. README.md describes head
+files and lists those of this folder."""
 
 import random
 import warnings
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 from heads.reader import (
     FOLDER,  # noqa: F401
     MEASURES,  # noqa: F401
-    best_heads,
     find_file,
     head_file,
     head_files,
     listed_heads,
     plain_name,
+    rank,
     read_head_file,
     usual_number,
 )
@@ -34,20 +36,26 @@ def load_heads(model, n=None, name=None, measure="copy"):
     of another model with a file here; by default that of this model. measure: see MEASURES. Equal
     scores keep the order of the file. InputError if the file does not fit the model. Warns if it
     was made for a model of another name: fine-tuned models often use the heads of their base."""
+    path, names = find_heads(model, name)
+    return ranked(model, path or find_file(name or model.name), names, n, measure)
+
+
+def ranked(model, path, names, n=None, measure="copy"):
+    """`load_heads` of the file and the names that `find_heads` found."""
     c = model.config
-    names = model_names(model)
-    path = file_of(model, name)
-    heads = best_heads(path, c.n_layers, c.n_heads, n, measure)
-    made_for = read_head_file(path).get("model")
+    content = read_head_file(path)
+    heads = rank(content, path, c.n_layers, c.n_heads, n, measure)
+    made_for = content.get("model")
     if made_for and plain_name(made_for) not in map(plain_name, names):
         warnings.warn(
-            f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=2
+            f"{path} holds the heads of {made_for}, but the model is {model.name}", stacklevel=3
         )
     return heads
 
 
 def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy"):
-    """n heads to mask, as (layer, head): the best as in `load_heads`, or random ones.
+    """n heads to mask, as (layer, head), which the model has: the best as in `load_heads`, or
+    random ones; and the file that ranks or lists them, or None.
 
     name: also a list, as in `listed_heads`. n: by default 10, at most an eighth of all. draw:
     "uniform" draws heads that are not retrieval heads, or from all heads, with a warning, if
@@ -61,15 +69,18 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
             raise InputError(
                 f"{name} lists the heads to mask: a number, a measure or a draw has no effect"
             )
-        return parse_heads(listed, model)
+        return parse_heads(listed, model), Path(name) if Path(name).is_file() else None
     if n is None:
         n = usual_number(c.n_layers, c.n_heads)
     if draw == "published":
-        return published_random_heads(n, c.n_layers, c.n_heads, seed)
-    if draw is None:
-        return load_heads(model, n, name, measure)
-    if name or is_known(model):
-        return random_heads(load_heads(model, None, name, measure), n, seed)
+        return published_random_heads(n, c.n_layers, c.n_heads, seed), None
+    path, names = find_heads(model, name)
+    if name or not draw:
+        path = path or find_file(name or model.name)  # which says what is known
+    if path and draw:
+        return random_heads(ranked(model, path, names, None, measure), n, seed), path
+    if path:
+        return ranked(model, path, names, n, measure), path
     warnings.warn(
         f"no head scores are known for {model.name}: random heads are drawn from all heads, "
         "retrieval heads included",
@@ -78,7 +89,7 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     heads = list(product(range(c.n_layers), range(c.n_heads)))
     if n > len(heads):
         raise InputError(f"{n} random heads are too many: {model.name} has {len(heads)}")
-    return random.Random(seed).sample(heads, n)
+    return random.Random(seed).sample(heads, n), None
 
 
 def random_heads(ranked, n, seed=1234):
@@ -118,25 +129,22 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
     return heads
 
 
-def file_of(model, name=None):
-    """The head file that a name names, or that of the model. FileNotFoundError without one."""
-    return find_file(*[name] if name else model_names(model))
+def find_heads(model, name=None):
+    """The head file of a model, or the one that a name names; and the model's names, of which the
+    first with a file here counts. None in place of the file if there is none.
 
-
-def is_known(model):
-    """Whether there is a head file of the model in this folder."""
-    return any(map(head_file, model_names(model)))
-
-
-def model_names(model):
-    """A model's names: its own; of a link to a folder, that of its target; those of the GGUF file
-    that it was converted from; or, if there are no heads of these, that of the same weights."""
+    The names: its own; of a link to a folder, that of its target; those of the GGUF file that it
+    was converted from; or, if there are no heads of these, that of the same weights."""
+    names = [model.name]
     checkpoint = getattr(model, "checkpoint", None)
-    if not checkpoint:
-        return [model.name]
-    stated = checkpoint.read("config.json").get("gguf_names", [])
-    names = [model.name, checkpoint_name(checkpoint.folder.resolve()), *stated]
-    return names if any(map(head_file, names)) else names + same_weights(checkpoint)
+    if checkpoint:
+        names.append(checkpoint_name(checkpoint.folder.resolve()))
+        names += checkpoint.read("config.json").get("gguf_names", [])
+        if not any(map(head_file, names)):
+            names += same_weights(checkpoint)
+    with suppress(FileNotFoundError):
+        return find_file(*[name] if name else names), names
+    return None, names
 
 
 @cache

@@ -33,7 +33,12 @@ def best_heads(path, n_layers, n_heads, n=None, measure="copy"):
 
     Equal scores keep the order of the file. HeadFileError if it is damaged, lacks the measure, or
     does not fit a model of n_layers layers of n_heads heads."""
-    scores = read_scores(path, measure)
+    return rank(read_head_file(path), path, n_layers, n_heads, n, measure)
+
+
+def rank(content, path, n_layers, n_heads, n=None, measure="copy"):
+    """`best_heads` of what `read_head_file` read."""
+    scores = scores_of(content, path, measure)
     if scores.keys() != set(product(range(n_layers), range(n_heads))):
         raise HeadFileError(
             f"{path} does not fit the model: {len(scores)} heads instead of {n_layers} layers of "
@@ -46,7 +51,11 @@ def best_heads(path, n_layers, n_heads, n=None, measure="copy"):
 
 def read_scores(path, measure="copy"):
     """{(layer, head): score} in the order of the file; the mean if the file has a list per head."""
-    content = read_head_file(path)
+    return scores_of(read_head_file(path), path, measure)
+
+
+def scores_of(content, path, measure):
+    """`read_scores` of what `read_head_file` read."""
     field = MEASURES[measure]
     entries = content.get(field, content if measure == "copy" else None)
     if not isinstance(entries, dict) or not entries:

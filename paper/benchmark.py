@@ -89,7 +89,6 @@ def load_benchmark(task, how, model=None):
 class Run(NamedTuple):
     bench: Benchmark
     setup: Setup
-    head_file: Path | None  # that ranks its heads
     header: dict  # the first line of its file
     method: decore.Greedy  # or another record
     path: Path

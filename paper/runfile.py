@@ -54,11 +54,11 @@ SURROUNDINGS = (*FIELDS["surrounding"], "product")
 STOPS = ("eos", "length", "stop")  # of decore.Generation
 
 
-def make_header(bench, setup, how, model, fingerprints, head_file, more):
+def make_header(bench, setup, how, model, fingerprints, more):
     """The first line of a run's file: what determines its lines, the software, the machine.
 
     setup: fitted to the model. how: `options.RunOptions`. fingerprints: of the model and its
-    amateur. head_file: that ranked the heads, or None. more: further fields."""
+    amateur. more: further fields."""
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
     own = {}
@@ -67,7 +67,7 @@ def make_header(bench, setup, how, model, fingerprints, head_file, more):
     libraries = ("torch", "tokenizers", "numpy", *["transformers"] * how.transformers)
     return {
         **setup.header(),
-        "head_file": head_file and data.file_record(head_file),
+        "head_file": setup.head_file and data.file_record(setup.head_file),
         "model": model.name,
         "fingerprint": fingerprints[0],
         "amateur_fingerprint": fingerprints[1] if setup.amateur else None,

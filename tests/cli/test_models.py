@@ -39,7 +39,7 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
         assert getattr(checkpoint.config, fact) == getattr(model.config, fact)
 
 
-def test_each_json_file_is_opened_once_for_a_prompt(call, chat_model, monkeypatch):
+def test_each_json_file_is_opened_once_for_a_prompt(call, monkeypatch):
     opened = []
     for module in builtins, io:  # io: of pathlib
 
@@ -48,9 +48,9 @@ def test_each_json_file_is_opened_once_for_a_prompt(call, chat_model, monkeypatc
             return read(path, *args, **kw)
 
         monkeypatch.setattr(module, "open", record)
-    options = ["--model", chat_model, "--method", "greedy", "--max-new-tokens", 1]
-    assert call(decode.main, *options, "--prompt", "x")[0] == 0
-    files = "config.json", "tokenizer.json", "tokenizer_config.json"
+    assert call(decode.main, "--prompt", "x", "--max-new-tokens", 1)[0] == 0
+    files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    files.append("miniature.json")  # its head scores
     assert sorted(name for name in opened if name.endswith(".json")) == sorted(files)
 
 

@@ -211,7 +211,7 @@ def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path,
     for name in "tiny.json", "link.json":  # the link's name takes precedence
         scores = read_scores(write_heads(tmp_path / name, seed=len(name)))
         expected = sorted(scores, key=scores.get, reverse=True)
-        assert load_heads(own) == load_heads(theirs) == choose_heads(own, n=12) == expected
+        assert load_heads(own) == load_heads(theirs) == choose_heads(own, n=12)[0] == expected
     assert own.name == theirs.name == "link"
     assert Transformer.load((tmp_path / "link").resolve()).name == "owner/tiny"
 
@@ -260,7 +260,7 @@ def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):
     with pytest.raises(ValueError, match='"mass" must be an object .* heads.detect measures it'):
         load_heads(model, name=path, measure="mass")
     # Random heads are none of the best ones of the measure.
-    drawn = [choose_heads(model, path, 1, "uniform", seed, "write")[0] for seed in range(9)]
+    drawn = [choose_heads(model, path, 1, "uniform", seed, "write")[0][0] for seed in range(9)]
     assert set(drawn) == {(0, 0), (0, 2)}
 
 
@@ -313,8 +313,8 @@ def test_heads_can_be_listed_in_a_text_or_a_file(tmp_path):
     files = [tmp_path / "pairs.json", tmp_path / "texts.json"]
     files[0].write_text("[[2, 3], [0, 1]]")
     files[1].write_text('["2-3", "0-1"]')
-    for name in ("2-3,0-1", *map(str, files)):
-        assert choose_heads(stand_in(), name) == pairs
+    for name, file in ("2-3,0-1", None), *((str(file), file) for file in files):
+        assert choose_heads(stand_in(), name) == (pairs, file)
         for options in (dict(n=2), dict(draw="uniform")):
             with pytest.raises(ValueError, match="lists the heads to mask"):
                 choose_heads(stand_in(), name, **options)
@@ -350,7 +350,7 @@ def test_random_heads_are_nested_and_hold_no_retrieval_head():
 
 def test_random_heads_without_scores_are_drawn_from_all_heads_with_a_warning():
     with pytest.warns(UserWarning, match="random heads are drawn from all heads"):
-        heads = choose_heads(stand_in(), None, 12, "uniform", seed=3)
+        heads, _ = choose_heads(stand_in(), None, 12, "uniform", seed=3)
     assert sorted(heads) == [(layer, head) for layer in range(3) for head in range(4)]
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cli import decode as program
-from heads import find_file, model_names
+from heads import find_heads
 from hf import HFModel
 from integrations import gguf as conversion
 from model import Transformer
@@ -223,8 +223,8 @@ def test_the_heads_of_the_model_are_found_whatever_the_folder_is_called(name, tm
     write_file(tmp_path / f"{file}.gguf", **{"general.name": name})
     conversion.convert(tmp_path / f"{file}.gguf", tmp_path / "out")
     for engine in Transformer, HFModel:
-        names = model_names(engine.load(tmp_path / "out"))
-        assert find_file(*names).stem == "Qwen2.5-3B-Instruct"
+        path, _ = find_heads(engine.load(tmp_path / "out"))
+        assert path.stem == "Qwen2.5-3B-Instruct"
 
 
 @pytest.mark.parametrize(

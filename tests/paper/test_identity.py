@@ -1,6 +1,7 @@
 """Which runs a report takes for one, which share a table, and which it compares."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -96,10 +97,11 @@ def header(monkeypatch):
         name="models/m", device=torch.device("cpu"), dtype=torch.float32, product="packed"
     )
     setup = Setup.of("own", heads=[(0, 0)], num_heads=1, measure="copy")
+    setup = replace(setup, head_file="a.json")
     more = {"paper": None, "like": None}
     fingerprints = [{"weights": "aa"}, None]
     how = RunOptions("models/m")
-    header = make_header(bench, setup, how, model, fingerprints, "a.json", more)
+    header = make_header(bench, setup, how, model, fingerprints, more)
     return header | {"max_new_tokens": TASKS["popqa"].max_new_tokens}
 
 
