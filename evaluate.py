@@ -7,6 +7,7 @@
     python evaluate.py paper --model M --data DIR --out DIR [--plan]        the paper's rows
     python evaluate.py rescore --task nq-swap FILE.jsonl                    recompute the metrics
     python evaluate.py report DIR                                           runs beside the paper's
+    python evaluate.py unpack FILE.jsonl.xz DIR                             take out packed runs
 
 Lists with commas and `--task all` make a sweep. An interrupted run continues
 when the command is started again. Under torchrun the ranks share the examples; with --tp K, K ranks
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 
 import cli
-from paper import fetch, judges, options, plan, questions, report, rescore, scores
+from paper import fetch, judges, options, plan, questions, report, rescore, scores, unpack
 from paper.benchmark import Run, load_benchmark, run_benchmark
 from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
@@ -30,7 +31,13 @@ from runtime.parallel import Ranks
 
 
 def main():
-    commands = {"fetch": fetch.main, "paper": paper, "rescore": rescore.main, "report": report.main}
+    commands = {
+        "fetch": fetch.main,
+        "paper": paper,
+        "rescore": rescore.main,
+        "report": report.main,
+        "unpack": unpack.main,
+    }
     argv = sys.argv[1:]
     if argv and argv[0] in commands:
         commands[argv[0]](argv[1:])

@@ -49,7 +49,7 @@ class RunOptions:
     min_new_tokens: int | None = None
     batch_size: int = 16
     tp: int = 1
-    out: str = "results"
+    out: str = "runs"
 
     @classmethod
     def of(cls, args):
@@ -217,7 +217,7 @@ def add_run_arguments(p, required):
         help="ranks that share one model (torchrun)",
     )
     p.add_argument(
-        "--out", default="results", metavar="DIR", help="folder of the runs (default: results)"
+        "--out", default="runs", metavar="DIR", help="folder of the runs (default: runs)"
     )
 
 

@@ -24,7 +24,8 @@ def main(argv):
     args = p.parse_args(argv)
     paths = []
     for file in args.files:
-        paths += stored.run_files(file) if file.is_dir() else [file]
+        several = file.is_dir() or runfile.packed_file(file)
+        paths += stored.run_files(file) if several else [file]
     if not paths:
         raise InputError(f"{args.files[0]} holds no runs")
     for path in paths:

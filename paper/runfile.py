@@ -5,14 +5,19 @@ and sorted into the order of the data after the last batch. A run that was kille
 it stopped, and a complete one may grow (--limit, --sample). Another `identity` is refused, by the
 names of its fields. Another device, batch size or version of torch changes a last digit at most: it
 is accepted. header["continued"] names them, commit and date, each time with the items from then
-on."""
+on.
+
+Runs may be packed: FILE.jsonl.xz holds them one after another, and a line with `header` begins a
+run. A packed file is read like a folder: FILE.jsonl.xz/DATA/NAME.jsonl is a run."""
 
 import datetime
 import json
+import lzma
 import platform
 import shlex
 import sys
 from collections import ChainMap
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +27,7 @@ from decoders.setup import METHODS, SETTINGS, Setup
 from paper.tasks import data
 from runtime.errors import InputError
 from runtime.fields import field, located
-from runtime.files import commit, json_lines, write
+from runtime.files import commit, json_lines, parse_lines, write
 
 FIELDS = {  # of a header, by what they are for; any other field is a condition
     # Of the method: tables have a row for each
@@ -131,7 +136,7 @@ def read_run(path):
 
     InputError for a line of a run without an index, and for two lines of one item."""
     header, lines, places = None, [], {}
-    for number, line in json_lines(path):
+    for number, line in packed_lines(path) if packed_file(path) else json_lines(path):
         if number == 1 and isinstance(line.get("header"), dict):
             header = line["header"]
             continue
@@ -143,6 +148,51 @@ def read_run(path):
                     raise InputError(f"the same item as {first}; remove one")
         lines.append(line)
     return header, lines
+
+
+def packed_file(path):
+    """The packed file that a path is or leads into; None for another path."""
+    path = Path(path)
+    packed = [x for x in (path, *path.parents) if x.suffix == ".xz" and x.is_file()]
+    return packed[0] if packed else None
+
+
+@lru_cache(maxsize=1)
+def unpacked(packed):
+    """{path: lines as bytes} of the runs in a packed file. InputError for a damaged one."""
+    try:
+        with lzma.open(packed) as file:
+            content = file.read()
+    except (lzma.LZMAError, EOFError) as error:
+        raise InputError(f"{packed}: a damaged xz file ({error})") from None
+    runs = {}
+    for line in content.splitlines(keepends=True):
+        if line.startswith(b'{"header":'):
+            [(_, first)] = parse_lines([line], packed, complete=True)
+            header = first["header"]
+            data = [Path(x["file"].removesuffix(".gz")).stem for x in (header.get("data") or [])]
+            lines = runs[Path(packed, *data[:1], f"{run_name(header)}.jsonl")] = []
+        elif not runs:
+            raise InputError(f"{packed}: its first line has no header, so it holds no runs")
+        lines.append(line)
+    return runs
+
+
+def packed_paths(path):
+    """The paths of the runs in a packed file, or in a folder within it."""
+    return sorted(run for run in unpacked(packed_file(path)) if run.is_relative_to(path))
+
+
+def packed_lines(path):
+    """As `json_lines`, of a packed run. A file, or a folder within it, that holds one run will do.
+    InputError for several or none."""
+    paths = packed_paths(path)
+    if len(paths) != 1:
+        names = ", ".join(map(str, paths[:2]))
+        raise InputError(
+            f"{path} holds {len(paths)} runs; name one of them{names and f': {names}'}"
+        )
+    return parse_lines(unpacked(packed_file(path))[paths[0]], paths[0])
 
 
 def open_run(path, header, items):
@@ -236,7 +286,8 @@ def finish(path):
 
 
 def beside(path, suffix):
-    """The path of a file that belongs to a run, compressed or not."""
+    """The path of a file that belongs to a run, compressed, packed or not."""
+    path = (packed_file(path) or path).with_name(path.name)
     stem = path.name.removesuffix(".gz").removesuffix(".jsonl")
     return path.with_name(stem + suffix)
 

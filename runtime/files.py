@@ -63,16 +63,21 @@ def checkpoint_name(name):
 
 
 def json_lines(path, complete=False):
-    """Yields (line number, object) for each line that is not blank. The file may be gzip (.gz).
-
-    InputError, with its number, for a line that cannot be parsed. Unless `complete`, the last line
-    is then skipped instead, since a killed process may have cut it."""
+    """`parse_lines` of a file, which may be gzip (.gz)."""
     read = gzip.open if Path(path).suffix == ".gz" else open
     try:
         with read(path, "rb") as file:
             lines = file.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path}: a damaged gzip file ({error})") from None
+    yield from parse_lines(lines, path, complete)
+
+
+def parse_lines(lines, path, complete=False):
+    """Yields (line number, object) for each line, as bytes, that is not blank.
+
+    InputError, with its number, for a line that cannot be parsed. Unless `complete`, the last line
+    is then skipped instead, since a killed process may have cut it."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

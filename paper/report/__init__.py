@@ -31,7 +31,9 @@ def report(argv):
         "a verdict. One more command: `report heads` prints the retrieval scores of head files."
     )
     p.prog += " report"
-    p.add_argument("folder", metavar="DIR", help="folder of runs, searched with its subfolders")
+    p.add_argument(
+        "folder", metavar="DIR", help="folder of runs, searched with its subfolders, or packed runs"
+    )
     p.add_argument(
         "--all",
         action="store_true",

@@ -3,7 +3,7 @@
 Draws of random heads are one result. Rates are in per cent. Whatever a report prints can be
 computed again:
 
-    tables = results.short_tables(results.select(stored.collect("docs/results")))
+    tables = results.short_tables(results.select(stored.collect("results/seen")))
     rows = {row.label: row for row in tables["SmolLM2-135M-Instruct", "nq-swap"]}
     rows["CAD, α = 0.5"].versus.difference"""
 

@@ -18,7 +18,16 @@ import numpy as np
 
 from decoders.setup import Setup, is_ours
 from paper import fetch, judges, scores
-from paper.runfile import NOTES, ROLES, beside, identity, read_run, remarks
+from paper.runfile import (
+    NOTES,
+    ROLES,
+    beside,
+    identity,
+    packed_file,
+    packed_paths,
+    read_run,
+    remarks,
+)
 from paper.tasks import find_task, metrics
 from runtime.errors import InputError
 from runtime.fields import field, located
@@ -222,12 +231,17 @@ def collect(folder):
 
 
 def run_files(folder):
-    """The runs in a folder and its subfolders, without the files of judges' verdicts."""
-    return [
-        path
-        for path in sorted(Path(folder).rglob("*.jsonl*"))
-        if path.suffix in (".jsonl", ".gz") and ".judged." not in path.name
-    ]
+    """The runs in a folder and its subfolders, or in a packed file, without the files of judges'
+    verdicts."""
+    if packed_file(folder):
+        return packed_paths(folder)
+    paths = []
+    for path in sorted(Path(folder).rglob("*.jsonl*")):
+        if path.suffix == ".xz":
+            paths += packed_paths(path)
+        elif path.suffix in (".jsonl", ".gz") and ".judged." not in path.name:
+            paths.append(path)
+    return paths
 
 
 def read(path):

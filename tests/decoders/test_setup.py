@@ -1,6 +1,5 @@
 """Setups: defaults, settings without effect, names and words, stored headers, records."""
 
-import gzip
 import json
 from dataclasses import fields, replace
 from itertools import product
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, SOURCES, Method, Setup, settings_of
-from paper.runfile import run_name
+from paper.runfile import packed_paths, read_run
 
-STORED = sorted(Path(__file__).parents[2].glob("docs/results*/*.jsonl.gz"))
+STORED = sorted(Path(__file__).parents[2].glob("results/*/*.jsonl.xz"))
 VALUES = {  # two that are not the default
     "num_heads": (3, 10),
     "measure": ("write", "mass"),
@@ -54,15 +53,14 @@ def test_setups_that_differ_have_names_labels_and_headers_that_differ(method, ch
         assert Setup.from_header(header) == fitted
 
 
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
-def test_a_stored_run_gives_its_setup_and_its_name(path):
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        header = json.loads(file.readline())["header"]
-    assert run_name(header) == path.name.removesuffix(".jsonl.gz")
-    setup = Setup.from_header(header)
-    assert Setup.from_header(header | setup.header()) == setup
-    for name in ("heads", "num_heads", "alpha", "random_heads", "amateur"):
-        assert setup.header()[name] == header[name]
+@pytest.mark.parametrize("path", STORED, ids=lambda path: "-".join(path.parts[-2:]))
+def test_stored_runs_give_their_setups(path):
+    for run in packed_paths(path):
+        header, _ = read_run(run)
+        setup = Setup.from_header(header)
+        assert Setup.from_header(header | setup.header()) == setup
+        for name in ("heads", "num_heads", "alpha", "random_heads", "amateur"):
+            assert setup.header()[name] == header[name]
 
 
 def test_names_and_labels_have_one_order():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import lzma
 import math
 import re
 from dataclasses import replace
@@ -559,6 +560,10 @@ def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_mem
         names.append(Path(out["run"]).name)
         assert f".{option[2:]}-{record['sha256'][:6]}.jsonl" in names[-1]
     assert len(capitals("--dry-run", "--known", run, "--sample", 1)[1]) == 1
+    packed = tmp_path / "known.jsonl.xz"
+    packed.write_bytes(lzma.compress(run.read_bytes()))
+    options = "--dry-run", "--sample", 1, "--known"
+    assert capitals(*options, packed / "qa" / run.name) == capitals(*options, run)
     # A file in which the passage says the truth is matched by ids; one without ids, by questions.
     rows = [json.loads(line) for line in (tmp_path / "qa.jsonl").read_text().splitlines()]
     truth = [row | {"answers": row.pop("memory")} for row in rows[::-1]]

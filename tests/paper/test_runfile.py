@@ -2,16 +2,20 @@
 
 import datetime
 import json
+import lzma
 import math
 import os
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import evaluate
 from cli import explain, page
 from decoders.setup import Setup
-from paper.runfile import finish, open_run, read_run, remarks
+from paper.runfile import finish, open_run, packed_paths, read_run, remarks, unpacked
+from runtime.errors import InputError
 from runtime.files import append, draft, locked, write
 from tests.checkpoints import write_lines
 
@@ -157,6 +161,51 @@ def test_a_finished_run_in_a_read_only_folder_is_read_and_nothing_is_written(pat
     with locked(path):
         assert open_run(path, HEADER, ITEMS).keys() == {0, 1, 2}
         assert finish(path) == [row(0), row(1), row(2)]
+
+
+NAME = "nq-swap.M.cad.a0.5.jsonl"
+
+
+@pytest.fixture
+def packed(path):
+    """A packed file of two runs of one name, on two files of data."""
+    content = b""
+    for file in ("a.true.json", "b.jsonl.gz"):
+        header = HEADER | {"model": "models/M", "data": [{"file": file}]}
+        write_lines(path, [{"header": header}, row(0, prediction=file), row(1)])
+        content += path.read_bytes()
+    packed = path.with_name("M.jsonl.xz")
+    packed.write_bytes(lzma.compress(content))
+    return packed
+
+
+def test_packed_runs_are_read_like_a_folder_and_taken_out_as_they_were(packed, path, call):
+    inside = [packed / "a.true" / NAME, packed / "b" / NAME]
+    assert packed_paths(packed) == inside and packed_paths(packed / "b") == inside[1:]
+    for run, file in zip([*inside, packed / "b"], ("a.true.json", *["b.jsonl.gz"] * 2)):
+        header, lines = read_run(run)
+        assert (header["data"], lines[0]["prediction"]) == ([{"file": file}], file)
+        assert lines[1]["place"] == f"{run}, line 3"
+    out = packed.parent / "out"
+    unpack = "unpack", packed.parent, out, "--only"
+    assert call(evaluate.main, *unpack, "b/*")[:2] == (0, f"1 runs in {out}\n")
+    assert call(evaluate.main, *unpack, "*.cad.*")[0] == 2 and not (out / "a.true").exists()
+    assert (out / "b" / NAME).read_bytes() == path.read_bytes()
+    assert "holds no packed run x*" in call(evaluate.main, *unpack, "x*")[2]
+
+
+def test_a_packed_file_that_does_not_hold_a_run_is_refused(packed):
+    good = packed.read_bytes()
+    for content, words in (
+        (good, f"holds 2 runs; name one of them: {packed / 'a.true' / NAME}, "),
+        (good[:-20], "M.jsonl.xz: a damaged xz file"),
+        (b"{}", "M.jsonl.xz: a damaged xz file"),
+        (lzma.compress(b'{"index": 0}'), "its first line has no header, so it holds no runs"),
+    ):
+        packed.write_bytes(content)
+        unpacked.cache_clear()
+        with pytest.raises(InputError, match=re.escape(words)):
+            read_run(packed)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

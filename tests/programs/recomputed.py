@@ -8,7 +8,7 @@ heading of the first column, separated by commas:
     conflict, stated, …             of task qa: a condition, a kind of passage (default: implied),
                                     a half of the facts (default: confirm)
     XSum, after 500, …              a run with --skip 500
-    conflict, first round, …        a run of a folder `first`, with the choices of that round
+    conflict, first round, …        a run in a folder `first`, with the choices of that round
 
 The first cell of a row is a setup ("decore-entropy, N = 10, effect heads"), the comparison with its
 random heads ("SETUP: retrieval − random heads"), or of two setups ("SETUP − SETUP"). "SETUP" may be
@@ -21,8 +21,8 @@ the end of any of them: ", 40 : 20" (items won and lost). Bold differences are b
 Holm's correction. Its family are all p of the column, or of the table if the paragraph above it
 says "all p of this table"."""
 
-import gzip
 import json
+import lzma
 import math
 import re
 import string
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-DOCS = Path(__file__).parents[2] / "docs"  # with the stored runs
+RESULTS = Path(__file__).parents[2] / "results"
 TASKS = {  # name → task, main metric
     "NQ-Swap": ("nq-swap", "answer contained"),
     "NQ-Open": ("nq-open", "answer contained"),
@@ -174,13 +174,22 @@ def setup_of(name, chooser, chosen):
 
 
 @cache
-def headers():
-    """{path: header} of the stored runs."""
+def texts():
+    """{(packed file, number of the run): its lines} of the stored runs."""
     found = {}
-    for path in sorted(DOCS.rglob("*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            found[path] = json.loads(file.readline())["header"]
+    for path in sorted(RESULTS.rglob("*.jsonl.xz")):
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith('{"header"'):
+                    lines = found[path, len(found)] = []
+                lines.append(line)
     return found
+
+
+@cache
+def headers():
+    """{(packed file, number of the run): header} of the stored runs."""
+    return {run: json.loads(lines[0])["header"] for run, lines in texts().items()}
 
 
 @cache
@@ -189,17 +198,17 @@ def models():
 
 
 @cache
-def lines_of(path):
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return {line["index"]: line for line in map(json.loads, list(file)[1:])}
+def lines_of(run):
+    return {line["index"]: line for line in map(json.loads, texts()[run][1:])}
 
 
 def of_column(facts):
     """The stored runs of a column."""
-    of_round = {
-        path: x for path, x in headers().items() if ("first" in path.parts) == facts["first"]
-    }
-    return [path for path, header in of_round.items() if in_column(header, facts)]
+    return [
+        (path, number)
+        for (path, number), header in headers().items()
+        if ("first" in path.parts) == facts["first"] and in_column(header, facts)
+    ]
 
 
 def in_column(header, facts):
@@ -219,7 +228,7 @@ def in_column(header, facts):
 
 def runs_of(setup, facts):
     """The runs of a setup: one, or the draws of random heads."""
-    found = [path for path in of_column(facts) if setup_in(headers()[path], setup)]
+    found = [run for run in of_column(facts) if setup_in(headers()[run], setup)]
     assert len(found) == 1 or found and setup["random_heads"], f"{setup}: {found} of {facts}"
     return found
 
@@ -324,22 +333,22 @@ WHOLE = [name for name in METRICS if name not in ("MC2", "ROUGE-L", "letters a w
 
 
 @cache
-def values_of(path, metric):
+def values_of(run, metric):
     """{(id, hash of the prompt): value} of a run."""
-    return {key_of(line): METRICS[metric](line) for line in lines_of(path).values()}
+    return {key_of(line): METRICS[metric](line) for line in lines_of(run).values()}
 
 
 def key_of(line):
     return line.get("id", line["index"]), line["prompt_sha256"]
 
 
-def values(paths, others, metric):
+def values(runs, others, metric):
     """(values of the runs, values of the others, questions) on their common items."""
-    sides = [values_of(path, metric) for path in [*paths, *others]]
+    sides = [values_of(run, metric) for run in [*runs, *others]]
     common = [key for key in sides[0] if all(key in side for side in sides)]
-    questions = {key_of(x): x.get("question", x["index"]) for x in lines_of(paths[0]).values()}
+    questions = {key_of(x): x.get("question", x["index"]) for x in lines_of(runs[0]).values()}
     array = np.array([[side[key] for key in common] for side in sides])
-    return array[: len(paths)], array[len(paths) :], [questions[key] for key in common]
+    return array[: len(runs)], array[len(runs) :], [questions[key] for key in common]
 
 
 # Statistics

@@ -41,9 +41,11 @@ RUN_HERE = {
     "python evaluate.py --task qa": "evaluate.py --task qa --data docs/office.csv --limit 2 "
     "--method greedy,decore-entropy --num-heads 2,5 --out TMP/qa",
     "python evaluate.py report runs": "evaluate.py report TMP/qa --plots TMP/figures",
-    "python evaluate.py report docs": "evaluate.py report TMP/results --plots TMP/figures",
-    "python evaluate.py report results": "evaluate.py report TMP/8b --plots TMP/plots",
+    "python evaluate.py report results": "evaluate.py report "
+    "results/transfer/SmolLM2-135M-Instruct.jsonl.xz --plots TMP/figures",
     "python evaluate.py report heads": "evaluate.py report heads miniature --plots TMP/pictures",
+    "python evaluate.py unpack": "evaluate.py unpack results/seen/gemma-3-270m.jsonl.xz TMP/seen "
+    "--only '*greedy*'",
     "python evaluate.py rescore RUN.jsonl": "evaluate.py rescore "
     "TMP/8b/miniature.miniature.greedy.jsonl",
     "python -m heads.detect --model Qwen": DETECT,
@@ -65,7 +67,7 @@ ELSEWHERE = (
     "python -m integrations.hub",  # test_hub
     "python evaluate.py --task TASK",
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
-    "python evaluate.py rescore results",
+    "python evaluate.py rescore runs",
     "python evaluate.py fetch",  # test_fetch
     "python evaluate.py paper",  # test_plan
     "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
@@ -100,10 +102,6 @@ def test_every_command_of_the_pages_is_run_here_or_elsewhere():
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     write_lines(folder / "open.jsonl", [item._asdict() for item in make_split("open", 4)])
-    results = folder / "results"
-    results.mkdir()
-    for path in (ROOT / "docs" / "results").glob("memotrap.SmolLM2-*"):  # test_results reads all
-        (results / path.name).symlink_to(path)
     return folder
 
 

@@ -11,8 +11,7 @@ import pytest
 from tests.programs import recomputed
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs").glob("memory*.md"))]
-PAGE = "\n\n".join(path.read_text(encoding="utf-8") for path in FILES)
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Results\n")[2]
 README = README.partition("\n## ")[0]
 PAGES = {"results": PAGE, "README": README}
