@@ -14,19 +14,23 @@ def values_of(path, task, lines):
     """The metric values of each line, a dict each. Slow ones are stored in `.scores.json`, for the
     code that computed them."""
     store = beside(path, ".scores.json")
-    content = []
-    for line in lines:
-        content.append({name: value for name, value in line.items() if name != "place"})
-    code = [Path(module.__file__).read_text("utf-8") for module in (metrics, model_metrics)]
-    key = short_hash(json.dumps([code, task.version, content]).encode())
     for _, entry in json_lines(store) if store.exists() else ():
-        if entry.get("key") == key:
+        if entry.get("key") == key_of(task, lines):
             return entry["values"]
     start = time.perf_counter()
     values = metrics.compute(task, lines)
     if not metrics.problems(task) and time.perf_counter() - start > 5:  # seconds
-        write(store, [{"key": key, "values": values}])
+        write(store, [{"key": key_of(task, lines), "values": values}])
     return values
+
+
+def key_of(task, lines):
+    """A hash of what determines the values."""
+    content = []
+    for line in lines:
+        content.append({name: value for name, value in line.items() if name != "place"})
+    code = [Path(module.__file__).read_text("utf-8") for module in (metrics, model_metrics)]
+    return short_hash(json.dumps([code, task.version, content]).encode())
 
 
 def print_means(values, about):

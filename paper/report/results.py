@@ -258,31 +258,34 @@ def greedy_of(run, runs):
         return None
     same = []
     for other in runs:
-        if other.method == "greedy" and not unlike(run, other):
+        if other.method == "greedy" and compared_fields(other, run) == run.comparable:
             if n := len(other.items.keys() & run.items.keys()):
                 same.append((n, other))
     return max(same, key=lambda pair: pair[0], default=(0, None))[1]
 
 
-def unlike(run, greedy):
-    """What keeps a run from being compared with a greedy one, a text for each field."""
-    there = greedy.comparable
-    if run.method == "iti":
-        there = {n: value for n, value in there.items() if n != "fingerprint"}
-        there["model"] = run.identity["model"]
-    return list(runfile.differences(there, run.comparable))
+def compared_fields(greedy, run):
+    """The fields of a greedy run that those of the run must equal."""
+    if run.method != "iti":
+        return greedy.comparable
+    fields = {n: value for n, value in greedy.comparable.items() if n != "fingerprint"}
+    return fields | {"model": run.identity["model"]}
 
 
-def why_alone(run, runs):
-    """Yields a sentence for a run that is compared with no greedy run of its task."""
-    greedy = [other for other in runs if other.method == "greedy" and other.task == run.task]
+def why_alone(run, greedy):
+    """Yields a sentence for a run that is compared with none of the greedy runs of its task."""
     if run in greedy or greedy_of(run, greedy):
         return
-    if not (greedy := [other for other in greedy if other.model == run.model]):
+    reasons = {}
+    for other in greedy:
+        if other.model == run.model:
+            fields = compared_fields(other, run)
+            reasons[other] = list(runfile.differences(fields, run.comparable))
+    if not reasons:
         yield "no run of greedy decoding to compare with"
         return
-    nearest = min(greedy, key=lambda other: len(unlike(run, other)))
-    reason = "; ".join(unlike(run, nearest)) or "they have no items in common"
+    nearest = min(reasons, key=lambda other: len(reasons[other]))
+    reason = "; ".join(reasons[nearest]) or "they have no items in common"
     yield f"{run.path} is not compared with {nearest.path}: {reason}"
 
 
@@ -304,7 +307,13 @@ def select(runs):
                 file=sys.stderr,
             )
     chosen = sorted(label_variants([*chosen.values()]), key=order)
-    return [replace(run, remarks=[*run.remarks, *why_alone(run, chosen)]) for run in chosen]
+    greedy = defaultdict(list)
+    for run in chosen:
+        if run.method == "greedy":
+            greedy[run.task].append(run)
+    for run in chosen:
+        run.remarks += why_alone(run, greedy[run.task])
+    return chosen
 
 
 def by_label(runs):

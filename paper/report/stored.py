@@ -301,8 +301,9 @@ def text_values(line):
         return {}
     entropies = field(line, "entropies", "a list of numbers")
     prediction = field(line, "prediction")
-    unseparated = sum(map(is_unseparated, prediction)) > len(prediction) / 2
-    words = [] if unseparated else prediction.split()
+    words = prediction.split()
+    if not prediction.isascii() and sum(map(is_unseparated, prediction)) > len(prediction) / 2:
+        words = []
     return {
         "entropy": float(np.mean(entropies)),
         "tokens": len(entropies),
