@@ -228,6 +228,11 @@ class Stream:
             return ""
         return self.grow(self.tokenizer.decode(self.ids).removesuffix(UNFINISHED), self.held_back)
 
+    def stops(self, token):
+        """Push a token → whether the text has ended."""
+        self.push(token)
+        return self.ended
+
     def end(self):
         """Returns the rest. An unfinished character becomes U+FFFD."""
         return self.grow(self.tokenizer.decode(self.ids))

@@ -41,7 +41,7 @@ COMPARED = ("greedy", "masked")
 HIGH = 2.5  # a mean α, in nats: docs/choosing.md says which stored answers have a higher one
 # What --json says of an answer, besides the fields of its prompt.
 NAMES = {"index", "prompt_ids", "text", "model", "sources"}
-NAMES |= vars(decore.Generation()).keys() | Setup("greedy").header().keys()
+NAMES |= {"ids", "alphas", "entropies", "stop"} | Setup("greedy").header().keys()
 EXAMPLES = """examples:
   python decore.py                                            the built-in example
   python decore.py --model Qwen/Qwen2.5-3B-Instruct --prompt-file passage.txt --compare
@@ -70,8 +70,8 @@ def main():
         with may_be_left_out(label, setup.method, args):
             answers[label] = answer(label, setup, prompts, model, amateur, tokenizer, args, width)
     if args.html:
-        answers = [(label, setups[label], lines) for label, lines in answers.items()]
-        write_page(args.html, model, amateur, tokenizer, prompts, answers)
+        answers = [(label, setups[label], out) for label, out in answers.items()]
+        write_page(args.html, model, prompts, answers)
         print(f"wrote {args.html}", file=sys.stderr)
 
 
@@ -128,7 +128,8 @@ def check_fields(prompts):
 
 
 def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
-    """Decode prompts by a setup, in batches → an object of --json for each of them.
+    """Decode prompts by a setup, in batches → a `Generation` for each of them, with its texts for
+    a page.
 
     Prints the objects, or each answer as it grows. width: of the label before an answer; 0: no
     label."""
@@ -136,8 +137,9 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
     before = f"{label:>{width}}  " if width else ""
     are_read = bool(getattr(model, "known", None)) and not setup.mask_prompt
     method = setup.record(amateur)
-    lines = []
+    lines, generations = [], []
     seconds = 0
+    on_page = args.html and setup.method.startswith("decore")
     for first in range(0, len(prompts), args.batch_size):
         batch = prompts[first : first + args.batch_size]
         if setup.method == "cad":
@@ -161,6 +163,8 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
                 min_new_tokens=args.min_new_tokens,
                 eos_ids=tokenizer.eos_ids,
                 on_token=texts.push,
+                tokenizer=tokenizer if args.html else None,
+                best=1 if on_page else 0,
             )
         except KeyboardInterrupt:
             texts.interrupt()
@@ -170,23 +174,25 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
             line = json_object(prompt, g, texts.text(b), setup, model)
             if args.sources and setup.heads:
                 masked = amateur if setup.amateur else model
-                line["sources"] = find_sources(
+                g.sources = line["sources"] = find_sources(
                     masked, prompt.ids, g.ids, setup.heads, tokenizer.hidden
                 )
             texts.complete(b, sources_below(line, tokenizer, width))
             if args.json:
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             lines.append(line)
+        generations += out
     report(label, lines, seconds, args, are_read)
     if setup.alpha is None and "alpha_cap" in METHODS[setup.method].options:
         warn_of_alpha(label, [line["alphas"] for line in lines])
-    return lines
+    return generations
 
 
 def json_object(prompt, g, text, setup, model):
     """An object of --json: the prompt's index and fields, its answer, and the model and setup."""
     line = {"index": prompt.index} | prompt.fields
-    line |= dict(prompt_ids=prompt.ids, ids=g.ids, text=text) | vars(g)
+    line |= dict(prompt_ids=prompt.ids, ids=g.ids, text=text)
+    line |= dict(alphas=g.alphas, entropies=g.entropies, stop=g.stop)
     settings = {name: value for name, value in setup.header().items() if value is not None}
     return line | {"model": model.name, "heads": []} | settings
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from heapq import nlargest
 
-from cli.page import pieces
+from runtime.page import pieces, texts_of
 
 SHOWN = 3  # words of the prompt that are printed for a new word
 LINES = 8  # new words that are printed for an answer
@@ -97,7 +97,7 @@ def sources_below(line, tokenizer, width):
 def words(tokenizer, ids):
     """[(word, positions of its ids)] of a text."""
     out = []
-    for text, positions in pieces(tokenizer, ids):
+    for text, positions in pieces(texts_of(tokenizer, ids)):
         if not out or text[0].isspace() or out[-1][0][-1].isspace():
             out.append(["", []])
         out[-1][0] += text

@@ -161,6 +161,17 @@ def is_batch(ids):
     return getattr(ids, "ndim", 1) > 1 and len(ids) > 0
 
 
+def streams(tokenizer, stop, n):
+    """A stream of text for each of n texts; none without a tokenizer."""
+    if tokenizer is None:
+        if stop:
+            raise ArgumentError("stop", "needs tokenizer=, which turns tokens into texts")
+        return []
+    if not hasattr(tokenizer, "stream"):
+        raise ArgumentError("tokenizer", "must be one of tokenizer.Tokenizer.load(name)")
+    return [tokenizer.stream([stop] if isinstance(stop, str) else stop) for _ in range(n)]
+
+
 def as_ints(ids, what, single=False):
     """A list, tuple, array or tensor of whole numbers → a list.
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from cli import decode as program
-from cli import page
-from decore import DeCoRe
+from cli import page as program_page
+from decore import DeCoRe, Greedy, generate
 from heads import load_heads
+from heads.sources import find_sources
 from model import Transformer
+from runtime import page
+from runtime.errors import InputError
+from runtime.generation import Generation
 from tokenizer import Tokenizer
 
 SPAN = re.compile(
@@ -83,12 +87,12 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
 def test_a_page_replaces_a_file_at_once_also_behind_a_link_and_is_written_to_a_device(tmp_path):
     path, link = tmp_path / "page.html", tmp_path / "link"
     link.symlink_to(path)
-    page.write(link, "before")
+    program_page.write(link, "before")
     with pytest.raises(UnicodeEncodeError):
-        page.write(link, "a half, then an error \ud800")
+        program_page.write(link, "a half, then an error \ud800")
     assert path.read_text() == "before" and {*tmp_path.iterdir()} == {path, link}
     terminal, device = os.openpty()
-    page.write(Path(os.ttyname(device)), "text")
+    program_page.write(Path(os.ttyname(device)), "text")
     assert os.read(terminal, 100) == b"text" and link.is_symlink()
     os.close(terminal)
     os.close(device)
@@ -104,7 +108,8 @@ class Bytes:
 
 
 def test_pieces_are_whole_characters_and_join_to_the_text():
-    texts, positions = zip(*page.pieces(Bytes(), [*"é a文".encode(), 0xF0]), strict=True)
+    ids = [*"é a文".encode(), 0xF0]
+    texts, positions = zip(*page.pieces(page.texts_of(Bytes(), ids)), strict=True)
     assert texts == ("é", " ", "a", "文", "\ufffd")
     assert [*map(list, positions)] == [[0, 1], [2], [3], [4, 5, 6], [7]]
 
@@ -120,7 +125,7 @@ def test_what_a_chat_template_adds_is_set_apart_from_the_text_of_the_prompt():
         ({"prompt": "THE USER"}, set()),  # the template changes it
         ({"prompt": "".join(prompt)}, set()),
     ):
-        assert page.template_pieces(texts, page.contents_of(fields)) == outside
+        assert program_page.template_pieces(texts, program_page.contents_of(fields)) == outside
     part = dict(name="p0", pieces=texts, template={0})
     text = page.render(title="x", command="c", parts=[part])
     assert re.findall(r'class="s( role)?" id="p0s(\d)"', text)[:2] == [(" role", "0"), ("", "1")]
@@ -128,18 +133,16 @@ def test_what_a_chat_template_adds_is_set_apart_from_the_text_of_the_prompt():
 
 
 def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
-    line = dict(
+    answer = Generation(
         ids=[*map(ord, "<bc.")],
         alphas=[0.5] * 4,
         entropies=[0.1, 1, 9, 0],
         stop="eos",
-        method="<title>",
-        prompt_ids=[*map(ord, '<"z')],
+        tokens=["<", "b", "c", ""],
+        prompt=["<", '"', "z"],
         sources=[[(2, 1.0), (0, 0.75)], [], [(1, 0.5), (2, 0.25)], []],
     )
-    prompt = dict(name="p0", pieces=page.pieces(Bytes(), line["prompt_ids"]))
-    part = page.answer_part(Bytes(), "g0", line, prompt)
-    text = page.render(title="<x>", command="c", parts=[prompt, part])
+    text = page.page({"": answer}, "<x>")
     rule = r":root:has\(#(\w+):is\(:hover, :focus, :target\)\) #(\w+) {[^/}]*/ ([\d.]+)\) }"
     pairs = "g0t0 p0s0 0.75, g0t0 p0s2 1.00, g0t2 p0s1 0.50, g0t2 p0s2 0.25"
     # Of the title: the largest shares of the answer's tokens.
@@ -156,8 +159,56 @@ def test_pointing_at_a_token_highlights_its_source_and_the_reverse():
     on_opening = {("p0s0", "0.75"), ("p0s1", "0.50"), ("p0s2", "1.00")}
     assert set(re.findall(r"#(\w+) { --share: ([\d.]+) }", text)) == on_opening
     assert "Blue" in text and "<title>" not in text.split("<h1>")[1] and "Dotted" not in text
-    notes = [[f"base entropy {h:.3f} nats", "α 0.500"] for h in line["entropies"][:3]]
+    notes = [[f"base entropy {h:.3f} nats", "α 0.500"] for h in answer.entropies[:3]]
     notes[0] += ["from 'z' at 2 (100% of the heads)", "from '<' at 0 (75% of the heads)"]
     notes[2] += ["from '\"' at 1 (50% of the heads)", "from 'z' at 2 (25% of the heads)"]
     shades = (0.11, 0.35, 1)  # sqrt(H / 8), at most 1
     assert spans(text) == [*zip([False] * 3, [False] * 3, shades, notes, "<bc", strict=True)]
+
+
+def test_a_generation_has_texts_rows_and_the_page_of_the_program(chat_model, call, tmp_path):
+    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    heads = load_heads(model, 2, chat_model / "heads.json")
+    ids, method = tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), DeCoRe(heads)
+    out = generate(model, ids, method, 8, tokenizer=tokenizer, best=2)
+    assert generate(model, ids, method, 8).ids == out.ids
+    assert out.text == "".join(out.tokens) == tokenizer.decode(out.ids)
+    rows = json.loads(json.dumps(out.rows()))
+    assert [row["id"] for row in rows] == out.ids and [*rows[0]][:3] == ["id", "token", "alpha"]
+    steps = method.start(model, [ids], 8)
+    for row, token in zip(rows, [ids[-1], *out.ids], strict=False):
+        with torch.inference_mode():
+            step = steps.step(torch.tensor([[token]]))
+        for name, log_p in (("base", step.base), ("other", step.other)):
+            expected = log_p[0, 0].exp().topk(2)
+            assert [token for token, _, _ in row[name]] == expected.indices.tolist()
+            assert [p for _, _, p in row[name]] == pytest.approx(expected.values.tolist())
+            assert row[name][0][1] == tokenizer.decode(row[name][0][:1])
+    out.sources = find_sources(model, ids, out.ids, heads, tokenizer.hidden)
+    path = tmp_path / "page.html"
+    options = f"--model {chat_model} --heads {chat_model}/heads.json --num-heads 2 --sources"
+    options += f" --max-new-tokens 8 --prompt Hi --html {path}"
+    call(program.main, *options.split())
+    assert out._repr_html_().startswith('<iframe srcdoc="')
+    own, of_program = page.page({"decore-entropy": out}), path.read_text()
+    assert spans(own) == spans(of_program) and len(spans(own)) > 2
+    links = r"(?m)^:root:has.*"
+    assert re.findall(links, own) == re.findall(links, of_program) != []
+
+
+def test_a_text_ends_before_a_stop_text_as_in_the_program(chat_model, call):
+    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    whole = generate(model, ids, Greedy(), 8, tokenizer=tokenizer)
+    stop = whole.text[3:5]
+    out = generate(model, ids, Greedy(), 8, tokenizer=tokenizer, stop=stop)
+    options = f"--model {chat_model} --method greedy --max-new-tokens 8 --prompt Hi --json --stop"
+    line = json.loads(call(program.main, *options.split(), stop)[1])
+    assert (out.ids, out.text, out.stop) == (line["ids"], line["text"], "stop")
+    assert out.text == whole.text[: whole.text.index(stop)] and len(out.ids) < len(whole.ids)
+    for arguments, words in (
+        (dict(stop=["x"]), "stop needs tokenizer="),
+        (dict(tokenizer=object()), "tokenizer must be one of tokenizer.Tokenizer.load"),
+    ):
+        with pytest.raises(InputError, match=words):
+            generate(model, ids, Greedy(), 8, **arguments)
