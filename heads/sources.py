@@ -16,9 +16,10 @@ def find_sources(model, prompt, ids, heads, special=()):
 
     prompt, ids: the prompt and the generated tokens, lists of ints. heads: (layer, head) pairs,
     those that DeCoRe masks; they are not masked in this pass. Each head counts for one position of
-    the prompt, even if it attends more to the new tokens. special: ids of special tokens. Heads
-    that have nothing to read attend to these, often to the first; they are left out of the
-    shares."""
+    the prompt, even if it attends more to the new tokens. special: ids of special tokens,
+    those of `Tokenizer.hidden` or of `all_special_ids` of transformers' tokenizers. Heads that have
+    nothing to read attend to these, often to the first: without this argument a picture of a chat
+    has one dark column, and no other. They are left out of the shares."""
     cache = prefilled(model, [prompt], len(ids))
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
     sources = []

@@ -10,15 +10,18 @@ class Generation:
     """A decoded text. All lists but `prompt` have an entry for each new token."""
 
     ids: list = field(default_factory=list)  # the end token included
-    alphas: list = field(default_factory=list)  # α as applied
-    entropies: list = field(default_factory=list)  # H of the base row in nats, as in `Step`
+    alphas: list = field(default_factory=list, repr=False)  # α as applied
+    # H of the base row in nats, as in `Step`
+    entropies: list = field(default_factory=list, repr=False)
     stop: str | None = None  # "eos", "length", or "stop" if a text or `on_token` ended it
     # With generate(…, tokenizer=…):
     text: str | None = None  # without the end token, and up to the first stop text
-    tokens: list = field(default_factory=list)  # their texts; those of unfinished characters: ""
-    prompt: list = field(default_factory=list)  # texts of the prompt's tokens
-    best: list | None = None  # with best=k: see `best_tokens`
-    sources: list | None = None  # of `find_sources`, if you store them here: the page shows them
+    # Texts of the tokens; those of unfinished characters: "".
+    tokens: list = field(default_factory=list, repr=False)
+    prompt: list = field(default_factory=list, repr=False)  # texts of the prompt's tokens
+    best: list | None = field(default=None, repr=False)  # with best=k: see `best_tokens`
+    # Of `find_sources`, if you store them here: the page shows them.
+    sources: list | None = field(default=None, repr=False)
 
     def rows(self):
         """A dict for each token: `pandas.DataFrame(out.rows())`, `json.dumps(out.rows())`."""
