@@ -15,6 +15,7 @@ attention of each layer: a `PrefillAttention` or a `DecodeAttention`.
 
 import copy
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,7 @@ class Transformer(nn.Module):
     product = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
     reads_one_text = False
     has_exits = True
+    while_reading = staticmethod(lambda cache, passes: nullcontext())
 
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):
         super().__init__()
@@ -223,9 +225,11 @@ class Transformer(nn.Module):
     def prefill(self, ids, cache, head_mask=None, mask_on="output"):
         """Store the keys and values of prompts [B, T], padded on the right, in the cache. Their
         common prefix is read once."""
-        for start, chunk, n in prefill_chunks(ids, cache.lengths.tolist()):
-            attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
-            self.run_layers(chunk, attend, head_mask, mask_on)
+        chunks = [*prefill_chunks(ids, cache.lengths.tolist())]
+        with self.while_reading(cache, [chunk.numel() for _, chunk, _ in chunks]):
+            for start, chunk, n in chunks:
+                attend = PrefillAttention(self, start, chunk.shape[1], cache.select(slice(n)))
+                self.run_layers(chunk, attend, head_mask, mask_on)
 
     @classmethod
     @torch.inference_mode(False)  # inference tensors have no gradients

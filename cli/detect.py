@@ -269,3 +269,7 @@ def main():
     if args.masked:
         print(*table(records), "", sep="\n")
     print(f"{summary(records)}; wrote {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

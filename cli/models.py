@@ -1,11 +1,12 @@
 """Reads and loads the models that the command line names."""
 
 import os
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from cli.reading import show_reading
+from cli.reading import reading_bar
 from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.errors import InputError
@@ -71,7 +72,7 @@ def load_model(checkpoint, args, shard=None):
         model = HFModel.load(checkpoint, device, dtype, args.device_map)
     else:
         model = Transformer.load(checkpoint, device, dtype, shard)
-    show_reading(model)
+    model.while_reading = partial(reading_bar, model)
     return model
 
 

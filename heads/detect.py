@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import cache
 from itertools import product
+from runpy import run_module
 
 from heads import MEASURES
 from heads.measures import answer_batch, effects, head_scores, prefilled, score_run  # noqa: F401
@@ -196,8 +197,5 @@ def mean_scores(model, records, facts, min_success):
 
 
 if __name__ == "__main__":
-    from cli import detect, run_program
-    from paper import questions
-
     has_questions = {arg.split("=")[0] for arg in sys.argv} & {"--questions", "--task"}
-    sys.exit(run_program(questions.main if has_questions else detect.main))
+    run_module("paper.questions" if has_questions else "cli.detect", run_name="__main__")

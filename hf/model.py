@@ -13,7 +13,7 @@ loaded."""
 
 import copy
 import inspect
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 import transformers
@@ -54,6 +54,7 @@ class HFModel(nn.Module):
 
     can_record = False  # the cache grows with every token
     reads_one_text = True  # all rows of a pass read the same tokens
+    while_reading = staticmethod(lambda cache, passes: nullcontext())
 
     def __init__(self, hf, name=None, checkpoint=None, packs=False):
         super().__init__()
@@ -142,7 +143,8 @@ class HFModel(nn.Module):
         """As `Transformer.prefill`, but common prefixes are read with every prompt."""
         if ids.shape[1] == 0:
             return
-        self.run_hf(cache.prompts(ids), head_mask, mask_on)
+        with self.while_reading(cache, [ids.numel()]):
+            self.run_hf(cache.prompts(ids), head_mask, mask_on)
         cache.kv.reorder_cache(torch.arange(len(ids), device=ids.device).repeat(cache.rows))
 
     def read_layers(self, ids, layers, cache=None):

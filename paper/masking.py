@@ -69,7 +69,7 @@ def table(content):
 
 
 def main():
-    args = questions.parse_args(__doc__, "paper.masking")
+    args = questions.parse_args(cli.parser(__doc__, prog="python -m paper.masking"))
     cli.refuse_unused(args, {"batch_size": "on questions that are read one by one"})
     if args.out.exists():
         raise InputError(f"--out {args.out} exists; choose another")

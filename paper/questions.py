@@ -25,9 +25,8 @@ from runtime import files
 from runtime.errors import InputError
 
 
-def parse_args(about=__doc__, program="heads.detect"):
-    p = cli.parser(about)
-    p.prog = f"python -m {program}"
+def parse_args(p):
+    """The command line, by a parser to which all options but those of its own are added."""
     cli.add_model_arguments(p)
     origin = p.add_mutually_exclusive_group(required=True)
     origin.add_argument(
@@ -73,7 +72,7 @@ def chosen_task(args):
 
 
 def main():
-    args = parse_args()
+    args = parse_args(cli.parser(__doc__, prog="python -m heads.detect"))
     task = chosen_task(args)
     checkpoint = cli.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
@@ -188,3 +187,7 @@ def say_overlap(bench, head_file):
             f"of {head_file}, so their scores are not those of new ones (--skip leaves items out)",
             file=sys.stderr,
         )
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

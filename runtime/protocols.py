@@ -19,6 +19,7 @@ class Model(Protocol):
     has_exits: bool  # `read_layers` works
     device: object
     dtype: object
+    while_reading: object  # (cache, tokens of each pass) → a context, in which prompts are read
 
     # A cache has lengths, slots, P, select, copy_prompts and values: see `model.Cache`.
     def new_cache(self, lengths, capacity, rows=1): ...

@@ -118,6 +118,12 @@ def test_a_command_of_the_pages_runs(command, folder, monkeypatch, capsys):
     assert end.value.code == 0, capsys.readouterr().err
 
 
+def test_every_file_of_code_that_a_page_names_exists():
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md)\b", page.read_text("utf-8")):
+            assert (ROOT / name).exists() or (page.parent / name).exists(), (page.name, name)
+
+
 def test_the_loop_of_the_readme_is_that_of_decore():
     [loop] = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert textwrap.indent(loop, "    ") in (ROOT / "decore.py").read_text(encoding="utf-8")
