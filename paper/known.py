@@ -4,6 +4,7 @@ greedy decoding of the same questions without their passages."""
 import hashlib
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from paper.runfile import read_run
@@ -59,8 +60,13 @@ def problem_of(task, header, lines, model):
         return "it was not made with --closed-book"
     if not all(line.get("memory") for line in lines):
         return "rows of it have no field 'memory'"
+    if header["method"] != "greedy":
+        return f"it is of {header['method']}; what a model knows, greedy decoding says"
     if model and Path(header["model"]).name != Path(model.name).name:
         return f"it is of {header['model']}, not of {model.name}"
+    with suppress(OSError):  # of weights that are not here yet
+        if model and header.get("fingerprint") != model.checkpoint.fingerprint:
+            return f"it is of another checkpoint called {model.name}"
     return None
 
 

@@ -286,8 +286,9 @@ def curves_of(rows, closed_book):
     """{setup: (certainties, gains)} of the setups that gain most over greedy decoding: means of
     quarters of the items, gains in points. closed_book: runs."""
     certainties = {}
+    of_rows = rows[0].runs[0].identity
     for run in closed_book:
-        if run.model == rows[0].runs[0].model:
+        if all(run.identity.get(name) == of_rows.get(name) for name in ("model", "fingerprint")):
             for line, question in zip(run.lines, run.questions):
                 if (log_p := line.get("memory_log_p")) is not None:
                     certainties[line["id"], question] = np.exp(log_p)

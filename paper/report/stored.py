@@ -189,14 +189,13 @@ def conditions_of(fields, task, model):
     for name in dict.fromkeys([*paper, *fields]):
         is_condition = ROLES.get(name, "condition") == "condition"
         if is_condition and fields.get(name) not in (None, paper.get(name)):
-            conditions.append(words(name, fields[name]))
+            text = fields[name]["rows"] if name == "known" else words(name, fields[name])
+            conditions.append(text)
     return ", ".join(conditions)
 
 
 def words(name, value):
     """A field of a header as a text, such as "layout plain"."""
-    if name == "known" and value:
-        return value["rows"]
     name = name.replace("_", " ")
     if value is None:
         return f"no {name}"
@@ -337,5 +336,6 @@ def kind_of_memory(run, line):
         return "without memory"
     if run.header.get("closed_book") or not find_task(run.task).own:
         return ""
-    agrees = set(line["memory"]) & set(line["references"])
+    memory, references = (map(metrics.normalise_any, line[n]) for n in ("memory", "references"))
+    agrees = {*memory} & {*references}
     return f"passages {'that agree with' if agrees else 'against'} memory"

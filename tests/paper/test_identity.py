@@ -65,7 +65,7 @@ FIELDS = {
     "template": ({}, "{question}", "apart"),
     "system": ({"template": "{question}"}, "Answer.", "apart"),
     "closed_book": ({}, True, "apart"),
-    "known": ({}, {"rows": "known"} | FILE, "apart"),
+    "known": ({"known": {"rows": "known"} | FILE}, {"rows": "known"} | OTHER, "apart"),
     "eos": ({}, ["."], "apart"),
     "template_args": ({}, {"date": "today"}, "apart"),
     "data": ({}, [OTHER], "apart"),

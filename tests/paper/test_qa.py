@@ -582,8 +582,15 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
     run = closed_book(capitals, known=("c1",))
     header, *lines = map(json.loads, run.read_text().splitlines())
     bare = [{n: line[n] for n in line if n != "memory"} for line in lines]
-    other = {"header": header["header"] | {"model": "tiny"}}
-    open_book = {"header": header["header"] | {"closed_book": None}}
+    other, copy, masked, open_book = (
+        {"header": header["header"] | more}
+        for more in (
+            {"model": "tiny"},
+            {"fingerprint": {"weights": "others"}},
+            {"method": "masked"},
+            {"closed_book": None},
+        )
+    )
     moved = [lines[0] | {"question": "Who?"}, *lines[1:]]
     unknown = [line | {"prediction": "Else"} for line in lines]
     for content, words in (
@@ -592,6 +599,8 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
         ([open_book, *lines], "it was not made with --closed-book"),
         ([header, *bare], "rows of it have no field 'memory'"),
         ([other, *lines], "it is of tiny, not of chat"),
+        ([copy, *lines], "it is of another checkpoint called chat"),
+        ([masked, *lines], "it is of masked; what a model knows, greedy decoding says"),
         ([header, *lines[1:]], "lacks 1 of 6 questions of the data, such as 'c0', 'Capital of 0?'"),
         ([header, *moved], "lacks 1 of 6 questions of the data, such as 'c0'"),
         ([header, *unknown], "no row of the data is known"),
@@ -638,6 +647,12 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     means = [(math.exp(-5) + math.exp(-4)) / 2, (math.exp(-3) + math.exp(-2)) / 2]
     assert list(line.get_xdata()) == pytest.approx([*means, math.exp(-1), math.exp(-0.5)])
     assert list(line.get_ydata()) == pytest.approx([100, 100, 0, 0])
+    header, *lines = map(json.loads, run.read_text().splitlines())
+    other = {"header": header["header"] | {"fingerprint": {"weights": "others"}}}
+    write_lines(run, [other, *lines])  # of a checkpoint of the same name
+    runs = results.select(stored.collect(tmp_path / "out"))
+    [_, gains] = figures.FIGURES["memory"][0](results.short_tables(runs)).axes
+    assert not gains.lines
 
 
 def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
@@ -645,7 +660,7 @@ def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
 ):
     """Of six rows the first has a memory against its passage, the second one that agrees."""
     capitals("--method", "greedy,cad")
-    memories = [["Old0"], ["New1"], *[None] * 4]
+    memories = [["Old0"], ["The new1"], *[None] * 4]
     for path in (tmp_path / "out").glob("*.jsonl"):
         header, *lines = map(json.loads, path.read_text().splitlines())
         for line, memory in zip(lines, memories):
