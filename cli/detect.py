@@ -186,9 +186,10 @@ def runs_file(args):
     if args.out.is_dir():
         raise InputError(f"--out {args.out} is a folder; give a file in it")
     runs = args.out if args.masked else Path(f"{args.out}.runs.jsonl")
+    scored = args.out.exists() and (args.masked or has_scores(args.out))  # not damaged
     if runs.exists():
         stored_facts(runs)
-    elif args.out.exists() and (args.masked or has_scores(args.out)):
+    elif scored:
         raise InputError(f"--out {args.out} exists, and its runs ({runs}) do not; {REMEDY}")
     return runs
 

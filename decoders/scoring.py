@@ -45,9 +45,9 @@ def loglikelihoods(
     repetition_penalty nothing. renormalise: apply log-softmax to the contrasted scores, so that
     they are log-probabilities; the scores of ad are never normalised again. mask_prompt: mask heads
     at every position. on_prompt() is called after each prompt."""
-    prompts, answers = checks.parse_scoring(model, prompts, answers, methods)
     tops = [getattr(method, "relative_top", 0) for method in methods]
     methods = [for_scoring(method, mask_prompt) for method in methods]
+    prompts, answers = checks.parse_scoring(model, prompts, answers, methods)
     reads_last = any(isinstance(method, AD) for method in methods)  # tokens of answers
     capacity = max(map(len, sum(answers, []))) + reads_last
     decoding = SharedDecoding(methods, model, prompts, capacity, one_text=True)
@@ -56,6 +56,7 @@ def loglikelihoods(
 
 def for_scoring(method, mask_prompt):
     """A method with the settings that it has when it scores."""
+    checks.check_record(method)
     changes = dict(mask_prompt=mask_prompt, relative_top=0, repetition_penalty=1)
     changes["dola_layers"] = getattr(method, "dola_layers", None) or "halves"
     names = [field.name for field in fields(method)]

@@ -58,8 +58,10 @@ class RunOptions:
         values = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         seed = None
         if args.sample:  # --seed is that of random heads, if there are any
-            seeds = given.get("seed")
-            seed = seeds[0] if seeds and not given.get("random_heads") else SAMPLE_SEED
+            seeds = [] if given.get("random_heads") else given.get("seed") or []
+            if len(seeds) > 1:
+                raise InputError("--seed takes several numbers with --random-heads only")
+            seed = seeds[0] if seeds else SAMPLE_SEED
         return cls(**values, sample_seed=seed)
 
     def for_planned(self, runs):
@@ -95,8 +97,6 @@ def parse(argv):
         unused.discard("demos")  # a folder for all tasks
     names = ", ".join(task.name for task in tasks)
     cli.refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
-    if args.sample and not args.random_heads and len(args.seed or ()) > 1:
-        raise InputError("--seed takes several numbers with --random-heads only")
     cli.check_options(args, methods, seeded=args.sample)
     return args
 

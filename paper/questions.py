@@ -22,6 +22,7 @@ from paper import options
 from paper.benchmark import load_benchmark
 from paper.tasks import find_task, prompts, with_prompt
 from runtime import files
+from runtime.checks import parse_prompts
 from runtime.errors import InputError
 
 
@@ -96,9 +97,13 @@ def main():
 
 
 def read_texts(task, args, checkpoint):
-    """The benchmark of a command line, and `ids_of` each item."""
+    """The benchmark of a command line, and `ids_of` each item. InputError for one that is longer
+    than the context."""
     bench = load_benchmark(task, options.RunOptions.of(args), checkpoint)
-    return bench, [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
+    texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
+    read = [prompt + max(answers, key=len)[:-1] for prompt, *answers in texts]
+    parse_prompts(checkpoint, read, "question with its longest answer")
+    return bench, texts
 
 
 def by_head(scores):

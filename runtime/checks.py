@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from operator import itemgetter
 
 import torch
@@ -69,11 +69,15 @@ def parse_scoring(model, prompts, answers, methods):
 def check_method(model, method):
     """InputError for what is not a method, or does not fit the model."""
     check_model(model)
+    check_record(method)
+    method.check(model)
+
+
+def check_record(method):
     if isinstance(method, type) or not hasattr(method, "start"):
         raise InputError(
             f"the method is {one_line(repr(method), 60)}; give a record, such as DeCoRe(heads)"
         )
-    method.check(model)
 
 
 def amateur_of(method, model):
@@ -207,6 +211,12 @@ class Checked:
 
     def __new__(cls, *_, **settings):
         known = [field.name for field in fields(cls)]
+        for field in fields(cls):
+            if getattr(cls, field.name, MISSING) is not field.default:
+                raise InputError(
+                    f"{cls.__name__}.{field.name} would have no effect: write @dataclass"
+                    f"(frozen=True) above the class, and a type after {field.name}"
+                )
         for name in settings.keys() - known:
             raise InputError(
                 f"{cls.__name__} has no setting {name!r}; it has {', '.join(known) or 'none'}"
@@ -236,8 +246,8 @@ class Checked:
         amateur = getattr(self, "amateur", None)
         if amateur is not None:
             check_vocabulary(amateur, model)
-        if hasattr(self, "heads"):
-            parse_heads(self.heads, amateur or model)
+        if not parse_heads(getattr(self, "heads", ["0-0"]), amateur or model):
+            raise ArgumentError("heads", "are none; give one or more to mask, or decode by Greedy")
 
 
 def check_alpha(method, alpha, h):

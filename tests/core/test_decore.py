@@ -67,7 +67,7 @@ CASES = [
     DeCoRe(HEADS, alpha_cap=0.7),
     DeCoRe(HEADS, alpha_cap=0.97, scale_alpha=True),
 ]
-LITE = [DeCoRe([]), DeCoRe([(0, 1), (1, 0)], mask_prompt=True)]  # with an amateur
+LITE = [DeCoRe([(1, 1)]), DeCoRe([(0, 1), (1, 0)], mask_prompt=True)]  # with an amateur
 
 
 @pytest.mark.parametrize("method", CASES, ids=str)
@@ -244,7 +244,7 @@ def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path)
     prompts = [random_ids(n) for n in (20, 18, 5)]
     for out in (
         generate(short, prompts, Greedy(), max_new_tokens=10**12),  # too many for a cache
-        generate(llama, prompts, DeCoRe([], amateur=short)),
+        generate(llama, prompts, DeCoRe([(0, 0)], amateur=short)),
     ):
         assert [len(g.ids) for g in out] == [1, 2, 15]
         assert [g.stop for g in out] == ["length"] * 3
@@ -293,7 +293,7 @@ def stand_in(vocab_size):
     return SimpleNamespace(name="short", pad_ids=(), config=config)
 
 
-def lite(vocab_size=96, heads=()):
+def lite(vocab_size=96, heads=((0, 0),)):
     return DeCoRe(heads, amateur=stand_in(vocab_size))
 
 
@@ -316,6 +316,8 @@ MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
     "the method is <class .*; give a record, such as": dict(method=Greedy),
     r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(method=Masked([(3, 0)])),
     "head 1-0 is listed twice": dict(method=DeCoRe([(1, 0), (1, 0)])),
+    "heads are none; give one or more to mask": dict(method=Masked([])),
+    "heads are none; .* Greedy": dict(method=DeCoRe([]), answer_ids=[6]),
     "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
     "eos_ids is '2'": dict(eos_ids="2"),
     "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
@@ -350,6 +352,10 @@ def test_each_mistake_has_its_message(llama, monkeypatch, words):
     assert "\n" not in str(error.value)
 
 
+class Own(DeCoRe):
+    alpha = 2
+
+
 SETTINGS = {  # that no record takes
     "heads None are not a list": lambda: DeCoRe(None),
     "'1'. are not a list": lambda: DeCoRe(["1-0", "1"]),
@@ -367,6 +373,7 @@ SETTINGS = {  # that no record takes
     "repetition_penalty 0 is not": lambda: DoLa(repetition_penalty=0),
     "DeCoRe has no setting 'alhpa'; it has heads, mask, .*alpha_cap": lambda: DeCoRe((), alhpa=1),
     "Greedy has no setting 'heads'; it has none": lambda: Greedy(heads=()),
+    "Own.alpha would have no effect: write @dataclass": lambda: Own(HEADS),
     "scale_alpha .* no effect on a constant alpha": lambda: DeCoRe((), alpha=1, scale_alpha=True),
     "alpha_rule has no effect on a constant alpha": lambda: DeCoRe((), alpha=1, alpha_rule="gain"),
 }

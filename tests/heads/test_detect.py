@@ -540,6 +540,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_
         (["--out", "."], "--out . is a folder; give a file in it"),
         (["--out", "HEADS"], "exists, and its runs (HEADS.runs.jsonl) do not; choose another"),
         (["--masked", "1", "--heads", "HEADS", "--out", "HEADS"], "line 1 is not the header"),
+        (["--out", "CUT"], "cut.json is not valid JSON"),
         (["--masked", "1", "--out", "README.md"], "README.md: line 1 is not the header of runs"),
     ],
 )
@@ -547,7 +548,10 @@ def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_p
     model = shutil.copytree(chat_model, tmp_path / "model")
     (model / "model.safetensors").write_text("damaged")
     heads = model / "heads.json"
-    more = [heads if text == "HEADS" else text for text in more]
+    cut = model / "cut.json"  # its runs are complete
+    cut.write_text("{")
+    (model / "cut.json.runs.jsonl").touch()
+    more = [{"HEADS": heads, "CUT": cut}.get(text, text) for text in more]
     status, out, err = call(program.main, "--model", model, "--out", tmp_path / "h.json", *more)
     assert (status, out) == (2, "") and message.replace("HEADS", str(heads)) in err.splitlines()[-1]
     assert [*tmp_path.iterdir()] == [model]

@@ -271,10 +271,16 @@ def template(folder):
         (None, ("--eos", "1"), "--eos has no effect on answers that are given"),
         (None, ("--lengths", "5"), "unrecognized arguments: --lengths"),
         (None, ("--skip", "5"), "--skip 5 leaves none"),
+        (None, ("--sample", "2", "--seed", "1,2"), "--seed takes several numbers with --random-h"),
+        (("--questions", "LONG"), (), "longest answer 2 of 2 has 2951 tokens"),
+        (("--questions", "LONG"), ("--transformers",), "longest answer 2 of 2 has 2951 tokens"),
     ],
 )
-def test_questions_that_measure_nothing_are_refused(detect, origin, options, message):
-    status, content, err = detect(*options, **({} if origin is None else {"origin": origin}))
+def test_questions_that_measure_nothing_are_refused(detect, tmp_path, origin, options, message):
+    rows = [CAPITALS[0], CAPITALS[1] | {"context": "far " * 700}]
+    path = write_lines(tmp_path / "long.jsonl", rows)
+    how = {} if origin is None else {"origin": [path if x == "LONG" else x for x in origin]}
+    status, content, err = detect(*options, **how)
     assert (status, content) == (2, None) and message in err.splitlines()[-1]
 
 
