@@ -19,12 +19,12 @@ from decoders.setup import (
     METHODS,
     OPTIONS,
     SETTINGS,
+    USERS,
     Method,
     Setup,
     flag,
     is_ours,
     settings_of,
-    short,
 )
 from decore import DeCoRe, Greedy
 from heads import find_heads, similar_models
@@ -170,17 +170,12 @@ def add_method_arguments(p, methods, single=False, exclude=()):
         help=f"{', '.join(methods)} (default: decore-entropy)",
     )
     for name, option in OPTIONS.items():
-        if not set(users(name)) & set(methods) or name in exclude:
+        if not set(USERS[name]) & set(methods) or name in exclude:
             continue
-        text = f"{', '.join(users(name))}: {option.help}"
+        text = f"{', '.join(USERS[name])}: {option.help}"
         if option.default and option.kind is not bool:
             text += f" (default: {option.default})"
         p.add_argument(flag(name), dest=name, help=text, **parsing(name, option, single))
-
-
-def users(name):
-    """The names that --method takes for the methods of this project that have an option."""
-    return short(m for m, method in METHODS.items() if is_ours(m) and name in method.options)
 
 
 def parsing(name, option, single):
@@ -335,7 +330,7 @@ def check_options(args, methods, seeded=False):
     random = flag("random_heads")
     for name in OPTIONS:
         if not any(name in METHODS[method].options for method in methods):
-            reason = f"on {', '.join(methods)}; it is an option of {', '.join(users(name))}"
+            reason = f"on {', '.join(methods)}; it is an option of {', '.join(USERS[name])}"
         elif name == "seed" and not args.random_heads:
             reason = f"without {random}"
         elif name in ("heads", "measure") and args.random_heads == "published":

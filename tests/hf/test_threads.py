@@ -45,7 +45,7 @@ def calls(hf):
     model = HFModel(hf)
     # Loaded once: each hf.generate(custom_generate=FOLDER) parses the folder's code, and ast.parse
     # of Python 3.11 fails at times while another thread parses.
-    custom = hf.load_custom_generate(integrations.__path__[0], trust_remote_code=True)
+    custom = hf.load_custom_generate(integrations.FOLDER, trust_remote_code=True)
     custom = partial(custom, model=hf)
     return {
         "plain": in_hf_generate(hf.generate),
