@@ -1,9 +1,9 @@
 """Where a causal language model of transformers has its attention heads, and hooks that mask them.
 
 Other threads may run the same model at the same time: all changes here affect only the passes of
-the thread that makes them. So importing this file replaces one property of transformers, the choice
-of an attention, which otherwise stays as it is. Needs torch and transformers alone: integrations/hub.py publishes a copy
-of this file.
+the thread that makes them. For that, importing this file replaces one property of transformers'
+configurations, `_attn_implementation`. Needs torch and transformers alone: integrations/hub.py
+publishes a copy of this file.
 
     R rows   B texts   T tokens   H query heads   K head width   L layers   C keys"""
 

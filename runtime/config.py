@@ -43,6 +43,10 @@ class Config:
             return cls(**read_fields(c))
 
 
+# One of the values that this engine computes.
+supported = partial(field, hint=" (HFModel, or --transformers, decodes with others)")
+
+
 def read_fields(c):
     """config.json → the fields of `Config`."""
     model_type = supported(c, "model_type", [*FAMILIES])
@@ -118,14 +122,6 @@ SCALINGS = {  # rope_type → its fields and their kinds
         TRAINED: COUNT,
     },
 }
-
-
-def supported(fields, name, values, null=...):
-    """`field` with one of the values that this engine computes."""
-    try:
-        return field(fields, name, values, null)
-    except ValueError as error:
-        raise InputError(f"{error} (HFModel, or --transformers, decodes with others)") from None
 
 
 def default_dtype(checkpoint, device):

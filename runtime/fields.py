@@ -31,10 +31,11 @@ KINDS = {  # in words → whether a value is of that kind
 }
 
 
-def field(fields, name, kind="a text", null=...):
+def field(fields, name, kind="a text", null=..., hint=""):
     """fields[name]. InputError if it is not of that kind, one of KINDS or a list of all values.
 
-    null: the value of a field that is null or absent; `...`: it is required."""
+    null: the value of a field that is null or absent; `...`: it is required. hint: ends the
+    error."""
     value = fields.get(name)
     if value is None and null is not ...:
         return null
@@ -50,7 +51,7 @@ def field(fields, name, kind="a text", null=...):
         found = one_line(json.dumps(value, default=repr), 80)
     else:
         found = f"missing (found: {one_line(', '.join(map(str, fields)) or 'nothing', 120)})"
-    raise InputError(f"{name} is {found}; it must be {expected}")
+    raise InputError(f"{name} is {found}; it must be {expected}{hint}")
 
 
 @contextmanager
