@@ -308,7 +308,7 @@ def check_known(model, heads, option, name, args):
     hints = f"try those of a related model ({similar}), " if similar else ""
     command = ["python", "-m", "heads.detect", "--model", name]
     command += ["--transformers"] * args.transformers
-    command += ["--out", f"heads/{Path(model.name).name}.json"]
+    command += ["--out", f"heads/scores/{Path(model.name).name}.json"]
     raise InputError(
         f"no head scores are known for {model.name}: {hints}give {option} FILE, "
         f"or measure them: {shlex.join(command)}"

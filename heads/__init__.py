@@ -3,7 +3,7 @@
 `load_heads` is for users: a model → its heads, best first. Programs choose by `choose_heads`: the
 best heads, listed or random ones, and their file. `find_heads` finds the file of a model. reader.py
 knows files and names, not models: parts of integrations/ have it alone. README.md describes head
-files and lists those of this folder."""
+files and lists those of scores/."""
 
 import random
 import warnings

@@ -1,7 +1,7 @@
 """Find the retrieval heads of a model: the heads that copy when the model answers from its context.
 
-    python -m heads.detect --model M --out heads/M.json
-    python -m heads.detect --questions FILE --model M --out heads/M.json    (see paper/questions.py)
+    python -m heads.detect --model M --out heads/scores/M.json
+    python -m heads.detect --questions FILE --model M --out heads/scores/M.json
 
 Needle in a haystack (Appendix C.1 of the paper): a sentence, the needle, is hidden in a long text,
 and the model is asked about it. It answers greedily. A head's score is the mean over the runs whose

@@ -139,8 +139,10 @@ def head_file(model_name):
 
 
 def head_files():
-    """{plain name: path} of the head files in this folder."""
-    return {plain_name(path.stem): path for path in FOLDER.glob("*.json")}
+    """{plain name: path} of the head files in scores/ and, before them, of those in this folder:
+    your own, or in a published copy all."""
+    paths = (*FOLDER.glob("scores/*.json"), *FOLDER.glob("*.json"))
+    return {plain_name(path.stem): path for path in paths}
 
 
 def plain_name(model_name):

@@ -190,7 +190,7 @@ def missing_heads(run, how):
     if not run.setup.num_heads or run.setup.random_heads or head_file(masked):
         return []
     short = Path(masked).name
-    command = f"python -m heads.detect --model {masked} --out heads/{short}.json"
+    command = f"python -m heads.detect --model {masked} --out heads/scores/{short}.json"
     return [f"no head scores of {short}: {command}"]
 
 

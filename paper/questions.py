@@ -1,7 +1,7 @@
 """Measures heads by their effect on the answers to questions, as a program:
 
-    python -m heads.detect --questions FILE --model M --out heads/M.json
-    python -m heads.detect --task nq-swap --data DIR --sample 20 --model M --out heads/M.json
+    python -m heads.detect --questions FILE --model M --out heads/scores/M.json
+    python -m heads.detect --task nq-swap --data DIR --sample 20 --model M --out heads/scores/M.json
 
 Of each question the first answer counts, and the first of `memory`; heads/measures.py defines the
 effect. Other scores of the head file stay."""

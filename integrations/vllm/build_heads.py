@@ -15,5 +15,5 @@ class WithHeads(build_py):
         folder = Path(self.build_lib, "decore_heads")
         self.mkpath(str(folder))
         self.copy_file(heads / "reader.py", folder / "__init__.py")
-        for path in heads.glob("*.json"):
+        for path in (*heads.glob("scores/*.json"), *heads.glob("*.json")):
             self.copy_file(path, folder / path.name)

@@ -1,6 +1,6 @@
 """DeCoRe (Gema et al. 2024) inside vLLM, as a plugin. One setting switches it on:
 
-    vllm serve MODEL --additional-config '{"decore": {"heads": "heads/MODEL.json"}}'
+    vllm serve MODEL --additional-config '{"decore": {"heads": "heads/scores/MODEL.json"}}'
 
 Base and masked model are two rows of one pass. A pass over T tokens, of which M are masked, reads
 T + M tokens: the masked ones a second time, at the end. Every attention layer has a twin under

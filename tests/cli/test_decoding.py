@@ -243,11 +243,11 @@ def test_an_answer_that_fills_the_context_says_so(call):
 
 
 def test_a_head_file_that_was_found_by_a_name_is_said(call, base, tmp_path):
-    said = f"heads are ranked by copy, of {FOLDER / 'miniature.json'}\n"
+    said = f"heads are ranked by copy, of {FOLDER / 'scores/miniature.json'}\n"
     one = "--prompt-file", EXAMPLE, "--max-new-tokens", 1
     assert call(program.main, *one)[2].startswith(said)
     assert said in call(program.main, *one, "--heads", "miniature")[2]
-    for more in (["--heads", FOLDER / "miniature.json"], ["--heads", "2-0,2-1"]):
+    for more in (["--heads", FOLDER / "scores/miniature.json"], ["--heads", "2-0,2-1"]):
         assert "ranked" not in call(program.main, *one, *more)[2]
     assert "ranked" not in call(program.main, *one, "--method", "greedy")[2]
 

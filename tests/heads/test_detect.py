@@ -402,7 +402,7 @@ def test_a_needle_of_latin_letters_is_compared_as_published():
 OWN_TEXTS = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 12]
 for name in ("needles", "haystack"):
     OWN_TEXTS += [f"--{name}", cli.MINIATURE / "detection" / f"{name}.jsonl"]
-LONG = [*OWN_TEXTS, "--lengths", "60:240:5"]  # as for heads/miniature.json
+LONG = [*OWN_TEXTS, "--lengths", "60:240:5"]  # as for heads/scores/miniature.json
 SHORT = [*OWN_TEXTS, "--lengths", "60:120:2", "--runs", 8, "--batch-size", 3]
 SHORT += ["--max-new-tokens", 9]
 
@@ -459,7 +459,7 @@ def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answe
     counted = re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err)
     assert (status, counted) == (0, ["20"]), err
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
-    shipped = json.loads((FOLDER / "miniature.json").read_text())["facts"]
+    shipped = json.loads((FOLDER / "scores" / "miniature.json").read_text())["facts"]
     different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
     assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
 
@@ -496,7 +496,7 @@ def run_names(sizes):
 
 
 def test_only_the_measures_of_the_head_file_are_counted(call, tmp_path):
-    copy = json.loads((FOLDER / "miniature.json").read_text())["scores"]
+    copy = json.loads((FOLDER / "scores" / "miniature.json").read_text())["scores"]
     heads = write_lines(tmp_path / "copy.json", [dict(reversed(copy.items()))])
     path = tmp_path / "counts.jsonl"
     command = [*SHORT, "--masked", 2, "--heads", heads, "--runs", 1, "--out", path]

@@ -52,10 +52,10 @@ def test_every_file_fits_its_row_of_the_readme():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+)", readme, re.M)
     for model, name, L, H, measure, samples in rows:
-        content = json.loads((FOLDER / f"{name}.json").read_text())
+        content = json.loads((FOLDER / "scores" / f"{name}.json").read_text())
         facts = [content[field] for field in ("model", "n_layers", "n_heads", "samples")]
         assert facts == [model, int(L), int(H), int(samples)]
-        kinds = find_measures(FOLDER / f"{name}.json")
+        kinds = find_measures(FOLDER / "scores" / f"{name}.json")
         assert kinds[:3] == (["copy", "write", "mass"] if measure == "all" else ["copy"])
         for kind in kinds:
             assert load_heads(stand_in(int(L), int(H), model), measure=kind)
@@ -114,7 +114,7 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
         r"^\| (\S+) .*\| (\d+) of (\d+) \| (\d+) of (\d+) \| (.*) \|$", readme, re.M
     )
     for name, *cells, common in of_measures:
-        content = json.loads((FOLDER / f"{name}.json").read_text())
+        content = json.loads((FOLDER / "scores" / f"{name}.json").read_text())
         scores = [of(name, measure) for measure in ("copy", "write", "mass")]
         above = sum(score > 0.1 for score in scores[0].values())
         runs = content["samples"] / content["success_rate"]
@@ -125,7 +125,7 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
     pairs = r"(\d, \d) \| (\d, \d) \| (\d, \d)"
     of_effect = re.findall(rf"^\| (\S+) \| (\d+) \| {pairs} \|$", readme, re.M)
     for name, n, *cells in of_effect:
-        assert int(n) == read_head_file(FOLDER / f"{name}.json")["effect_facts"]["n"]
+        assert int(n) == read_head_file(FOLDER / "scores" / f"{name}.json")["effect_facts"]["n"]
         for cell, measure in zip(cells, ("copy", "write", "mass")):
             both = [read_scores(find_file(name), m) for m in ("effect", measure)]
             assert cell == f"{overlap(10, *both)}, {overlap(20, *both)}"
@@ -150,7 +150,7 @@ def test_the_gradient_and_masking_of_the_readme_are_those_of_the_stored_results(
     for name, n, gradient, masking, cells in rows:
         content = read_json(FOLDER / "results" / f"masking.{name}.json")
         facts = content["facts"]
-        measured = read_json(FOLDER / f"{name}.json")["effect_facts"]["ids"]
+        measured = read_json(FOLDER / "scores" / f"{name}.json")["effect_facts"]["ids"]
         assert facts["ids"] == measured[: int(n)] and facts["dtype"] == "float32"
         maps = content["gradient"][gradient], content["masking"][masking]
         r, of_ranks, shared = compare(maps, (1, 3, 5, 10))
@@ -170,7 +170,7 @@ def test_effects_on_several_texts_compare_as_the_readme_says():
     def of(name, texts):
         """(number of questions or needles, effect)"""
         if texts == "the file":
-            content = read_json(FOLDER / f"{name}.json")
+            content = read_json(FOLDER / "scores" / f"{name}.json")
         elif texts == "implied":
             content = read_json(FOLDER / "results" / f"masking.{name}.json")
             return content["facts"]["n"], content["gradient"]["all"]
@@ -200,6 +200,14 @@ def test_every_hub_name_of_a_model_finds_its_file():
     for name, stem in files.items():
         assert head_file(name).stem == stem
     assert head_file("someone/another-model") is head_file(".") is None
+
+
+def test_a_file_of_your_own_comes_before_the_one_in_scores(tmp_path, monkeypatch):
+    monkeypatch.setattr("heads.reader.FOLDER", tmp_path)
+    (tmp_path / "scores").mkdir()
+    for folder in ("scores", "."):
+        path = write_heads(tmp_path / folder / "Tiny.json")
+        assert head_file("org/tiny") == path
 
 
 def test_a_link_has_its_own_name_and_finds_the_heads_of_its_target_too(tmp_path, monkeypatch):
@@ -234,7 +242,7 @@ def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_t
     message, _, command = str(error.value).partition("measure them: ")
     assert hint in message
     more = "--transformers " * transformers
-    out = f"heads/{name.rpartition('/')[2]}.json"
+    out = f"heads/scores/{name.rpartition('/')[2]}.json"
     assert command == f"python -m heads.detect --model {name} {more}--out {out}"
 
 
@@ -382,5 +390,5 @@ def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
 
 def stand_in_of(header):
     name = header["header"]["model"]
-    content = json.loads((FOLDER / f"{name}.json").read_text())
+    content = json.loads((FOLDER / "scores" / f"{name}.json").read_text())
     return stand_in(content["n_layers"], content["n_heads"], name)

@@ -242,7 +242,7 @@ def encoder_decoder(model):
         (dict(heads=["1-4"]), "1-4"),
         (dict(heads=[(1, 0), "1-0"]), "1-0"),
         (dict(num_heads=2), "num_heads"),
-        (dict(heads="heads/miniature.json"), "does not fit the model: 32 heads"),
+        (dict(heads="heads/scores/miniature.json"), "does not fit the model: 32 heads"),
         (static_cache, "DeCoRe needs a plain DynamicCache"),
         (bypassed, "layer 1 has 0 heads"),
         (shared, "layer 1 has 0 heads"),

@@ -415,7 +415,9 @@ def test_the_plugin_holds_the_head_files_and_their_reader():
     reader = (ROOT / "heads" / "reader.py").read_text()
     assert inspect.getsource(decore_heads) == reader
     copies = {path.name: path.read_text() for path in decore_heads.FOLDER.glob("*.json")}
-    assert copies == {path.name: path.read_text() for path in (ROOT / "heads").glob("*.json")}
+    assert copies == {
+        path.name: path.read_text() for path in (ROOT / "heads/scores").glob("*.json")
+    }
 
 
 def test_a_server_without_heads_ends_with_one_line(folder):

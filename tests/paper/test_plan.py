@@ -104,7 +104,7 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
         "nq-swap has 40 items, the paper scores 4,746: python evaluate.py fetch "
         f"{folder} --task nq-swap",
         f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
-        f"--out heads/{chat_model.name}.json",
+        f"--out heads/scores/{chat_model.name}.json",
     ]
     status, out, _ = paper(*options)
     assert status == 0

@@ -34,7 +34,7 @@ RUN_HERE = {
     "python decore.py --model Qwen": "decore.py --model miniature "
     "--prompt-file miniature/example.txt --compare",
     "python decore.py --transformers": "decore.py --transformers "
-    "--heads heads/miniature.json --prompt Hi",
+    "--heads heads/scores/miniature.json --prompt Hi",
     "torchrun --nproc-per-node 8 decore.py": "decore.py --prompt-file miniature/example.txt",
     "python decore.py": "decore.py",
     "python evaluate.py --help": RUN,
@@ -79,6 +79,7 @@ ELSEWHERE = (
     "python -m paper.masking",  # test_effect
     "python -m miniature.train",  # 25 minutes
     "python -m nltk.downloader",  # the network
+    "python -I",  # an option, not a command
     "python -m vllm.entrypoints",  # vLLM and a GPU
 )
 

@@ -240,7 +240,7 @@ def test_ids_chats_and_streams_are_those_of_transformers(expert, tokenizer):
 def detect(tokenizer):
     """detect(heads): the records of eight runs of a detection without these heads."""
     model = Transformer.load(FOLDER, dtype="bfloat16")
-    facts = json.loads((ROOT / "heads" / f"{model.name}.json").read_text())["facts"]
+    facts = json.loads((ROOT / "heads/scores" / f"{model.name}.json").read_text())["facts"]
     facts |= dict(lengths=[300], runs=8)
     needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
     prompts = make_prompts(facts, needles, texts, tokenizer)
