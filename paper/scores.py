@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from paper.runfile import beside
-from paper.tasks import metrics, model_metrics
+from paper.tasks import answers, metrics, model_metrics
 from runtime.files import json_lines, short_hash, write
 
 
@@ -29,7 +29,8 @@ def key_of(task, lines):
     content = []
     for line in lines:
         content.append({name: value for name, value in line.items() if name != "place"})
-    code = [Path(module.__file__).read_text("utf-8") for module in (metrics, model_metrics)]
+    modules = answers, metrics, model_metrics
+    code = [Path(module.__file__).read_text("utf-8") for module in modules]
     return short_hash(json.dumps([code, task.version, content]).encode())
 
 

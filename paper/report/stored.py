@@ -28,7 +28,7 @@ from paper.runfile import (
     read_run,
     remarks,
 )
-from paper.tasks import find_task, metrics
+from paper.tasks import answers, find_task, metrics
 from runtime.errors import InputError
 from runtime.fields import field, located
 from runtime.files import short_hash
@@ -336,6 +336,5 @@ def kind_of_memory(run, line):
         return "without memory"
     if run.header.get("closed_book") or not find_task(run.task).own:
         return ""
-    memory, references = (map(metrics.normalise_any, line[n]) for n in ("memory", "references"))
-    agrees = {*memory} & {*references}
+    agrees = any(answers.same(x, y) for x in line["memory"] for y in line["references"])
     return f"passages {'that agree with' if agrees else 'against'} memory"

@@ -8,16 +8,15 @@ model_metrics.py; without it, they are left out.
 In this file: short answers, multiple choice, TruthfulQA's generated answers; then what concerns all
 lines."""
 
-import math
 import re
 import string
 import sys
-import unicodedata
 from collections import Counter
 from functools import partial
 
 import numpy as np
 
+from paper.tasks import answers
 from paper.tasks.items import texts
 from runtime.fields import field, located
 
@@ -28,15 +27,6 @@ SPLITS = {  # MemoTrap's
     "history-of-science-qa",
 }
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-DASHES = str.maketrans("–—", "  ")
-ARTICLES = ("a", "an", "the")
-SENTENCE_END = re.compile(r"\w[.!?]['’”\")\]]*(?=\s|$)")
-CLAUSES = re.compile(r"(?<=[,;:])\s+|\s+(?=but\b)")
-DENIAL = re.compile(r"\b(not|no longer|never|formerly|\w+n['’]t)\b", re.IGNORECASE)
-
-
-SOURCES = ("passage", "memory", "neither", "blank")  # of answers to questions with `memory`
-NOWHERE = (math.inf, 0)
 
 
 def map_lines(function, lines):
@@ -63,17 +53,6 @@ def normalise(text):
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
-def normalise_any(text):
-    """As `normalise`, without the punctuation of any script."""
-    return normalise(without_punctuation(text))
-
-
-def without_punctuation(text):
-    """The text without ASCII's punctuation and that of any script."""
-    signs = string.punctuation
-    return "".join(c for c in text if c not in signs and unicodedata.category(c)[0] != "P")
-
-
 def matches(answer, references):
     """Compares normalised texts. An empty reference counts in the published score only."""
     filled = [reference for reference in references if reference]
@@ -84,7 +63,7 @@ def matches(answer, references):
     }
 
 
-def compare(prediction, references, normalise=normalise):
+def compare(prediction, references):
     """A reference that normalises to nothing ("*") must be the complete answer."""
     values = matches(normalise(prediction), list(map(normalise, references)))
     if prediction.strip() in map(str.strip, references):
@@ -110,63 +89,25 @@ def short_answer(line):
 def own_answer(line):
     """The first line that is not empty counts. With `memory`, also whether its first sentence gives
     the passage's answer, the memorised one, neither, or the line is blank: one of them is 1."""
-    answer = field(line, "prediction").strip().split("\n")[0]
+    answer = answers.plain(field(line, "prediction")).strip().split("\n")[0]
     references = texts(line, "references")
-    values = compare(answer, references, normalise_any)
-    del values["answer_contained_published"]
-    overlaps = [f1(normalise_any(answer), normalise_any(reference)) for reference in references]
-    values["f1"] = max(values["exact_match"], *overlaps)
+    values = {
+        "exact_match": float(any(answers.same(answer, x) for x in references)),
+        "answer_contained": float(any(answers.contains(answer, x) for x in references)),
+    }
+    values["f1"] = max(values["exact_match"], *(f1(answer, x) for x in references))
     if line.get("memory"):
-        kind = source_of(answer, references, texts(line, "memory"))
-        values |= {name: float(name == kind) for name in SOURCES}
+        kind = answers.source_of(answer, references, texts(line, "memory"))
+        values |= {name: float(name == kind) for name in answers.SOURCES}
     return values
 
 
-def source_of(answer, references, memory):
-    """Which of SOURCES an answer is. If it gives names of both, the first one counts."""
-    if not answer:
-        return "blank"
-    passage, memorised = first_name(answer, references), first_name(answer, memory)
-    if min(passage, memorised) == NOWHERE:
-        return "neither"
-    return "passage" if passage <= memorised else "memory"
-
-
-def first_name(answer, names):
-    """(number of words in front of it, −its length) of the first name that the answer's first
-    sentence gives; NOWHERE without one. A clause with a denial gives none: "not in Rome".
-
-    Complete words are compared, without articles and signs. Case matters only for names of one or
-    two letters with a capital, such as "In" and "US"."""
-    end = SENTENCE_END.search(answer)
-    sentence = answer[: end.end()] if end else answer
-    words = words_of(answer)  # a name such as "St. John's" may end after the first full stop
-    places = [NOWHERE]
-    start = 0
-    for clause in CLAUSES.split(sentence):
-        stop = start + len(words_of(clause))
-        for name in filter(None, map(words_of, names)) if not DENIAL.search(clause) else ():
-            for place in range(start, stop):
-                if same_words(words[place : place + len(name)], name):
-                    places.append((place, -len(name)))
-        start = stop
-    return min(places)
-
-
-def words_of(text):
-    words = without_punctuation(text.translate(DASHES)).split()
-    return [word for word in words if word.lower() not in ARTICLES]
-
-
-def same_words(words, name):
-    if len(name) == 1 and len(name[0]) <= 2 and name[0] != name[0].lower():
-        return words == name
-    return [word.lower() for word in words] == [word.lower() for word in name]
-
-
 def f1(answer, reference):
-    """SQuAD's: the harmonic mean of precision and recall of the words of two normalised texts."""
-    words, expected = Counter(answer.split()), Counter(reference.split())
+    """SQuAD's: the harmonic mean of precision and recall of the words of two texts."""
+    words, expected = (
+        Counter(word.casefold() for word in answers.name_words(text))
+        for text in (answer, reference)
+    )
     common = (words & expected).total()
     return 2 * common / (words.total() + expected.total()) if common else 0.0
 

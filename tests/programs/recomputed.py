@@ -32,6 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
+from paper.tasks import answers
+
 RESULTS = Path(__file__).parents[2] / "results"
 TASKS = {  # name → task, main metric
     "NQ-Swap": ("nq-swap", "answer contained"),
@@ -280,35 +282,8 @@ def rouge(line):
 
 
 def source(line):
-    """Whose answer the first sentence gives first: "passage", "memory", "neither" or "blank"."""
-    text = line["prediction"].strip().split("\n")[0]
-    if not text:
-        return "blank"
-    end = re.search(r"\w[.!?]['’”\")\]]*(\s|$)", text)
-    words, start = bare(text), 0
-    places = {"neither": (math.inf, 0)}
-    for clause in re.split(r"(?<=[,;:])\s+|\s+(?=but\b)", text[: end.end()] if end else text):
-        denied = re.search(r"\b(not|no longer|never|formerly|\w+n['’]t)\b", clause, re.I)
-        stop = start + len(bare(clause))
-        for whose, names in (("passage", line["references"]), ("memory", line.get("memory") or [])):
-            for name in [] if denied else map(bare, names):
-                for place in range(start, stop):
-                    if alike(words[place : place + len(name)], name):
-                        places[whose] = min(
-                            places.get(whose, places["neither"]), (place, -len(name))
-                        )
-        start = stop
-    return min(places, key=lambda whose: (places[whose], whose != "passage"))
-
-
-def bare(text):
-    signs = str.maketrans("–—", "  ", string.punctuation + "‘’“”")
-    return [x for x in text.translate(signs).split() if x.lower() not in ("a", "an", "the")]
-
-
-def alike(words, name):
-    short = len(name) == 1 and len(name[0]) <= 2 and not name[0].islower()
-    return words == name if short else [x.lower() for x in words] == [x.lower() for x in name]
+    answer = line["prediction"].strip().split("\n")[0]
+    return answers.source_of(answer, line["references"], line.get("memory") or [])
 
 
 def letters(line):
