@@ -21,7 +21,7 @@ from decore import DeCoRe, Greedy, Masked
 from model import Transformer
 from paper import runfile
 from paper.known import choose_rows
-from paper.tasks import Task, data, prompts
+from paper.tasks import Task, answers, data, prompts
 from runtime import files
 from runtime.checks import amateur_of
 from runtime.errors import InputError
@@ -235,9 +235,6 @@ def texts_of(batch, bench, methods, reader, tokenizer, on_part):
         tokens[b] += n
         on_part(n / limit)
 
-    certainties = [{}] * len(batch)
-    if bench.task.closed_book:
-        certainties = memory_log_ps(batch, reader)
     of_methods = side_by_side(
         reader,
         [e.prompt for e in batch],
@@ -247,22 +244,48 @@ def texts_of(batch, bench, methods, reader, tokenizer, on_part):
         eos_ids=tokenizer.eos_ids,
         on_token=on_token,
     )
+    certainties = [[{}] * len(batch)] * len(methods)
+    if bench.task.closed_book:
+        certainties = memory_log_ps(batch, bench.items, of_methods, reader, tokenizer)
     return [
-        [fields_of_text(g, tokenizer) | certainty for g, certainty in zip(texts, certainties)]
-        for texts in of_methods
+        [fields_of_text(g, tokenizer) | certainty for g, certainty in zip(*of_method)]
+        for of_method in zip(of_methods, certainties)
     ]
 
 
-def memory_log_ps(batch, reader):
-    """For each item of a closed-book run the log-probability that the model gives to `memory`, of
-    its most probable spelling, as a field of its line; nothing without `memory`."""
-    having = [e for e in batch if e.answers]
-    fields = {}
+def memory_log_ps(batch, items, of_methods, reader, tokenizer):
+    """For each method and item of closed-book runs the log-probability that the model gives to
+    `memory`, as a field of its line; nothing without `memory`. The most probable wording counts: of
+    those in the data and, if the method's answer gives the memorised one, of its text up to there.
+
+    of_methods: for each method the `Generation` of each item."""
+    fields = [[{} for _ in batch] for _ in of_methods]
+    having = [b for b, e in enumerate(batch) if e.answers]
     if having:
-        lists = [e.prompt for e in having], [e.answers for e in having]
-        [(sums, _)] = scoring.loglikelihoods(reader, *lists, [Greedy()])
-        fields = {e.index: {"memory_log_p": round(max(x), 6)} for e, x in zip(having, sums)}
-    return [fields.get(e.index, {}) for e in batch]
+        wordings = []
+        for b in having:
+            listed, memory = batch[b].answers, items[batch[b].index]["memory"]
+            own = [ids_that_give(memory, texts[b].ids, tokenizer) for texts in of_methods]
+            wordings.append([*listed, *(ids or listed[0] for ids in own)])
+        prompts = [batch[b].prompt for b in having]
+        [(sums, _)] = scoring.loglikelihoods(reader, prompts, wordings, [Greedy()])
+        for b, log_ps in zip(having, sums):
+            listed = log_ps[: len(batch[b].answers)]
+            for of_method, own in zip(fields, log_ps[len(listed) :]):
+                of_method[b] = {"memory_log_p": round(max(*listed, own), 6)}
+    return fields
+
+
+def ids_that_give(memory, ids, tokenizer):
+    """The ids of an answer up to the end of the memorised one; [] if it gives another or none."""
+    stop = len(ids)
+    while stop and gives(memory, tokenizer.decode(ids[:stop])):
+        stop -= 1
+    return ids[: stop + 1] if stop < len(ids) else []
+
+
+def gives(memory, text):
+    return answers.source_of(answers.first_line(text), [], memory) == "memory"
 
 
 def method_for(run, batch, readers):

@@ -66,6 +66,11 @@ def plain(text):
     return "".join(str(unicodedata.decimal(c, c)) for c in kept)
 
 
+def first_line(text):
+    """The first line that is not empty, as a plain text."""
+    return plain(text).strip().split("\n")[0]
+
+
 @lru_cache(4096)
 def name_words(text, titles=False):
     """The words of a text, without English articles (all words, if nothing else is there).

@@ -228,7 +228,28 @@ def load_items(task, data):
     if len(items) == task.n:
         verdict = ", as in the paper"
     print(f"{task.name}: {len(items):,} items of {names}{verdict}", file=sys.stderr)
+    if task.own:
+        name_lists(items)
     return items, list(files.values())
+
+
+def name_lists(items):
+    """Print the first cell that looks like a list of answers but is one answer, if a tenth of the
+    rows have one."""
+    for name, column in ("references", "answers"), ("memory", "memory"):
+        cells = {}
+        for row, item in enumerate(items, 1):
+            texts = item.get(name, [])
+            if len(texts) == 1 and re.search("[;|]", texts[0]):
+                cells[row] = texts[0]
+        if 10 * len(cells) > len(items):
+            row, text = next(iter(cells.items()))
+            parts = json.dumps(re.split(r"\s*[;|]\s*", text), ensure_ascii=False)
+            print(
+                f"{len(cells)} of {len(items)} rows have one answer with ; or | in {column}, such "
+                f"as row {row}, {text!r}; several answers are a JSON list: {parts}",
+                file=sys.stderr,
+            )
 
 
 def item_with_id(task, entry):

@@ -89,7 +89,7 @@ def short_answer(line):
 def own_answer(line):
     """The first line that is not empty counts. With `memory`, also whether its first sentence gives
     the passage's answer, the memorised one, neither, or the line is blank: one of them is 1."""
-    answer = answers.plain(field(line, "prediction")).strip().split("\n")[0]
+    answer = answers.first_line(field(line, "prediction"))
     references = texts(line, "references")
     values = {
         "exact_match": float(any(answers.same(answer, x) for x in references)),

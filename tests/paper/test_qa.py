@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 import pyarrow
@@ -19,7 +20,7 @@ import evaluate
 from decoders.scoring import score
 from decore import Greedy
 from model import Transformer
-from paper import fetch
+from paper import benchmark, fetch
 from paper.report import figures, results, stored
 from paper.tasks import TASKS, answers, data, metrics, prompts, with_prompt
 from tests.checkpoints import write_lines
@@ -263,6 +264,20 @@ def test_demonstrations_are_rows_like_the_data_and_come_from_demos_alone(tmp_pat
         "2",
     ]
     assert capsys.readouterr().err.endswith("qa: 2 demonstrations (file qa.csv)\n")
+
+
+@pytest.mark.parametrize("column", ["answers", "memory"])
+def test_cells_that_look_like_lists_are_named_with_the_form_of_a_list(tmp_path, capsys, column):
+    row = {"question": "?", "context": "", "answers": "Nice", "memory": "Paris"}
+    typed = row | {column: "Lyon; the city of Lyon"}
+    load(write_questions(tmp_path / "q.csv", [row] * 8 + [typed] * 2))
+    assert (
+        f"2 of 10 rows have one answer with ; or | in {column}, such as row 9, 'Lyon; the city of "
+        'Lyon\'; several answers are a JSON list: ["Lyon", "the city of Lyon"]\n'
+    ) in capsys.readouterr().err
+    load(write_questions(tmp_path / "q.csv", [row] * 9 + [typed]))
+    load(write_questions(tmp_path / "q.csv", [row | {column: ["Lyon;", "Lyon"]}]))
+    assert "JSON" not in capsys.readouterr().err
 
 
 # Metrics
@@ -545,6 +560,20 @@ def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_
         assert line["memory_log_p"] == pytest.approx(max(log_ps), abs=1e-5)  # rounded
     status, _, err = capitals("--method", "cad", "--closed-book")
     assert status == 2 and "cad is left out: its prompts have no context to leave out" in err
+
+
+def test_the_certainty_is_that_of_the_most_probable_wording_which_may_be_the_runs_own(chat_model):
+    model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
+    prompt, listed = tokenizer.encode("Who?"), tokenizer.encode(" Eric Blair, called Orwell")
+    texts = " Orwell, who was", " Eric", " Orwellian"
+    runs = [[SimpleNamespace(ids=tokenizer.encode(text, bos=False))] for text in texts]
+    batch = [prompts.Encoded(0, prompt, None, [listed], False)]
+    items = [{"memory": ["Orwell"]}]
+    values = benchmark.memory_log_ps(batch, items, runs, model, tokenizer)
+    own, long = score(model, prompt, [runs[0][0].ids[: len(" Orwell")], listed], Greedy())
+    assert own > long and [of_run[0]["memory_log_p"] for of_run in values] == pytest.approx(
+        [own, long, long], abs=1e-5
+    )
 
 
 def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_memory(

@@ -282,7 +282,7 @@ def rouge(line):
 
 
 def source(line):
-    answer = line["prediction"].strip().split("\n")[0]
+    answer = answers.first_line(line["prediction"])
     return answers.source_of(answer, line["references"], line.get("memory") or [])
 
 
