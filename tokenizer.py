@@ -18,6 +18,7 @@ from runtime.special import special_ids, tokens_of_class
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
 LONGEST = 10_000_000  # characters to encode, which takes 1.4 GB
 MARK = "\ue000"  # ends the content of a message that is continued; no text has this character
+REASONING = "reasoning_content", "thinking", "reasoning"  # the first that is there counts
 UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 
@@ -82,7 +83,7 @@ class Tokenizer:
         for key in template_args or ():
             if not self.template_reads(key):
                 raise InputError(f"{self.name}: the chat template has no argument {key!r}")
-        messages = [join_parts(message) for message in messages]
+        messages = [name_reasoning(join_parts(message)) for message in messages]
         roles = [message.get("role") for message in messages[:2]]
         if roles == ["system", "user"] and not self.has_system_turn:
             messages = join_system(messages)
@@ -176,7 +177,8 @@ class Tokenizer:
     @cached_property
     def has_system_turn(self):
         """Whether the chat template writes a system message. Gemma's, for example, rejects it."""
-        chat = [dict(role=role, content=f"the {role}'s text") for role in ("system", "user")]
+        # Long, as some templates write only a long one.
+        chat = [dict(role=role, content=f"the {role}'s text " * 99) for role in ("system", "user")]
         with suppress(ValueError):
             return not self.omits(chat, 0)
         with suppress(ValueError):
@@ -260,6 +262,14 @@ def join_parts(message):
                 '{"type": "text", "text": …}'
             )
     return message | {"content": "".join(part["text"] for part in parts)}
+
+
+def name_reasoning(message):
+    """The message with its reasoning under the names that templates read, as in transformers."""
+    for name in REASONING:
+        if message.get(name) is not None:
+            return {"thinking": message[name]} | message | {"reasoning_content": message[name]}
+    return message
 
 
 def shape_of(messages, template_args):

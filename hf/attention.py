@@ -113,14 +113,17 @@ def in_this_thread(hook):
 
 
 EAGER = {}  # thread → the configuration whose attention is eager there
-chosen = PreTrainedConfig._attn_implementation
 
 
-def implementation(config):
-    return "eager" if EAGER and EAGER.get(get_ident()) is config else chosen.fget(config)
+def with_eager(chosen):
+    """The property, which is "eager" for the configuration in EAGER. A closure, because a notebook
+    may load this module again: globals would then be those of the later property."""
+    return chosen.getter(
+        lambda c: "eager" if EAGER and EAGER.get(get_ident()) is c else chosen.fget(c)
+    )
 
 
-PreTrainedConfig._attn_implementation = chosen.getter(implementation)
+PreTrainedConfig._attn_implementation = with_eager(PreTrainedConfig._attn_implementation)
 
 
 @contextmanager
@@ -148,12 +151,14 @@ def output_of_heads(child, calls, inputs, result, heads):
 
 
 def separate_queries(attention, calls, shape, width):
-    """Whether a query projection has the heads side by side, and no norm mixes them or adds a bias
-    to zeros."""
+    """Whether a query projection has the heads side by side, no norm mixes them or adds a bias to
+    zeros, and no projection besides gives scores (Inkling's, of relative positions)."""
     projection = getattr(attention, "q_proj", None)
     if projection not in calls or calls[projection][2][0].shape != shape:
         return False
     for name, p in attention.named_parameters():
+        if name.startswith("r_proj"):
+            return False
         if name.startswith("q") and "norm" in name:
             if p.numel() > width or name.endswith("bias"):
                 return False

@@ -5,7 +5,13 @@ B prompts   R rows   P prompt keys   T new tokens   C keys   G key/value heads  
 import copy
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 class HFCache:
@@ -18,10 +24,7 @@ class HFCache:
         self.P = max(lengths)
         self.slots = 0
         self.kv = DynamicCache(config=model.hf.config)
-        self.kv.layers = [
-            DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
-            for layer in self.kv.layers
-        ]
+        self.kv.layers = [without_window(layer) for layer in self.kv.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.pad = (self.P - self.lengths)[:, None]  # [B, 1]
 
@@ -96,6 +99,15 @@ class HFCache:
         new.lengths = self.lengths[texts]
         new.pad = self.pad[texts]
         return new
+
+
+def without_window(layer):
+    """The layer of a new cache; one of its kind that keeps all keys, if it has a window."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return DynamicLayer()
+    if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        return LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+    return layer
 
 
 def tensors_in(kv):

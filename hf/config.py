@@ -21,18 +21,20 @@ def read_config(folder):
 
 
 def describe(c):
-    """The facts of a configuration of transformers that `HFModel.config` holds."""
+    """The facts of a configuration of transformers that `HFModel.config` holds. n_heads: of
+    the layer with most, as in per_layer_config."""
     c = c.get_text_config(decoder=True)
+    layers = c.per_layer_config if getattr(c, "is_heterogeneous", False) else [c]
     length = getattr(c, "max_position_embeddings", None) or getattr(c, "max_seq_len", None)
     scaling = getattr(c, "rope_parameters", None)
     return SimpleNamespace(
         model_type=c.model_type,
         n_layers=c.num_hidden_layers,
-        n_heads=c.num_attention_heads,
+        n_heads=max(layer.num_attention_heads for layer in layers),
         d_model=c.hidden_size,
         vocab_size=c.vocab_size,
         max_positions=stretched(length or 2**31, scaling),
-        tied_embeddings=c.tie_word_embeddings,
+        tied_embeddings=getattr(c, "tie_word_embeddings", False),
     )
 
 

@@ -33,7 +33,7 @@ from hf.attention import (
 )
 from hf.cache import HFCache
 from hf.config import describe, naming, read_config
-from hf.positions import position_problem
+from hf.positions import forget_lengths, position_problem, warn_of_casts
 from runtime.checkpoint import Checkpoint
 from runtime.checks import check_head_mask
 from runtime.config import default_dtype, find_dtype
@@ -72,6 +72,7 @@ class HFModel(nn.Module):
         self.pad_ids = self.eos_ids if padding is None else (padding,)
         self.arguments = (*inspect.signature(hf.forward).parameters,)
         with naming(f"{self.name} ({c.model_type})"):
+            warn_of_casts(hf, self.name)
             self.config = describe(c)
             head = hf.get_output_embeddings()
             self.config.tied_embeddings = hf.get_input_embeddings().weight is head.weight
@@ -184,6 +185,7 @@ class HFModel(nn.Module):
         """A pass of transformers over R·B texts, with a gradient if the head mask requires one. Its
         changes of the model are undone afterwards."""
         has_gradient = head_mask is not None and head_mask.requires_grad
+        forget_lengths(self.hf)
         with ExitStack() as changes:
             changes.enter_context(torch.set_grad_enabled(has_gradient))
             if output_attentions:

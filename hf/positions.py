@@ -1,7 +1,10 @@
-"""Rotary positions whose scale depends on a text's length. Needs no other module:
-integrations/hub.py publishes a copy of this file."""
+"""Rotary positions whose scale depends on a text's length, or that a cast has rounded. Needs torch
+alone: integrations/hub.py publishes a copy of this file."""
 
 import math
+import warnings
+
+import torch
 
 
 def position_problem(config, first, last, name):
@@ -22,6 +25,30 @@ def position_problem(config, first, last, name):
         f"{subject}; this prompt with its answer passes that: shorten one of them "
         "(max_new_tokens counts as a whole)"
     )
+
+
+def forget_lengths(model):
+    """Scale the next pass by its own length. In transformers, positions that are scaled by each
+    token keep the scale of a longer text before, also at exactly the limit."""
+    if length_scaling(model.config.get_text_config(decoder=True))[1]:
+        for module in model.modules():
+            for name in vars(module).keys():
+                if name.endswith("max_seq_len_cached"):
+                    setattr(module, name, 0)
+
+
+def warn_of_casts(model, name):
+    """Warn if the rotary frequencies have been rounded, as `model.bfloat16()` does."""
+    for dtype in torch.bfloat16, torch.float16:
+        for buffer, x in model.named_buffers():
+            if buffer.endswith("inv_freq") and len(x) > 1 and torch.equal(x, x.to(dtype).to(x)):
+                warnings.warn(
+                    f"{name}: a cast has rounded the rotary frequencies to {dtype}, so that texts "
+                    "of thousands of tokens get other positions; load the model again, with "
+                    f"dtype={dtype}",
+                    stacklevel=3,
+                )
+                return
 
 
 def length_scaling(config):

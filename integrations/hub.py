@@ -51,7 +51,13 @@ the scores are (1 + α) log p − α log p_masked, with α the entropy of p.
 transformers 5.23 and 5.24; causal language models, also quantized ones. Heads of other models:
 `heads="18-6,23-2"`, or the path of a head file. Greedy search and sampling, with all options of
 `generate` but beams, assistants, static caches and chunks of a prompt. What cannot be decoded
-rightly is refused in a line, before the first token.
+rightly is refused in a line, before the first token: for example, texts that pass the limit of
+LongRoPE, where `generate` alone drops its cache and reads the text again.
+
+`stop_strings` of `generate` also match a text that begins in the prompt, such as the line break at
+its end; the stop texts of this project's programs match only new text. After a cast of the loaded
+model (`model.bfloat16()`), a warning says that its rotary frequencies are rounded: load it with
+`dtype=`.
 
 ## Additional arguments
 

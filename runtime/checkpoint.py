@@ -136,10 +136,18 @@ class Checkpoint:
         return files
 
     def check_layers(self):
-        """InputError if config.json has more layers than the files of weights.
+        """InputError if config.json has more layers than the files of weights, or does not say that
+        these are quantized.
 
         Such a model would take minutes to build before its first missing tensor is found."""
         config = self.read("config.json")
+        quantization = self.read("hf_quant_config.json").get("quantization") or {}
+        if quantization.get("quant_algo") and not config.get("quantization_config"):
+            raise InputError(
+                f"{self.folder}: hf_quant_config.json says that the weights are "
+                f"{quantization['quant_algo']}, which config.json does not; take those that are "
+                "not quantized"
+            )
         text_config = config.get("text_config")
         if isinstance(text_config, dict):
             config = text_config

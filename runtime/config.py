@@ -56,6 +56,7 @@ def read_fields(c):
     supported(c, "mlp_bias", [False])
     supported(c, "is_causal", [True])
     supported(c, "quantization_config", [None, {}])
+    supported(c, "per_layer_config", [None, {}])
     d_model = need("hidden_size", COUNT)
     n_heads = need("num_attention_heads", COUNT)
     n_kv_heads = need("num_key_value_heads", COUNT, null=n_heads)

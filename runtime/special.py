@@ -25,6 +25,8 @@ MISTRAL_WORDS = "|".join(
     ]
 )
 GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Their folders have the tokenizer's class of the model type, whatever tokenizer_config.json says.
+OWN_CLASS = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp")
 NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
@@ -62,7 +64,8 @@ def tokens_of_class(checkpoint):
     those of the tokenizer's class, if it is not the general one."""
     settings = checkpoint.settings
     model_type = checkpoint.read("config.json").get("model_type")
-    if settings.get("tokenizer_class", model_type) in (None, *GENERAL_CLASSES):
+    is_general = settings.get("tokenizer_class", model_type) in (None, *GENERAL_CLASSES)
+    if is_general and model_type not in OWN_CLASS:
         return []
     return [name for name in NAMED if name not in settings]
 
@@ -189,9 +192,17 @@ def add_tokens(core, checkpoint):
             if core.token_to_id(text) is not None:
                 core.add_special_tokens([text])
             elif text not in named:  # a template that writes a named one is refused
+                path = file_of(text, checkpoint)
                 raise InputError(f"{text!r} is special, but has no id")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot read the added tokens: {one_line(error)}") from None
+
+
+def file_of(text, checkpoint):
+    """The file that lists a special token."""
+    files = "tokenizer_config.json", "special_tokens_map.json"
+    lists = (file for file in files if text in extra_tokens(checkpoint.read(file)))
+    return checkpoint.folder / next(lists)
 
 
 def extra_tokens(settings):

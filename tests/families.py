@@ -37,6 +37,27 @@ LATENT = dict(
     qk_head_dim=12,
     head_dim=4,
 )
+LAYERS = dict(  # a layer with heads of another number
+    per_layer_config={0: dict(num_attention_heads=2, num_key_value_heads=2, head_dim=12)},
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+    sliding_window=6,
+    mlp_layer_types=["dense", "sparse", "sparse"],
+    use_dsa=False,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+)
+SHORT = dict(  # no tie_word_embeddings
+    layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=8,
+    head_dim=8,
+    d_rel=4,
+    rel_extent=16,
+    sliding_window_size=6,
+    n_shared_experts=1,
+)
 MIXED = dict(
     layer_types=["linear_attention", "full_attention", "full_attention"],
     head_dim=8,
@@ -93,10 +114,13 @@ FAMILIES = {
     "qwen3_next": MIXED | EXPERTS,
     "bert": dict(is_decoder=True),
     "bloom": {},
+    "dots3_note_text": LATENT | EXPERTS | LAYERS,
+    "inkling_text": EXPERTS | SHORT,
     "lfm2": dict(layer_types=["conv", "full_attention", "full_attention"]),
 }
 # Their query projection cannot be masked head by head.
-NO_QUERY = "bert bloom phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next".split()
+NO_QUERY = """bert bloom phi3 olmo2 olmo3 gpt2 gpt_neox falcon mpt deepseek_v3 qwen3_next
+    dots3_note_text inkling_text""".split()
 
 
 def random_model(family, **changes):

@@ -37,7 +37,7 @@ from hf.attention import (
     masked_heads,
     without_training,
 )
-from hf.positions import position_problem
+from hf.positions import position_problem, warn_of_casts
 
 METHODS = {  # the options that have an effect
     "decore-entropy": ("alpha_rule", "alpha_cap", "scale_alpha"),
@@ -99,6 +99,7 @@ def generate(
         arguments["use_cache"] = True
     config = parse_arguments(model, arguments)
     model = without_training(model)
+    warn_of_casts(model, type(model).__name__)
     attentions = find_attentions(model)
     n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     n_heads = max(a.heads for a in attentions.values())

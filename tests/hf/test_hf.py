@@ -2,6 +2,7 @@
 copies of a model whose output projections have zeros for the masked heads."""
 
 import copy
+import importlib
 import json
 import math
 import sys
@@ -28,7 +29,7 @@ from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from hf import HFModel, describe, read_config  # noqa: E402
+from hf import HFModel, attention, describe, read_config  # noqa: E402
 from tests import families  # noqa: E402
 from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
 
@@ -50,7 +51,7 @@ BASELINES = [
 ]
 N = dict(max_new_tokens=6, eos_ids=())
 FEW = dict(max_new_tokens=3, eos_ids=())
-RECURRENT = ["falcon_h1", "qwen3_next", "lfm2"]  # their layers keep a state
+RECURRENT = ["falcon_h1", "qwen3_next", "lfm2", "inkling_text"]  # their layers keep a state
 
 
 @pytest.fixture(scope="module", params=["llama3.1", "mistral-window", "qwen2-window", "qwen3"])
@@ -417,6 +418,15 @@ def test_scoring_copies_the_keys_of_the_prompt_that_it_scores_alone(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda *_: 1 / 0)
     together = score(model, PROMPTS, [[[3, 4]]] * 3, DeCoRe(HEADS))
     assert sum(together, []) == pytest.approx(expected, abs=1e-4)
+
+
+def test_models_decode_as_before_after_a_notebook_loads_the_hooks_again():
+    hf = random_model("llama")
+    expected = generate(HFModel(hf), PROMPTS, DeCoRe(HEADS), **N)
+    for _ in range(2):
+        importlib.reload(attention)
+    assert hf.config._attn_implementation == "sdpa"
+    assert_equal(generate(HFModel(hf), PROMPTS, DeCoRe(HEADS), **N), expected)
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was():

@@ -109,6 +109,34 @@ def test_texts_on_both_sides_of_the_limit_are_refused_before_the_first_token(
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("n", [16, 20])  # the limit, and beyond
+def test_a_text_read_at_once_does_not_have_the_scale_of_a_longer_one_before(n):
+    ids = torch.tensor([random_ids(n, seed=5)])
+    model = HFModel(dynamic())
+    expected = dynamic()(ids).logits
+    model.hf(torch.tensor([BEYOND[0]]))
+    torch.testing.assert_close(model(ids), expected)
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "bfloat16 float"])
+def test_rotary_frequencies_that_a_cast_has_rounded_are_named(cast, recwarn):
+    hf = random_model("llama")
+    for name in cast.split():
+        hf = getattr(hf, name)()
+    HFModel(hf)
+    decode_inside(hf, BELOW)
+    words = "a cast has rounded the rotary frequencies to torch."
+    assert [words in str(w.message) for w in recwarn] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_loading_in_a_dtype_does_not_round_them(dtype, tmp_path, recwarn):
+    random_model("llama").save_pretrained(tmp_path)
+    model = HFModel.load(tmp_path, dtype=dtype)
+    decode_inside(model.hf, BELOW)
+    assert model.dtype == getattr(torch, dtype) and not recwarn
+
+
 @pytest.mark.parametrize("total, fits", [(16, True), (17, False)])
 def test_the_last_token_is_not_read(total, fits):
     config = transformers.LlamaConfig(rope_parameters=LONGROPE, hidden_size=32)

@@ -45,6 +45,7 @@ def load_theirs(folder):
         (dict(is_causal=False), "is_causal is false; it must be true"),
         (dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
         (dict(quantization_config=dict(bits=4)), 'quantization_config is {"bits": 4};'),
+        (dict(per_layer_config={"1": {}}), 'per_layer_config is {"1": {}}; it must be'),
         (dict(rms_norm_eps=math.nan), "rms_norm_eps is NaN; it must be a positive number"),
         (dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole"),
         (dict(vocab_size=...), "vocab_size is missing (found: "),
@@ -232,6 +233,19 @@ def test_more_layers_than_the_files_hold_are_refused_before_they_are_built(n, lo
         ValueError, match=f"config.json has {n} layers, the safetensors files have 3;"
     ):
         load(folder)
+
+
+@pytest.mark.parametrize("load", [Transformer.load, HFModel.load])
+def test_quantization_that_only_another_file_than_config_json_describes_is_named(load, tmp_path):
+    folder = write_checkpoint(tmp_path)
+    path = folder / "hf_quant_config.json"
+    for algorithm in None, "FP8":
+        path.write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        if algorithm:
+            with pytest.raises(ValueError, match="hf_quant_config.json says that .* are FP8, "):
+                load(folder)
+        else:
+            load(folder)
 
 
 def write_index(folder, weight_map):
