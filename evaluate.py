@@ -14,7 +14,8 @@ when the command is started again. Under torchrun the ranks share the examples; 
 share one model.
 
 In this file: from the command line to the runs. paper/options.py parses it, paper/plan.py finds the
-paper's rows, paper/benchmark.py decodes runs, paper/runfile.py writes their files."""
+paper's rows, paper/benchmark.py makes their prompts, paper/running.py decodes them,
+paper/runfile.py writes their files. What needs tensors is imported where runs begin."""
 
 import itertools
 import json
@@ -22,12 +23,11 @@ import sys
 from pathlib import Path
 
 import cli
-from paper import fetch, judges, options, plan, questions, report, rescore, scores, unpack
-from paper.benchmark import Run, load_benchmark, run_benchmark
+from paper import fetch, judges, options, plan, report, rescore, scores, unpack
+from paper.benchmark import load_benchmark
 from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
 from runtime.errors import InputError
-from runtime.parallel import Ranks
 
 
 def main():
@@ -97,10 +97,14 @@ def sweep(how, wanted, lenient=False):
 
     how: `options.RunOptions`. lenient: leave out runs that do not fit the model, in place of an
     InputError."""
+    from cli import models
+    from paper.running import run_benchmark
+    from runtime.parallel import Ranks
+
     ranks = Ranks(how.tp, how.device)
-    checkpoint, tokenizer, of_amateur = cli.read_models(how)
+    checkpoint, tokenizer, of_amateur = models.read_models(how)
     fitting = fitting_runs(how, wanted, checkpoint, of_amateur, lenient)
-    model, amateur = cli.load_models(checkpoint, of_amateur, how, ranks.shard)
+    model, amateur = models.load_models(checkpoint, of_amateur, how, ranks.shard)
     runs = make_runs(how, fitting, model, amateur, ranks)
     ranks.share(lambda: check_files(runs))
     say_heads(runs, how)
@@ -119,6 +123,8 @@ def sweep(how, wanted, lenient=False):
 
 def make_runs(how, fitting, model, amateur, ranks):
     """The `Run` of each result of `fitting_runs`."""
+    from paper.running import Run
+
     checkpoints = [reader and reader.checkpoint for reader in (model, amateur)]
     fingerprints = ranks.share(lambda: [c and c.fingerprint for c in checkpoints])
     runs = []
@@ -133,6 +139,8 @@ def make_runs(how, fitting, model, amateur, ranks):
 
 def say_heads(runs, how):
     """Print what ranks the heads of runs, and which of their questions did."""
+    from paper import questions
+
     cli.say_measures([run.setup for run in runs], how)
     by_effect = [run for run in runs if run.setup.head_file and run.setup.measure == "effect"]
     measured = {(run.bench.task, run.setup.head_file): run.bench for run in by_effect}

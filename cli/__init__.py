@@ -1,15 +1,7 @@
-"""What the programs share: the way into each of them, their options, and loading models."""
+"""What the programs share: the way into each of them, and their options; models.py loads models."""
 # ruff: noqa: F401
 
 from cli.entry import explain, run_program
-from cli.models import (
-    benchmark_template_args,
-    limit_threads,
-    load_model,
-    load_models,
-    read_model,
-    read_models,
-)
 from cli.options import (
     MINIATURE,
     add_decoder,

@@ -14,6 +14,7 @@ from statistics import fmean
 
 import cli
 import decore
+from cli import models
 from cli.page import check_writable, write_page
 from cli.printing import Texts, sources_below
 from cli.prompts import (
@@ -35,7 +36,7 @@ from decoders.setup import METHODS, Setup, short
 from decoders.sweep import PromptsReadOnce
 from heads.sources import find_sources
 from runtime.errors import InputError
-from runtime.parallel import rank_and_size
+from runtime.ranks import rank_and_size
 
 COMPARED = ("greedy", "masked")
 HIGH = 2.5  # a mean α, in nats: docs/choosing.md says which stored answers have a higher one
@@ -55,11 +56,11 @@ def main():
     What can be known without weights is checked before they are read."""
     args = make_parser().parse_args()
     chosen = choose_methods(args)
-    facts, tokenizer, amateur_facts = cli.read_models(args)
+    facts, tokenizer, amateur_facts = models.read_models(args)
     job = None
     if rank_and_size()[0] == 0:  # it has standard input
         job = prepare(args, chosen, facts, tokenizer, amateur_facts)
-    model, amateur = cli.load_models(facts, amateur_facts, args)
+    model, amateur = models.load_models(facts, amateur_facts, args)
     prompts, setups = model.shard.broadcast(job)
     if len(setups) > 1 and len(prompts) <= args.batch_size:  # more batches need more memory
         model = PromptsReadOnce(model)

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
+from cli import models
 from heads import find_heads
 from heads.ablation import ablate_batch, heads_to_mask, table
 from heads.detect import REMEDY, mean_scores, run_all, run_batch, stored_facts, summary
@@ -143,7 +144,7 @@ def make_facts(args, model, needles, texts):
         cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
     template_args = None
     if chat:
-        template_args = cli.benchmark_template_args(model.tokenizer, args.template_args) or {}
+        template_args = models.benchmark_template_args(model.tokenizer, args.template_args) or {}
     else:
         cli.refuse_unused(args, {"template_args": "on plain text"})
     libraries = "torch", "tokenizers", "rouge-score", *["transformers"] * args.transformers
@@ -223,7 +224,7 @@ def main():
     runs = runs_file(args)
     needles = read_needles(args.needles)
     texts = read_haystack(args.haystack)
-    checkpoint = cli.read_model(args.model, args)
+    checkpoint = models.read_model(args.model, args)
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
@@ -237,8 +238,8 @@ def main():
     else:
         cli.refuse_unused(args, {"heads": "without --masked"})
     prompts = make_prompts(facts, needles, texts, tokenizer)
-    model = cli.load_model(checkpoint.checkpoint, args)
-    cli.limit_threads(model)
+    model = models.load_model(checkpoint.checkpoint, args)
+    models.limit_threads(model)
     facts |= {
         "fingerprint": model.checkpoint.fingerprint,
         "device": model.device.type,

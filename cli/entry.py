@@ -10,8 +10,8 @@ from pathlib import Path
 
 from decoders.setup import flag
 from heads.reader import HeadFileError
-from runtime import parallel
 from runtime.errors import ArgumentError, InputError, one_line, out_of_memory
+from runtime.ranks import rank_and_size
 
 
 def run_program(main):
@@ -22,7 +22,7 @@ def run_program(main):
     Another rank prints its error after ten seconds: if rank 0 has failed too, torchrun has ended
     that rank by then."""
     program = Path(sys.argv[0]).name
-    rank = 0
+    rank, size = 0, 1
     with open(os.devnull, "r+") as nowhere:
         # A stream that the shell has closed is None.
         sys.stdin = sys.stdin or nowhere
@@ -31,11 +31,12 @@ def run_program(main):
             f"{program}: warning: {message}", file=sys.stderr
         )
         try:
-            rank, _ = parallel.rank_and_size()
+            rank, size = rank_and_size()
             out, err = (stdout, stderr) if rank == 0 else (nowhere, nowhere)
             with redirect_stdout(out), redirect_stderr(err):
                 main()
-                parallel.leave()
+                if size > 1 and group():
+                    group().destroy_process_group()
                 sys.stdout.flush()
             return 0
         except BrokenPipeError:  # the reader, such as `head`, has ended
@@ -56,9 +57,16 @@ def run_program(main):
             time.sleep(10)
             program += f": rank {rank}"
         print(f"{program}: error: {message}", file=stderr, flush=True)
-    if parallel.dist.is_initialized():
+    if size > 1 and group():
         os._exit(2)  # the threads of a broken group may abort a normal exit
     return 2
+
+
+def group():
+    """torch.distributed if this rank has joined the others; else None."""
+    from torch import distributed  # programs without ranks start without torch
+
+    return distributed if distributed.is_initialized() else None
 
 
 def printable(stream):

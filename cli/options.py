@@ -27,7 +27,6 @@ from decoders.setup import (
     is_ours,
     settings_of,
 )
-from decore import DeCoRe, Greedy
 from heads import find_heads, similar_models
 from runtime.errors import InputError
 from runtime.files import json_bytes
@@ -200,6 +199,8 @@ def parsing(name, option, single):
 def add_decoder(text):
     """Add the decoder that "FILE.py:CLASS" names to METHODS, under the name of its class in small
     letters → this name."""
+    from decore import DeCoRe, Greedy  # imports torch
+
     file, _, name = text.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise InputError(f"--decoder {text}: give FILE.py:CLASS, a file and a class in it")

@@ -40,7 +40,8 @@ from runtime.config import default_dtype, find_dtype
 from runtime.errors import InputError
 from runtime.files import checkpoint_name
 from runtime.pack import pack
-from runtime.parallel import Shard, rank_and_size
+from runtime.parallel import Shard
+from runtime.ranks import rank_and_size
 from runtime.special import end_ids, special_ids
 from runtime.weights import WRAPPERS, check_tensor_names
 

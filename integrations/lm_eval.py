@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cli
+from cli import models
 from decoders.setup import METHODS, short
 from runtime.errors import InputError, hub_reason, offline_if_unreachable, one_line
 
@@ -46,12 +47,12 @@ def main():
             )
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise InputError("--template-args has no effect without --apply_chat_template")
-    checkpoint, tokenizer, of_amateur = cli.read_models(args)
+    checkpoint, tokenizer, of_amateur = models.read_models(args)
     [setup] = cli.setups(args, [name])
     setup = cli.fit(setup, args, checkpoint, of_amateur)
     setup.record(of_amateur).check(checkpoint)
-    model, amateur = cli.load_models(checkpoint, of_amateur, args)
-    template_args = cli.benchmark_template_args(tokenizer, args.template_args)
+    model, amateur = models.load_models(checkpoint, of_amateur, args)
+    template_args = models.benchmark_template_args(tokenizer, args.template_args)
     renormalise = args.renormalise is None  # --no-renormalise is the only value
     method = setup.record(amateur)
     run.model = HarnessModel(model, tokenizer, method, args.batch_size, renormalise, template_args)

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from pathlib import Path
 
-import cli
 from decoders.setup import METHODS, OPTIONS, Setup
 from heads import head_file
-from model import LEAST_PREFIX
 from paper.benchmark import in_batches, load_benchmark
 from paper.printed import TASKS, cells, headline, table
 from paper.report.stored import ITI
@@ -145,9 +143,11 @@ def show(runs, how, as_json=False):
     """Print the runs and what they lack, with the commands that get it.
 
     how: `options.RunOptions`. as_json: a JSON line for each run."""
+    from cli import models  # imports torch
+
     model = None
     try:
-        model = cli.read_model(how.model, how)
+        model = models.read_model(how.model, how)
     except (OSError, ValueError) as error:
         print(f"prompt tokens are not counted: {error}", file=sys.stderr)
     by_task = defaultdict(list)
@@ -250,6 +250,8 @@ def prompt_tokens(encoded, batch_size):
     """(prompt tokens, those that are read if the common prefix of a batch is read once).
 
     encoded: the items of a task as ids."""
+    from model import LEAST_PREFIX  # imports torch
+
     total = read = sum(len(item.prompt) for item in encoded)
     for batch in in_batches(encoded, batch_size):
         shared = len(commonprefix([item.prompt for item in batch]))

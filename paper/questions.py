@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import cli
+from cli import models
 from heads.measures import effects
 from heads.reader import plain_name, read_head_file
 from paper import options
@@ -75,11 +76,11 @@ def chosen_task(args):
 def main():
     args = parse_args(cli.parser(__doc__, prog="python -m heads.detect"))
     task = chosen_task(args)
-    checkpoint = cli.read_model(args.model, args)
+    checkpoint = models.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
     bench, texts = read_texts(task, args, checkpoint)
-    model = cli.load_model(checkpoint.checkpoint, args)
-    cli.limit_threads(model)
+    model = models.load_model(checkpoint.checkpoint, args)
+    models.limit_threads(model)
     start = time.perf_counter()
     totals = 0
     size = args.batch_size or 8

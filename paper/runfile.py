@@ -21,8 +21,6 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from decoders.setup import METHODS, SETTINGS, Setup
 from paper.tasks import data
 from runtime.errors import InputError
@@ -64,8 +62,11 @@ def make_header(bench, setup, how, model, fingerprints, more):
 
     setup: fitted to the model. how: `options.RunOptions`. fingerprints: of the model and its
     amateur. more: further fields."""
-    is_cuda = model.device.type == "cuda"
-    device = torch.cuda.get_device_name(model.device) if is_cuda else platform.machine()
+    device = platform.machine()
+    if model.device.type == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_name(model.device)
     own = {}
     if file := METHODS[setup.method].file:
         own["decoder"] = data.file_record(file)

@@ -13,8 +13,6 @@ import datetime
 from os.path import commonprefix
 from typing import NamedTuple
 
-from tokenizer import join_system
-
 LAYOUTS = ("chat", "user", "mistral", "plain")
 DAY = datetime.date(2024, 7, 26)  # "today" in chat templates: the default of Llama 3.1
 
@@ -50,7 +48,11 @@ def messages(task, item, demos, layout, with_context=True):
     chat.append({"role": "user", "content": front + last})
     if begin := item.get("begin"):
         chat.append({"role": "assistant", "content": begin})
-    return join_system(chat) if task.instruction and layout == "user" else chat
+    if not task.instruction or layout != "user":
+        return chat
+    from tokenizer import join_system  # imports torch
+
+    return join_system(chat)
 
 
 def plain_text(task, item, demos, with_context=True):

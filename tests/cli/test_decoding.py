@@ -9,7 +9,7 @@ import torch
 
 import cli
 from cli import decode as program
-from cli import prompts
+from cli import models, prompts
 from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
 from decoders.baselines import AD, CAD, CD, DoLa
@@ -515,9 +515,9 @@ def test_an_empty_answer_is_reported_and_min_new_tokens_prevents_it(call, object
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):
     chosen, model = [], Transformer.load(base[1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    cli.limit_threads(model)  # conftest sets OMP_NUM_THREADS
+    models.limit_threads(model)  # conftest sets OMP_NUM_THREADS
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cli.limit_threads(model)
+    models.limit_threads(model)
     model.register_buffer("packed", torch.empty(30_000_000, device="meta"))
-    cli.limit_threads(model)
+    models.limit_threads(model)
     assert chosen == [1]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import cli
-from cli import decode, reading
+from cli import decode, models, reading
 from tests.checkpoints import random_ids
 
 
@@ -29,9 +28,9 @@ def test_the_facts_of_a_model_are_known_before_its_weights_are_downloaded(
     names = dict(model="owner/tiny", amateur="owner/tiny")
     options = dict(device="cpu", dtype="auto", device_map=None, eos=None, transformers=transformers)
     args = Namespace(**names, **options)
-    checkpoint, tokenizer, amateur = cli.read_models(args)
+    checkpoint, tokenizer, amateur = models.read_models(args)
     assert downloads and "*.safetensors" not in sum(downloads, [])
-    model, _ = cli.load_models(checkpoint, amateur, args)
+    model, _ = models.load_models(checkpoint, amateur, args)
     assert "*.safetensors" in downloads[-1]
     assert checkpoint.name == amateur.name == model.name == "owner/tiny"
     assert tokenizer is checkpoint.tokenizer
@@ -59,7 +58,7 @@ def test_a_bar_moves_with_each_layer_while_a_long_prompt_is_read(
     chat_model, engine, monkeypatch, capsys
 ):
     options = dict(device="cpu", dtype="auto", device_map=None, transformers=engine != "own")
-    model = cli.load_model(chat_model, Namespace(**options))
+    model = models.load_model(chat_model, Namespace(**options))
     ids = torch.tensor([random_ids(1000, vocab_size=259)])
     monkeypatch.setattr("model.CHUNK", 400)  # three passes of three layers
 

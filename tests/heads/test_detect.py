@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import cli
 from cli import detect as program
+from cli import models
 from decore import DeCoRe, generate
 from heads import FOLDER, ablation, detect, load_heads, measures, needles
 from heads.sources import find_sources
@@ -316,7 +317,7 @@ def prepare(chat_model, monkeypatch):
         monkeypatch.setattr(sys, "argv", [*map(str, argv)])
         args = program.parse_args()
         items = needles.read_needles(args.needles)
-        checkpoint = cli.read_model(args.model, args)
+        checkpoint = models.read_model(args.model, args)
         facts = program.make_facts(args, checkpoint, items, BOOKS)
         return facts, needles.make_prompts(facts, items, BOOKS, checkpoint.tokenizer)
 

@@ -23,7 +23,7 @@ from heads import detect
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
-from runtime import pack, parallel
+from runtime import pack, ranks
 from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
 from tests.checkpoints import random_ids, random_weights, write_checkpoint
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_masked_or_read_is_refused_in_one_line(refuse, words, tmp
 
 
 def test_ranks_of_torchrun_do_not_share_a_model_of_transformers(tmp_path, monkeypatch):
-    for name in parallel.TORCHRUN:
+    for name in ranks.TORCHRUN:
         monkeypatch.setenv(name, "1" if name == "RANK" else "2")
     with pytest.raises(ValueError, match="ranks .* do not share a model.*device_map="):
         HFModel.load(tmp_path)

@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +23,12 @@ from decoders.setup import METHODS, Method
 from decore import DeCoRe, generate
 from hf import HFModel
 from model import Transformer
-from paper.benchmark import missing_batches
+from paper.running import missing_batches
 from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
 from runtime.checkpoint import Checkpoint
-from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
@@ -92,7 +94,7 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
     for length in (first, len(raw) // 2, len(raw) - 3):
         path.write_bytes(raw[:length])
         assert start(*arguments)[0] == 0 and content(path) == complete, length
-    monkeypatch.setattr("paper.benchmark.answers_of", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("paper.running.answers_of", Mock(side_effect=KeyboardInterrupt))
     assert start(*arguments)[0] == 0 and content(path) == complete  # no stored row is decoded again
     path.write_bytes(raw[:first])
     status, _, err = start(*arguments)
@@ -572,3 +574,20 @@ def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice
     n = 2 if name == "memotrap" else 5
     assert status == 0 and sum(moves) == pytest.approx(2 * n), err
     assert moves == pytest.approx([part] * round(2 * n / part) + [0])
+
+
+def test_help_mistakes_prompts_and_reports_need_no_tensors(data, tmp_path):
+    """torch takes two seconds to import."""
+    write_lines(tmp_path / "run.jsonl", [])
+    code = "import sys; sys.modules['torch'] = None; import cli, evaluate; "
+    code += "sys.argv[1:] = {}; sys.exit(cli.run_program(evaluate.main))"
+    for arguments, expected, words in (
+        (["--help"], 0, "usage: "),
+        (["--task", "nq"], 2, "unknown task 'nq'"),
+        ([*data["nq-closed"], "--dry-run"], 0, "how long 0"),
+        (["report", str(tmp_path)], 2, "run.jsonl: its first line has no header"),
+        (["paper", "--help"], 0, "--plan"),
+    ):
+        command = [sys.executable, "-c", code.format(arguments)]
+        out = subprocess.run(command, capture_output=True, text=True, cwd=cli.MINIATURE.parent)
+        assert (out.returncode, words in out.stdout + out.stderr) == (expected, True), out

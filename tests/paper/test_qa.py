@@ -20,7 +20,7 @@ import evaluate
 from decoders.scoring import score
 from decore import Greedy
 from model import Transformer
-from paper import benchmark, fetch
+from paper import fetch, running
 from paper.report import figures, results, stored
 from paper.tasks import TASKS, answers, data, metrics, prompts, with_prompt
 from tests.checkpoints import write_lines
@@ -569,7 +569,7 @@ def test_the_certainty_is_that_of_the_most_probable_wording_which_may_be_the_run
     runs = [[SimpleNamespace(ids=tokenizer.encode(text, bos=False))] for text in texts]
     batch = [prompts.Encoded(0, prompt, None, [listed], False)]
     items = [{"memory": ["Orwell"]}]
-    values = benchmark.memory_log_ps(batch, items, runs, model, tokenizer)
+    values = running.memory_log_ps(batch, items, runs, model, tokenizer)
     own, long = score(model, prompt, [runs[0][0].ids[: len(" Orwell")], listed], Greedy())
     assert own > long and [of_run[0]["memory_log_p"] for of_run in values] == pytest.approx(
         [own, long, long], abs=1e-5

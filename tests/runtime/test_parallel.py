@@ -23,7 +23,8 @@ from heads.detect import answer_batch
 from heads.measures import effects
 from model import Transformer
 from runtime.checkpoint import Checkpoint
-from runtime.parallel import TORCHRUN, Ranks, Shard, call, check_split, rank_device
+from runtime.parallel import Ranks, Shard, call, check_split, rank_device
+from runtime.ranks import TORCHRUN
 from runtime.weights import named_tensors
 from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
 from tests.core.test_gpu_on_cpu import (
