@@ -12,7 +12,7 @@ from runtime.words import UNSEPARATED
 
 SOURCES = ("passage", "memory", "neither", "blank")  # of answers to questions with `memory`
 NOWHERE = (math.inf, 0)
-SIGNS = str.maketrans("´ʻʼ⁄∶−‐", "'''/:--")  # that NFKC keeps apart
+SIGNS = str.maketrans("´ʻʼ’‘⁄∶−‐", "'''''/:--")  # that NFKC keeps apart
 LETTER = r"[^\W\d_]"
 
 # Numbers
@@ -23,9 +23,8 @@ COMMAS = re.compile(r"[1-9]\d{0,2}(,\d{2,3})*,\d{3}(\.\d+)?")
 POINTS = re.compile(r"[1-9]\d{0,2}((\.\d{3})+,\d+|(\.\d{3}){2,})")
 
 # "A" before a word is an article at the beginning, and may be one in a title; else it is a letter.
-ARTICLE = (
-    r"(?<![\w'-])(?:(?i:an|the)(?![\w'-])|a(?= \w)|(?<!\w )A(?= (?!(?:is|was|and|or)\b)[\da-z])"
-)
+ARTICLE = r"(?<!\w)(?<!\w['-])(?:(?i:an|the)(?![\w'-])|a(?= \w)"
+ARTICLE += r"|(?<!\w )A(?= (?!(?:is|was|and|or)\b)[\da-z])"
 ARTICLES = re.compile(ARTICLE + ")")
 ARTICLES_OF_TITLES = re.compile(ARTICLE + rf"|A(?= {LETTER}))")
 
@@ -42,9 +41,10 @@ STOP = re.compile(r"(?<=[^\s.!?])[.!?]['’”»\")\]*]*(?=\s|$)|[。।؟]")
 OPENING = r"\s*[“«\"'(\[*]*"
 ABBREVIATION = re.compile(
     rf"(?<!\w)(?:\d{{1,2}}|{LETTER}|(?:{LETTER}+\.)+{LETTER}+|[b-df-hj-np-tv-xz]+"
-    "|prof|gen|col|capt|rev|hon|gov|sen|rep|pres|mme|mlle|etc|approx|inc|co|corp|ave)$",
+    "|prof|gen|col|capt|rev|hon|gov|sen|rep|pres|mme|mlle|sra|dra|adm|maj|bros|etc|approx|inc|co|corp|ave)$",
     re.IGNORECASE,
 )
+ENUMERATOR = re.compile(rf"[\W_]*(?:\d{{1,2}}|{LETTER})")  # 1. The Hague
 BEGINNING = re.compile(  # of another sentence, also after an abbreviation
     OPENING + r"(?:A|An|The|He|She|It|This|That|These|Those|They|We|You|I|There|His|Her|Its|Their"
     r"|But|And|Or|If|As|In|On|At|For|From|So|However|When|While|After|Before|Because)\b|\s*$"
@@ -200,9 +200,11 @@ def sentence_end(text):
     """Where the first sentence of a plain text ends.
 
     A full stop after an abbreviation, an initial or a number of two digits ends it only in front of
-    a word such as "He"; any other one, unless a digit follows."""
+    a word such as "He"; any other one, unless a digit follows. "1." and "A." may begin it."""
     for stop in STOP.finditer(text):
         before, after = text[: stop.start()], text[stop.end() :]
+        if after.strip() and ENUMERATOR.fullmatch(before):
+            continue
         if stop[0][0] != "." or BEGINNING.match(after):
             return stop.end()
         if not ABBREVIATION.search(before) and not re.match(rf"{OPENING}\d", after):
