@@ -27,7 +27,6 @@ from runtime.checks import check_head_mask
 from runtime.config import default_dtype, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
-from runtime.special import special_ids
 from runtime.values import MASKS, check_name
 from runtime.weights import load_weights, stored_dtype, untie
 
@@ -253,7 +252,7 @@ class Transformer(nn.Module):
         model = cls(config, shard, "meta", dtype)
         model.name = checkpoint.name
         model.checkpoint = checkpoint
-        model.bos_id, model.eos_ids, model.pad_ids = special_ids(checkpoint)
+        model.bos_id, model.eos_ids, model.pad_ids = checkpoint.special_ids
         load_weights(model, checkpoint, device)
         model.frequencies = rope_frequencies(config).to(device)
         if device.type == "cpu":

@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from runtime.checkpoint import Checkpoint
 from runtime.errors import InputError, one_line
 from runtime.files import check_unicode, read_text
-from runtime.special import special_ids, tokens_of_class
+from runtime.special import tokens_of_class
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece vocabularies
 LONGEST = 10_000_000  # characters to encode, which takes 1.4 GB
@@ -40,7 +40,7 @@ class Tokenizer:
         self.hidden = {i for i, token in added if token.special}
         self.special = checkpoint.special_tokens
         self.of_class = tokens_of_class(checkpoint)
-        self.bos_id, own_eos_ids, _ = special_ids(checkpoint)
+        self.bos_id, own_eos_ids, _ = checkpoint.special_ids
         self.eos_ids = own_eos_ids if eos_ids is None else tuple(eos_ids)
         self.chat_template = read_chat_template(checkpoint)
         self.words = {*re.findall(r"\w+", self.chat_template)}

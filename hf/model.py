@@ -42,7 +42,7 @@ from runtime.files import checkpoint_name
 from runtime.pack import pack
 from runtime.parallel import Shard
 from runtime.ranks import rank_and_size
-from runtime.special import end_ids, special_ids
+from runtime.special import end_ids
 from runtime.weights import WRAPPERS, check_tensor_names
 
 
@@ -127,7 +127,7 @@ class HFModel(nn.Module):
         model = cls(
             hf, checkpoint.name, checkpoint, packs=not device_map and hf.device.type == "cpu"
         )
-        model.bos_id, model.eos_ids, model.pad_ids = special_ids(checkpoint)
+        model.bos_id, model.eos_ids, model.pad_ids = checkpoint.special_ids
         return model
 
     def forward(self, ids, cache=None, head_mask=None, mask_on="output", probabilities=None):

@@ -88,6 +88,11 @@ class Checkpoint:
         return special.read_special_tokens(self)
 
     @cached_property
+    def special_ids(self):
+        """(BOS id or None, end ids, ids of padding, which may be the end ids)."""
+        return special.read_special_ids(self)
+
+    @cached_property
     def tokenizer(self):
         """The tokenizer of tokenizer.json, with the tokens that only other files list."""
         return special.read_tokenizer(self)

@@ -30,8 +30,8 @@ OWN_CLASS = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp")
 NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
-def special_ids(checkpoint):
-    """(BOS id or None, end ids, ids of padding, which may be the end ids) of a checkpoint."""
+def read_special_ids(checkpoint):
+    """As `Checkpoint.special_ids`."""
     if not (checkpoint.folder / "tokenizer.json").exists():
         return None, read_eos_ids(checkpoint), ()
     core, tokens = checkpoint.tokenizer, checkpoint.special_tokens

@@ -22,7 +22,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Core
 
 from runtime.checkpoint import Checkpoint
-from runtime.special import MISTRAL_WORDS, special_ids
+from runtime.special import MISTRAL_WORDS
 from tests.checkpoints import write_tokenizer
 from tokenizer import Tokenizer
 
@@ -345,7 +345,7 @@ def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_con
 ):
     files = {"generation_config": generation, "config": config}
     tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
-    assert tokenizer.eos_ids == eos and special_ids(Checkpoint(tmp_path)) == (
+    assert tokenizer.eos_ids == eos and Checkpoint(tmp_path).special_ids == (
         tokenizer.bos_id,
         eos,
         eos,
@@ -387,7 +387,7 @@ def test_tokens_that_only_other_files_list_are_read_as_by_transformers(file, tmp
     assert ids == theirs(text).input_ids and {first + 1, first + 2} < {*ids}
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     ends = (first + 2,)
-    assert tokenizer.eos_ids == ends and special_ids(Checkpoint(tmp_path))[1:] == (
+    assert tokenizer.eos_ids == ends and Checkpoint(tmp_path).special_ids[1:] == (
         ends,
         (first + 1,),
     )
