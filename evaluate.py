@@ -22,7 +22,8 @@ import json
 import sys
 from pathlib import Path
 
-import cli
+from cli.entry import explain, run_program
+from cli.options import did_you_mean, fit, full_names, say_measures, setups
 from paper import fetch, judges, options, plan, report, rescore, scores, unpack
 from paper.benchmark import load_benchmark
 from paper.runfile import continued, make_header, run_name
@@ -42,7 +43,7 @@ def main():
     if argv and argv[0] in commands:
         commands[argv[0]](argv[1:])
     elif argv and not argv[0].startswith("-"):
-        near = cli.did_you_mean(argv[0], commands)
+        near = did_you_mean(argv[0], commands)
         raise InputError(f"unknown command {argv[0]!r}{near}; known: {', '.join(commands)}")
     else:
         evaluate(argv)
@@ -57,10 +58,10 @@ def evaluate(argv):
     if args.dry_run:
         print_prompts(tasks, how)
         return
-    methods = cli.full_names(args.method, args.amateur)
+    methods = full_names(args.method, args.amateur)
     wanted = []
     for task in tasks:
-        wanted += [(task, setup, {}) for setup in cli.setups(args, methods, task.choice)]
+        wanted += [(task, setup, {}) for setup in setups(args, methods, task.choice)]
     sweep(how, wanted)
 
 
@@ -141,7 +142,7 @@ def say_heads(runs, how):
     """Print what ranks the heads of runs, and which of their questions did."""
     from paper import questions
 
-    cli.say_measures([run.setup for run in runs], how)
+    say_measures([run.setup for run in runs], how)
     by_effect = [run for run in runs if run.setup.head_file and run.setup.measure == "effect"]
     measured = {(run.bench.task, run.setup.head_file): run.bench for run in by_effect}
     for (_, head_file), bench in measured.items():
@@ -163,13 +164,13 @@ def fitting_runs(how, wanted, model, amateur, lenient):
     fitted, problems = [], []
     for task, setup, more in wanted:
         try:
-            setup = cli.fit(setup, how, model, amateur)
+            setup = fit(setup, how, model, amateur)
             setup.record(amateur).check(model)
             fitted.append((task, setup, more))
         except ValueError as error:
             if not lenient:
                 raise
-            problems.append(f"{task.name} with {setup.method} is left out: {cli.explain(error)}")
+            problems.append(f"{task.name} with {setup.method} is left out: {explain(error)}")
     benches = {}
     for task in dict.fromkeys(task for task, _, _ in fitted):
         for problem in metrics.problems(task):
@@ -208,4 +209,4 @@ def prompt_problem(setup, bench, readers):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -12,9 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-import cli
 import decore
 from cli import models
+from cli.entry import explain
+from cli.options import (
+    add_method_arguments,
+    add_model_arguments,
+    check_options,
+    fit,
+    full_names,
+    labels,
+    number,
+    parser,
+    positive,
+    refuse_unused,
+    say_measures,
+    setups,
+)
 from cli.page import check_writable, write_page
 from cli.printing import Texts, sources_below
 from cli.prompts import (
@@ -61,17 +75,17 @@ def main():
     if rank_and_size()[0] == 0:  # it has standard input
         job = prepare(args, chosen, facts, tokenizer, amateur_facts)
     model, amateur = models.load_models(facts, amateur_facts, args)
-    prompts, setups = model.shard.broadcast(job)
-    if len(setups) > 1 and len(prompts) <= args.batch_size:  # more batches need more memory
+    prompts, fitted = model.shard.broadcast(job)
+    if len(fitted) > 1 and len(prompts) <= args.batch_size:  # more batches need more memory
         model = PromptsReadOnce(model)
         amateur = amateur and PromptsReadOnce(amateur)
-    width = max(14, *map(len, setups)) if len(setups) > 1 else 0
+    width = max(14, *map(len, fitted)) if len(fitted) > 1 else 0
     answers = {}
-    for label, setup in setups.items():
+    for label, setup in fitted.items():
         with may_be_left_out(label, setup.method, args):
             answers[label] = answer(label, setup, prompts, model, amateur, tokenizer, args, width)
     if args.html:
-        answers = [(label, setups[label], out) for label, out in answers.items()]
+        answers = [(label, fitted[label], out) for label, out in answers.items()]
         write_page(args.html, model, prompts, answers)
         print(f"wrote {args.html}", file=sys.stderr)
 
@@ -82,9 +96,9 @@ def may_be_left_out(label, method, args):
     try:
         yield
     except ValueError as error:
-        if method in cli.full_names(args.method, args.amateur):
+        if method in full_names(args.method, args.amateur):
             raise
-        print(f"{label} is left out: {cli.explain(error)}", file=sys.stderr)
+        print(f"{label} is left out: {explain(error)}", file=sys.stderr)
 
 
 def prepare(args, chosen, model, tokenizer, amateur):
@@ -101,14 +115,14 @@ def prepare(args, chosen, model, tokenizer, amateur):
     prompts = encode(objects, model, tokenizer, args)
     if args.json:
         check_fields(prompts)
-    setups = list(cli.setups(args, chosen))
+    unfitted = list(setups(args, chosen))
     fitted = {}
-    for setup, label in zip(setups, cli.labels(setups)):
+    for setup, label in zip(unfitted, labels(unfitted)):
         with may_be_left_out(label, setup.method, args):
-            setup = cli.fit(setup, args, model, amateur)
+            setup = fit(setup, args, model, amateur)
             setup.record(amateur).check(model)
             fitted[label] = setup
-    cli.say_measures(fitted.values(), args)
+    say_measures(fitted.values(), args)
     if "cad" in chosen:
         without = without_context(objects, texts)
         ids = encode_all(without, model, tokenizer, args, "context-free prompt")
@@ -239,12 +253,12 @@ def stays_high(alphas):
 
 
 def make_parser():
-    p = cli.parser(
+    p = parser(
         "Decode with DeCoRe: contrast a model with itself, its retrieval heads masked.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    cli.add_model_arguments(p.add_argument_group("model"))
+    add_model_arguments(p.add_argument_group("model"))
     add = p.add_argument_group("prompt").add_argument
     prompts = dict(action="extend", default=[], dest="prompts")
     add(
@@ -291,7 +305,7 @@ def make_parser():
     add("--system", help="system message, for models with a chat template")
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
-    cli.add_method_arguments(group, short(METHODS), exclude=["renormalise"])
+    add_method_arguments(group, short(METHODS), exclude=["renormalise"])
     group.add_argument(
         "--compare",
         action="store_true",
@@ -300,13 +314,13 @@ def make_parser():
     add = p.add_argument_group("output").add_argument
     add(
         "--max-new-tokens",
-        type=cli.positive,
+        type=positive,
         default=64,
         help="maximum number of new tokens (default: 64)",
     )
     add(
         "--min-new-tokens",
-        type=cli.number(int, 0),
+        type=number(int, 0),
         default=0,
         metavar="N",
         help="new tokens before which no end id is chosen (default: 0)",
@@ -314,7 +328,7 @@ def make_parser():
     add("--stop", action="append", default=[], help="an answer ends before this text")
     add(
         "--batch-size",
-        type=cli.positive,
+        type=positive,
         default=16,
         metavar="B",
         help="prompts that are decoded at once (default: 16)",
@@ -347,13 +361,13 @@ def choose_methods(args):
         )
     if args.html:
         check_writable(args.html)
-    chosen = cli.full_names(args.method, args.amateur)
+    chosen = full_names(args.method, args.amateur)
     if args.compare:
         chosen = []
         for method in (*COMPARED, *args.method):  # without the amateur, and with it
-            chosen += [method, *cli.full_names([method], args.amateur)]
+            chosen += [method, *full_names([method], args.amateur)]
     chosen = list(dict.fromkeys(chosen))
-    cli.check_options(args, chosen)
+    check_options(args, chosen)
     if not any("num_heads" in METHODS[method].options for method in chosen):
-        cli.refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
+        refuse_unused(args, {"sources": f"on {', '.join(chosen)}, which masks no heads"})
     return chosen

@@ -8,8 +8,17 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import cli
 from cli import models
+from cli.entry import run_program
+from cli.options import (
+    add_model_arguments,
+    check_known,
+    comma_list,
+    number,
+    parser,
+    positive,
+    refuse_unused,
+)
 from heads import find_heads
 from heads.ablation import ablate_batch, heads_to_mask, table
 from heads.detect import REMEDY, mean_scores, run_all, run_batch, stored_facts, summary
@@ -43,13 +52,13 @@ def template(text):
 
 
 def parse_args():
-    p = cli.parser(
+    p = parser(
         "Find the retrieval heads of a model, needle-in-a-haystack.",
         epilog="With --questions FILE or --task T, heads are measured by their effect on answers: "
         "see python -m heads.detect --task T --help.",
     )
     add = p.add_argument
-    cli.add_model_arguments(p)
+    add_model_arguments(p)
     add(
         "--out",
         required=True,
@@ -60,14 +69,14 @@ def parse_args():
     purpose = p.add_mutually_exclusive_group()
     purpose.add_argument(
         "--masked",
-        type=cli.comma_list(cli.positive),
+        type=comma_list(positive),
         metavar="N[,N…]",
         help="measure no heads: count the needles found without the N best heads of a head file, "
         "by each of its measures, and without random ones",
     )
     purpose.add_argument(
         "--min-success",
-        type=cli.number(int, 0),
+        type=number(int, 0),
         default=10,
         help="right answers needed (default 10); 0 also goes on if the first 20 are wrong",
     )
@@ -76,7 +85,7 @@ def parse_args():
         metavar="NAME|FILE",
         help="with --masked: the head file, or another model with one (default: this model's)",
     )
-    add("--batch-size", type=cli.positive, default=4, help="runs decoded together (default 4)")
+    add("--batch-size", type=positive, default=4, help="runs decoded together (default 4)")
     add_prompt_arguments(p)
     return p.parse_args()
 
@@ -91,7 +100,7 @@ def add_prompt_arguments(p):
         help="N prompt lengths, A to B tokens (default: 5 up to 5000 or "
         "the model's context; with --published 1000 and 3579)",
     )
-    add("--depths", type=cli.positive, default=10, help="needle depths, 0 to 100 %% (default 10)")
+    add("--depths", type=positive, default=10, help="needle depths, 0 to 100 %% (default 10)")
     add(
         "--needles",
         type=Path,
@@ -110,7 +119,7 @@ def add_prompt_arguments(p):
     )
     add(
         "--runs",
-        type=cli.positive,
+        type=positive,
         metavar="N",
         help="draw N runs, needles in turn (default: every combination)",
     )
@@ -123,7 +132,7 @@ def add_prompt_arguments(p):
         help="contains {context} and {question}; \\n is a new line "
         "(default: the text, then the question)",
     )
-    add("--max-new-tokens", type=cli.positive, default=50, help="of an answer (default 50)")
+    add("--max-new-tokens", type=positive, default=50, help="of an answer (default 50)")
     add(
         "--published",
         action="store_true",
@@ -141,12 +150,12 @@ def make_facts(args, model, needles, texts):
     chat = bool(model.tokenizer.chat_template and not args.raw and not published)
     if published:
         unused = ["template", "raw", "eos"] + ["seed"] * (not args.runs)
-        cli.refuse_unused(args, dict.fromkeys(unused, "with --published"))
+        refuse_unused(args, dict.fromkeys(unused, "with --published"))
     template_args = None
     if chat:
         template_args = models.benchmark_template_args(model.tokenizer, args.template_args) or {}
     else:
-        cli.refuse_unused(args, {"template_args": "on plain text"})
+        refuse_unused(args, {"template_args": "on plain text"})
     libraries = "torch", "tokenizers", "rouge-score", *["transformers"] * args.transformers
     longest = model.config.max_positions - args.max_new_tokens
     last = min(5000, longest)
@@ -228,7 +237,7 @@ def main():
     tokenizer = checkpoint.tokenizer
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
-        cli.check_known(checkpoint, args.heads, "--heads", args.model, args)
+        check_known(checkpoint, args.heads, "--heads", args.model, args)
         path = find_heads(checkpoint, args.heads)[0] or find_file(args.heads)
         if str(path) != args.heads:
             print(f"masked heads are those of {path}", file=sys.stderr)
@@ -236,7 +245,7 @@ def main():
         labels = {name: [f"{layer}-{head}" for layer, head in sets[name]] for name in sets}
         facts["masked"] = labels
     else:
-        cli.refuse_unused(args, {"heads": "without --masked"})
+        refuse_unused(args, {"heads": "without --masked"})
     prompts = make_prompts(facts, needles, texts, tokenizer)
     model = models.load_model(checkpoint.checkpoint, args)
     models.limit_threads(model)
@@ -274,4 +283,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -15,13 +15,13 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import cli
+from cli.options import MINIATURE, number, refuse_unused
 from runtime.checks import parse_prompts
 from runtime.errors import InputError, one_line
 from runtime.files import json_bytes, json_lines, read_json, read_text
 from tokenizer import join_parts
 
-EXAMPLE = cli.MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
+EXAMPLE = MINIATURE / "example.txt"  # a passage that contradicts the miniature's memory
 CHAT = '[{"role": "user", "content": "…"}, …]'
 AHEAD = 30  # at most so many characters of a title precede what differs from other prompts
 
@@ -47,7 +47,7 @@ def file_prompt(path):
 
 def ids_prompt(text):
     """Token ids separated by commas."""
-    return [{"prompt_ids": [cli.number(int, 0)(part) for part in text.split(",")]}]
+    return [{"prompt_ids": [number(int, 0)(part) for part in text.split(",")]}]
 
 
 def chat_prompt(path):
@@ -68,8 +68,8 @@ def line_prompts(path):
         lines = list(json_lines(path, complete=True))
         if not lines:
             raise InputError("it is empty; give a line for each prompt")
-    for number, prompt in lines:
-        with errors_at(f"{path}, line {number}"):
+    for line, prompt in lines:
+        with errors_at(f"{path}, line {line}"):
             check_prompt(prompt)
     return [prompt for _, prompt in lines]
 
@@ -148,8 +148,8 @@ def read_prompts(args):
         reasons = dict.fromkeys(("system", "raw"), "on --prompt-ids and --messages")
         if not any("messages" in p for p in prompts):
             reasons["template_args"] = "on --prompt-ids"
-        cli.refuse_unused(args, reasons)
-    is_miniature = Path(args.model).resolve() == cli.MINIATURE
+        refuse_unused(args, reasons)
+    is_miniature = Path(args.model).resolve() == MINIATURE
     if not prompts and not is_miniature:
         raise InputError(
             "nothing to answer: give --prompt, --prompt-file, --messages, --prompts or --prompt-ids"

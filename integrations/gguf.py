@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import cli  # before torch, which it imports so that Ctrl-C leaves no traceback
-
-# isort: split
 import torch
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers as splits
 
+from cli.entry import run_program
+from cli.options import parser
 from runtime.checkpoint import gguf_name
 from runtime.config import DTYPES, rope_frequencies
 from runtime.errors import InputError, one_line, out_of_memory
@@ -235,7 +234,7 @@ def write_tokenizer(file, folder, metadata):
 
 
 def main():
-    p = cli.parser(__doc__)
+    p = parser(__doc__)
     p.add_argument("file", metavar="FILE.gguf")
     p.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
     p.add_argument("--dtype", choices=[*DTYPES], default="bfloat16", help="default: bfloat16")
@@ -244,4 +243,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -12,7 +12,8 @@ import shlex
 import sys
 from pathlib import Path
 
-import cli
+from cli.entry import run_program
+from cli.options import parser
 from heads.reader import best_heads, find_file, find_measures, plain_name, read_scores
 from runtime.checkpoint import HUB_ID
 from runtime.errors import InputError
@@ -168,7 +169,7 @@ def with_relative_imports(code):
 
 
 def main():
-    p = cli.parser(__doc__)
+    p = parser(__doc__)
     p.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
     p.add_argument("--model", required=True, metavar="M", help="the base model's name on the Hub")
     p.add_argument("--heads", metavar="FILE", help="its head file; default: the one in heads/")
@@ -178,4 +179,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

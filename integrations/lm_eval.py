@@ -8,8 +8,18 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import cli
 from cli import models
+from cli.entry import run_program
+from cli.options import (
+    add_method_arguments,
+    add_model_arguments,
+    check_options,
+    fit,
+    full_names,
+    parser,
+    positive,
+    setups,
+)
 from decoders.setup import METHODS, short
 from runtime.errors import InputError, hub_reason, offline_if_unreachable, one_line
 
@@ -21,8 +31,8 @@ NAMES = [name for name in short(METHODS) if name not in ("cad", "ad")]
 
 def main():
     args, rest = make_parser().parse_known_args()
-    [name] = cli.full_names([args.method], args.amateur)
-    cli.check_options(args, [name], seeded=True)
+    [name] = full_names([args.method], args.amateur)
+    check_options(args, [name], seeded=True)
     offline_if_unreachable()
     # The harness's tasks import the library `evaluate`, so our evaluate.py must be found after it.
     sys.path.sort(key=lambda entry: Path(entry or ".").resolve() == ROOT)
@@ -48,8 +58,8 @@ def main():
     if args.template_args and not getattr(run, "apply_chat_template", False):
         raise InputError("--template-args has no effect without --apply_chat_template")
     checkpoint, tokenizer, of_amateur = models.read_models(args)
-    [setup] = cli.setups(args, [name])
-    setup = cli.fit(setup, args, checkpoint, of_amateur)
+    [setup] = setups(args, [name])
+    setup = fit(setup, args, checkpoint, of_amateur)
     setup.record(of_amateur).check(checkpoint)
     model, amateur = models.load_models(checkpoint, of_amateur, args)
     template_args = models.benchmark_template_args(tokenizer, args.template_args)
@@ -79,16 +89,16 @@ def main():
 
 
 def make_parser():
-    p = cli.parser(
+    p = parser(
         "Run tasks of lm-evaluation-harness with DeCoRe or a baseline. All options but these go to "
         "`lm_eval run`: --tasks, --num_fewshot, --apply_chat_template, --limit, --output_path …"
     )
-    cli.add_model_arguments(p)
-    cli.add_method_arguments(p, NAMES, single=True)
+    add_model_arguments(p)
+    add_method_arguments(p, NAMES, single=True)
     p.add_argument(
         "--batch-size",
         "--batch_size",
-        type=cli.positive,
+        type=positive,
         default=1,
         metavar="B",
         help="prompts that are continued at once",
@@ -97,4 +107,4 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -24,7 +24,8 @@ import zlib
 from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
-import cli
+from cli.entry import run_program
+from cli.options import number, parser, positive
 from runtime.errors import InputError
 
 N_COUNTRIES = 64
@@ -239,14 +240,14 @@ def make_split(name, n, seed=0):
 
 
 def main():
-    parser = cli.parser(__doc__)
-    parser.add_argument("--split", choices=SPLITS, required=True)
-    parser.add_argument("--n", type=cli.positive, default=256, help="items (default: 256)")
-    parser.add_argument("--seed", type=cli.number(int), default=0, help="which items (default: 0)")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--split", choices=SPLITS, required=True)
+    p.add_argument("--n", type=positive, default=256, help="items (default: 256)")
+    p.add_argument("--seed", type=number(int), default=0, help="which items (default: 0)")
+    args = p.parse_args()
     for item in make_split(args.split, args.n, args.seed):
         print(json.dumps(item._asdict()))
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

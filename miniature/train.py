@@ -18,7 +18,8 @@ from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import TemplateProcessing
 from tqdm import trange
 
-import cli
+from cli.entry import run_program
+from cli.options import MINIATURE, parser
 from decore import make_head_mask
 from miniature import data
 from model import Transformer
@@ -170,14 +171,14 @@ def train(model, tokenizer, steps):
 
 
 def main():
-    parser = cli.parser(__doc__)
-    parser.add_argument(
+    p = parser(__doc__)
+    p.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoint"
     )
-    parser.add_argument("--amateur", action="store_true", help="the smaller model")
-    args = parser.parse_args()
+    p.add_argument("--amateur", action="store_true", help="the smaller model")
+    args = p.parse_args()
     folder = args.out
-    bundled, steps = cli.MINIATURE, STEPS
+    bundled, steps = MINIATURE, STEPS
     if args.amateur:
         bundled, steps = bundled / "miniature-amateur", AMATEUR_STEPS
     torch.set_num_threads(1)
@@ -193,4 +194,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -23,7 +23,7 @@ from zipfile import ZipFile
 
 from tqdm import tqdm
 
-import cli
+from cli.options import parser
 from paper import judges
 from paper.printed import table
 from paper.tasks import PAPER, data, find_tasks, model_metrics
@@ -51,7 +51,7 @@ FILES = tuple(File(**row) for row in table("files"))  # data, then sources of de
 
 
 def main(argv):
-    p = cli.parser("Download the data and demonstrations of the paper's tasks, and check them.")
+    p = parser("Download the data and demonstrations of the paper's tasks, and check them.")
     p.prog += " fetch"
     p.add_argument("folder", type=Path, metavar="DIR", help="what --data and --demos then name")
     p.add_argument("--task", default="all", metavar="T[,T…]", help="only for these (default: all)")

@@ -3,7 +3,18 @@
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import cli
+from cli.options import (
+    add_decoder,
+    add_method_arguments,
+    add_model_arguments,
+    check_options,
+    comma_list,
+    full_names,
+    one_of,
+    parser,
+    positive,
+    refuse_unused,
+)
 from decoders.setup import METHODS, OPTIONS, short
 from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
@@ -78,11 +89,11 @@ class RunOptions:
 
 def parse(argv):
     """The options of a sweep. InputError for those without effect."""
-    first = cli.parser(None, add_help=False)
+    first = parser(None, add_help=False)
     first.add_argument("--decoder", **DECODER)
     decoders = {}
     for text in first.parse_known_args(argv)[0].decoder:
-        name = cli.add_decoder(text)  # for --method
+        name = add_decoder(text)  # for --method
         if name in decoders:
             raise InputError(f"--decoder {decoders[name]} and {text} are both called {name}")
         decoders[name] = text
@@ -91,13 +102,13 @@ def parse(argv):
         if name not in args.method:
             raise InputError(f"--decoder {text} has no effect: add {name} to --method")
     tasks = find_tasks(args.task).values()
-    methods = cli.full_names(args.method, args.amateur)
+    methods = full_names(args.method, args.amateur)
     unused = set.intersection(*map(unused_by, tasks))
     if args.demos and args.demos.is_dir():
         unused.discard("demos")  # a folder for all tasks
     names = ", ".join(task.name for task in tasks)
-    cli.refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
-    cli.check_options(args, methods, seeded=args.sample)
+    refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
+    check_options(args, methods, seeded=args.sample)
     return args
 
 
@@ -115,14 +126,14 @@ def unused_by(task):
 
 
 def make_parser():
-    p = cli.parser(
+    p = parser(
         "Run benchmarks: a task × a method × a model.",
         epilog="More commands, each with a --help: evaluate.py fetch DIR downloads the data, "
         "paper runs the rows of the paper's tables, rescore FILE computes the metrics of stored "
         "runs again, report DIR makes tables of a folder's runs.",
     )
     add_run_arguments(p, required="--task")
-    cli.add_method_arguments(p, short(METHODS), exclude=["without_context"])
+    add_method_arguments(p, short(METHODS), exclude=["without_context"])
     p.add_argument("--decoder", **DECODER)
     add_prompt_arguments(p)
     p.add_argument(
@@ -130,10 +141,10 @@ def make_parser():
         action="store_true",
         help="qa: leave the contexts out, to see which rows are answered with their `memory`",
     )
-    p.add_argument("--max-new-tokens", type=cli.positive, metavar="N", help="(default: the task's)")
+    p.add_argument("--max-new-tokens", type=positive, metavar="N", help="(default: the task's)")
     p.add_argument(
         "--min-new-tokens",
-        type=cli.positive,
+        type=positive,
         metavar="N",
         help="an answer ends after so many tokens at the earliest (default: it may be empty)",
     )
@@ -149,25 +160,25 @@ def parse_paper(argv):
     """The options of the paper's rows. InputError for those without effect."""
     args = paper_parser().parse_args(argv)
     if not args.plan:
-        cli.refuse_unused(args, {"json": "without --plan"})
+        refuse_unused(args, {"json": "without --plan"})
     return args
 
 
 def paper_parser():
-    p = cli.parser("Run what the paper's tables hold of a model; with --plan, list the runs.")
+    p = parser("Run what the paper's tables hold of a model; with --plan, list the runs.")
     p.prog += " paper"
     add_run_arguments(p, required="--data")
     tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
     p.add_argument(
         "--table",
-        type=cli.comma_list(cli.one_of(tables, "table")),
+        type=comma_list(one_of(tables, "table")),
         default=["main"],
         metavar="NAME[,NAME…]",
         help=f"{', '.join(plan.ORDER)}, all, or a table of paper/paper.csv (default: main)",
     )
     p.add_argument(
         "--method",
-        type=cli.comma_list(cli.one_of(plan.PLANNED, "method")),
+        type=comma_list(one_of(plan.PLANNED, "method")),
         default=plan.PLANNED,
         metavar="M[,M…]",
         help=f"only these methods: {', '.join(plan.PLANNED)}",
@@ -185,7 +196,7 @@ def paper_parser():
 
 def add_run_arguments(p, required):
     """Add the options of both command lines. required: "--task" or "--data"."""
-    cli.add_model_arguments(p)
+    add_model_arguments(p)
     p.add_argument(
         "--task",
         required=required == "--task",
@@ -203,18 +214,10 @@ def add_run_arguments(p, required):
     )
     add_item_arguments(p)
     p.add_argument(
-        "--batch-size",
-        type=cli.positive,
-        default=16,
-        metavar="B",
-        help="prompts at once (default: 16)",
+        "--batch-size", type=positive, default=16, metavar="B", help="prompts at once (default: 16)"
     )
     p.add_argument(
-        "--tp",
-        type=cli.positive,
-        default=1,
-        metavar="K",
-        help="ranks that share one model (torchrun)",
+        "--tp", type=positive, default=1, metavar="K", help="ranks that share one model (torchrun)"
     )
     p.add_argument(
         "--out", default="runs", metavar="DIR", help="folder of the runs (default: runs)"
@@ -232,18 +235,18 @@ def add_item_arguments(p):
     )
     items = p.add_mutually_exclusive_group()
     items.add_argument(
-        "--limit", type=cli.positive, metavar="K", help="the first K items (default: all)"
+        "--limit", type=positive, metavar="K", help="the first K items (default: all)"
     )
     items.add_argument(
         "--sample",
-        type=cli.positive,
+        type=positive,
         metavar="K",
         help="K random items, each split in its share; a larger K continues the runs. Without "
         "--random-heads, --seed is the sample's (default, and with --random-heads: 1234)",
     )
     p.add_argument(
         "--skip",
-        type=cli.positive,
+        type=positive,
         metavar="K",
         help="leave out the first K items, of the sample if there is one: others than those of an "
         "earlier run",

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import cli
 from cli import models
+from cli.entry import run_program
+from cli.options import add_model_arguments, comma_list, number, parser, positive, refuse_unused
 from heads.measures import effects
 from heads.reader import plain_name, read_head_file
 from paper import options
@@ -27,9 +28,9 @@ from runtime.checks import parse_prompts
 from runtime.errors import InputError
 
 
-def parse_args(p):
-    """The command line, by a parser to which all options but those of its own are added."""
-    cli.add_model_arguments(p)
+def parse_args():
+    p = parser(__doc__, prog="python -m heads.detect")
+    add_model_arguments(p)
     origin = p.add_mutually_exclusive_group(required=True)
     origin.add_argument(
         "--questions",
@@ -49,16 +50,14 @@ def parse_args(p):
     )
     options.add_item_arguments(p)
     options.add_prompt_arguments(p)
-    p.add_argument(
-        "--seed", type=cli.comma_list(cli.number(int, 0)), help="of --sample (default: 1234)"
-    )
-    p.add_argument("--batch-size", type=cli.positive, help="questions at once (default: 8)")
+    p.add_argument("--seed", type=comma_list(number(int, 0)), help="of --sample (default: 1234)")
+    p.add_argument("--batch-size", type=positive, help="questions at once (default: 8)")
     args = p.parse_args()
     if args.questions:
-        cli.refuse_unused(args, {"data": "with --questions"})
+        refuse_unused(args, {"data": "with --questions"})
         args.task, args.data = "qa", args.questions
     if not args.sample:
-        cli.refuse_unused(args, {"seed": "without --sample"})
+        refuse_unused(args, {"seed": "without --sample"})
     return args
 
 
@@ -66,15 +65,15 @@ def chosen_task(args):
     """The task, with the prompt of the command line. InputError for options without effect on it,
     and if it has no answers to measure."""
     task = find_task(args.task)
-    cli.refuse_unused(args, dict.fromkeys(sorted(options.unused_by(task)), f"on {task.name}"))
-    cli.refuse_unused(args, {"eos": "on answers that are given"})
+    refuse_unused(args, dict.fromkeys(sorted(options.unused_by(task)), f"on {task.name}"))
+    refuse_unused(args, {"eos": "on answers that are given"})
     if task.choice:
         raise InputError(f"{task.name} is multiple choice; give a task with questions to answer")
     return with_prompt(task, args.template, args.system)
 
 
 def main():
-    args = parse_args(cli.parser(__doc__, prog="python -m heads.detect"))
+    args = parse_args()
     task = chosen_task(args)
     checkpoint = models.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
@@ -196,4 +195,4 @@ def say_overlap(bench, head_file):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import cli
+from cli.options import parser
 from paper import judges, runfile, scores
 from paper.report import stored
 from paper.tasks import find_task, metrics
@@ -11,7 +11,7 @@ from runtime.errors import InputError
 
 
 def main(argv):
-    p = cli.parser("Compute the metrics of runs again, from their lines, without their model.")
+    p = parser("Compute the metrics of runs again, from their lines, without their model.")
     p.prog += " rescore"
     p.add_argument(
         "files", nargs="+", type=Path, metavar="FILE.jsonl|DIR", help="runs, or folders of runs"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import cli
+from cli.options import parser
 from paper.report.stored import run_files
 from paper.runfile import packed_file, unpacked
 from runtime.errors import InputError
@@ -10,7 +10,7 @@ from runtime.files import append_bytes, draft
 
 
 def main(argv):
-    p = cli.parser("Take runs out of packed files. The command of a run then continues it.")
+    p = parser("Take runs out of packed files. The command of a run then continues it.")
     p.prog += " unpack"
     p.add_argument("sources", nargs="+", type=Path, metavar="FILE.jsonl.xz|DIR", help="packed runs")
     p.add_argument("out", type=Path, metavar="OUT", help="folder to write them to, by their data")

@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-import cli
 import decore
+from cli.entry import run_program
+from cli.options import number, parser, positive
 from decoders.setup import Setup
 from model import Linear, Transformer
 from runtime.config import DTYPES
@@ -243,7 +244,7 @@ def origin(device, program):
 
 
 def parse():
-    p = cli.parser(__doc__)
+    p = parser(__doc__)
     model = p.add_mutually_exclusive_group()
     model.add_argument(
         "--shape", default="0.5b", choices=SHAPES, help="random weights (default: 0.5b)"
@@ -254,16 +255,13 @@ def parse():
     p.add_argument("--dtype", choices=DTYPES, help="(default: float32; of a checkpoint, its own)")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     p.add_argument(
-        "--prompt",
-        type=cli.number(int, 2, 2**31 - 1),
-        default=512,
-        help="its tokens (default: 512)",
+        "--prompt", type=number(int, 2, 2**31 - 1), default=512, help="its tokens (default: 512)"
     )
-    p.add_argument("--new", type=cli.positive, default=32, help="further new tokens (default: 32)")
+    p.add_argument("--new", type=positive, default=32, help="further new tokens (default: 32)")
     p.add_argument(
-        "--batch", type=cli.positive, default=1, metavar="B", help="prompts at once (default: 1)"
+        "--batch", type=positive, default=1, metavar="B", help="prompts at once (default: 1)"
     )
-    p.add_argument("--rounds", type=cli.positive, default=5, help="after a warm-up (default: 5)")
+    p.add_argument("--rounds", type=positive, default=5, help="after a warm-up (default: 5)")
     known = [*METHODS, *PEERS]
     default = ["greedy", "decore-entropy", "transformers", "two-pass"]
     p.add_argument(
@@ -325,4 +323,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

@@ -16,7 +16,8 @@ from tempfile import TemporaryFile
 
 import torch
 
-import cli
+from cli.entry import run_program
+from cli.options import parser
 from runtime.errors import InputError
 
 DECODE = (
@@ -47,7 +48,7 @@ def dry(command):
 
 
 def main():
-    p = cli.parser(__doc__)
+    p = parser(__doc__)
     p.add_argument("--dry-run", action="store_true", help="a tiny shape on a CPU")
     p.add_argument("--out", type=Path, help="also write the results there, after each section")
     args = p.parse_args()
@@ -97,4 +98,4 @@ def write(out, path):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

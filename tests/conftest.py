@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-import cli
+from cli.entry import run_program
 from model import Transformer
 from runtime.progress import Bar
 from tests.checkpoints import write_checkpoint, write_heads, write_lines, write_tokenizer
@@ -36,7 +36,7 @@ def call(monkeypatch, capsys):
         program = main.__module__.replace(".", "/") + ".py"
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
         try:
-            status = cli.run_program(main)
+            status = run_program(main)
         except SystemExit as end:  # after --help
             status = end.code or 0
         return status, *capsys.readouterr()

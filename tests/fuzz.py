@@ -2,7 +2,7 @@
 
     HF_HUB_OFFLINE=1 python -m tests.fuzz SEED CASES
 
-A case ends in a correct result, or in an error that `cli.run_program` prints as one line. If
+A case ends in a correct result, or in an error that `run_program` prints as one line. If
 transformers accepts the same file, the correct result is its result. Anything else stops the run,
 and names the case."""
 
@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import transformers
 
-import cli
 import decore
 import evaluate
 from cli import decode as program
+from cli.entry import explain, run_program
 from decoders.scoring import score
 from heads import load_heads
 from hf import HFModel
@@ -76,11 +76,11 @@ def answer(engine, folder, ids):
 
 
 def attempt(function):
-    """The function's result; None if it raises an error that `cli.run_program` prints in a line."""
+    """The function's result; None if it raises an error that `run_program` prints in a line."""
     try:
         return function()
     except Exception as error:
-        message = cli.explain(error)
+        message = explain(error)
         if message is None:
             raise
         assert len(message) > 5, repr(error)
@@ -99,7 +99,7 @@ def call(main, *arguments):
         contextlib.redirect_stderr(err),
         contextlib.suppress(SystemExit),  # --help exits
     ):
-        status = cli.run_program(main)
+        status = run_program(main)
     assert status == 0 or ": error: " in err.getvalue(), f"{argv}\n{err.getvalue()}"
     return None if status else out.getvalue()
 

@@ -7,19 +7,20 @@ The rows are for `evaluate.py --task qa`. README.md describes them."""
 import json
 import sys
 
-import cli
+from cli.entry import run_program
+from cli.options import parser
 from paper.facts import HALVES, PASSAGES, VALUES, questions
 
 
 def main():
-    parser = cli.parser(__doc__)
-    parser.add_argument("--half", choices=HALVES, required=True)
-    parser.add_argument("--passage", choices=PASSAGES, required=True)
-    parser.add_argument("--value", choices=VALUES, required=True, help="false contradicts the fact")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--half", choices=HALVES, required=True)
+    p.add_argument("--passage", choices=PASSAGES, required=True)
+    p.add_argument("--value", choices=VALUES, required=True, help="false contradicts the fact")
+    args = p.parse_args()
     for row in questions(args.half, args.passage, args.value):
         print(json.dumps(row, ensure_ascii=False))
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(run_program(main))

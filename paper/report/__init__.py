@@ -9,7 +9,7 @@ Intervals and tests are in runtime/statistics.py."""
 import csv
 import sys
 
-import cli
+from cli.options import parser
 from paper.report import heads, stored
 from runtime.errors import InputError
 
@@ -26,7 +26,7 @@ def main(argv):
 
 
 def report(argv):
-    p = cli.parser(
+    p = parser(
         "A table of the runs of each task and model, with the differences to greedy decoding, and "
         "a verdict. One more command: `report heads` prints the retrieval scores of head files."
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 
-import cli
+from cli.options import parser
 from heads.reader import MEASURES, find_file, find_measures, read_scores
 from paper import printed
 from runtime.files import named, read_json
@@ -18,7 +18,7 @@ RETRIEVAL = 0.1  # the paper counts heads above this score as retrieval heads
 
 def main(argv):
     paper = {row["model"]: row for row in printed.table("paper_heads")}
-    p = cli.parser(
+    p = parser(
         "Retrieval scores by rank, with the paper's; of the models or files that are named, also "
         "how many of their best heads they have in common."
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import cli
+from cli.options import did_you_mean
 from paper.tasks import items, metrics, model_metrics
 from runtime.errors import InputError
 from runtime.fields import located
@@ -328,7 +328,7 @@ def find_tasks(names):
 def find_task(name):
     """The task of this name; InputError lists the known ones."""
     if str(name) not in TASKS:
-        near = cli.did_you_mean(str(name), TASKS)
+        near = did_you_mean(str(name), TASKS)
         raise InputError(f"unknown task {name!r}{near}; known tasks: {', '.join(TASKS)}")
     return TASKS[name]
 

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-import cli
 from cli import decode as program
 from cli import models, prompts
+from cli.options import MINIATURE
 from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
 from decoders.baselines import AD, CAD, CD, DoLa
@@ -57,7 +57,7 @@ def labels(heads):
 
 
 def test_texts_are_printed_in_the_order_of_the_prompts_each_as_it_grows(capsys):
-    tokenizer = Tokenizer.load(cli.MINIATURE)
+    tokenizer = Tokenizer.load(MINIATURE)
     end = tokenizer.eos_ids[0]
     ids = tokenizer.encode(" Dasholm is", bos=False)
     for holds_ends in False, True:
@@ -273,7 +273,7 @@ def test_sources_stand_below_each_answer_word_by_word(call):
 
 
 def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
-    tokenizer = Tokenizer.load(cli.MINIATURE)
+    tokenizer = Tokenizer.load(MINIATURE)
     prompt, ids = tokenizer.encode(" Dasholm"), tokenizer.encode(" Dasholm", bos=False)
     last = len(prompt) - 1
     sources = [[]] * (len(ids) - 1) + [[(last, 1.0)]]
@@ -450,7 +450,7 @@ def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tm
 
 
 def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, objects, monkeypatch):
-    monkeypatch.chdir(cli.MINIATURE.parent)
+    monkeypatch.chdir(MINIATURE.parent)
     status, out, _ = call(program.main, "--model", "./miniature/")
     answers = ["        greedy   Kraskrigard.", "decore-entropy   Dasholm."]
     assert status == 0 and out.splitlines()[3:] == answers

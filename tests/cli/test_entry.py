@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import cli
 import speed.decode
 from cli import decode
+from cli.entry import run_program
 from heads.reader import HeadFileError
 from runtime.errors import ArgumentError, InputError
 
@@ -71,7 +71,7 @@ def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, m
 def test_rank_0_alone_prints_and_a_rank_that_is_left_over_in_a_shell_counts_for_nothing(
     call, monkeypatch
 ):
-    monkeypatch.setattr(cli.entry.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("cli.entry.time.sleep", lambda seconds: None)
     monkeypatch.setenv("RANK", "3")
     assert call(lambda: print("text")) == (0, "text\n", "")
     for name in "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT":
@@ -124,7 +124,7 @@ def test_pipes_get_utf_8_and_terminals_a_question_mark_for_a_character_that_they
     def run(file, encoding):
         with open(file, "w", encoding=encoding) as stdout:
             monkeypatch.setattr("sys.stdout", stdout)
-            assert cli.run_program(lambda: print("1 α ←")) == 0
+            assert run_program(lambda: print("1 α ←")) == 0
 
     run(tmp_path / "out", "ascii")
     assert (tmp_path / "out").read_text(encoding="utf-8") == "1 α ←\n"

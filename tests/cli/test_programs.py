@@ -105,7 +105,7 @@ def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words)
 def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_shows_its_defaults(
     call, path
 ):
-    assert (ROOT / path).read_text("utf-8").endswith("sys.exit(cli.run_program(main))\n")
+    assert (ROOT / path).read_text("utf-8").endswith("sys.exit(run_program(main))\n")
     name = ".".join(path.with_suffix("").parts).removesuffix(".__main__")
     main = importlib.import_module(name).main
     status, out, err = call(main, "--help")

@@ -14,9 +14,9 @@ import torch
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
-import cli
 from cli import detect as program
 from cli import models
+from cli.options import MINIATURE
 from decore import DeCoRe, generate
 from heads import FOLDER, ablation, detect, load_heads, measures, needles
 from heads.sources import find_sources
@@ -338,7 +338,7 @@ def test_runs_that_would_repeat_a_prompt_are_left_out_with_a_warning(prepare, re
     prepare("--lengths", 1500, "--depths", 2)
     assert not recwarn
     with pytest.warns(UserWarning, match="13 runs instead of 15"):
-        facts, prompts = prepare("--depths", 1, "--model", cli.MINIATURE)
+        facts, prompts = prepare("--depths", 1, "--model", MINIATURE)
     assert facts["lengths"] == [154, 167, 180, 193, 206]
     assert facts["template"] == needles.TEMPLATE
     assert len({tuple(ids) for ids, _ in prompts}) == len(prompts) == 13
@@ -402,7 +402,7 @@ def test_a_needle_of_latin_letters_is_compared_as_published():
 
 OWN_TEXTS = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 12]
 for name in ("needles", "haystack"):
-    OWN_TEXTS += [f"--{name}", cli.MINIATURE / "detection" / f"{name}.jsonl"]
+    OWN_TEXTS += [f"--{name}", MINIATURE / "detection" / f"{name}.jsonl"]
 LONG = [*OWN_TEXTS, "--lengths", "60:240:5"]  # as for heads/scores/miniature.json
 SHORT = [*OWN_TEXTS, "--lengths", "60:120:2", "--runs", 8, "--batch-size", 3]
 SHORT += ["--max-new-tokens", 9]

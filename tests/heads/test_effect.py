@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import cli
 from cli import decode
 from cli import detect as needles_program
+from cli.options import MINIATURE
 from decore import Row, Session, make_head_mask, pad
 from heads.detect import score_run
 from heads.measures import effects
@@ -101,7 +101,7 @@ def test_effects_are_those_of_masking_each_head_where_the_logits_are_linear_in_i
 
 
 def test_a_trained_model_s_effects_rank_heads_as_masking_each_alone_does():
-    model, tokenizer = Transformer.load(cli.MINIATURE), Tokenizer.load(cli.MINIATURE)
+    model, tokenizer = Transformer.load(MINIATURE), Tokenizer.load(MINIATURE)
     found = masked = 0
     for item in make_split("conflict", 3, seed=1):
         prompt = tokenizer.encode(item.prompt)
@@ -293,7 +293,7 @@ def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is
 def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_needles(
     call, tmp_path
 ):
-    folder, out = cli.MINIATURE / "detection", tmp_path / "heads.json"
+    folder, out = MINIATURE / "detection", tmp_path / "heads.json"
     argv = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 9, "--out", out]
     argv += ["--needles", folder / "needles.jsonl", "--haystack", folder / "haystack.jsonl"]
     argv += ["--lengths", 60, "--depths", 2, "--runs", 4, "--min-success", 1]

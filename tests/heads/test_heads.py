@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-import cli
+from cli.options import fit
 from decoders.setup import Setup
 from heads import (
     FOLDER,
@@ -238,7 +238,7 @@ def test_a_model_without_a_file_gets_the_names_of_related_ones_and_the_command_t
 ):
     args = Namespace(model=name, heads=None, transformers=transformers)
     with pytest.raises(ValueError) as error:
-        cli.fit(Setup.of("masked"), args, stand_in(*shape, name))
+        fit(Setup.of("masked"), args, stand_in(*shape, name))
     message, _, command = str(error.value).partition("measure them: ")
     assert hint in message
     more = "--transformers " * transformers

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-import cli
 import evaluate
 from cli import decode as program
+from cli.entry import explain
 from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.scoring import score
 from decoders.sweep import PromptsReadOnce
@@ -326,7 +326,7 @@ def load_pickle(folder):
 def test_what_cannot_be_masked_or_read_is_refused_in_one_line(refuse, words, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         refuse(tmp_path)
-    message = cli.explain(error.value)
+    message = explain(error.value)
     assert words in message and "\n" not in message
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cli import MINIATURE as FOLDER
+from cli.options import MINIATURE as FOLDER
 from decore import Greedy, Masked, generate
 from heads import load_heads
 from miniature import data, train

@@ -15,8 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
-import cli
 import evaluate
+from cli.entry import run_program
+from cli.options import MINIATURE
 from decoders.baselines import CAD
 from decoders.scoring import score
 from decoders.setup import METHODS, Method
@@ -206,7 +207,7 @@ def test_two_ranks_write_the_same_rows_as_one(model, data, tmp_path, monkeypatch
     for ranks, options in ((1, []), (2, more)):
         folder = tmp_path / str(ranks)
         monkeypatch.setattr("sys.argv", [*arguments, "--out", str(folder), *options])
-        on_processes(ranks, lambda: cli.run_program(evaluate.main))
+        on_processes(ranks, lambda: run_program(evaluate.main))
         out, err = capfd.readouterr()
         assert out.count("\n") == 1, err  # rank 0 alone prints
         files += folder.glob("*.jsonl")
@@ -363,7 +364,7 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     """The two of CONTRIBUTING.md."""
     for name in "surprise", "sharp":
         monkeypatch.setitem(METHODS, name, Method("", file="own.py"))  # undone after the test
-    page = (cli.MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
+    page = (MINIATURE.parent / "CONTRIBUTING.md").read_text("utf-8")
     code = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
     code = "\n".join(textwrap.dedent(block) for block in code if "class " in block)
     file = tmp_path / "own.py"
@@ -579,8 +580,8 @@ def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice
 def test_help_mistakes_prompts_and_reports_need_no_tensors(data, tmp_path):
     """torch takes two seconds to import."""
     write_lines(tmp_path / "run.jsonl", [])
-    code = "import sys; sys.modules['torch'] = None; import cli, evaluate; "
-    code += "sys.argv[1:] = {}; sys.exit(cli.run_program(evaluate.main))"
+    code = "import sys; sys.modules['torch'] = None; import cli.entry, evaluate; "
+    code += "sys.argv[1:] = {}; sys.exit(cli.entry.run_program(evaluate.main))"
     for arguments, expected, words in (
         (["--help"], 0, "usage: "),
         (["--task", "nq"], 2, "unknown task 'nq'"),
@@ -589,5 +590,5 @@ def test_help_mistakes_prompts_and_reports_need_no_tensors(data, tmp_path):
         (["paper", "--help"], 0, "--plan"),
     ):
         command = [sys.executable, "-c", code.format(arguments)]
-        out = subprocess.run(command, capture_output=True, text=True, cwd=cli.MINIATURE.parent)
+        out = subprocess.run(command, capture_output=True, text=True, cwd=MINIATURE.parent)
         assert (out.returncode, words in out.stdout + out.stderr) == (expected, True), out

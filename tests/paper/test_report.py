@@ -535,11 +535,11 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
 WITHOUT = """
 import sys
 sys.modules["matplotlib"] = None
-import cli, cli.decode, evaluate
+import cli.decode, cli.entry, evaluate
 for arguments in [sys.argv[1]], [sys.argv[1], "--plots", "x"], ["heads", "--help"]:
     sys.argv = ["evaluate.py", "report", *arguments]
     try:
-        print("status", cli.run_program(evaluate.main))
+        print("status", cli.entry.run_program(evaluate.main))
     except SystemExit as end:
         print("status", end.code)
 print("huggingface_hub" in sys.modules)

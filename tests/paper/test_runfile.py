@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import evaluate
-from cli import explain, page
+from cli import page
+from cli.entry import explain
 from decoders.setup import Setup
 from paper.runfile import finish, open_run, packed_paths, read_run, remarks, unpacked
 from runtime.errors import InputError

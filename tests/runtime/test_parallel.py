@@ -118,12 +118,12 @@ def of_processes(folder):
 
 # A rank: runs of decore.py.
 OF_TORCHRUN = """
-import json, sys, cli
-from cli import decode
+import json, sys
+from cli import decode, entry
 def main():
     for sys.argv in json.loads(sys.argv[1]):
         decode.main()
-sys.exit(cli.run_program(main))
+sys.exit(entry.run_program(main))
 """
 
 
