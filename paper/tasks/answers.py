@@ -32,7 +32,7 @@ INITIALS = re.compile(rf"(?<!\w){LETTER}(?:\.{LETTER}(?!\w))+")
 HYPHEN = re.compile(rf"(?<={LETTER})-(?={LETTER})")
 # Signs that belong to a word: 3.5, 10:30, 1/2, −5, C++, F#, and A− as a grade.
 KEPT = re.compile(
-    rf"(?<=\d)[.:/](?=\d)|−|(?<={LETTER})\++(?!\w)|(?<=\b[A-Z])#(?!\w)"
+    r"(?<=\d)[.:/](?=\d)|−|(?<=\w)\++(?!\w)|(?<=\b[A-Z])#(?!\w)"
     r"|(?:(?<=\b[A-Z])|(?<=\b[A-Z][A-Z]))-(?!\w)"
 )
 
@@ -160,7 +160,7 @@ def contains(answer, reference):
     for titles in (False, True):
         if [*places(name_words(answer, titles), name_words(reference, titles))]:
             return True
-    return same(answer, reference)
+    return any(same(part, reference) for part in [answer, *CLAUSE.split(plain(answer))])
 
 
 def source_of(answer, references, memory):
@@ -189,6 +189,7 @@ def first_name(answer, names):
             more = name_words(part, titles)
             if part is not parts[-1] and not DENIAL.search(part):
                 open_to.update(range(len(words), len(words) + len(more)))
+                found += [(len(words), -len(answer)) for name in names if same(part, name)]
             words += more
         for name in (name_words(name, titles) for name in names):
             starts = (start for start in places(words, name) if start in open_to)
