@@ -125,6 +125,13 @@ def test_imports_between_rooms_point_down(room):
         assert not re.search(rf"^(import|from) ({above})\b", file.read_text("utf-8"), re.M), file
 
 
+def test_the_reference_imports_nothing_of_the_laboratory_or_the_integrations():
+    others = r"^\s*(import|from) (paper|evaluate|speed|miniature|integrations|tests)\b"
+    for room in ROOMS[: ROOMS.index("paper")]:
+        for file in *ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py"):
+            assert not re.search(others, file.read_text("utf-8"), re.M), file
+
+
 def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert fuzz.fuzz(range(180), seed=1) == {kind.__name__ for kind in fuzz.KINDS}
