@@ -244,7 +244,8 @@ def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_t
 
 
 def test_only_the_first_chat_of_its_roles_is_tried_with_other_texts(tmp_path, monkeypatch):
-    template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    condition = "m.role == 'user' or m.role == 'assistant' and m.content | length > 3"
+    template = f"{{% for m in messages if {condition} %}}{{{{ m.content }}}}{{% endfor %}}"
     tokenizer = save(tmp_path, byte_level(), chat_template=template)
     fill, fills = tokenizer.fill, []
     monkeypatch.setattr(tokenizer, "fill", lambda *args, **kw: fills.append(1) or fill(*args, **kw))
@@ -255,6 +256,8 @@ def test_only_the_first_chat_of_its_roles_is_tried_with_other_texts(tmp_path, mo
         assert (len(fills) == before + 1) == (number > 0)
         with pytest.raises(ValueError, match="omits message 3, whose role is 'tool'"):
             tokenizer.render([*chat, dict(role="tool", content="42")])
+    with pytest.raises(ValueError, match="omits message 2, whose role is 'assistant'"):
+        tokenizer.render([chat[0], dict(role="assistant", content="no")])
 
 
 @pytest.mark.parametrize(
