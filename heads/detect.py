@@ -16,10 +16,10 @@ from runpy import run_module
 
 from heads import MEASURES
 from heads.measures import answer_batch, effects, head_scores, prefilled, score_run  # noqa: F401
+from heads.words import is_latin, words_of
 from runtime import files
 from runtime.errors import InputError
 from runtime.progress import Bar
-from runtime.words import is_latin, words_of
 
 SUCCESS = 0.5  # an answer is right if its recall is larger
 EARLY = 20  # after so many runs, print how many answers are right

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from decoders.setup import Setup, is_ours
+from heads.words import is_unseparated
 from paper import fetch, judges, scores
 from paper.runfile import (
     NOTES,
@@ -32,7 +33,6 @@ from paper.tasks import answers, find_task, metrics
 from runtime.errors import InputError
 from runtime.fields import field, located
 from runtime.files import short_hash
-from runtime.words import is_unseparated
 
 ORIGIN = ("measure", "head_file")  # of heads
 TEXTS = ("entropy", "tokens", "ended", "empty", "letters")  # see `text_values`

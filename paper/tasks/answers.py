@@ -8,7 +8,7 @@ import re
 import unicodedata
 from functools import lru_cache
 
-from runtime.words import UNSEPARATED
+from heads.words import UNSEPARATED
 
 SOURCES = ("passage", "memory", "neither", "blank")  # of answers to questions with `memory`
 NOWHERE = (math.inf, 0)

@@ -18,11 +18,10 @@ from cli import detect as program
 from cli import models
 from cli.options import MINIATURE
 from decore import DeCoRe, generate
-from heads import FOLDER, ablation, detect, load_heads, measures, needles
+from heads import FOLDER, ablation, detect, load_heads, measures, needles, words
 from heads.sources import find_sources
 from hf import HFModel
 from model import Transformer
-from runtime import words
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tokenizer import Tokenizer
