@@ -12,7 +12,7 @@ import re
 import string
 import sys
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -90,14 +90,19 @@ def own_answer(line):
     """The first line that is not empty counts. With `memory`, also whether its first sentence gives
     the passage's answer, the memorised one, neither, or the line is blank: one of them is 1."""
     answer = answers.first_line(field(line, "prediction"))
-    references = texts(line, "references")
+    memory = texts(line, "memory") if line.get("memory") else ()
+    return {**values_of_own(answer, tuple(texts(line, "references")), tuple(memory))}
+
+
+@lru_cache(2**16)  # methods often give the same answer to a question
+def values_of_own(answer, references, memory):
     values = {
         "exact_match": float(any(answers.same(answer, x) for x in references)),
         "answer_contained": float(any(answers.contains(answer, x) for x in references)),
     }
     values["f1"] = max(values["exact_match"], *(f1(answer, x) for x in references))
-    if line.get("memory"):
-        kind = answers.source_of(answer, references, texts(line, "memory"))
+    if memory:
+        kind = answers.source_of(answer, references, memory)
         values |= {name: float(name == kind) for name in answers.SOURCES}
     return values
 
