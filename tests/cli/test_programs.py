@@ -12,17 +12,6 @@ from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (
-    "runtime",
-    "tokenizer",
-    "model",
-    "decore",
-    "hf",
-    "heads",
-    "decoders",
-    "cli",
-    "paper",
-)  # upwards
 PROGRAMS = []
 for path in sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("*/*.py")):
     # lm_eval.py passes unknown options on.
@@ -116,20 +105,6 @@ def test_a_program_refuses_unknown_options_and_dashes_as_a_value_and_its_help_sh
         status, out, err = call(main, option)
         assert (status, out, err.count("\n")) == (2, "", 1) and ": error: " in err, option
         assert option == "--nonsense" or f"{option}: '--' is not a value" in err
-
-
-@pytest.mark.parametrize("room", ROOMS[:-1])
-def test_imports_between_rooms_point_down(room):
-    above = "|".join(ROOMS[ROOMS.index(room) + 1 :])
-    for file in *ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py"):
-        assert not re.search(rf"^(import|from) ({above})\b", file.read_text("utf-8"), re.M), file
-
-
-def test_the_reference_imports_nothing_of_the_laboratory_or_the_integrations():
-    others = r"^\s*(import|from) (paper|evaluate|speed|miniature|integrations|tests)\b"
-    for room in ROOMS[: ROOMS.index("paper")]:
-        for file in *ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py"):
-            assert not re.search(others, file.read_text("utf-8"), re.M), file
 
 
 def test_random_and_damaged_input_ends_in_a_correct_result_or_in_one_line(monkeypatch):
