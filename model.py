@@ -106,8 +106,9 @@ class Transformer(nn.Module):
     eos_ids = ()
     pad_ids = ()
     product = None  # of a CPU's linear layers, such as "packed", set by `load`: see runtime/pack.py
-    reads_one_text = False
-    has_exits = True
+    reads_one_text = False  # rows of a pass may read different tokens
+    has_exits = True  # `read_layers` works
+    can_take_back = True  # tokens of a cache
     while_reading = staticmethod(lambda cache, passes: nullcontext())
 
     def __init__(self, config, shard=None, device="cpu", dtype=torch.float32):
@@ -136,22 +137,27 @@ class Transformer(nn.Module):
         self.frequencies = rope_frequencies(self.config).to(self.device)
         return self
 
-    def forward(self, ids, cache=None, head_mask=None, mask_on="output", probabilities=None):
+    def forward(self, ids, cache=None, head_mask=None, mask_on="output"):
         """Logits of every position, float32. ids [B, T] → [B, T, V]; with a cache or a head mask →
         [R, B, T, V].
 
         cache: the tokens continue its texts and are stored in it. head_mask: [R, L, H] of 0 and 1,
         or [R, B, L, H] for a mask per text; it may require a gradient.
-        mask_on: what it multiplies, "output" (Eq. 4 and 5) or "query" (the published runs).
-        probabilities: with a cache, a list to which each layer's attention [R, B, T, H, C] is
-        appended, float32."""
-        x, _ = self.read_layers(ids, (), cache, head_mask, mask_on, probabilities)
+        mask_on: what it multiplies, "output" (Eq. 4 and 5) or "query" (the published runs)."""
+        x, _ = self.read_layers(ids, (), cache, head_mask, mask_on)
         logits = self.logits(x)
         return logits[0] if cache is None and head_mask is None else logits
 
-    def read_layers(
-        self, ids, layers, cache=None, head_mask=None, mask_on="output", probabilities=None
-    ):
+    def read_attention(self, ids, cache, head_mask=None):
+        """As `forward` → the logits, and a list of each layer's attention, [R, B, T, H, C]
+        float32."""
+        probabilities = []
+        attend = DecodeAttention(self, cache, ids.shape[-1], probabilities)
+        x, _ = self.run_layers(ids, attend, head_mask)
+        cache.slots += ids.shape[-1]
+        return self.logits(x), probabilities
+
+    def read_layers(self, ids, layers, cache=None, head_mask=None, mask_on="output"):
         """The last hidden states of ids [B, T], after the final norm, and a list of those of
         `layers`, in ascending order: [R, B, T, D] each. 0 is the embeddings, i the output of the
         i-th layer. ids [R, B, T]: with a cache, tokens of their own in each row. The other
@@ -160,7 +166,7 @@ class Transformer(nn.Module):
         if cache is None:
             attend = PrefillAttention(self, 0, T)
         else:
-            attend = DecodeAttention(self, cache, T, probabilities)
+            attend = DecodeAttention(self, cache, T)
         states = self.run_layers(ids, attend, head_mask, mask_on, layers)
         if cache is not None:
             cache.slots += T
@@ -341,6 +347,11 @@ class Cache:
         self.kv = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.layers]
         self.lengths = torch.tensor(lengths, device=model.device)
         self.slots = torch.tensor(0, device=model.device)  # on the device, for CUDA graphs
+
+    def take_back(self, n):
+        """Forget the last n tokens of each text. No query sees their slots, which are written
+        anew."""
+        self.slots -= n
 
     def copy_prompts(self, other):
         """Take the keys and values of the same prompts from another cache. Returns whether that

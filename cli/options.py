@@ -199,7 +199,7 @@ def parsing(name, option, single):
 def add_decoder(text):
     """Add the decoder that "FILE.py:CLASS" names to METHODS, under the name of its class in small
     letters → this name."""
-    from decore import DeCoRe, Greedy  # imports torch
+    import decore  # imports torch
 
     file, _, name = text.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
@@ -211,7 +211,7 @@ def add_decoder(text):
     decoder = getattr(module, name, None)
     if not isinstance(decoder, type):
         raise InputError(f"--decoder {text}: {file} has no class {name!r}")
-    if not issubclass(decoder, Greedy):
+    if not issubclass(decoder, decore.Method):
         raise InputError(
             f"--decoder {text}: {name} is not a record; derive it from DeCoRe or Baseline, see "
             "CONTRIBUTING.md"
@@ -224,7 +224,7 @@ def add_decoder(text):
     if is_ours(name.lower()):
         raise InputError(f"--decoder {text}: {name.lower()} is a method already; rename the class")
     options = {*names, "renormalise", *(CHOOSING if "heads" in names else ())}
-    if issubclass(decoder, DeCoRe):
+    if issubclass(decoder, decore.DeCoRe):
         options.remove("amateur")
     METHODS[name.lower()] = Method(decoder, tuple(options), file=Path(file))
     return name.lower()

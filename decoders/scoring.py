@@ -19,14 +19,12 @@ from runtime import checks
 SCORED_AT_ONCE = 512  # answer tokens per pass
 
 
-def score(
-    model, prompt_ids, answer_ids, method, attention_mask=None, renormalise=True, mask_prompt=True
-):
+def score(model, prompt_ids, answer_ids, method, renormalise=True, mask_prompt=True):
     """Log-probability of an answer after a prompt, in nats, summed over its tokens; of several
     answers, a list. Several prompts with a list of answers each → a list of lists.
 
-    attention_mask: of the prompts. The others are those of `loglikelihoods`."""
-    prompts, _ = checks.unpack(prompt_ids, attention_mask)
+    The other arguments are those of `loglikelihoods`."""
+    prompts, _ = checks.unpack(prompt_ids)
     answers, in_form_of_answers = checks.unpack_answers(answer_ids)
     how = dict(renormalise=renormalise, mask_prompt=mask_prompt)
     [(sums, _)] = loglikelihoods(model, prompts, answers, [method], **how)

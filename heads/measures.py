@@ -90,15 +90,15 @@ def answer_batch(
     running = set(range(len(prompts)))
     steps = []
     while running:
-        layers = []  # L × [1, B, 1, H, C]
-        token = model(token, cache, head_mask, probabilities=layers)[0].argmax(-1)
+        logits, layers = model.read_attention(token, cache, head_mask)
+        token = logits[0].argmax(-1)
         key = torch.arange(layers[0].shape[-1], device=model.device)
         # Keys of new tokens are numbered from P on, after those of the padded prompts.
         position = torch.where(key < cache.P, key, key - cache.P + cache.lengths[:, None])
         inside = (position >= start) & (position < end)  # [B, C]
         others = cache.lengths[:, None] + 1 + len(steps) - (end - start)
         share = torch.where(inside, 1, (start - end) / others.clamp(min=1))
-        layers = [p[0, :, 0] for p in layers]  # [B, H, C]
+        layers = [p[0, :, 0] for p in layers]  # [1, B, 1, H, C] → [B, H, C]
         positions = [position.gather(1, p.argmax(-1)) for p in layers]
         mass = [(p * inside[:, None]).sum(-1) for p in layers]
         values = cache.values(len(key))

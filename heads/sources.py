@@ -24,8 +24,7 @@ def find_sources(model, prompt, ids, heads, special=()):
     tokens = torch.tensor([[prompt[-1], *ids[:-1]]], device=model.device)
     sources = []
     for part in tokens.split(TOKENS, 1):
-        layers = []  # L × [1, 1, T, H, C]
-        model(part, cache, probabilities=layers)
+        _, layers = model.read_attention(part, cache)  # L × [1, 1, T, H, C]
         # Keys of the padded prompt, and the first slot: the prompt's last token has key P.
         tops = [layer[0, 0, :, :, : cache.P + 1].argmax(-1) for layer in layers]
         top = model.shard.all_gather(torch.stack(tops).clamp(max=len(prompt) - 1))  # [L, T, H]

@@ -60,9 +60,18 @@ class HFCache:
         """The keys of the prompts' tokens, if those are padded on the right, [B, P]."""
         return (torch.arange(self.P, device=self.pad.device) + self.pad) % max(1, self.P)
 
+    def take_back(self, n):
+        """As `Cache.take_back`."""
+        self.slots -= n
+        self.kv.crop(-n)
+
+    def can_take_back(self):
+        """Whether no layer keeps more than keys and values."""
+        return all(type(layer) is DynamicLayer for layer in self.kv.layers)
+
     def copy_prompts(self, other):
         """As `Cache.copy_prompts`; False if a layer keeps more than keys and values."""
-        if any(type(layer) is not DynamicLayer for layer in other.kv.layers):
+        if not other.can_take_back():
             return False
         for i, layer in enumerate(other.kv.layers):
             if layer.is_initialized:  # a layer may use the keys of another

@@ -130,16 +130,19 @@ class HFModel(nn.Module):
         model.bos_id, model.eos_ids, model.pad_ids = checkpoint.special_ids
         return model
 
-    def forward(self, ids, cache=None, head_mask=None, mask_on="output", probabilities=None):
+    def forward(self, ids, cache=None, head_mask=None, mask_on="output"):
         """As `Transformer.forward`."""
         rows = 1 if head_mask is None else len(head_mask)
         texts = cache or HFCache(self, [0] * len(ids), rows)
-        attentions = probabilities is not None
-        out = self.run_hf(texts.inputs(ids), head_mask, mask_on, output_attentions=attentions)
-        if attentions:
-            probabilities += self.by_position(out.attentions, texts)
+        out = self.run_hf(texts.inputs(ids), head_mask, mask_on)
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
+
+    def read_attention(self, ids, cache, head_mask=None):
+        """As `Transformer.read_attention`."""
+        out = self.run_hf(cache.inputs(ids), head_mask, output_attentions=True)
+        logits = self.clean(out.logits).unflatten(0, (cache.rows, -1))
+        return logits, [*self.by_position(out.attentions, cache)]
 
     def prefill(self, ids, cache, head_mask=None, mask_on="output"):
         """As `Transformer.prefill`, but common prefixes are read with every prompt."""
@@ -239,6 +242,7 @@ class HFModel(nn.Module):
 
         Returns whether hidden states can be read: the last one gives the logits."""
         cache = self.new_cache([PROBE - 2, PROBE - 4], 2, rows=2)
+        self.can_take_back = cache.can_take_back()
         prompts = nn.utils.rnn.pad_sequence([ids[0, :-2], ids[0, 2:-2]], batch_first=True)
         self.prefill(prompts, cache)
         if cache.kv.get_seq_length() != cache.P:

@@ -16,7 +16,7 @@ from decoders import scoring
 from decoders.baselines import CAD
 from decoders.setup import Setup
 from decoders.sweep import PromptsReadOnce, side_by_side
-from decore import DeCoRe, Greedy, Masked
+from decore import Greedy, Masked
 from model import Transformer
 from paper import runfile
 from paper.benchmark import Benchmark, in_batches
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     bench: Benchmark
     setup: Setup
     header: dict  # the first line of its file
-    method: decore.Greedy  # or another record
+    method: decore.Method
     path: Path
 
 
@@ -104,7 +104,7 @@ def in_groups(runs, model):
     groups = defaultdict(list)
     for run in runs:
         method = run.method
-        shares = type(method) in (Greedy, Masked, DeCoRe) and not amateur_of(method, None)
+        shares = isinstance(method, Greedy | Masked) and not amateur_of(method, None)
         if not run.bench.task.choice:
             shares &= isinstance(model, Transformer) and not getattr(method, "mask_prompt", False)
         groups[None if shares else run.path].append(run)

@@ -17,7 +17,7 @@ LONGER = (
 )
 
 
-def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens):
+def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens, draft):
     """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
     number of new tokens of each text."""
     methods = getattr(method, "methods", [method])  # each has its part of the texts
@@ -29,6 +29,10 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
         parse_prompts(other, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
+    check_number(draft, "draft", 0, 1000, numbers.Integral)
+    if draft and not getattr(method, "shares_passes", False):
+        name = type(method).__name__
+        raise ArgumentError("draft", f"is for methods that are rows of passes; {name} is not")
     limits = []
     for b, prompt in enumerate(prompts):
         other = others[b * len(methods) // len(prompts)]  # of the text's method
@@ -104,10 +108,7 @@ def parse_prompts(model, sequences, what="prompt"):
         if not p:
             raise InputError(f"{name} is empty; give at least one token")
         if getattr(sequences, "ndim", 1) > 1 and {p[0], p[-1]} & set(model.pad_ids):
-            raise InputError(
-                f"{name} begins or ends in padding; pass the attention_mask too, "
-                "or lists without padding"
-            )
+            raise InputError(f"{name} begins or ends in padding; give lists of ids without it")
         bad = [t for t in p if not 0 <= t < c.vocab_size]
         if bad:
             raise InputError(
@@ -121,10 +122,9 @@ def parse_prompts(model, sequences, what="prompt"):
     return prompts
 
 
-def unpack(ids, attention_mask=None, input_ids=None):
+def unpack(ids):
     """One sequence of ids, or several → a sequence of sequences, and a function that gives a list
     of results the form of ids."""
-    ids = unpadded(ids, attention_mask, input_ids)
     return (ids, list) if is_batch(ids) else ([ids], itemgetter(0))
 
 
@@ -134,28 +134,6 @@ def unpack_answers(answers):
     if not is_batch(answers):
         return [[answers]], lambda sums: sums[0][0]
     return (answers, list) if is_batch(answers[0]) else ([answers], itemgetter(0))
-
-
-def unpadded(ids, attention_mask=None, input_ids=None):
-    """ids, or input_ids in their place; with an attention_mask lists of the tokens where it is not
-    0."""
-    if ids is not None and input_ids is not None:
-        raise InputError("ids and input_ids are two names of one argument; give one of them")
-    ids = input_ids if ids is None else ids
-    if attention_mask is None:
-        return ids
-    try:
-        ids = torch.as_tensor(ids)
-        kept = torch.as_tensor(attention_mask).bool()
-        if kept.shape != ids.shape:
-            raise ValueError
-        if ids.ndim == 1:
-            return ids[kept].tolist()
-        return [x[k].tolist() for x, k in zip(ids, kept, strict=True)]
-    except (IndexError, RuntimeError, TypeError, ValueError):
-        raise InputError(
-            "attention_mask must have the shape of the ids, with 1 for tokens and 0 for padding"
-        ) from None
 
 
 def is_batch(ids):

@@ -214,7 +214,7 @@ def python_arguments(dice, world, folder):
     record = dice.choice([decore.Greedy, decore.Masked, decore.DeCoRe])
     settings = {} if record is decore.Greedy else dict(heads=HEADS)
     odd = {name: dice.choice(values) for name in dice.sample(SETTINGS, dice.choice([0, 0, 1, 2]))}
-    for name in dice.sample(["method", "attention_mask", *arguments], dice.choice([0, 1, 1, 2])):
+    for name in dice.sample(["method", *arguments], dice.choice([0, 1, 1, 2])):
         arguments[name] = dice.choice(values)
 
     def run():

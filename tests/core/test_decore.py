@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from decoders.baselines import AD, CAD, CD, DoLa
@@ -128,21 +127,6 @@ def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
         assert generate(llama, [5, 6], DeCoRe(heads), 3) == plain
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches_decode_and_score_as_their_prompts_one_by_one(llama, side):
-    prompts = [[5, 6, 7], [8]]
-    ids = pad_sequence([torch.tensor(p) for p in prompts], True, 2, side)
-    masks = pad_sequence([torch.ones(len(p)) for p in prompts], True, 0, side)
-    how = dict(method=DeCoRe(HEADS))
-    batch = generate(llama, input_ids=ids, attention_mask=masks, **how)
-    for b, prompt in enumerate(prompts):
-        alone = generate(llama, prompt, **how)
-        assert batch[b].ids == alone.ids
-        assert generate(llama, ids[b], attention_mask=masks[b], **how) == alone
-        padded = score(llama, ids[b, None], [5, 6], attention_mask=masks[b, None], **how)
-        assert padded == score(llama, prompt, [5, 6], **how)
-
-
 # ----------------------------------------------------------------------------------------- stopping
 
 
@@ -239,6 +223,48 @@ def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_give
     assert [len(g.ids) for g in early] == [1] * len(PROMPTS)
 
 
+DRAFTING = {**METHODS, "cd": CD, "lite": lambda model: DeCoRe([(0, 1)], amateur=model)}
+DRAFTING = {name: m for name, m in DRAFTING.items() if getattr(m, "shares_passes", True)}
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
+def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, engine, name):
+    model = engine.load(llama.checkpoint.folder)
+    passes = []
+    model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+    prompt = random_ids(9, seed=1) * 2  # it repeats, and random models repeat themselves
+    how = dict(ids=prompt, method=DRAFTING[name], max_new_tokens=24)
+    if name in ("cd", "lite"):
+        how["method"] = how["method"](amateur)
+    if name == "cad":
+        how["method"] = CAD(prompt[3:])
+    [*ids] = generate(model, eos_ids=(), **how).ids
+    for ends, least in (((), 0), (ids[7:8], 0), (ids[2:3], 5)):
+        results, seen = [], []
+        for draft in (0, 1, 6):
+            passes.clear()
+            told = []
+            g = generate(
+                model,
+                eos_ids=ends,
+                min_new_tokens=least,
+                draft=draft,
+                on_token=lambda *x, told=told: told.append(x[:2]),
+                **how,
+            )
+            results.append(g)
+            seen.append(told)
+            # After the last token nothing is read, and no more than the text can take.
+            assert sum(passes) >= len(g.ids) > 0
+        plain = results[0]
+        for g, told in zip(results, seen):
+            assert (g.ids, g.stop, told) == (plain.ids, plain.stop, seen[0])
+            assert g.alphas == pytest.approx(plain.alphas, abs=1e-4)
+            assert g.entropies == pytest.approx(plain.entropies, abs=1e-4)
+    assert len(passes) < len(plain.ids) and max(passes) > 1
+
+
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):
     short = Transformer.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
     prompts = [random_ids(n) for n in (20, 18, 5)]
@@ -307,11 +333,7 @@ MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
     "eos_ids is {True, 5}": dict(eos_ids={True, 5}),
     "is 'text'; give token ids": dict(ids="text"),
     "513 tokens; .* reads 512": dict(ids=[5] * 513),
-    "begins or ends in padding; pass the attention_mask": dict(ids=torch.tensor([[5, 2]])),
-    "attention_mask must have the shape of the ids": dict(attention_mask=[1, 1]),
-    "have the shape of the ids, with 1": dict(attention_mask=5),
-    "shape of the ids, with 1 for tokens": dict(attention_mask=True),
-    "ids and input_ids are .* give one of them": dict(input_ids=[6]),
+    "begins or ends in padding; give lists of ids": dict(ids=torch.tensor([[5, 2]])),
     "the method is 'beam'; give a record, such as": dict(method="beam"),
     "the method is <class .*; give a record, such as": dict(method=Greedy),
     r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(method=Masked([(3, 0)])),
@@ -322,6 +344,8 @@ MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
     "eos_ids is '2'": dict(eos_ids="2"),
     "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
     "one vocabulary": dict(method=lite(64)),
+    "draft is for methods that are rows of passes; DoLa is": dict(method=DoLa(), draft=4),
+    "draft -1 is not a whole number": dict(draft=-1),
     "13 tokens; short reads 12": dict(method=lite(), ids=[5] * 13),
     "longest answer has 13 tokens; short reads 12": dict(method=lite(), answer_ids=[6] * 13),
     r"Linear is not a model of ours.* HFModel\(model\)": dict(model=torch.nn.Linear(1, 1)),

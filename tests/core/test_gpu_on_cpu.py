@@ -172,6 +172,12 @@ def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
     expected = generate(model, PROMPTS, method, max_new_tokens=5)
     with graphs_on_cpu():
         assert generate(model, PROMPTS, method, max_new_tokens=5, graph=True) == expected
+    if getattr(method, "shares_passes", False) and case != "cad":
+        expected = generate(model, PROMPTS[1] * 2, method, max_new_tokens=16)
+        with graphs_on_cpu():  # two: of one token, and of a draft
+            out = generate(model, PROMPTS[1] * 2, method, max_new_tokens=16, draft=3)
+        assert out.ids == expected.ids
+        assert out.alphas == pytest.approx(expected.alphas, abs=1e-4)
 
 
 def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, amateur):

@@ -437,7 +437,7 @@ def test_a_failed_pass_leaves_the_model_as_it_was():
     model = HFModel(hf)
     failing = model.decoder.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(ids, model.new_cache([0], 14), make_head_mask([HEADS], model), probabilities=[])
+        model.read_attention(ids, model.new_cache([0], 14), make_head_mask([HEADS], model))
     failing.remove()
     with pytest.raises(RuntimeError):
         model.logits(torch.zeros(1, 1, 2, 5))
