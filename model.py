@@ -23,7 +23,7 @@ from torch import nn
 
 from runtime.attention import attention, causal_attention
 from runtime.checkpoint import Checkpoint
-from runtime.checks import check_head_mask
+from runtime.checks import check_head_mask, parse_heads
 from runtime.config import default_dtype, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
@@ -321,6 +321,15 @@ def rotate(x, cos, sin):
     (a, b) → (a cos − b sin, b cos + a sin)."""
     swapped = x.roll(x.shape[-1] // 2, -1)  # (b, a)
     return torch.addcmul(x * cos, swapped, sin)
+
+
+def make_head_mask(rows, model):
+    """The heads to mask in each row, (layer, head) pairs or "layer-head" → [R, L, H] of 0 and 1."""
+    head_mask = torch.ones(len(rows), model.config.n_layers, model.config.n_heads)
+    for row, heads in zip(head_mask, rows):
+        for layer, head in parse_heads(heads, model):
+            row[layer, head] = 0
+    return head_mask.to(model.device)
 
 
 # ------------------------------------------------------------------------------ cache and attention

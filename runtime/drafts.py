@@ -9,34 +9,46 @@ import warnings
 
 import torch
 
+from runtime.graph import recorded
+
 # How many ids at the end of a text were found earlier → the part of `most` that is drafted.
 PARTS = {3: 1, 2: 1 / 2, 1: 1 / 4}
 
 
-def drafted(decoding, step, record, prompt, most, limit):
-    """A step of one text, as `step`, that needs fewer passes.
+def step_of(decoding, prompts, limit, draft, graph):
+    """The step of a decoding, recorded as a CUDA graph if the models can.
 
-    step: that of the decoding. record(decoding, tokens): a step for tokens of that shape. most:
-    tokens of a draft. limit: tokens that the text can still take."""
-    if not all(session.model.can_take_back for session in decoding.sessions):
-        warnings.warn("nothing is drafted: the cache cannot take tokens back", stacklevel=3)
+    draft: of one prompt, up to so many tokens of a pass are drafted. limit: tokens that each text
+    can still take."""
+    models = [session.model for session in decoding.sessions]
+    shape = torch.zeros(len(prompts), 1, dtype=torch.long, device=models[0].device)
+    step = recorded(decoding, shape) if graph else decoding.step
+    if not draft or len(prompts) > 1:
         return step
-    return Drafted(decoding, step, record, prompt, most, limit).step
+    if not all(model.can_take_back for model in models):
+        warnings.warn("nothing is drafted: a cache cannot take tokens back", stacklevel=3)
+        return step
+    several = decoding.step
+    fixed = graph and all(model.can_record for model in models)
+    if fixed:
+        several = recorded(decoding, shape.expand(1, min(1 + draft, limit)))
+    return Drafted(decoding, step, several, fixed, prompts[0], draft, limit).step
 
 
 class Drafted:
-    def __init__(self, decoding, step, record, prompt, most, limit):
+    """A step of one text that needs fewer passes.
+
+    one, several: steps of one token, and of one and its draft; fixed: always of `most`."""
+
+    def __init__(self, decoding, one, several, fixed, prompt, most, limit):
         self.decoding = decoding
-        self.one = step
-        self.device = decoding.sessions[0].model.device
-        # Recorded steps have one shape.
-        self.fixed = all(session.model.can_record for session in decoding.sessions)
-        shape = torch.zeros(1, 1 + most, dtype=torch.long, device=self.device)
-        self.several = record(decoding, shape) if self.fixed and most < limit else decoding.step
-        self.most = most
+        self.one = one
+        self.several = several
+        self.fixed = fixed
+        self.most = min(most, limit - 1)
         self.left = limit  # tokens that the cache can still take
         self.text = Text(prompt[:-1])
-        self.draft = []  # drafted tokens of the last pass that are not chosen yet
+        self.draft = []  # tokens of the last pass that are not chosen yet
 
     def step(self, token):
         """As `Decoding.step`, [1, 1] → a `Step` of [1, 1, V]."""
@@ -46,22 +58,21 @@ class Drafted:
             self.draft = self.draft[1:]
             self.place += 1
         else:
-            self.read(token_id)
+            self.read(token)
             self.place = 0
         self.left -= 1
         return self.result._make(x[:, self.place : self.place + 1] for x in self.result)
 
-    def read(self, token_id):
+    def read(self, token):
         """Take back what is left of the last draft, and read a token with a new one."""
         if self.draft:
             for session in self.decoding.sessions:
                 session.cache.take_back(len(self.draft))
         self.draft = self.text.draft(min(self.most, self.left - 1))
         if self.fixed and self.draft:
-            fill = self.most - len(self.draft)
-            self.draft = (self.draft + [0] * fill) * (self.left > self.most)
-        tokens = torch.tensor([[token_id, *self.draft]], device=self.device)
-        self.result = self.several(tokens) if self.draft else self.one(tokens)
+            self.draft = (self.draft + [0] * self.most)[: self.most] * (self.left > self.most)
+        step = self.several if self.draft else self.one
+        self.result = step(torch.cat([token, token.new_tensor([self.draft]).long()], 1))
 
 
 class Text:

@@ -23,6 +23,14 @@ class Generation:
     # Of `find_sources`, if you store them here: the page shows them.
     sources: list | None = field(default=None, repr=False)
 
+    def append(self, token_id, alpha, entropy, best):
+        """Add a token. best: its entry of `best`, if that is a list."""
+        self.ids.append(token_id)
+        self.alphas.append(alpha)
+        self.entropies.append(entropy)
+        if self.best is not None:
+            self.best.append(best)
+
     def rows(self):
         """A dict for each token: `pandas.DataFrame(out.rows())`, `json.dumps(out.rows())`."""
         columns = dict(id=self.ids, token=self.tokens, alpha=self.alphas, entropy=self.entropies)

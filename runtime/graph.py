@@ -10,11 +10,6 @@ import warnings
 import torch
 
 
-def unrecorded(decoder, tokens):
-    """In the place of `recorded`: the step as it is."""
-    return decoder.step
-
-
 def recorded(decoder, tokens):
     """`decoder.step` for tokens of this shape, as replays of a graph. Each overwrites its result.
 

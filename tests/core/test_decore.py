@@ -14,9 +14,10 @@ from transformers import MinNewTokensLengthLogitsProcessor
 from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.scoring import score
 from decoders.sweep import side_by_side
-from decore import DeCoRe, Greedy, Masked, decore, generate, make_head_mask
+from decore import Decoding, DeCoRe, Greedy, Masked, decore, generate, make_head_mask
 from hf import HFModel
 from model import Cache, Transformer
+from runtime.drafts import PARTS, Text
 from runtime.values import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
 
@@ -229,40 +230,53 @@ DRAFTING = {name: m for name, m in DRAFTING.items() if getattr(m, "shares_passes
 
 @pytest.mark.parametrize("name", DRAFTING)
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
-def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, engine, name):
+def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypatch, engine, name):
     model = engine.load(llama.checkpoint.folder)
-    passes = []
-    model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
-    prompt = random_ids(9, seed=1) * 2  # it repeats, and random models repeat themselves
+    steps = []
+    prompt = random_ids(9, seed=1)
     how = dict(ids=prompt, method=DRAFTING[name], max_new_tokens=24)
     if name in ("cd", "lite"):
         how["method"] = how["method"](amateur)
     if name == "cad":
         how["method"] = CAD(prompt[3:])
-    [*ids] = generate(model, eos_ids=(), **how).ids
-    for ends, least in (((), 0), (ids[7:8], 0), (ids[2:3], 5)):
-        results, seen = [], []
-        for draft in (0, 1, 6):
-            passes.clear()
-            told = []
-            g = generate(
-                model,
-                eos_ids=ends,
-                min_new_tokens=least,
-                draft=draft,
-                on_token=lambda *x, told=told: told.append(x[:2]),
-                **how,
-            )
-            results.append(g)
-            seen.append(told)
-            # After the last token nothing is read, and no more than the text can take.
-            assert sum(passes) >= len(g.ids) > 0
-        plain = results[0]
-        for g, told in zip(results, seen):
-            assert (g.ids, g.stop, told) == (plain.ids, plain.stop, seen[0])
+    free = generate(model, eos_ids=(), **how).ids
+    read = Decoding.step
+    monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
+    for ends, least in ((), 0), (free[7:8], 0), (free[2:3], 5):
+        steps.clear()
+        how["on_token"] = None
+        plain = generate(model, eos_ids=ends, min_new_tokens=least, **how)
+        assert len(steps) == len(plain.ids)
+
+        def draft(self, most):  # every fourth id is wrong
+            at = len(self.ids) - len(prompt)
+            ids = [(x + (i % 4 == 3)) % 96 for i, x in enumerate(plain.ids)]  # noqa: B023
+            return ids[at : at + most]
+
+        monkeypatch.setattr(Text, "draft", draft)
+        for most, per_pass in (1, 2), (6, 4):
+            steps.clear()
+            tokens = []
+            how |= dict(on_token=lambda _, token, h, tokens=tokens: tokens.append(token))
+            g = generate(model, eos_ids=ends, min_new_tokens=least, draft=most, **how)
+            assert (g.ids, g.stop, tokens) == (plain.ids, plain.stop, plain.ids)
             assert g.alphas == pytest.approx(plain.alphas, abs=1e-4)
             assert g.entropies == pytest.approx(plain.entropies, abs=1e-4)
-    assert len(passes) < len(plain.ids) and max(passes) > 1
+            assert len(steps) <= len(g.ids) / per_pass + 4
+
+
+def test_a_draft_is_what_followed_the_last_ids_at_their_latest_earlier_place():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ids = rng.integers(0, 4, 30).tolist()
+        text = Text(ids)
+        for n in (3, 2, 1):
+            starts = [i for i in range(n, 30) if ids[i - n : i] == ids[-n:]]
+            if starts:
+                break
+        after = ids[starts[-1] :]
+        assert text.draft(8) == (after * 8)[: round(8 * PARTS[n])]
+    assert Text([5, 6]).draft(8) == []
 
 
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):
