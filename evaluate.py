@@ -4,6 +4,7 @@
                        --demos FILE --out DIR
     python evaluate.py --task nq-swap --data FILE --demos FILE --dry-run    print the prompts
     python evaluate.py fetch DIR                                            download the data
+    python evaluate.py choose --data FILE --model M                         choose a method
     python evaluate.py paper --model M --data DIR --out DIR [--plan]        the paper's rows
     python evaluate.py rescore --task nq-swap FILE.jsonl                    recompute the metrics
     python evaluate.py report DIR                                           runs beside the paper's
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from cli.entry import explain, run_program
 from cli.options import did_you_mean, fit, full_names, say_measures, setups
-from paper import fetch, judges, options, plan, report, rescore, scores, unpack
+from paper import choose, fetch, judges, options, plan, report, rescore, scores, unpack
 from paper.benchmark import load_benchmark
 from paper.runfile import continued, make_header, run_name
 from paper.tasks import find_tasks, metrics, prompts, with_prompt
@@ -33,6 +34,7 @@ from runtime.errors import InputError
 
 def main():
     commands = {
+        "choose": choose.main,
         "fetch": fetch.main,
         "paper": paper,
         "rescore": rescore.main,

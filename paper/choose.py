@@ -1,0 +1,219 @@
+"""Chooses a method and its setting on questions of your own, whose passages contradict what the
+model knows, and tests the choice once on others:
+
+    python evaluate.py choose --data conflict.csv --agreement agreement.csv --model M --out runs
+
+It runs commands of evaluate.py and heads.detect, and prints each; any of them can be run alone. The
+same command goes on after an interruption. docs/choosing.md explains the steps."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from cli.options import number, parser, positive
+from paper.known import choose_rows
+from paper.report import stored
+from paper.tasks import data, find_task
+from runtime.errors import InputError
+from runtime.statistics import paired
+
+ROOT = Path(__file__).parents[1]
+N_HEADS = "1,2,3,5,10"
+# The settings that are compared; heads are ranked by effect.
+GRID = (
+    "--method greedy",
+    f"--method decore-entropy --num-heads {N_HEADS}",
+    f"--method decore-static --alpha 1,2 --num-heads {N_HEADS}",
+    "--method cad --alpha 0.25,0.5,1,1.5,2",
+)
+LEAST = 24  # known questions: a test of 12 shows a gain of 6 items without a loss, and no smaller
+SHOWN = 0.05
+
+
+def main(argv):
+    args, options = parse(argv)
+    task = find_task("qa")
+    closed = args.out / "closed"
+    run(closed_book(args, options), args.dry_run)
+    [path] = closed.glob("*.jsonl") if closed.is_dir() else [None]
+    items, *_ = data.load_data(task, args.data, None)
+    if path:
+        items, _ = choose_rows(task, items, path, known=True)
+    words = "known" if path else "(those that are known, once the first command has run)"
+    parts = split(len(items), args.rank, args.choose)
+    sizes = ", ".join(f"{n} to {part}" for part, (_, n) in parts.items())
+    print(f"{len(items)} questions {words}: {sizes}")
+    known = ["--known", str(path or closed / "….jsonl")]
+    rows = {part: [*known, *drawn(args.seed, *place)] for part, place in parts.items()}
+    heads = args.out / "heads.json"
+    run(rank_heads(args, options, rows["rank"], heads), args.dry_run or heads.exists())
+    of_heads = ["--heads", str(heads), "--measure", "effect"]
+    passages = {"conflict": args.data, "agreement": args.agreement}
+    passages = {name: file for name, file in passages.items() if file}
+    for name, file in passages.items():
+        for setting in map(str.split, GRID):
+            masked = of_heads if "--num-heads" in setting else []
+            where = ["--data", str(file), "--out", str(args.out / "choose" / name)]
+            run(evaluate(options, rows["choose"], setting, masked, where), args.dry_run)
+    if args.dry_run:
+        return
+    chosen = choose(args.out / "choose", passages, args.points)
+    tested = {"greedy": "--method greedy".split(), **chosen}
+    for name, file in passages.items():
+        for label, setting in tested.items():
+            masked = of_heads if label == "DeCoRe" else []
+            where = ["--data", str(file), "--out", str(args.out / "test" / name)]
+            run(evaluate(options, rows["test"], setting, masked, where))
+    advise(args.out / "test", passages, chosen, of_heads)
+
+
+def parse(argv):
+    """(the options, those that all commands get)."""
+    p = parser(__doc__, prog="evaluate.py choose")
+    p.add_argument("--data", required=True, type=Path, metavar="FILE", help="with `memory`")
+    p.add_argument("--agreement", type=Path, metavar="FILE", help="the same, passages are right")
+    p.add_argument("--model", required=True, metavar="M")
+    p.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
+    p.add_argument("--seed", type=number(int, 0), default=1234, help="of the split")
+    p.add_argument("--rank", type=positive, metavar="N", help="questions that rank the heads")
+    p.add_argument("--choose", type=positive, metavar="N", help="questions that choose")
+    p.add_argument(
+        "--points",
+        type=number(float, 0),
+        default=2,
+        help="a setting may lose so many points in agreement (default: 2)",
+    )
+    p.add_argument("--dry-run", action="store_true", help="print the commands and numbers only")
+    p.epilog = "All other options go to each command, such as --transformers, --dtype, --system."
+    args, options = p.parse_known_args(argv)
+    return args, ["--model", args.model, *options]
+
+
+def split(n, rank=None, choose=None):
+    """{part: (its first question, how many)} of n known questions: a quarter, at most 50, ranks the
+    heads, a quarter, at most 100, chooses, the others test."""
+    if n < LEAST:
+        raise InputError(
+            f"{n} known questions are too few to show anything: give at least {LEAST}, better 300"
+        )
+    rank = rank or min(50, n // 4)
+    choose = choose or min(100, n // 4)
+    left = n - rank - choose
+    if left < LEAST // 2:
+        raise InputError(
+            f"--rank {rank} and --choose {choose} leave {max(0, left)} of {n} known questions to "
+            f"test: at least {LEAST // 2} are needed"
+        )
+    return {"rank": (0, rank), "choose": (rank, choose), "test": (rank + choose, left)}
+
+
+def drawn(seed, skip, n):
+    """The options that draw n questions after the first `skip` of a shuffle."""
+    skipped = ["--skip", str(skip)] if skip else []
+    return ["--sample", str(n), "--seed", str(seed), *skipped]
+
+
+def evaluate(options, *parts):
+    return ["evaluate.py", "--task", "qa", *options, *sum(map(list, parts), [])]
+
+
+def closed_book(args, options):
+    where = ["--data", str(args.data), "--out", str(args.out / "closed")]
+    return evaluate(options, ["--method", "greedy", "--closed-book"], where)
+
+
+def rank_heads(args, options, rows, path):
+    return [
+        "-m",
+        "heads.detect",
+        "--questions",
+        str(args.data),
+        *options,
+        *rows,
+        "--out",
+        str(path),
+    ]
+
+
+def run(command, only_print=False):
+    """Print a command, and run it. Ends the program if it fails."""
+    print(f"$ {shlex.join(['python', *command])}", flush=True)
+    if only_print:
+        return
+    if command[0] == "evaluate.py":
+        command = [str(ROOT / command[0]), *command[1:]]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, *command], env=os.environ | {"PYTHONPATH": paths})
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def shares(folder, passages):
+    """{name of a run: (its header, {passages: 1 or 0 for each item})}. 1: the passage's answer."""
+    runs = {}
+    for name in passages:
+        for part in stored.collect(folder / name):
+            header, values = runs.setdefault(part.path.name, (part.header, {}))
+            values[name] = [row["passage"] for row in part.values]
+    return runs
+
+
+def mean(values):
+    return 100 * sum(values) / len(values)
+
+
+def choose(folder, passages, points):
+    """{"DeCoRe" and "CAD": the options of the best setting}. Prints what each setting did.
+
+    The best follows most passages in conflict, of those that lose at most `points` of the right
+    answers in agreement against greedy decoding; else the one that loses least."""
+    runs = shares(folder, passages)
+    [greedy] = [of for header, of in runs.values() if header["method"] == "greedy"]
+    rows = []
+    for header, values in runs.values():
+        lost = mean(greedy["agreement"]) - mean(values["agreement"]) if "agreement" in values else 0
+        rows.append((mean(values["conflict"]), lost, options_of(header)))
+    rows.sort(key=lambda row: -row[0])
+    print("\nthe passage's answers, lost in agreement, setting")
+    for share, lost, setting in rows:
+        print(f"{share:5.1f} %  {lost:5.1f}  {' '.join(setting)}")
+    chosen = {}
+    for label, method in (("DeCoRe", "decore"), ("CAD", "cad")):
+        candidates = [row for row in rows if row[2][1].startswith(method)]
+        best = min(candidates, key=lambda row: (max(0, row[1] - points), -row[0]))
+        chosen[label] = best[2]
+    return chosen
+
+
+def options_of(header):
+    """The options of a stored run's setting."""
+    options = ["--method", header["method"]]
+    for name in ("alpha", "num_heads"):
+        if header.get(name) is not None and (name, header["method"]) != ("alpha", "decore-entropy"):
+            options += ["--" + name.replace("_", "-"), str(header[name])]
+    return options
+
+
+def advise(folder, passages, chosen, of_heads):
+    """Print how the choices did on the test's items, and the options to paste."""
+    runs = {tuple(options_of(h)): values for h, values in shares(folder, passages).values()}
+    greedy = runs["--method", "greedy"]
+    print(f"\non {len(greedy['conflict'])} other questions, against greedy decoding:")
+    shown = {}
+    for label, setting in chosen.items():
+        for name in passages:
+            values = runs[tuple(setting)][name]
+            difference, (low, high), p = paired(values, greedy[name])
+            before, after = mean(greedy[name]), mean(values)
+            points, low, high = (f"{100 * x:+.1f}" for x in (difference, low, high))
+            shares_of = f"{label:6} {name:9} {before:5.1f} → {after:5.1f} %"
+            print(f"{shares_of}, {points} points ({low} to {high}), p {p:.2g}")
+            if name == "conflict" and difference > 0 and p < SHOWN / len(chosen):
+                shown[label] = after
+    if not shown:
+        print("no gain is shown: use greedy decoding (--method greedy), or test on more questions")
+        return
+    best = max(shown, key=shown.get)
+    print(f"use {best}: {shlex.join(chosen[best] + (of_heads if best == 'DeCoRe' else []))}")
