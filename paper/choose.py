@@ -36,7 +36,17 @@ def main(argv):
     args, options = parse(argv)
     task = find_task("qa")
     closed = args.out / "closed"
-    run(closed_book(args, options), args.dry_run)
+    limit = ["--max-new-tokens", args.max_new_tokens] if args.max_new_tokens else []
+
+    def evaluate(part, name, setting, heads=(), rows=()):
+        """Run a setting on passages into a folder of `--out`."""
+        where = ["--data", str(passages[name]), "--out", str(args.out / part)]
+        command = ["evaluate.py", "--task", "qa", *options, *limit, *rows, *setting, *heads]
+        run([*command, *where], args.dry_run)
+
+    passages = {"conflict": args.data, "agreement": args.agreement}
+    passages = {name: file for name, file in passages.items() if file}
+    evaluate("closed", "conflict", ["--method", "greedy", "--closed-book"])
     [path] = closed.glob("*.jsonl") if closed.is_dir() else [None]
     items, *_ = data.load_data(task, args.data, None)
     if path:
@@ -50,22 +60,18 @@ def main(argv):
     heads = args.out / "heads.json"
     run(rank_heads(args, options, rows["rank"], heads), args.dry_run or heads.exists())
     of_heads = ["--heads", str(heads), "--measure", "effect"]
-    passages = {"conflict": args.data, "agreement": args.agreement}
-    passages = {name: file for name, file in passages.items() if file}
-    for name, file in passages.items():
+    for name in passages:
         for setting in map(str.split, GRID):
             masked = of_heads if "--num-heads" in setting else []
-            where = ["--data", str(file), "--out", str(args.out / "choose" / name)]
-            run(evaluate(options, rows["choose"], setting, masked, where), args.dry_run)
+            evaluate(f"choose/{name}", name, setting, masked, rows["choose"])
     if args.dry_run:
         return
     chosen = choose(args.out / "choose", passages, args.points)
     tested = {"greedy": "--method greedy".split(), **chosen}
-    for name, file in passages.items():
+    for name in passages:
         for label, setting in tested.items():
             masked = of_heads if label == "DeCoRe" else []
-            where = ["--data", str(file), "--out", str(args.out / "test" / name)]
-            run(evaluate(options, rows["test"], setting, masked, where))
+            evaluate(f"test/{name}", name, setting, masked, rows["test"])
     advise(args.out / "test", passages, chosen, of_heads)
 
 
@@ -85,6 +91,7 @@ def parse(argv):
         default=2,
         help="a setting may lose so many points in agreement (default: 2)",
     )
+    p.add_argument("--max-new-tokens", metavar="N", help="of the answers")
     p.add_argument("--dry-run", action="store_true", help="print the commands and numbers only")
     p.epilog = "All other options go to each command, such as --transformers, --dtype, --system."
     args, options = p.parse_known_args(argv)
@@ -113,15 +120,6 @@ def drawn(seed, skip, n):
     """The options that draw n questions after the first `skip` of a shuffle."""
     skipped = ["--skip", str(skip)] if skip else []
     return ["--sample", str(n), "--seed", str(seed), *skipped]
-
-
-def evaluate(options, *parts):
-    return ["evaluate.py", "--task", "qa", *options, *sum(map(list, parts), [])]
-
-
-def closed_book(args, options):
-    where = ["--data", str(args.data), "--out", str(args.out / "closed")]
-    return evaluate(options, ["--method", "greedy", "--closed-book"], where)
 
 
 def rank_heads(args, options, rows, path):
@@ -179,6 +177,7 @@ def choose(folder, passages, points):
     print("\nthe passage's answers, lost in agreement, setting")
     for share, lost, setting in rows:
         print(f"{share:5.1f} %  {lost:5.1f}  {' '.join(setting)}")
+    print()
     chosen = {}
     for label, method in (("DeCoRe", "decore"), ("CAD", "cad")):
         candidates = [row for row in rows if row[2][1].startswith(method)]
@@ -205,13 +204,13 @@ def advise(folder, passages, chosen, of_heads):
     for label, setting in chosen.items():
         for name in passages:
             values = runs[tuple(setting)][name]
-            difference, (low, high), p = paired(values, greedy[name])
-            before, after = mean(greedy[name]), mean(values)
-            points, low, high = (f"{100 * x:+.1f}" for x in (difference, low, high))
-            shares_of = f"{label:6} {name:9} {before:5.1f} → {after:5.1f} %"
-            print(f"{shares_of}, {points} points ({low} to {high}), p {p:.2g}")
+            difference, interval, p = paired(values, greedy[name])
+            points, *ends = (f"{100 * x:+.1f}" for x in (difference, *(interval or ())))
+            within = f" ({' to '.join(ends)})" if ends else ""
+            shares_of = f"{label:6} {name:9} {mean(greedy[name]):5.1f} → {mean(values):5.1f} %"
+            print(f"{shares_of}, {points} points{within}, p {p:.2g}")
             if name == "conflict" and difference > 0 and p < SHOWN / len(chosen):
-                shown[label] = after
+                shown[label] = mean(values)
     if not shown:
         print("no gain is shown: use greedy decoding (--method greedy), or test on more questions")
         return

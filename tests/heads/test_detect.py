@@ -432,7 +432,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
         assert runs.read_bytes().startswith(b"".join([header, *stored_lines[:4]]))
         for line, text in zip(runs.read_bytes().splitlines()[1:], lines, strict=True):
             run, expected = json.loads(line), json.loads(text)
-            for measure in ("write", "mass"):  # batches of other texts round differently
+            for measure in ("write", "mass", "effect"):  # other batches round differently
                 assert run.pop(measure) == pytest.approx(expected.pop(measure), abs=1e-5)
             assert run == expected
     content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]

@@ -1,0 +1,127 @@
+"""evaluate.py choose: from a table of conflicts to one tested setting, on the miniature."""
+
+import json
+import sys
+from contextlib import suppress
+from runpy import run_module
+
+import pytest
+
+from cli.entry import run_program
+from miniature.data import make_split
+from paper import choose
+
+
+def run_detection():
+    with suppress(SystemExit):
+        run_module("heads.detect", run_name="__main__")
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Those of `choose` with 60 conflicts of the miniature. Its commands run in this process."""
+
+    def run(command, only_print=False):
+        print("$", *command)
+        if not only_print:
+            import evaluate
+
+            program, arguments = evaluate.main, command[1:]
+            if command[0] == "-m":
+                program, arguments = run_detection, command[2:]
+            monkeypatch.setattr(sys, "argv", ["x", *arguments])
+            assert not run_program(program)
+
+    monkeypatch.setattr(choose, "run", run)
+    few = "--method greedy", "--method decore-entropy --num-heads 1,2", "--method cad --alpha 0.5,1"
+    monkeypatch.setattr(choose, "GRID", few)
+    for name in ("conflict", "agreement"):
+        lines = []
+        for i, item in enumerate(make_split("conflict", 60, seed=3)):
+            context, question = item.prompt.removeprefix("Context: ").split("\nAnswer: ")
+            line = dict(id=f"q{i}", question=question, context=context, answers=item.answer)
+            if name == "conflict":
+                line["memory"] = item.memory
+            else:
+                line["context"] = context.replace(item.answer, item.memory)
+                line["answers"] = item.memory
+            lines.append(json.dumps(line))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    template = tmp_path / "template.txt"
+    template.write_text("Context: {context}\nAnswer: {question}")
+    paths = f"--data {tmp_path}/conflict.jsonl --agreement {tmp_path}/agreement.jsonl"
+    options = f"{paths} --model miniature --template {template} --max-new-tokens 6"
+    return [*options.split(), "--out", str(tmp_path / "runs")]
+
+
+def test_choose_goes_from_conflicts_to_one_tested_setting_and_goes_on(options, capsys, tmp_path):
+    choose.main([*options, "--dry-run"])
+    planned = capsys.readouterr().out
+    assert not (tmp_path / "runs").exists() and "60 questions (those that are known" in planned
+    choose.main(options)
+    first = capsys.readouterr()
+    assert "known: " in first.out and "to test" in first.out
+    table = first.out.rpartition("setting\n")[2].split("\n\n")[0].splitlines()
+    assert len(table) == 5
+    verdict = first.out.splitlines()[-1]
+    assert verdict.startswith(("use DeCoRe: --method decore-", "use CAD: --method cad")), verdict
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("test/*/*.jsonl")}
+    assert len(files) == 6  # greedy, DeCoRe, CAD; conflict and agreement
+    choose.main(options)
+    again = capsys.readouterr().out
+    assert again.splitlines()[-1] == verdict
+    # The items of the three parts are different ones.
+    ids = {}
+    for part in ("choose", "test"):
+        [path] = tmp_path.glob(f"runs/{part}/conflict/*greedy*.jsonl")
+        ids[part] = {json.loads(line)["id"] for line in path.read_text().splitlines()[1:]}
+    assert not ids["choose"] & ids["test"]
+
+
+@pytest.mark.parametrize(
+    "n, rank, choose_n, words",
+    [
+        (23, None, None, "23 known questions are too few"),
+        (40, 20, 10, "leave 10 of 40"),
+        (24, None, None, {"rank": (0, 6), "choose": (6, 6), "test": (12, 12)}),
+        (1000, None, None, {"rank": (0, 50), "choose": (50, 100), "test": (150, 850)}),
+    ],
+)
+def test_too_few_known_questions_are_refused(n, rank, choose_n, words):
+    if isinstance(words, dict):
+        assert choose.split(n, rank, choose_n) == words
+    else:
+        with pytest.raises(ValueError, match=words):
+            choose.split(n, rank, choose_n)
+
+
+def test_the_best_setting_may_lose_so_much_and_no_more(monkeypatch, capsys):
+    def run(method, conflict, agreement, **settings):
+        values = {"conflict": [1] * conflict + [0] * (100 - conflict)}
+        values["agreement"] = [1] * agreement + [0] * (100 - agreement)
+        return {"method": method, **settings}, values
+
+    runs = [
+        run("greedy", 20, 100),
+        run("decore-entropy", 60, 90, num_heads=10),
+        run("decore-static", 50, 98, num_heads=3, alpha=1.0),
+        run("cad", 70, 97, alpha=1.0),
+        run("cad", 30, 99, alpha=0.5),
+    ]
+    monkeypatch.setattr(choose, "shares", lambda *_: dict(enumerate(runs)))
+    for points, decore, cad in ((2, 3, 0.5), (0, 3, 0.5), (5, 3, 1.0), (10, 10, 1.0)):
+        chosen = choose.choose(None, ["conflict", "agreement"], points)
+        assert chosen["DeCoRe"][-1] == str(decore) and chosen["CAD"][-1] == str(cad)
+
+
+def test_no_gain_that_is_not_shown_is_recommended(monkeypatch, capsys):
+    values = {"conflict": [0] * 12}
+    better = {"conflict": [1] * 5 + [0] * 7}
+    runs = {0: ({"method": "greedy"}, values), 1: ({"method": "cad", "alpha": 1.0}, better)}
+    monkeypatch.setattr(choose, "shares", lambda *_: runs)
+    cad = ["--method", "cad", "--alpha", "1.0"]
+    choose.advise(None, ["conflict"], {"CAD": cad}, [])
+    assert "no gain is shown: use greedy decoding" in capsys.readouterr().out
+    better["conflict"][:6] = [1] * 6
+    choose.advise(None, ["conflict"], {"CAD": cad}, [])
+    assert "use CAD: --method cad --alpha 1.0" in capsys.readouterr().out
