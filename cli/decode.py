@@ -176,6 +176,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
                 method,
                 max_new_tokens=args.max_new_tokens,
                 min_new_tokens=args.min_new_tokens,
+                draft=args.draft,
                 eos_ids=tokenizer.eos_ids,
                 on_token=texts.push,
                 tokenizer=tokenizer if args.html else None,
@@ -324,6 +325,14 @@ def make_parser():
         default=0,
         metavar="N",
         help="new tokens before which no end id is chosen (default: 0)",
+    )
+    add(
+        "--draft",
+        type=number(int, 0),
+        default=0,
+        metavar="K",
+        help="draft up to K tokens from the text and check them in one pass: the same answer in fewer "
+        "passes, for a batch of one prompt (default: 0)",
     )
     add("--stop", action="append", default=[], help="an answer ends before this text")
     add(
