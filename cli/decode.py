@@ -331,8 +331,8 @@ def make_parser():
         type=number(int, 0),
         default=0,
         metavar="K",
-        help="draft up to K tokens from the text and check them in one pass: the same answer in fewer "
-        "passes, for a batch of one prompt (default: 0)",
+        help="draft up to K tokens from the text and check them in one pass: the same "
+        "answer in fewer passes, for a batch of one prompt (default: 0)",
     )
     add("--stop", action="append", default=[], help="an answer ends before this text")
     add(
