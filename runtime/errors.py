@@ -14,9 +14,12 @@ class ArgumentError(InputError):
     problem: to be read after the name."""
 
     def __init__(self, name, problem):
-        super().__init__(f"{name} {problem}")
+        super().__init__(name, problem)  # so that it can be pickled
         self.name = name
         self.problem = problem
+
+    def __str__(self):
+        return f"{self.name} {self.problem}"
 
 
 def one_line(error, limit=300):

@@ -8,6 +8,8 @@ import math
 
 import numpy as np
 
+from runtime.errors import InputError
+
 SAMPLES = 10_000
 FLIPS = 100_000
 MOST_SUMS = 2**20  # of an exact test
@@ -59,6 +61,8 @@ def paired(runs, others, questions=None):
     runs, others: values of one run, [n], or of several, [K, n], which are averaged. questions: the
     question of each item; None: each item has its own. interval: as in `interval`."""
     runs, others = np.atleast_2d(runs), np.atleast_2d(others)
+    if not np.isfinite(runs).all() or not np.isfinite(others).all():
+        raise InputError("a value is not finite; leave out items that a run has no value of")
     questions = range(runs.shape[1]) if questions is None else questions
     columns = [[(values, np.ones(len(values)))] for values in (*runs, *others)]
     means = averages(columns, questions)
@@ -83,6 +87,9 @@ def sign_flips(differences):
 
     Exact if the possible sums are few, as they are for rates; else of FLIPS draws."""
     differences = differences[differences != 0]
+    largest = np.abs(differences).max(initial=0)
+    if largest < 1:  # the tolerances below are absolute
+        differences = np.ldexp(differences, -np.frexp(largest)[1])
     sums, chances = np.zeros(1), np.ones(1)
     sizes, counts = np.unique(np.abs(differences).round(9), return_counts=True)
     for size, count in zip(sizes, counts.tolist()):

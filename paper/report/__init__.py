@@ -7,6 +7,7 @@ figures.py   results → figures
 Intervals and tests are in runtime/statistics.py."""
 
 import csv
+import os
 import sys
 
 from cli.options import parser
@@ -16,6 +17,7 @@ from runtime.errors import InputError
 
 def main(argv):
     """`evaluate.py report …`: DIR, or `heads [MODEL|FILE …]`."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which may not be installed here
     try:
         if argv[:1] == ["heads"]:
             heads.main(argv[1:])
@@ -54,13 +56,15 @@ def report(argv):
         raise InputError(f"{args.folder}: no runs to report")
     runs = results.select(runs)
     short = results.short_tables(runs)
-    pictures = figures.draw_all(short, args.plots) if args.plots else []
     if args.csv:
         write_csv(results.lines(runs))
-        return
-    tables.print_tables(tables.short_table(key, rows) for key, rows in short.items())
-    if args.all:
+    else:
+        tables.print_tables(tables.short_table(key, rows) for key, rows in short.items())
+    if args.all and not args.csv:
         tables.print_tables(tables.all_tables(runs))
+    pictures = figures.draw_all(short, args.plots) if args.plots else []  # errors leave the tables
+    if args.csv:
+        return
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n")
     if args.commands:

@@ -28,6 +28,8 @@ matplotlib.rcParams.update(
         "axes.spines.top": False,
         "axes.spines.right": False,
         "savefig.dpi": 150,
+        "text.usetex": False,
+        "text.parse_math": False,  # names may contain $
     }
 )
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #7A5C00 #56B4E9 #E69F00 #882255 #7F7F7F".split()

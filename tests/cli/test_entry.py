@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_mistakes_and_limits_are_one_line_and_a_bug_keeps_its_traceback(
     assert (result, out, err.count("\n")) == (status, "", 1) and message in err
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         call(raiser(RuntimeError("shapes do not fit")))
+
+
+@pytest.mark.parametrize(
+    "error", [ArgumentError("n", "is odd"), InputError("a"), HeadFileError("b")]
+)
+def test_errors_survive_a_pool_of_processes(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
 
 
 def test_a_traceback_can_be_had_and_the_line_of_a_foreign_error_says_how(call, monkeypatch):

@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -572,6 +573,23 @@ def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
         assert f"/{kind}.png)" in out
         foot = " ".join(draw(kind, sweep).get_supxlabel().split())
         assert "seeds of random heads: 0, 1, 2" in foot and "commit: 01234567" in foot
+
+
+def test_figures_need_no_backend_and_no_latex_and_tables_come_first(sweep, tmp_path):
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True")
+    (tmp_path / "file").touch()
+    env = os.environ | dict(MPLBACKEND="module://none", MPLCONFIGDIR=str(tmp_path), PATH="")
+    for out, status in ("figures", 0), ("file", 2):
+        argv = [sys.executable, evaluate.__file__, "report", sweep, "--plots", tmp_path / out]
+        done = subprocess.run(argv, capture_output=True, text=True, env=env)
+        assert done.returncode == status and "### miniature" in done.stdout, done.stderr
+    assert len([*(tmp_path / "figures").iterdir()]) == 2
+
+
+def test_a_dollar_in_a_name_does_not_start_a_formula(add, tmp_path):
+    add(model="a$_$")
+    add("masked", 2, model="a$_$")
+    draw("differences", tmp_path).savefig(tmp_path / "a.png")
 
 
 def test_the_figure_of_differences_has_every_row_with_its_interval_in_the_possible_range(

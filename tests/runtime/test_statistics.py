@@ -114,6 +114,15 @@ def test_p_of_a_large_difference_is_0_at_worst():
     assert statistics.p_value(np.ones((1, 3000)), np.zeros((1, 3000)), range(3000)) < 1e-300
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 1, 3e8])
+def test_p_does_not_depend_on_the_unit(size):
+    differences = size * np.arange(1, 11)
+    expected = by_enumeration(np.arange(1, 11))
+    assert statistics.sign_flips(differences) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="a value is not finite; leave out items"):
+        statistics.paired(differences, [size * math.nan] * 10)
+
+
 def test_of_many_graded_differences_signs_are_drawn():
     differences = np.random.default_rng(5).normal(0.3, 1, 12)
     expected = by_enumeration(differences)
