@@ -148,3 +148,27 @@ def data(tmp_path_factory):
         "truthfulqa-mc": ["--task", "truthfulqa-mc", "--data", truthful, "--demos", demos],
         "truthfulqa-gen": ["--task", "truthfulqa-gen", "--data", truthful, "--demos", demos],
     }
+
+
+@pytest.fixture
+def done(call):
+    """Runs a program that must succeed: done(main, *arguments) → (stdout, stderr)."""
+
+    def run(main, *arguments):
+        status, out, err = call(main, *arguments)
+        assert status == 0, err
+        return out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """Runs a program that must refuse: refused(main, *arguments) → stderr."""
+
+    def run(main, *arguments):
+        status, out, err = call(main, *arguments)
+        assert (status, out) == (2, ""), err
+        return err
+
+    return run

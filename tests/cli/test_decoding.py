@@ -18,6 +18,7 @@ from heads import FOLDER, load_heads
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
@@ -181,41 +182,33 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
     assert [both[0]["ids"], both[1]["ids"]] == [objects(*command)[0]["ids"], lines[0]["ids"]]
 
 
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("[]", "p.jsonl, line 2: not JSON in UTF-8 (a list instead of an object)"),
-        ('{"prompt": "\\ud800"}', "p.jsonl, line 2: not JSON in UTF-8 ("),
-        (
-            '{"text": "a"}',
-            'p.jsonl, line 2: it must have either "prompt", a text, or "messages", a',
-        ),
-        ('{"prompt": "a", "messages": []}', "p.jsonl, line 2: it must have either"),
-        ('{"prompt": 5}', 'p.jsonl, line 2: "prompt" must be a text'),
-        ('{"messages": "a"}', "p.jsonl, line 2: a chat is a list of messages: [{"),
-        ('{"messages": []}', "p.jsonl, line 2: the chat must end in a message for"),
-        ('{"prompt": "a", "begin": ["b"]}', 'p.jsonl, line 2: "begin" must be a text'),
-        (
-            '{"messages": [{"role": "assistant", "content": "a"}], "begin": "b"}',
-            'p.jsonl, line 2: "messages" end with an assistant\'s turn, so "begin" has no place',
-        ),
-        ('{"prompt": "a", "without_context": 5}', 'p.jsonl, line 2: "without_context" must be'),
-        ('{"prompt": "a", "without_context": [5]}', 'p.jsonl, line 2: 5 must be {"role"'),
-        ('{"prompt": " "}', "prompt 2 of 2: the prompt is empty"),
-        (
-            '{"prompt": "a", "num_heads": 5}',
-            "prompt 2 has a field 'num_heads', as the answer in --json has",
-        ),
-        ('{"prompt": "a"}', "cad needs --without-context for each prompt, or"),
-    ],
-)
-def test_a_line_that_is_not_a_prompt_is_named(call, base, tmp_path, line, words):
+LINES = """
+[] | p.jsonl, line 2: not JSON in UTF-8 (a list instead of an object)
+{"prompt": "\\ud800"} | p.jsonl, line 2: not JSON in UTF-8 (
+{"text": "a"} | p.jsonl, line 2: it must have either "prompt", a text, or "messages", a
+{"prompt": "a", "messages": []} | p.jsonl, line 2: it must have either
+{"prompt": 5} | p.jsonl, line 2: "prompt" must be a text
+{"messages": "a"} | p.jsonl, line 2: a chat is a list of messages: [{
+{"messages": []} | p.jsonl, line 2: the chat must end in a message for
+{"prompt": "a", "begin": ["b"]} | p.jsonl, line 2: "begin" must be a text
+{"messages": [{"role": "assistant", "content": "a"}], "begin": "b"} | p.jsonl, line 2: "messages" \
+end with an assistant's turn, so "begin" has no place
+{"prompt": "a", "without_context": 5} | p.jsonl, line 2: "without_context" must be
+{"prompt": "a", "without_context": [5]} | p.jsonl, line 2: 5 must be {"role"
+{"prompt": " "} | prompt 2 of 2: the prompt is empty
+{"prompt": "a", "num_heads": 5} | prompt 2 has a field 'num_heads', as the answer in --json has
+{"prompt": "a"} | cad needs --without-context for each prompt, or
+"""
+
+
+@pytest.mark.parametrize("line, words", rows(LINES))
+def test_a_line_that_is_not_a_prompt_is_named(refused, base, tmp_path, line, words):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "a", "without_context": "b"}}\n{line}\n')
-    status, out, err = call(program.main, *base[:2], "--prompts", path, "--method=cad", "--json")
-    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+    err = refused(program.main, *base[:2], "--prompts", path, "--method=cad", "--json")
+    assert err.count("\n") == 1 and words in err
     path.write_text("\n")
-    assert "p.jsonl: it is empty" in call(program.main, *base[:2], "--prompts", path)[2]
+    assert "p.jsonl: it is empty" in refused(program.main, *base[:2], "--prompts", path)
 
 
 def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():

@@ -10,6 +10,7 @@ import pytest
 from cli import decode as program
 from tests import fuzz
 from tests.checkpoints import write_checkpoint, write_heads, write_tokenizer
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = []
@@ -40,54 +41,49 @@ def places(tmp_path_factory, chat_model):
     )
 
 
+MISTAKES = """
+--prompt Hi --model {folder}/nowhere | nowhere
+--prompt Hi --model {folder}/strange | model_type is
+{model} --prompt Hi --method greedy | model.safetensors
+{amateur} {folder}/other | different vocabular
+--model {loads} --prompt Hi --amateur {loads} | give --amateur-heads FILE
+--model {loads} --prompt Hi --heads no.json | no.json is neither a head file nor a model
+{base} --num-heads 99 --device cuda:99 | --device cuda:99 is not on this machine; choose from auto,
+{base} --prompt '' | the prompt is empty
+{base} --prompt-file {folder}/none.txt | none.txt: no such file or directory
+{base} --prompt-ids 1,x | --prompt-ids: 'x' is not a whole number in [0, inf]
+{model} --method greedy | nothing to answer
+{model} --method greedy --prompt-ids 5 --raw | --raw has no effect on --prompt-ids
+{base} --system S | --system and --template-args need a chat template
+{chat} --raw --template-args '{{"a": 1}}' | a chat template, and exclude --raw
+{chat} --template-args '{{"a": NaN}}' | invalid json_object value: '{"a": NaN}'
+{chat} --template-args [1] | --template-args: invalid json_object value: '[1]'
+{base} --method greedy | --heads has no effect on greedy; it is an option of masked
+{base} --seed 0 | --seed has no effect without --random-heads
+{base} --random-heads published | --heads has no effect with --random-heads published
+{model} --prompt Hi --method greedy --sources | --sources has no effect on greedy, which
+{base} --alpha-cap inf | --alpha-cap: 'inf' is not a finite number
+{base} --stop '' | --stop: an empty text
+{base} --method decore-entrpy | is unknown, did you mean decore-entropy?; known
+{base} --method decore | unknown, did you mean decore-static or decore-entropy?; known
+{base} --prompt --json | --prompt: expected one argument; see --help
+{base} --html {folder}/no/page.html | no/page.html cannot be written
+{base} --html {folder} | cannot be written
+{base} --html /dev/null --prompt '' | the prompt is empty
+"""
+FULL = "{model} --method greedy --prompt '" + "word " * 150 + "'"
+DEEP = "{chat} --template-args " + "[" * 9999
 MISTAKES = [
-    # models and heads
-    ("--prompt Hi --model {folder}/nowhere", "nowhere"),
-    ("--prompt Hi --model {folder}/strange", "model_type is"),
-    ("{model} --prompt Hi --method greedy", "model.safetensors"),
-    ("{amateur} {folder}/other", "different vocabular"),
-    ("--model {loads} --prompt Hi --amateur {loads}", "give --amateur-heads FILE"),
-    ("--model {loads} --prompt Hi --heads no.json", "no.json is neither a head file nor a model"),
-    (
-        "{base} --num-heads 99 --device cuda:99",
-        "--device cuda:99 is not on this machine; choose from auto, ",
-    ),
-    # prompts
-    ("{base} --prompt ''", "the prompt is empty"),
-    ("{base} --prompt-file {folder}/none.txt", "none.txt: no such file or directory"),
-    ("{base} --prompt-ids 1,x", "--prompt-ids: 'x' is not a whole number in [0, inf]"),
-    ("{model} --method greedy", "nothing to answer"),
-    (
-        "{model} --method greedy --prompt '" + "word " * 150 + "'",
-        "use a model that reads more, such as Qwen/",
-    ),
-    ("{model} --method greedy --prompt-ids 5 --raw", "--raw has no effect on --prompt-ids"),
-    ("{base} --system S", "--system and --template-args need a chat template"),
-    ("{chat} --raw --template-args '{{\"a\": 1}}'", "a chat template, and exclude --raw"),
-    ("{chat} --template-args " + "[" * 9999, "--template-args: the object is nested too deeply"),
-    ("{chat} --template-args '{{\"a\": NaN}}'", "invalid json_object value: '{\"a\": NaN}'"),
-    ("{chat} --template-args [1]", "--template-args: invalid json_object value: '[1]'"),
-    # options without effect, and their values
-    ("{base} --method greedy", "--heads has no effect on greedy; it is an option of masked"),
-    ("{base} --seed 0", "--seed has no effect without --random-heads"),
-    ("{base} --random-heads published", "--heads has no effect with --random-heads published"),
-    ("{model} --prompt Hi --method greedy --sources", "--sources has no effect on greedy, which"),
-    ("{base} --alpha-cap inf", "--alpha-cap: 'inf' is not a finite number"),
-    ("{base} --stop ''", "--stop: an empty text"),
-    ("{base} --method decore-entrpy", "is unknown, did you mean decore-entropy?; known"),
-    ("{base} --method decore", "unknown, did you mean decore-static or decore-entropy?; known"),
-    ("{base} --prompt --json", "--prompt: expected one argument; see --help"),
-    ("{base} --html {folder}/no/page.html", "no/page.html cannot be written"),
-    ("{base} --html {folder}", "cannot be written"),
-    ("{base} --html /dev/null --prompt ''", "the prompt is empty"),
+    *rows(MISTAKES),
+    (FULL, "use a model that reads more, such as Qwen/"),
+    (DEEP, "--template-args: the object is nested too deeply"),
 ]
 
 
 @pytest.mark.parametrize("arguments, words", MISTAKES)
-def test_a_mistake_ends_in_one_line_and_status_2(call, places, arguments, words):
-    status, out, err = call(program.main, *shlex.split(arguments.format(**places)))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("decode.py: error: ") and words in err
+def test_a_mistake_ends_in_one_line_and_status_2(refused, places, arguments, words):
+    err = refused(program.main, *shlex.split(arguments.format(**places)))
+    assert err.count("\n") == 1 and err.startswith("decode.py: error: ") and words in err
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=str)

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as Core
 from runtime.checkpoint import Checkpoint
 from runtime.special import MISTRAL_WORDS
 from tests.checkpoints import write_tokenizer
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 WORDS = (
@@ -160,25 +161,51 @@ def oracle(folder, template):
     )
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.fixture
+def of(tmp_path):
+    """The byte-level tokenizer with a chat template: of(template, files, **tokenizer_config)."""
+
+    def make(template, files=None, **more):
+        return save(tmp_path, byte_level(), files, chat_template=template, **more)
+
+    return make
+
+
+def loop(body, condition="true"):
+    return "{% for m in messages if " + condition + " %}" + body + "{% endfor %}"
+
+
+def chat_of(system="Be <b>.", user="the one", **more):
+    """Turns of these roles, those with a text."""
+    turns = dict(system=system, user=user, **more)
+    return [dict(role=role, content=text) for role, text in turns.items() if text]
+
+
+REASONING = ["{{ m.reasoning_content }}{{ m.content }}", "{{ m.thinking }}{{ m | tojson }}"]
+REASONS = [
+    [*chat_of(None), {"role": "assistant", name: "the two", "content": "the three"}]
+    for name in ("reasoning_content", "thinking", "reasoning")
+]
+FILTERS = ("e", "upper", "wordwrap(9)", "replace('e', 'i')")
+
+
 @pytest.mark.parametrize(
-    "template", ["{{ m.reasoning_content }}{{ m.content }}", "{{ m.thinking }}{{ m | tojson }}"]
+    "template, chat",
+    [
+        *((loop(body), chat) for body in REASONING for chat in REASONS),
+        *((loop("<{{ m.role }}>{{ m.content | x }}".replace("x", x)), chat_of()) for x in FILTERS),
+        (
+            loop("<{{ m.role }}>{{ m.content }}", "m.content | length > 99"),
+            chat_of(*["the one " * 20] * 2),
+        ),
+    ],
 )
-def test_templates_read_reasoning_by_any_of_its_names(template, name, tmp_path):
-    template = f"{{% for m in messages %}}{template}{{% endfor %}}"
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
-    chat = [{"role": "user", "content": "the one"}]
-    chat += [{"role": "assistant", name: "the two", "content": "the three"}]
+def test_templates_write_reasoning_by_any_name_and_a_changed_or_long_system_text_in_its_turn(
+    template, chat, of, tmp_path
+):
+    tokenizer = of(template)
     text = oracle(tmp_path, template).apply_chat_template(chat, tokenize=False)
-    assert tokenizer.render(chat) == text and "the two" in text
-
-
-def test_a_system_text_that_a_template_writes_above_a_length_stays_in_its_turn(tmp_path):
-    template = "{% for m in messages if m.content | length > 99 %}<{{ m.role }}>{{ m.content }}"
-    template += "{% endfor %}"
-    chat = [dict(role=role, content="the one " * 20) for role in ("system", "user")]
-    text = oracle(save(tmp_path, byte_level(), chat_template=template).name, template)
-    assert Tokenizer.load(tmp_path).render(chat) == text.apply_chat_template(chat, tokenize=False)
+    assert tokenizer.render(chat) == text and len(text) > 19
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -229,54 +256,89 @@ def test_a_final_turn_is_continued_as_by_transformers_or_refused(name, core, tmp
     assert list(dict.fromkeys(refused)) == [*trims, " ", ""]
 
 
+PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "one"}]
+
+
+@pytest.mark.parametrize("user", ["the one", PARTS])
 @pytest.mark.parametrize("system", ["{{ raise_exception('no') }}", "", "{{ m.content }}\n\n"])
 def test_a_template_without_system_turn_gets_the_instruction_in_the_first_user_turn(
-    system, tmp_path
+    system, user, of
 ):
-    template = (
-        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}"
-        "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
-    )
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    """Lists of text parts are joined."""
+    template = "{% if m.role == 'system' %}SYSTEM{% else %}<user>{{ m.content }}{% endif %}"
+    tokenizer = of(loop(template.replace("SYSTEM", system)))
     assert tokenizer.has_system_turn == ("content" in system)
-    expected = "Be short.\n\n<user>the one" if "content" in system else "<user>Be short.\n\nthe one"
-    assert tokenizer.render(CONVERSATIONS[1][:2]) == expected
+    chat = chat_of(PARTS if user is PARTS else "the one", user)
+    expected = "the one\n\n<user>the one", "<user>the one\n\nthe one"
+    assert tokenizer.render(chat) == expected["content" not in system]
 
 
-def test_only_the_first_chat_of_its_roles_is_tried_with_other_texts(tmp_path, monkeypatch):
+def test_only_the_first_chat_of_its_roles_is_tried_with_other_texts(of, monkeypatch):
     condition = "m.role == 'user' or m.role == 'assistant' and m.content | length > 3"
-    template = f"{{% for m in messages if {condition} %}}{{{{ m.content }}}}{{% endfor %}}"
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
+    tokenizer = of(loop("{{ m.content }}", condition))
     fill, fills = tokenizer.fill, []
     monkeypatch.setattr(tokenizer, "fill", lambda *args, **kw: fills.append(1) or fill(*args, **kw))
     for number in range(3):
-        chat = [dict(role=role, content=f"{role} {number}") for role in ("user", "assistant")]
+        chat = chat_of(None, f"user {number}", assistant=f"assistant {number}")
         before = len(fills)
         assert tokenizer.render(chat) == f"user {number}assistant {number}"
         assert (len(fills) == before + 1) == (number > 0)
         with pytest.raises(ValueError, match="omits message 3, whose role is 'tool'"):
             tokenizer.render([*chat, dict(role="tool", content="42")])
     with pytest.raises(ValueError, match="omits message 2, whose role is 'assistant'"):
-        tokenizer.render([chat[0], dict(role="assistant", content="no")])
+        tokenizer.render(chat_of(None, "user", assistant="no"))
+
+
+ANSWER = dict(continue_final_message=True)
+CHANGED = "does not keep the beginning of the answer, 'the river'"
 
 
 @pytest.mark.parametrize(
-    "content", ["{{ m.content[:3] }}", "{{ m.content | upper }}", "{{ m | tojson }}{{ m.content }}"]
+    "template, chat, how, words",
+    [
+        *(
+            (loop(body), chat_of(None, None, assistant="the river"), ANSWER, CHANGED)
+            for body in (
+                "{{ m.content[:3] }}",
+                "{{ m.content | upper }}",
+                "{{ m | tojson }}{{ m.content }}",
+            )
+        ),
+        (
+            TEMPLATES["qwen3"],
+            CONVERSATIONS[1],
+            dict(template_args={"thinking": 1}),
+            "the chat template has no argument 'thinking'",
+        ),
+        *(
+            (loop("{{ m.content }}"), chat_of(None, [*PARTS, part]), {}, "only texts are read")
+            for part in ({"type": "image", "text": "x"}, {"type": "text"}, "x")
+        ),
+        (
+            "User: {% for part in messages[0].parts %}{% endfor %}",
+            CONVERSATIONS[0],
+            {},
+            "omits message 1, whose role",
+        ),
+        (
+            "{{ messages[0].content }}",
+            CONVERSATIONS[1],
+            {},
+            "omits message 2, whose role is 'user'",
+        ),
+        (
+            loop("{{ m.content }}", "m.role != 'assistant'"),
+            CONVERSATIONS[1],
+            {},
+            "omits message 3, whose role is 'assistant'",
+        ),
+    ],
 )
-def test_a_template_that_changes_the_beginning_of_an_answer_is_refused(content, tmp_path):
-    template = f"{{% for m in messages %}}{content}{{% endfor %}}"
-    chat = [{"role": "assistant", "content": "the river"}]
-    with pytest.raises(ValueError, match="does not keep the beginning of the answer, 'the river'"):
-        save(tmp_path, byte_level(), chat_template=template).render(
-            chat, continue_final_message=True
-        )
-
-
-def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=TEMPLATES["qwen3"])
-    assert tokenizer.render(CONVERSATIONS[1], template_args={"enable_thinking": False})
-    with pytest.raises(ValueError, match="the chat template has no argument 'thinking'"):
-        tokenizer.render(CONVERSATIONS[1], template_args={"thinking": 1})
+def test_what_a_template_changes_or_omits_or_does_not_read_is_refused(
+    template, chat, how, words, of
+):
+    with pytest.raises(ValueError, match=words):
+        of(template).render(chat, **how)
 
 
 def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
@@ -464,34 +526,6 @@ def test_mistrals_wrong_pattern_of_words_is_a_warning_or_corrected_as_by_transfo
     assert any('add "fix_mistral_regex": true' in str(w.message) for w in recwarn) == warned
 
 
-PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "one"}]
-
-
-@pytest.mark.parametrize("system", ["", "<{{ m.content }}>"])
-def test_lists_of_text_parts_are_joined_and_other_parts_are_refused(system, tmp_path):
-    template = (
-        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
-    chat = [{"role": role, "content": PARTS} for role in ("system", "user")]
-    assert tokenizer.render(chat) == ("<the one>the one" if system else "the one\n\nthe one")
-    for part in {"type": "image", "text": "x"}, {"type": "text"}, "x":
-        with pytest.raises(ValueError, match="only texts are read"):
-            tokenizer.render([{"role": "user", "content": [*PARTS, part]}])
-
-
-@pytest.mark.parametrize("filter", ["e", "upper", "wordwrap(9)", "replace('e', 'i')"])
-def test_a_template_that_changes_the_systems_text_has_a_system_turn(filter, tmp_path):
-    template = (
-        f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content | {filter} }}}}{{% endfor %}}"
-    )
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
-    chat = [{"role": "system", "content": "Be <b>."}, {"role": "user", "content": "the one"}]
-    reference = oracle(tmp_path, template).apply_chat_template(chat, tokenize=False)
-    assert tokenizer.has_system_turn and tokenizer.render(chat) == reference
-
-
 PARTS_ALONE = """{% for m in messages %}{{ m['role'] | capitalize }}
 {%- if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
 {%- for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
@@ -499,37 +533,12 @@ PARTS_ALONE = """{% for m in messages %}{{ m['role'] | capitalize }}
 {% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
 
-def test_a_template_that_writes_only_parts_gets_texts_as_parts(tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=PARTS_ALONE)
-    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PARTS}]
-    assert tokenizer.has_system_turn
-    assert tokenizer.render(chat) == "System: Be short.<end>\nUser: the one<end>\nAssistant:"
-    refusing = PARTS_ALONE.replace(
-        "{% for m",
-        "{% if messages[0].content is string %}{{ raise_exception('x') }}{% endif %}{% for m",
-        1,
-    )
-    assert save(tmp_path, byte_level(), chat_template=refusing).render(chat) == tokenizer.render(
-        chat
-    )
-
-
-@pytest.mark.parametrize(
-    "template, chat, words",
-    [
-        ("User: {% for part in messages[0].parts %}{% endfor %}", 0, "omits message 1, whose role"),
-        ("{{ messages[0].content }}", 1, "omits message 2, whose role is 'user'"),
-        (
-            "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}",
-            1,
-            "omits message 3, whose role is 'assistant'",
-        ),
-    ],
-)
-def test_a_message_that_the_template_omits_is_an_error(template, chat, words, tmp_path):
-    tokenizer = save(tmp_path, byte_level(), chat_template=template)
-    with pytest.raises(ValueError, match=words):
-        tokenizer.render(CONVERSATIONS[chat])
+def test_a_template_that_writes_only_parts_gets_texts_as_parts(of):
+    refuse = "{% if messages[0].content is string %}{{ raise_exception('x') }}{% endif %}"
+    for template in PARTS_ALONE, refuse + PARTS_ALONE:
+        tokenizer = of(template)
+        text = "System: Be short.<end>\nUser: the one<end>\nAssistant:"
+        assert tokenizer.has_system_turn and tokenizer.render(chat_of("Be short.", PARTS)) == text
 
 
 USER = "{{ messages[0].content }}"
@@ -592,47 +601,37 @@ def panicking_tokenizer():
     return json.dumps(content)
 
 
-NO_DEFAULT = '{"chat_template": [{"name": "rag", "template": "x"}]}'
-OTHER_ID = '{"added_tokens_decoder": {"7": {"content": "<a>"}}}'
-NO_TOKEN = "writes bos_token '<bos>', which is not in tokenizer.json"
+DAMAGED = """
+tokenizer.json | MISSING | tokenizer.json is missing
+tokenizer.json | PANIC | cannot read
+tokenizer_config.json | { | tokenizer_config.json is not valid JSON
+tokenizer_config.json | {"bos_token": 1.0} | bos_token is 1.0; it must be a text
+tokenizer_config.json | {"added_tokens_decoder": {"7": {"content": "<a>"}}} | '<a>' is listed \
+as 7, but is 340
+tokenizer_config.json | {"extra_special_tokens": ["<a>"]} | _config.json: .*'<a>' is special, but
+added_tokens.json | {"<a>": Infinity} | cannot read the added tokens
+tokenizer_config.json | {"chat_template": [{"name": "rag", "template": "x"}]} | chat_template must \
+be a text
+generation_config.json | {"eos_token_id": [1, null]} | eos_token_id is
+chat_template.jinja |  | no chat template, like most base models: use plain text
+chat_template.jinja | {{ raise_exception('no\\nlines') }} | no lines
+chat_template.jinja | {{ messages.append(1) }} | unsafe
+chat_template.jinja | {{ bos_token }}hello | writes bos_token '<bos>', which is not in \
+tokenizer.json
+chat_template.jinja | <bos>hello | writes bos_token '<bos>', which is not in tokenizer.json
+chat_template.jinja | {{ '%10000000d' % 1 }}{{ messages }} | a text of 1000
+chat_template.jinja | {{ messages[0].content }}{{ messages[1].content }} | half of a surrogate pair
+"""
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("tokenizer.json", panicking_tokenizer(), "cannot read"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", '{"bos_token": 1.0}', "bos_token is 1.0; it must be a text"),
-        ("tokenizer_config.json", OTHER_ID, "'<a>' is listed as 7, but is 340"),
-        (
-            "tokenizer_config.json",
-            '{"extra_special_tokens": ["<a>"]}',
-            "_config.json: .*'<a>' is special, but",
-        ),
-        ("added_tokens.json", '{"<a>": Infinity}', "cannot read the added tokens"),
-        ("tokenizer_config.json", NO_DEFAULT, "chat_template must be a text"),
-        ("generation_config.json", '{"eos_token_id": [1, null]}', "eos_token_id is"),
-        ("chat_template.jinja", "", "no chat template, like most base models: use plain text"),
-        ("chat_template.jinja", "{{ raise_exception('no\nlines') }}", "no lines"),
-        ("chat_template.jinja", "{{ messages.append(1) }}", "unsafe"),
-        ("chat_template.jinja", "{{ bos_token }}hello", NO_TOKEN),
-        ("chat_template.jinja", "<bos>hello", NO_TOKEN),
-        ("chat_template.jinja", "{{ '%10000000d' % 1 }}{{ messages }}", "a text of 1000"),
-        (
-            "chat_template.jinja",
-            "{{ messages[0].content }}{{ messages[1].content }}",
-            "half of a surrogate pair",
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, content, words", rows(DAMAGED))
 def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_line(
     name, content, words, tmp_path, capfd
 ):
     save(tmp_path, byte_level(), bos=False, bos_token="<bos>", pad_token="<pad>")
     (tmp_path / name).unlink(missing_ok=True)
-    if content is not None:
-        (tmp_path / name).write_text(content)
+    if content != "MISSING":
+        (tmp_path / name).write_text(panicking_tokenizer() if content == "PANIC" else content)
     messages = [{"role": "user", "content": "a <pad>"}, {"role": "user", "content": "\ud800"}]
     with pytest.raises((ValueError, OSError), match=words) as error:
         Tokenizer.load(tmp_path).encode_chat(messages)

@@ -4,6 +4,7 @@ Sources of generated tokens."""
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from hf import HFModel
 from model import Transformer
 from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 NEEDLE = needles.Needle(
@@ -374,19 +376,19 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         assert [record["right"] for record, _ in answered] == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    "needle, right, wrong",
-    [
-        ("在蓝色的石头下面", "钥匙在蓝色石头下面。", "钥匙在红盒子里。"),
-        ("青い石の下", "鍵は青い石の下です", "鍵は箱の中です"),
-        ("ใต้หินสีน้ำเงิน", "กุญแจอยู่ใต้หินสีน้ำเงิน", "ไม่ทราบ"),
-        ("под синим камнем", "Они Под Синим камнем.", "Они на синей полке под дверью."),
-        ("κάτω από την πέτρα", "ΚΆΤΩ ΑΠΌ ΤΗΝ ΠΈΤΡΑ", "πάνω στην πέτρα"),
-        ("नीले पत्थर के नीचे", "चाबी नीले पत्थर के नीचे है।", "चाबी नीली नदी में है।"),
-        ("تحت الحجر الأزرق", "المفتاح تحت الحجر الأزرق.", "المفتاح في الصندوق"),
-        ("१९९९", "सन् १९९९", "सन् १९९८"),
-    ],
-)
+SCRIPTS = """
+在蓝色的石头下面 | 钥匙在蓝色石头下面。 | 钥匙在红盒子里。
+青い石の下 | 鍵は青い石の下です | 鍵は箱の中です
+ใต้หินสีน้ำเงิน | กุญแจอยู่ใต้หินสีน้ำเงิน | ไม่ทราบ
+под синим камнем | Они Под Синим камнем. | Они на синей полке под дверью.
+κάτω από την πέτρα | ΚΆΤΩ ΑΠΌ ΤΗΝ ΠΈΤΡΑ | πάνω στην πέτρα
+नीले पत्थर के नीचे | चाबी नीले पत्थर के नीचे है। | चाबी नीली नदी में है।
+تحت الحجر الأزرق | المفتاح تحت الحجر الأزرق. | المفتاح في الصندوق
+१९९९ | सन् १९९९ | सन् १९९८
+"""
+
+
+@pytest.mark.parametrize("needle, right, wrong", rows(SCRIPTS))
 def test_a_needle_of_any_script_is_found(needle, right, wrong):
     assert detect.recall_of(needle, right) > detect.SUCCESS
     assert detect.recall_of(needle, wrong) <= detect.SUCCESS
@@ -416,19 +418,21 @@ def test_the_bar_of_a_detection_moves_with_each_token(call, moves, tmp_path):
         assert len(steps) >= 3 * answers * 5
 
 
-def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp_path, monkeypatch):
+def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
+    call, done, refused, tmp_path, monkeypatch
+):
     path, runs = tmp_path / "heads.json", tmp_path / "heads.json.runs.jsonl"
     runs.touch()  # killed before the facts were written
-    status, _, err = call(program.main, *SHORT, "--min-success", 9, "--out", path)
-    assert status == 2 and "of 8 answers are right (--min-success 9)" in err
+    err = refused(program.main, *SHORT, "--min-success", 9, "--out", path)
+    assert "of 8 answers are right (--min-success 9)" in err
     assert not path.exists()
     header, *lines = runs.read_bytes().splitlines(keepends=True)
     # Shows below that stored runs are not repeated.
     lines[0] = lines[0].replace(b'"recall": 1.0, "right": true', b'"recall": 0.0, "right": false')
     for stored_lines in ([*lines[:4], lines[4][:-9]], lines):
         runs.write_bytes(b"".join([header, *stored_lines]))
-        status, out, err = call(program.main, *SHORT, "--min-success", 4, "--out", path)
-        assert status == 0 and out.endswith(f"wrote {path}\n"), err
+        out, _ = done(program.main, *SHORT, "--min-success", 4, "--out", path)
+        assert out.endswith(f"wrote {path}\n")
         assert runs.read_bytes().startswith(b"".join([header, *stored_lines[:4]]))
         for line, text in zip(runs.read_bytes().splitlines()[1:], lines, strict=True):
             run, expected = json.loads(line), json.loads(text)
@@ -438,14 +442,13 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
     content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
     assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
     right = [record["scores"].get("2-0", 0) for record in records if record["recall"] > 0.5]
-    assert content["samples"] == len(right) == 7
-    assert content["success_rate"] == 0.875
+    assert (content["samples"], len(right), content["success_rate"]) == (7, 7, 0.875)
     assert content["scores"]["2-0"] == round(sum(right) / 7, 6)
     assert content["facts"] == json.loads(header)["header"]
     assert content["facts"]["fingerprint"]["weights"]
     runs.unlink()
-    status, _, err = call(program.main, *SHORT, "--out", path)
-    assert status == 2 and f"--out {path} exists, and its runs" in err
+    err = refused(program.main, *SHORT, "--out", path)
+    assert f"--out {path} exists, and its runs" in err
     assert json.loads(path.read_text()) == content
     monkeypatch.setattr(program, "run_batch", Mock(side_effect=KeyboardInterrupt))
     status, _, err = call(program.main, *SHORT, "--out", tmp_path / "other.json")
@@ -453,11 +456,10 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(call, tmp
 
 
 def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answers_are_counted(
-    call, tmp_path
+    done, tmp_path
 ):
-    status, _, err = call(program.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
-    counted = re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err)
-    assert (status, counted) == (0, ["20"]), err
+    _, err = done(program.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
+    assert re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == ["20"]
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
     shipped = json.loads((FOLDER / "scores" / "miniature.json").read_text())["facts"]
     different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
@@ -465,13 +467,12 @@ def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answe
 
 
 def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_continues(
-    call, tmp_path
+    done, tmp_path
 ):
     lines = {}
     for sizes in ("1,3", "3"):
         path = tmp_path / "new folder" / f"{sizes}.jsonl"
-        status, out, err = call(program.main, *SHORT, "--masked", sizes, "--out", path)
-        assert status == 0, err
+        out, _ = done(program.main, *SHORT, "--masked", sizes, "--out", path)
         header, *lines[sizes] = map(json.loads, path.read_text().splitlines())
         assert out.splitlines()[:-2] == ablation.table(lines[sizes])
         assert out.endswith(f"\n\n8 of 8 answers are right; wrote {path}\n")
@@ -486,8 +487,8 @@ def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_c
     complete = path.read_bytes()
     changed = complete.replace(b'"3 copy": false', b'"3 copy": true', 1)
     path.write_bytes(b"".join(changed.splitlines(keepends=True)[:4])[:-9])  # two runs
-    status, again, err = call(program.main, *SHORT, "--masked", "3", "--out", path)
-    assert (status, path.read_bytes()) == (0, changed) and again != out, err
+    again, _ = done(program.main, *SHORT, "--masked", "3", "--out", path)
+    assert path.read_bytes() == changed and again != out
 
 
 def run_names(sizes):
@@ -495,76 +496,77 @@ def run_names(sizes):
     return [f"{n} {kind}" for n in sizes.split(",") for kind in kinds]
 
 
-def test_only_the_measures_of_the_head_file_are_counted(call, tmp_path):
+def test_only_the_measures_of_the_head_file_are_counted(done, tmp_path):
     copy = json.loads((FOLDER / "scores" / "miniature.json").read_text())["scores"]
     heads = write_lines(tmp_path / "copy.json", [dict(reversed(copy.items()))])
     path = tmp_path / "counts.jsonl"
-    command = [*SHORT, "--masked", 2, "--heads", heads, "--runs", 1, "--out", path]
-    status, _, err = call(program.main, *command)
-    assert status == 0, err
+    done(program.main, *SHORT, "--masked", 2, "--heads", heads, "--runs", 1, "--out", path)
     masked = json.loads(path.read_text().splitlines()[0])["header"]["masked"]
-    assert [*masked] == ["2 copy", "2 random 0", "2 random 1", "2 random 2"]
+    assert ", ".join(masked) == "2 copy, 2 random 0, 2 random 1, 2 random 2"
 
 
-def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(call, tmp_path, monkeypatch):
+def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(
+    refused, tmp_path, monkeypatch
+):
     monkeypatch.setattr(detect, "SUCCESS", 1)
     path = tmp_path / "h.json"
     for _ in range(2):  # also if it is continued
-        status, _, err = call(program.main, *LONG, "--runs", 28, "--out", path)
-        last = err.splitlines()[-1]
-        assert status == 2 and "error: 0 of 20 answers are right; the first one is '" in last
+        last = refused(program.main, *LONG, "--runs", 28, "--out", path).splitlines()[-1]
+        assert "error: 0 of 20 answers are right; the first one is '" in last
         assert last.endswith("; --min-success 0 goes on")
         assert len(Path(f"{path}.runs.jsonl").read_text().splitlines()) == 21
-    status, _, err = call(program.main, *LONG, "--runs", 28, "--out", path, "--min-success", 0)
-    assert status == 2 and "0 of 28 answers are right" in err
+    err = refused(program.main, *LONG, "--runs", 28, "--out", path, "--min-success", 0)
+    assert "0 of 28 answers are right" in err
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--lengths", "1000:3000:2"], "3000 tokens do not fit the context of"),
-        (["--lengths", "0:600:2"], "the prompt of 0 tokens with the needle"),
-        (["--lengths", "5:4:2"], "argument --lengths: invalid lengths value"),
-        (["--template", "{context} and that is all"], "{context}, once, and {question}"),
-        (["--haystack", "/proc/self/fdinfo"], "holds no text"),
-        (["--needles", "/dev/null"], "/dev/null holds no needles"),
-        (["--lengths", "500", "--depths", "2", "--runs", "99"], "places make "),
-        (["--masked", "1", "--min-success", "3"], "not allowed with argument --masked"),
-        (["--published", "--raw"], "--raw has no effect"),
-        (["--published", "--seed", "1"], "--seed has no effect"),
-        (["--raw", "--template-args", '{"a": 1}'], "--template-args has no effect"),
-        (["--heads", "miniature"], "--heads has no effect without --masked"),
-        (["--masked", "1"], "no head scores are known for model: give --heads FILE, or measure th"),
-        (["--masked", "1", "--heads", "miniature"], "32 heads instead of 3 layers of 4"),
-        (["--masked", "7", "--heads", "HEADS"], "7 random heads are too many"),
-        (["--out", "."], "--out . is a folder; give a file in it"),
-        (["--out", "HEADS"], "exists, and its runs (HEADS.runs.jsonl) do not; choose another"),
-        (["--masked", "1", "--heads", "HEADS", "--out", "HEADS"], "line 1 is not the header"),
-        (["--out", "CUT"], "cut.json is not valid JSON"),
-        (["--masked", "1", "--out", "README.md"], "README.md: line 1 is not the header of runs"),
-    ],
-)
-def test_bad_options_are_refused_before_weights_are_read(call, chat_model, tmp_path, more, message):
+REFUSED = """
+--lengths 1000:3000:2 | 3000 tokens do not fit the context of
+--lengths 0:600:2 | the prompt of 0 tokens with the needle
+--lengths 5:4:2 | argument --lengths: invalid lengths value
+--template '{context} and that is all' | {context}, once, and {question}
+--haystack /proc/self/fdinfo | holds no text
+--needles /dev/null | /dev/null holds no needles
+--lengths 500 --depths 2 --runs 99 | places make
+--masked 1 --min-success 3 | not allowed with argument --masked
+--published --raw | --raw has no effect
+--published --seed 1 | --seed has no effect
+--raw --template-args '{"a": 1}' | --template-args has no effect
+--heads miniature | --heads has no effect without --masked
+--masked 1 | no head scores are known for model: give --heads FILE, or measure th
+--masked 1 --heads miniature | 32 heads instead of 3 layers of 4
+--masked 7 --heads HEADS | 7 random heads are too many
+--out . | --out . is a folder; give a file in it
+--out HEADS | exists, and its runs (HEADS.runs.jsonl) do not; choose another
+--masked 1 --heads HEADS --out HEADS | line 1 is not the header
+--out CUT | cut.json is not valid JSON
+--masked 1 --out README.md | README.md: line 1 is not the header of runs
+"""
+
+
+@pytest.mark.parametrize("more, message", rows(REFUSED))
+def test_bad_options_are_refused_before_weights_are_read(
+    refused, chat_model, tmp_path, more, message
+):
     model = shutil.copytree(chat_model, tmp_path / "model")
     (model / "model.safetensors").write_text("damaged")
     heads = model / "heads.json"
     cut = model / "cut.json"  # its runs are complete
     cut.write_text("{")
     (model / "cut.json.runs.jsonl").touch()
-    more = [{"HEADS": heads, "CUT": cut}.get(text, text) for text in more]
-    status, out, err = call(program.main, "--model", model, "--out", tmp_path / "h.json", *more)
-    assert (status, out) == (2, "") and message.replace("HEADS", str(heads)) in err.splitlines()[-1]
+    more = shlex.split(more.replace("HEADS", str(heads)).replace("CUT", str(cut)))
+    err = refused(program.main, "--model", model, "--out", tmp_path / "h.json", *more)
+    assert message.replace("HEADS", str(heads)) in err.splitlines()[-1]
     assert [*tmp_path.iterdir()] == [model]
     assert heads.read_bytes() == (chat_model / "heads.json").read_bytes()
 
 
-def test_a_head_file_is_not_overwritten_by_counts(call, tmp_path):
+def test_a_head_file_is_not_overwritten_by_counts(call, refused, tmp_path):
     path = tmp_path / "heads.json"
     call(program.main, *SHORT, "--out", path, "--min-success", 1)
     kept = path.read_bytes()
     for out in path, f"{path}.runs.jsonl":
-        status, _, err = call(program.main, *SHORT, "--masked", 1, "--out", out)
-        assert status == 2 and err.endswith("choose another --out, or delete it\n")
+        err = refused(program.main, *SHORT, "--masked", 1, "--out", out)
+        assert err.endswith("choose another --out, or delete it\n")
     assert path.read_bytes() == kept
 
 
@@ -597,39 +599,40 @@ def test_the_table_has_exact_p_values_against_all_heads_and_the_most_similar_ran
 
 
 NO_COPIES = [{"right": True, "scores": {}, "write": {}, "mass": {}, "answer": ""}] * 3
-HEADER = {"header": {"seed": 0}}
 PLACES = [{"needle": i, "span": [i, 9]} for i in range(2)]
-RUN = {"answer": "", "right": True, "write": {}, "mass": {}}
-RUNS = [place | RUN | {"scores": {"0-0": 1.0}} for place in PLACES]
+ZERO = (
+    '{"needle": 0, "span": [0, 9], "answer": "", "right": true, "write": {}, "mass": {}, "scores": '
+)
+SEED = '{"header": {"seed": 0}}\n'
+FIRST, ODD = ZERO + '{"0-0": 1.0}}\n', ZERO + '{"0-0": ""}}\n'
+SECOND = FIRST.replace(": 0", ": 1").replace("[0", "[1")
 
 
-def stored(*lines):
-    """Continues a detection whose file has these lines."""
-    prompts = [([], place) for place in PLACES]
-    return lambda _, path: detect.stored_runs(write_lines(path, lines), {"seed": 0}, prompts)
+def continued(path):
+    return detect.stored_runs(path, {"seed": 0}, [([], place) for place in PLACES])
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    "text, message",
     [
-        *(
-            (lambda llama, _, span=span: detect.score_run(llama, [1, 2, 3], span), "not a range of")
-            for span in ((2, 2), (1, 4))
-        ),
-        (lambda llama, _: detect.mean_scores(llama, NO_COPIES, {}, 1), "0 heads copied"),
-        (
-            lambda _, path: needles.read_needles(
-                write_lines(path, [NEEDLE._asdict() | {"needle": ""}])
-            ),
-            "line 1: needs",
-        ),
-        (stored({"header": {}}), "holds runs with another seed"),
-        (stored({"header": [1]}), "line 1 is not the header"),
-        (stored(HEADER, RUNS[0], RUNS[0]), "line 3 is not run 2 of 2"),
-        (stored(HEADER, *RUNS, RUNS[1]), "line 4 is not run 3 of 2"),
-        (stored(HEADER, RUNS[0] | {"scores": {"0-0": ""}}), "line 2 is not run 1 of 2"),
+        (json.dumps(NEEDLE._asdict() | {"needle": ""}), "line 1: needs"),
+        ('{"header": {}}\n', "holds runs with another seed"),
+        ('{"header": [1]}\n', "line 1 is not the header"),
+        (SEED + FIRST + FIRST, "line 3 is not run 2 of 2"),
+        (SEED + FIRST + SECOND + SECOND, "line 4 is not run 3 of 2"),
+        (SEED + ODD, "line 2 is not run 1 of 2"),
     ],
 )
-def test_what_gives_no_scores_is_refused(llama, tmp_path, wrong, message):
+def test_a_file_that_holds_no_needles_or_other_runs_is_refused(tmp_path, text, message):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        wrong(llama, tmp_path / "lines.jsonl")
+        (needles.read_needles if "needs" in message else continued)(path)
+
+
+def test_runs_without_a_needle_or_a_copy_give_no_scores(llama):
+    for span in (2, 2), (1, 4):
+        with pytest.raises(ValueError, match="not a range of"):
+            detect.score_run(llama, [1, 2, 3], span)
+    with pytest.raises(ValueError, match="0 heads copied"):
+        detect.mean_scores(llama, NO_COPIES, {}, 1)

@@ -21,6 +21,7 @@ from paper.tasks import TASKS
 from runtime import pack
 from tests.checkpoints import random_ids, write_checkpoint, write_lines
 from tests.families import random_model
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 PROMPTS = [random_ids(23, seed=1), random_ids(1, seed=2), random_ids(70, seed=3)]
@@ -238,27 +239,26 @@ def template(folder):
     return path
 
 
-@pytest.mark.parametrize(
-    "origin, options, message",
-    [
-        ((), (), "one of the arguments --questions --task is required"),
-        (("--task", "memotrap"), (), "memotrap is multiple choice"),
-        (("--task", "nq-swap"), ("--known", "x"), "--known has no effect on nq-swap"),
-        (None, ("--data", "x"), "--data has no effect with --questions"),
-        (None, ("--seed", "1"), "--seed has no effect without --sample"),
-        (None, ("--eos", "1"), "--eos has no effect on answers that are given"),
-        (None, ("--lengths", "5"), "unrecognized arguments: --lengths"),
-        (None, ("--skip", "5"), "--skip 5 leaves none"),
-        (None, ("--sample", "2", "--seed", "1,2"), "--seed takes several numbers with --random-h"),
-        (("--questions", "LONG"), (), "longest answer 2 of 2 has 2951 tokens"),
-        (("--questions", "LONG"), ("--transformers",), "longest answer 2 of 2 has 2951 tokens"),
-    ],
-)
-def test_questions_that_measure_nothing_are_refused(detect, tmp_path, origin, options, message):
-    rows = [CAPITALS[0], CAPITALS[1] | {"context": "far " * 700}]
-    path = write_lines(tmp_path / "long.jsonl", rows)
-    how = {} if origin is None else {"origin": [path if x == "LONG" else x for x in origin]}
-    status, content, err = detect(*options, **how)
+REFUSED = """
+ | one of the arguments --questions --task is required
+--task memotrap | memotrap is multiple choice
+--task nq-swap --known x | --known has no effect on nq-swap
+--questions FEW --data x | --data has no effect with --questions
+--questions FEW --seed 1 | --seed has no effect without --sample
+--questions FEW --eos 1 | --eos has no effect on answers that are given
+--questions FEW --lengths 5 | unrecognized arguments: --lengths
+--questions FEW --skip 5 | --skip 5 leaves none
+--questions FEW --sample 2 --seed 1,2 | --seed takes several numbers with --random-h
+--questions LONG | longest answer 2 of 2 has 2951 tokens
+--questions LONG --transformers | longest answer 2 of 2 has 2951 tokens
+"""
+
+
+@pytest.mark.parametrize("options, message", rows(REFUSED))
+def test_questions_that_measure_nothing_are_refused(detect, tmp_path, options, message):
+    far = write_lines(tmp_path / "f.jsonl", [CAPITALS[0], CAPITALS[1] | {"context": "far " * 700}])
+    options = options.replace("FEW", f"{tmp_path}/capitals.jsonl").replace("LONG", str(far))
+    status, content, err = detect(*options.split(), origin=())
     assert (status, content) == (2, None) and message in err.splitlines()[-1]
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.config import rope_frequencies
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.tables import rows
 
 
 def configuration(folder, family, **changes):
@@ -30,44 +30,47 @@ def load_theirs(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+# Fields of config.json, and what is said of them.
+REFUSED = """
+{"model_type": "gpt2"} | model_type is "gpt2"; it must be "llama" or
+{"rope_scaling": {"type": "yarn"}} | rope_type is "yarn"; it must be
+{"rope_scaling": {"rope_type": "linear"}} | rope_scaling: factor is missing
+{"rope_parameters": {"full_attention": {"rope_theta": 1e6}}} | rope_parameters has parameters of \
+its own for full_attention; HFModel, or
+{"partial_rotary_factor": 0.5} | partial_rotary_factor is 0.5; it must be 1
+{"mlp_bias": true} | mlp_bias is true; it must be false (HFModel, or --transformers
+{"is_causal": false} | is_causal is false; it must be true
+{"hidden_act": "gelu"} | hidden_act is "gelu"; it must be "silu" or "swish"
+{"quantization_config": {"bits": 4}} | quantization_config is {"bits": 4};
+{"per_layer_config": {"1": {}}} | per_layer_config is {"1": {}}; it must be
+{"rms_norm_eps": NaN} | rms_norm_eps is NaN; it must be a positive number
+{"num_hidden_layers": true} | num_hidden_layers is true; it must be a whole
+{"max_position_embeddings": 0} | max_position_embeddings is 0; it must be a whole
+{"hidden_size": 10000000000000} | hidden_size is 10000000000000; it must be a whole
+{"num_key_value_heads": 3} | 4 heads of width 8 with 3 key/value heads
+{"head_dim": 5} | 4 heads of width 5 with
+{"torch_dtype": "int8"} | dtype is "int8"; it must be "float32" or
+{"model_type": "qwen2", "layer_types": \
+["sliding_attention", "sliding_attention", "sliding_attention"]} | with sliding_window None it \
+must be 3 times full_attention
+{"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, \
+"low_freq_factor": 4.0, "high_freq_factor": 4.0}} | rope_scaling: low_freq_factor 4.0 must be \
+below high_freq_factor 4.0
+"""
+MISSING = "config.json is missing; convert a .gguf file (python -m integrations.gguf"
+
+
 @pytest.mark.parametrize(
-    "change, words",
+    "changes, words",
     [
-        (dict(model_type="gpt2"), 'model_type is "gpt2"; it must be "llama" or'),
-        (dict(rope_scaling=dict(type="yarn")), 'rope_type is "yarn"; it must be'),
-        (dict(rope_scaling=dict(rope_type="linear")), "rope_scaling: factor is missing"),
-        (
-            dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))),
-            "rope_parameters has parameters of its own for full_attention; HFModel, or",
-        ),
-        (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
-        (dict(mlp_bias=True), "mlp_bias is true; it must be false (HFModel, or --transformers"),
-        (dict(is_causal=False), "is_causal is false; it must be true"),
-        (dict(hidden_act="gelu"), 'hidden_act is "gelu"; it must be "silu" or "swish"'),
-        (dict(quantization_config=dict(bits=4)), 'quantization_config is {"bits": 4};'),
-        (dict(per_layer_config={"1": {}}), 'per_layer_config is {"1": {}}; it must be'),
-        (dict(rms_norm_eps=math.nan), "rms_norm_eps is NaN; it must be a positive number"),
-        (dict(num_hidden_layers=True), "num_hidden_layers is true; it must be a whole"),
-        (dict(vocab_size=...), "vocab_size is missing (found: "),
-        (dict(max_position_embeddings=0), "max_position_embeddings is 0; it must be a whole"),
-        (dict(hidden_size=10**13), "hidden_size is 10000000000000; it must be a whole"),
-        (dict(num_key_value_heads=3), "4 heads of width 8 with 3 key/value heads"),
-        (dict(head_dim=5), "4 heads of width 5 with"),
-        (dict(torch_dtype="int8"), 'dtype is "int8"; it must be "float32" or'),
-        (
-            dict(model_type="qwen2", layer_types=["sliding_attention"] * 3),
-            "with sliding_window None it must be 3 times full_attention",
-        ),
-        (
-            dict(rope_scaling=BANDS | dict(low_freq_factor=4.0)),
-            "rope_scaling: low_freq_factor 4.0 must be below high_freq_factor 4.0",
-        ),
-        (None, "config.json is missing; convert a .gguf file (python -m integrations.gguf"),
+        *((json.loads(fields), words) for fields, words in rows(REFUSED)),
+        ({"vocab_size": ...}, "vocab_size is missing (found: "),
+        (None, MISSING),
     ],
 )
-def test_an_unsupported_or_malformed_field_is_named_in_one_line(change, words, tmp_path):
-    if change:
-        configuration(tmp_path, "llama3", **change)
+def test_an_unsupported_or_malformed_field_is_named_in_one_line(changes, words, tmp_path):
+    if changes:
+        configuration(tmp_path, "llama3", **changes)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         _ = Checkpoint(tmp_path).config
     message = str(error.value)
@@ -130,22 +133,22 @@ def test_rotary_frequencies_are_those_of_transformers_to_the_last_bit(name, tmp_
         assert frequencies.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "scaling, context",
-    [
-        (None, 512),
-        (dict(type="linear", factor=4.0), 2048),
-        (BANDS, 512),
-        (dict(type="dynamic", factor=2.0), 1024),
-        (dict(type="yarn", factor=4.0, original_max_position_embeddings=512), 2048),
-        (dict(type="yarn", factor=4.0, original_max_position_embeddings=128), 512),
-    ],
-)
+CONTEXTS = """
+null | 512
+{"type": "linear", "factor": 4.0} | 2048
+{"type": "dynamic", "factor": 2.0} | 1024
+{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512} | 2048
+{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128} | 512
+"""
+
+
+@pytest.mark.parametrize("scaling, context", [*rows(CONTEXTS), [json.dumps(BANDS), 512]])
 def test_the_context_is_what_rotary_scaling_makes_of_it(scaling, context, tmp_path):
+    scaling = json.loads(scaling)
     folder = configuration(tmp_path, "llama3", rope_scaling=scaling)
-    assert describe(read_config(folder)).max_positions == context
+    assert describe(read_config(folder)).max_positions == int(context)
     if scaling in (None, BANDS) or scaling["type"] == "linear":
-        assert Checkpoint(folder).config.max_positions == context
+        assert Checkpoint(folder).config.max_positions == int(context)
 
 
 # -------------------------------------------------------------------------------------- files

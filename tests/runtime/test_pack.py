@@ -10,6 +10,7 @@ from model import Linear, Transformer
 from runtime import pack
 from runtime.pack import Blocked, Filled, Packed
 from tests.checkpoints import random_ids, write_checkpoint
+from tests.tables import rows
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -53,32 +54,33 @@ def test_a_blocked_product_of_many_vectors_is_that_of_float32_rounded_once(dtype
     assert (product.float() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize(
-    "maker, instructions, flags, dtype, kinds",
-    [
-        ("AMD", "AVX2", "", torch.float32, (Linear, Packed)),
-        ("AMD", "AVX2", "", torch.bfloat16, (Blocked, Blocked)),
-        ("Intel", "AVX2", "avx512_bf16", torch.bfloat16, (Blocked, Blocked)),  # switched off
-        ("Intel", "AVX512", "avx512f", torch.bfloat16, (Blocked, Blocked)),
-        ("Intel", "AVX512", "avx512_bf16", torch.bfloat16, (Linear, Packed)),
-        ("Intel", "AVX512", "avx512_bf16", torch.float16, (Blocked, Blocked)),
-        ("Intel", "AVX512", "avx512_fp16", torch.float16, (Linear, Linear)),
-        ("Intel", "AVX512", "", torch.float32, (Linear, Linear)),
-        ("AMD", "AVX512", "avx512_bf16", torch.float32, (Linear, Filled)),
-        (None, "DEFAULT", "", torch.bfloat16, (Linear, Linear)),
-    ],
-)
+# Maker, instructions, flags, dtype → the product of a small layer and of a large one.
+PRODUCTS = """
+AMD | AVX2 |  | float32 | Linear | Packed
+AMD | AVX2 |  | bfloat16 | Blocked | Blocked
+Intel | AVX2 | avx512_bf16 | bfloat16 | Blocked | Blocked
+Intel | AVX512 | avx512f | bfloat16 | Blocked | Blocked
+Intel | AVX512 | avx512_bf16 | bfloat16 | Linear | Packed
+Intel | AVX512 | avx512_bf16 | float16 | Blocked | Blocked
+Intel | AVX512 | avx512_fp16 | float16 | Linear | Linear
+Intel | AVX512 |  | float32 | Linear | Linear
+AMD | AVX512 | avx512_bf16 | float32 | Linear | Filled
+other | DEFAULT |  | bfloat16 | Linear | Linear
+"""
+
+
+@pytest.mark.parametrize("maker, instructions, flags, dtype, small, large", rows(PRODUCTS))
 @needs_onednn
 def test_the_product_follows_from_processor_and_dtype(
-    monkeypatch, maker, instructions, flags, dtype, kinds
+    monkeypatch, maker, instructions, flags, dtype, small, large
 ):
+    maker = None if maker == "other" else maker
     monkeypatch.setattr(pack, "processor", lambda: (maker, instructions))
     monkeypatch.setattr(pack, "cpuinfo", lambda: flags)
     monkeypatch.setattr(Packed, "__init__", lambda self, *a: nn.Module.__init__(self))
-    layers = nn.ModuleDict({"small": Linear(8, 8), "large": Linear(512, 1025)}).to(dtype)
-    name = kinds[1].__name__.lower()
-    assert pack.pack(layers, Linear) == ("plain" if name == "linear" else name)
-    assert tuple(type(layer) for layer in layers.values()) == kinds
+    layers = nn.ModuleList([Linear(8, 8), Linear(512, 1025)]).to(getattr(torch, dtype))
+    assert pack.pack(layers, Linear) == ("plain" if large == "Linear" else large.lower())
+    assert [type(layer).__name__ for layer in layers] == [small, large]
 
 
 def test_the_processor_of_this_machine_is_known():

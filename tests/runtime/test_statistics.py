@@ -133,27 +133,15 @@ def test_of_many_graded_differences_signs_are_drawn():
 
 # Qwen2.5-Coder-0.5B-Instruct on NQ-Swap with ten heads masked: whether the answer of the retrieval
 # heads' run is right, and those of three draws of random heads, which hardly differ → items.
-DRAWS = {
-    (0, 0, 0, 0): 65,
-    (0, 0, 1, 0): 3,
-    (0, 0, 1, 1): 2,
-    (0, 1, 0, 0): 2,
-    (0, 1, 0, 1): 1,
-    (0, 1, 1, 0): 1,
-    (0, 1, 1, 1): 15,
-    (1, 0, 0, 0): 4,
-    (1, 0, 0, 1): 1,
-    (1, 0, 1, 0): 1,
-    (1, 0, 1, 1): 1,
-    (1, 1, 0, 1): 1,
-    (1, 1, 1, 1): 53,
-}
+DRAWS = "0000 65, 0010 3, 0011 2, 0100 2, 0101 1, 0110 1, 0111 15, 1000 4, 1001 1, 1010 1, 1011 1, "
+DRAWS = [draw.split() for draw in (DRAWS + "1101 1, 1111 53").split(", ")]
 
 
 def test_without_a_difference_one_test_in_twenty_is_below_5_per_cent():
     """Right and wrong are exchanged on half of the items, at random: then no run is better. A test
     that takes the draws for independent controls rejects 15 % of these."""
-    values = np.repeat([*DRAWS], [*DRAWS.values()], axis=0).T
+    patterns = [[int(right) for right in pattern] for pattern, _ in DRAWS]
+    values = np.repeat(patterns, [int(n) for _, n in DRAWS], axis=0).T
     generator = np.random.default_rng(0)
     items = range(values.shape[1])
     rejected = []
