@@ -58,6 +58,7 @@ RUN_HERE = {
 }
 # Commands that other tests run, or that need a network or too much time.
 ELSEWHERE = (
+    "python -m results.tables",  # test_results
     "python -m speed.gpu",  # test_speed
     "python -m speed.decode",
     "torchrun --nproc-per-node 2 -m speed.decode",

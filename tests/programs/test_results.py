@@ -1,6 +1,7 @@
 """The values of every stored run, computed again from its lines by code of its own.
 
-What pages print is made of them by functions of which test_report and test_statistics judge."""
+What pages print is made of them by functions of which test_report and test_statistics judge; the
+tables of the pages of results are compared as texts."""
 
 import math
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paper.report import stored
+from results import tables
 
 RESULTS = Path(__file__).parents[2] / "results"
 FILES = sorted(path.relative_to(RESULTS) for path in RESULTS.rglob("*.jsonl.xz"))
@@ -58,3 +60,10 @@ def test_values_of_stored_runs_are_those_of_a_second_computation(path):
             for name, value in expected.items():
                 assert math.isclose(values[name], value), (place, line["index"], name)
     assert places
+
+
+@pytest.mark.parametrize("path", tables.PAGES, ids=lambda path: path.name)
+def test_tables_of_a_page_are_those_of_the_stored_runs(path):
+    page = path.read_text(encoding="utf-8")
+    assert "<!-- moved -->" in page
+    assert tables.filled(page) == page

@@ -1,0 +1,472 @@
+"""Writes the tables of docs/results.md and README.md from the stored runs, below their markers.
+
+python -m results.tables
+python -m results.tables figure    # docs/explore.png as well"""
+
+import re
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from paper.facts import WORDINGS, fill, load, name, order, questions
+from paper.report import figures, results, stored
+from paper.report.tables import p_text, signed, span, unsigned
+from paper.runfile import read_run
+from paper.tasks import answers
+from runtime import statistics
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
+ROLES = "default", "by copy", "by effect", "chosen", "CAD"
+SETUPS = {  # model → what played each role
+    "SmolLM2-135M-Instruct": (
+        *("decore-entropy.n10", "decore-entropy.n10.cap1", "decore-entropy.n1.effect"),
+        *("decore-entropy.n10.cap1", "cad.a0.5"),
+    ),
+    "Qwen2.5-Coder-0.5B-Instruct": (
+        *("decore-entropy.n10", "decore-static.n20.a2", "decore-static.n3.effect.a2"),
+        *("decore-static.n3.effect.a2", "cad.a1"),
+    ),
+    "Qwen2.5-Coder-1.5B-Instruct": (
+        *("decore-entropy.n10", "decore-static.n40.a2", "decore-static.n10.effect.a2"),
+        *("decore-static.n10.effect.a2", "cad.a1"),
+    ),
+    "gemma-3-270m": (
+        *("decore-entropy.n9", "decore-static.n20.a0.5", "decore-entropy.n5.effect"),
+        *("decore-entropy.n5.effect", "cad.a0.5"),
+    ),
+    "first/Qwen2.5-Coder-0.5B-Instruct": (
+        *("decore-entropy.n10", "decore-entropy.n20", "decore-entropy.n2.effect"),
+        *("decore-entropy.n2.effect", "cad.a0.5"),
+    ),
+    "first/Qwen2.5-Coder-1.5B-Instruct": (
+        *("decore-entropy.n10", "decore-entropy.n3", "decore-static.n3.effect.a1"),
+        *("decore-static.n3.effect.a1", "cad.a1"),
+    ),
+}
+MODELS = [*SETUPS][:4]
+FALSE, TRUE, LISTED = (
+    f"{kind}.known" for kind in ("implied.false", "implied.true", "listed.false")
+)
+
+
+# Stored runs
+
+
+@cache
+def runs_of(path):
+    """{(kind, setup): runs} of a packed file: one, or draws of random heads. kind: such as FALSE,
+    closed.implied.false.known, memotrap."""
+    found = defaultdict(list)
+    for place in stored.run_files(ROOT / "results" / f"{path}.jsonl.xz"):
+        run = stored.read(place)
+        header = run.header
+        data = Path(header["data"][0]["file"]).stem
+        kind = header["task"]
+        if kind == "qa":
+            rows = (header["known"] or {}).get("rows", "")
+            kind = f"{'closed.' * bool(header['closed_book'])}{data.split('.', 1)[-1]}.{rows}"
+            kind = "turn." * ("<|im_start|>" in header["template"]) + kind
+        found[kind, run.setup.file_name].append(run)
+    return found
+
+
+def run_of(model, role, kind, folder="memory/test"):
+    """The run of a setup, or of what plays a role; None if there is none."""
+    setup = dict(zip(ROLES, SETUPS[model])).get(role, role)
+    return runs_of(f"{folder}/{model}").get((kind, setup), [None])[0]
+
+
+def sources(run):
+    """What each answer gives: passage, memory, neither or blank."""
+    return np.array([max(answers.SOURCES, key=values.get) for values in run.values])
+
+
+def short(model):
+    words = {"2.5-Coder": "", "-Instruct": "", "-135M": "", "gemma-3-270m": "Gemma"}
+    first, _, model = model.rpartition("/")
+    for old, new in words.items():
+        model = model.replace(old, new)
+    return model.replace("-", " ") + ", first" * bool(first)
+
+
+def heading(model, n):
+    return f"{short(model)} (n = {n})"
+
+
+@cache
+def seen():
+    """The questions of NQ-Swap that were decoded and published before the plan."""
+    paths = stored.run_files(ROOT / "results" / "seen")
+    paths = [path for path in paths if path.name.startswith("nq-swap") and ".greedy." in path.name]
+    return {line["question"] for path in paths for line in read_run(path)[1]}
+
+
+def compare(pairs, metric="passage"):
+    """(text, p) of the runs of [(run, other)] against the others, over all of their items:
+    "+5.7 (+2.3 to +9.0), 21 : 4", in points, with a paired 95 % interval, items won and lost.
+    NQ-Swap is without the questions that were published before."""
+    ours, theirs, questions = [], [], []
+    for run, other in pairs:
+        left_out = seen() if run.task == "nq-swap" else ()
+        for key in (key for key in run.items if key in other.items):
+            if run.items[key][0] in left_out:
+                continue
+            questions.append(run.items[key][0])
+            ours.append(run.items[key][1][metric])
+            theirs.append(other.items[key][1][metric])
+    mean, ends, p = statistics.paired(ours, theirs, questions)
+    signs = np.sign(np.subtract(ours, theirs))
+    scale = results.scale_of(metric)
+    text = signed(scale * mean) + (f" ({span([scale * x for x in ends])})" if ends else "")
+    return f"{text}, {(signs > 0).sum()} : {(signs < 0).sum()}", p, len(ours)
+
+
+# Tables: rows of cells, of which the first has the headings
+
+
+def moved():
+    """Answers from memory that move, and what is lost where the passage is right."""
+    columns = []
+    for model in MODELS:
+        from_memory = sources(run_of(model, "greedy", FALSE)) == "memory"
+        n = int(from_memory.sum())
+        column = [heading(model, n)]
+        for role in ("default", "chosen", "CAD"):
+            now = sources(run_of(model, role, FALSE))[from_memory]
+            share, neither = (now == "passage").mean(), np.isin(now, ("neither", "blank")).mean()
+            low, high = statistics.wilson(share, n)
+            shares = [f"{100 * x:.0f}" for x in (share, low, high, neither)]
+            column.append("{} ({} to {}) / {}".format(*shares))
+        for role in ("default", "chosen", "CAD"):
+            pair = run_of(model, role, TRUE), run_of(model, "greedy", TRUE)
+            column.append(compare([pair])[0])
+        columns.append(column)
+    labels = [
+        f"{what}: {role}"
+        for what in ("to the passage / to neither", "right passages")
+        for role in ("default", "chosen", "CAD")
+    ]
+    return transposed(["", *labels], columns)
+
+
+def transposed(labels, columns):
+    return [list(row) for row in zip(labels, *columns, strict=True)]
+
+
+COSTS = {  # kind → name, metric
+    TRUE: ("right passage", "passage"),
+    "closed.implied.false.known": ("no passage", "memory"),
+    "nq-open": ("NQ-Open", "answer_contained"),
+    "memotrap": ("MemoTrap", "micro"),
+    "nq-swap": ("NQ-Swap", "answer_contained"),
+}
+TRANSFER = [f"{'first/' * ('0.5B' in model)}{model}" for model in MODELS]
+
+
+def costs():
+    """Differences to greedy decoding where a passage is right, missing, or of another task."""
+    rows = [["", *map(short, MODELS), "together"]]
+    for kind, (title, metric) in COSTS.items():
+        for role in ("default", "chosen", "CAD"):
+            groups = []
+            for model, other in zip(MODELS, TRANSFER):
+                where = (model, kind) if "known" in kind else (other, kind, "transfer")
+                pair = [run_of(where[0], name, *where[1:]) for name in (role, "greedy")]
+                groups.append([pair] * all(pair))
+            groups.append(sum(groups, []))
+            cells = [compare(group, metric) if group else ("", None, "") for group in groups]
+            if role == "default":
+                rows.append([f"**{title}**, n", *(str(n) for _, _, n in cells)])
+            rows += [[role, *(text for text, _, _ in cells)]] * bool(groups[-1])
+    return rows
+
+
+def listed():
+    """Answers where seven sentences of one form give values of seven subjects."""
+    others = {}  # id → spellings of what the other sentences say
+    facts = load("confirm")
+    for row in questions("confirm", "listed", "false"):
+        forms = WORDINGS[row["kind"]]["listed"]
+        others[row["id"]] = [
+            text
+            for fact in facts
+            if fact["kind"] == row["kind"] and name(fact) != row["id"]
+            for text in fact["truth"]
+            if any(fill(form, fact, fact["truth"][0]) in row["context"] for form in forms)
+        ]
+    columns = []
+    for model in TRANSFER:
+        column = [heading(model, len(run_of(model, "greedy", LISTED).lines))]
+        for role in ("greedy", "default", "chosen", "CAD"):
+            run = run_of(model, role, LISTED)
+            given = sources(run)
+            for i in np.flatnonzero(given == "neither"):
+                answer = answers.first_line(run.lines[i]["prediction"])
+                if answers.source_of(answer, others[run.lines[i]["id"]], []) == "passage":
+                    given[i] = "another"
+            kinds = "passage", "another", "memory"
+            shares = [(given == kind).mean() for kind in kinds]
+            column.append(" / ".join(unsigned(100 * x) for x in (*shares, 1 - sum(shares))))
+        columns.append(column)
+    return transposed(["", "greedy", "default", "chosen", "CAD"], columns)
+
+
+def where():
+    """Items that the chosen setting wins and loses, by wording, kind and certainty."""
+    wordings = {name(fact): int(order(f"implied {name(fact)}"), 16) % 3 for fact in load("confirm")}
+    labels = [*(f"cities, wording {i}" for i in (1, 2, 3)), "US cities", "other kinds"]
+    quarters = [f"{q} quarter of certainty" for q in ("least", "second", "third", "most")]
+    columns = []
+    for model in MODELS:
+        run, greedy = (run_of(model, role, FALSE) for role in ("chosen", "greedy"))
+        closed = run_of(model, "greedy", f"closed.{FALSE}")
+        signs = np.array([a["passage"] - b["passage"] for a, b in zip(run.values, greedy.values)])
+        groups = defaultdict(list)
+        for i, line in enumerate(run.lines):
+            kind = line["id"].split(":")[0]
+            label = {"US city": "US cities", "city": f"cities, wording {wordings[line['id']] + 1}"}
+            groups[label.get(kind, "other kinds")].append(i)
+        certainty = np.argsort([line["memory_log_p"] for line in closed.lines], kind="stable")
+        groups |= zip(quarters, np.array_split(certainty, 4))
+        columns.append([short(model)])
+        for label in (*labels, *quarters):
+            of = signs[groups[label]]
+            columns[-1].append(f"{(of > 0).sum()} : {(of < 0).sum()} of {len(of)}")
+    return transposed(["", *labels, *quarters], columns)
+
+
+def against_random(model, **change):
+    """(values of the chosen heads [n], of five draws of as many random ones [5, n])."""
+    setup = run_of(model, "chosen", FALSE).with_settings(**change).setup
+    drawn = stored.replace(setup, random_heads="uniform", measure=None)
+    runs = runs_of(f"memory/test/{model}")
+    values = [[of["passage"] for of in run.values] for run in runs[FALSE, drawn.file_name]]
+    [ranked] = runs[FALSE, setup.file_name]
+    return np.array([of["passage"] for of in ranked.values]), np.array(values)
+
+
+MASKED = dict(method="masked", alpha=None, alpha_cap=None)
+T4 = 2.776445  # Student's t of 95 %, two-sided, for five draws
+
+
+def random():
+    """Ranked heads against draws of random ones. The interval is Student's, over both the draws
+    and the items."""
+    columns = []
+    for model in MODELS:
+        column = [heading(model, len(run_of(model, "chosen", FALSE).lines))]
+        for change in ({}, MASKED):
+            ranked, draws = against_random(model, **change)
+            gains = ranked - draws
+            K, n = gains.shape
+            spread = gains.mean(1).var(ddof=1) / K + gains.mean(0).var(ddof=1) / n
+            shares = ", ".join(unsigned(100 * share) for share in draws.mean(1))
+            column += [unsigned(100 * ranked.mean()), shares]
+            column.append(f"{signed(100 * gains.mean())} ± {unsigned(100 * T4 * spread**0.5)}")
+        columns.append(column)
+    labels = "chosen heads", "random heads, five draws", "difference"
+    return transposed(["", *labels, *(f"masked: {label}" for label in labels)], columns)
+
+
+TESTS = (  # of the plan
+    ("chosen", "greedy"),
+    ("default", "greedy"),
+    ("chosen", "CAD"),
+    ("by effect", "by copy"),
+)
+TASKS = {  # of the transfer
+    **{kind: [COSTS[kind][1]] for kind in ("nq-swap", "nq-open", "memotrap")},
+    **{"truthfulqa-mc": ["mc2"], "xsum": ["rougeL", "ended"]},
+}
+
+
+def planned():
+    """The plan's tests of conflict. Bold: shown over all p of the plan, those of random heads and
+    of other tasks among them."""
+    tests = {(model, *roles): conflict([model], *roles) for model in SETUPS for roles in TESTS}
+    others = []
+    for model in SETUPS:
+        for change in ({}, MASKED):
+            others.append(statistics.paired(*against_random(model, **change))[2])
+        for kind, metrics in TASKS.items():
+            for one, two in (*((x, "greedy") for x in ROLES[1:3]), ("by effect", "default")):
+                pair = [run_of(model, role, kind, "transfer") for role in (one, two)]
+                others += [compare([pair], metric)[1] for metric in metrics if all(pair)]
+    adjusted = statistics.holm([*(p for _, p, _ in tests.values()), *others])
+    texts = {key: cell(test, p) for (key, test), p in zip(tests.items(), adjusted)}
+    headings = [heading(m, len(run_of(m, "greedy", FALSE).lines)) for m in SETUPS]
+    rows = [["", *headings, "the Qwen models and Gemma together"]]
+    for one, two in TESTS:
+        together = conflict(MODELS[1:], one, two)[0]
+        rows.append([f"{one} − {two}", *(texts[model, one, two] for model in SETUPS), together])
+    return rows
+
+
+def conflict(models, one, two):
+    return compare([[run_of(model, role, FALSE) for role in (one, two)] for model in models])
+
+
+def cell(test, adjusted):
+    """A test's cell, its difference bold if p is below 0.05 after Holm's correction."""
+    text, p, _ = test
+    value, _, rest = text.partition(" ")
+    return f"{f'**{value}**' if adjusted < 0.05 else value} {rest}, p {p_text(p)}"
+
+
+# Fresh kinds of facts
+
+
+METHODS = {  # of results/which/plan.md → the setup's name
+    **{name: name for name in ("greedy", "default", "chosen")},
+    "rule": r"decore-static\.n\d+\.a2",
+    **{f"CAD, α = {alpha}": rf"cad\.a{alpha}" for alpha in (0.5, 1)},
+    **{f"CAD, α = {alpha}, plausible": rf"cad\.a{alpha}\.top0\.1" for alpha in (0.5, 1)},
+}
+CONDITIONS = {  # → kind
+    **{
+        name: f"{name}.known"
+        for name in ("conflict", "agreement", "irrelevant", "listed", "documents")
+    },
+    "no passage": "closed.conflict.known",
+    "an earlier turn": "turn.conflict.known",
+}
+PLANNED = (
+    ("rule", "default"),
+    ("chosen", "greedy"),
+    ("rule", "greedy"),
+    ("CAD, α = 1", "greedy"),
+    ("chosen", "CAD, α = 1"),
+)
+
+
+def fresh_runs(model, condition):
+    """{method: run} of a condition; {} unless all of its methods have run."""
+    folder = "which/turn" if condition == "an earlier turn" else "which"
+    runs = runs_of(f"{folder}/{model}")
+    methods = METHODS | dict(zip(ROLES, map(re.escape, SETUPS[model])))
+    found = {
+        method: run
+        for method in METHODS
+        for (kind, setup), [run] in runs.items()
+        if kind == CONDITIONS[condition] and re.fullmatch(methods[method], setup)
+    }
+    n = 4 if condition == "no passage" else len(METHODS)
+    return found if len(found) == n else {}
+
+
+def right(runs, condition):
+    """The share of right answers in all answers of runs, in per cent."""
+    metric = "memory" if condition == "no passage" else "passage"
+    return 100 * np.mean([values[metric] for run in runs for values in run.values])
+
+
+def fresh():
+    """Conflict, agreement, irrelevant: the shares of right answers by method and model."""
+    columns = []
+    for model in MODELS:
+        of = {x: runs for x in [*CONDITIONS][:3] if (runs := fresh_runs(model, x))}
+        if of:
+            columns.append([heading(model, len(of["conflict"]["greedy"].lines))])
+            for method in METHODS:
+                shares = (unsigned(right([runs[method]], x)) for x, runs in of.items())
+                columns[-1].append(" / ".join(shares))
+    return transposed(["", *METHODS], columns)
+
+
+def fresh_tests():
+    tests = {
+        (model, roles): compare([[runs[role] for role in roles]])
+        for model in MODELS
+        for roles in PLANNED
+        if (runs := fresh_runs(model, "conflict"))
+    }
+    adjusted = statistics.holm([p for _, p, _ in tests.values()])
+    texts = {key: cell(test, p) for (key, test), p in zip(tests.items(), adjusted)}
+    models = dict.fromkeys(model for model, _ in tests)
+    rows = [[" − ".join(roles), *(texts[model, roles] for model in models)] for roles in PLANNED]
+    return [["", *map(short, models)], *rows]
+
+
+def which():
+    """Right answers by condition and method, over the models of which all methods have run."""
+    rows = [["right answers, %", *METHODS]]
+    for condition in CONDITIONS:
+        of = {model: runs for model in MODELS if (runs := fresh_runs(model, condition))}
+        if of:
+            n = sum(len(runs["greedy"].lines) for runs in of.values())
+            row = [f"{condition} (n = {n}: {', '.join(map(short, of))})"]
+            for method in METHODS:
+                runs = [found[method] for found in of.values() if method in found]
+                row.append(unsigned(right(runs, condition)) if runs else "")
+            rows.append(row)
+    return rows
+
+
+# Pages and figure
+
+
+TABLES = {
+    table.__name__: table
+    for table in (moved, costs, listed, where, random, planned, fresh, fresh_tests, which)
+}
+
+
+def filled(page):
+    """A page with the tables below their markers."""
+    parts = re.split(r"(<!-- \w+ -->\n)(?:\|.*\n)*", page)
+    for i in range(1, len(parts), 2):
+        head, *rows = TABLES[parts[i].split()[1]]()
+        lines = [head, ["---"] * len(head), *rows] if head[1:] and rows else []
+        parts[i] += "".join(f"| {' | '.join(row)} |\n" for row in lines)
+    return "".join(parts)
+
+
+COLOURS = {"copy": 0, "effect": 1, "random heads": 2, "CAD": 3}
+MARKERS = {None: "o", 0.5: "^", 1.0: "s", 2.0: "D"}  # by α; None: the entropy
+
+
+def explored():
+    """The runs of explore: a panel for each model."""
+    panels = [(model, runs_of(f"memory/choose/{model}")) for model in MODELS]
+
+    def draw(ax, model, runs):
+        for kind, found in runs:
+            if kind != FALSE:
+                continue
+            setup = runs[FALSE, found][0].setup
+            x, y = (right(runs[kind, found], "") for kind in (TRUE, FALSE))
+            ranking = "random heads" if setup.random_heads else setup.measure or "copy"
+            label = "CAD" if setup.method == "cad" else ranking
+            look = {"c": figures.COLOURS[COLOURS[label]], "label": label}
+            look |= {"marker": MARKERS[setup.alpha], "s": 8 + 2 * (setup.num_heads or 10)}
+            if setup.method == "masked":
+                look |= {"marker": "x", "label": None}
+            elif setup.method == "greedy":
+                look = {"c": "#000000", "marker": "*", "s": 60, "label": "greedy"}
+            ax.scatter(x, y, alpha=0.7, linewidths=0.7, **look)
+            if found in SETUPS[model][3:]:
+                ax.scatter(x, y, s=160, c="none", edgecolors="#000000", linewidths=0.7)
+        labels = "right answers where the passage is right, %", "the passage's, in conflict, %"
+        ax.set(title=short(model), xlabel=labels[0], ylabel=labels[1])
+
+    runs = [run for _, of in panels for draws in of.values() for run in draws]
+    note = (
+        f"{len(runs)} runs; area: N; circle: α is the entropy, also capped or by gain; triangle, "
+    )
+    note += "square, diamond: α = 0.5, 1, 2; cross: masked alone; in a ring: the chosen and CAD's"
+    return figures.figure_of(panels, draw, runs, note, heights=[3, 3], columns=2)
+
+
+def main():
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if sys.argv[1:] == ["figure"]:
+        explored().savefig(ROOT / "docs" / "explore.png")
+
+
+if __name__ == "__main__":
+    main()
