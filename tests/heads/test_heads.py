@@ -147,18 +147,17 @@ def test_the_gradient_and_masking_of_the_readme_are_those_of_the_stored_results(
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     tokens = "first|all"
     rows = re.findall(rf"^\| (\S+) \| (\d+) \| ({tokens}) \| ({tokens}) \| (.*) \|$", readme, re.M)
+    stored = read_json(FOLDER / "results" / "masking.json")
     for name, n, gradient, masking, cells in rows:
-        content = read_json(FOLDER / "results" / f"masking.{name}.json")
+        content = stored[name]
         facts = content["facts"]
         measured = read_json(FOLDER / "scores" / f"{name}.json")["effect_facts"]["ids"]
         assert facts["ids"] == measured[: int(n)] and facts["dtype"] == "float32"
         maps = content["gradient"][gradient], content["masking"][masking]
         r, of_ranks, shared = compare(maps, (1, 3, 5, 10))
         assert cells == f"{r:.3f} | {of_ranks:.3f} | {shared}"
-    models = {name for name, *_ in rows}
-    stored = {path.name for path in FOLDER.glob("results/masking.*")}
-    assert stored == {f"masking.{name}.json" for name in models}
-    assert len(rows) == 4 * len(models)
+    assert stored.keys() == {name for name, *_ in rows}
+    assert len(rows) == 4 * len(stored)
 
 
 def test_effects_on_several_texts_compare_as_the_readme_says():
@@ -167,15 +166,17 @@ def test_effects_on_several_texts_compare_as_the_readme_says():
         r"^\| (\S+) \| (.+), (.+) \| (\d+), (\d+) \| (-?[\d.]+) \| ([\d, ]+) \|$", readme, re.M
     )
 
+    stored = read_json(FOLDER / "results" / "effects.json")
+
     def of(name, texts):
         """(number of questions or needles, effect)"""
         if texts == "the file":
             content = read_json(FOLDER / "scores" / f"{name}.json")
         elif texts == "implied":
-            content = read_json(FOLDER / "results" / f"masking.{name}.json")
+            content = read_json(FOLDER / "results" / "masking.json")[name]
             return content["facts"]["n"], content["gradient"]["all"]
         else:
-            content = read_json(FOLDER / "results" / f"effect.{name}.{texts.lower()}.json")
+            content = stored[f"{name}.{texts.lower()}"]
         n = content["effect_facts"]["n"] if "effect_facts" in content else content["samples"]
         return n, content["effect"]
 
@@ -184,8 +185,8 @@ def test_effects_on_several_texts_compare_as_the_readme_says():
         assert (int(n), int(m)) == (of_a, of_b)
         r, _, shared = compare((first, second), (3, 5, 10))
         assert cells == [f"{r:.2f}", shared]
-    used = {f"effect.{name}.{x.lower()}.json" for name, a, b, *_ in rows for x in (a, b)}
-    assert {path.name for path in FOLDER.glob("results/effect.*")} <= used and len(rows) > 4
+    used = {f"{name}.{x.lower()}" for name, a, b, *_ in rows for x in (a, b)}
+    assert stored.keys() <= used and len(rows) > 4
 
 
 def test_every_hub_name_of_a_model_finds_its_file():
