@@ -69,6 +69,7 @@ ELSEWHERE = (
     "python evaluate.py --task truthfulqa-gen",  # test_rescore
     "python evaluate.py rescore runs",
     "python evaluate.py fetch",  # test_fetch
+    "python evaluate.py choose",  # test_choose
     "python evaluate.py paper",  # test_plan
     "torchrun --nproc-per-node 8 evaluate.py",  # test_evaluate
     "torchrun --nnodes",  # several machines
