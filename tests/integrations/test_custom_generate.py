@@ -22,6 +22,7 @@ from hf import HFModel  # noqa: E402
 from runtime.values import MASKS  # noqa: E402
 from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
 from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model, round_together  # noqa: E402
+from tests.tables import rows  # noqa: E402
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
@@ -215,51 +216,60 @@ def encoder_decoder(model):
     model.config.is_encoder_decoder = True
 
 
+ROUNDED = r"layers.[012].mlp.down_proj \(Rounded\) computes a text differently beside"
+# Options that are JSON, and what is said of them.
+REFUSED = """
+{"num_beams": 2} | works only with num_beams=1
+{"prompt_lookup_num_tokens": 2} | works only with prompt_lookup_num_tokens=None
+{"penalty_alpha": 0.6, "top_k": 4} | greedy search or sampling, not contrastive_search
+{"use_cache": false} | use_cache
+{"guidance_scale": 1.5} | guidance_scale
+{"output_attentions": true} | output_attentions
+{"measure": "other"} | measure 'other' is unknown; known: copy, write, mass
+{"measure": "mass"} | measure have no effect
+{"alpha": 1.0} | alpha
+{"method": "decore-static", "alpha": NaN} | nan
+{"method": "decore-static", "alpha": "1"} | alpha='1'
+{"alpha_cap": -0.1} | alpha_cap
+{"alpha_cap": true} | alpha_cap=True
+{"scale_alpha": 2} | scale_alpha=2
+{"heads": 7} | heads 7: give
+{"heads": null} | is neither a head file nor a model of heads/
+{"heads": "1-0,1-9"} | heads 1-0,1-9: give
+{"heads": [[true, 3]]} | heads
+{"heads": []} | heads
+{"heads": ["1-4"]} | 1-4
+{"heads": [[1, 0], "1-0"]} | 1-0
+{"num_heads": 2} | num_heads
+{"heads": "heads/scores/miniature.json"} | does not fit the model: 32 heads
+"""
+
+
+def of_family(family, sizes=None, **options):
+    """Options with a model of its own."""
+    return lambda _: dict(model=random_model(family, **sizes or {}), **options)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(num_beams=2), "works only with num_beams=1"),
-        (lambda model: dict(assistant_model=model), "works only with assistant_model=None"),
-        (dict(prompt_lookup_num_tokens=2), "works only with prompt_lookup_num_tokens=None"),
-        (dict(penalty_alpha=0.6, top_k=4), "greedy search or sampling, not contrastive_search"),
-        (dict(use_cache=False), "use_cache"),
-        (dict(guidance_scale=1.5), "guidance_scale"),
-        (dict(output_attentions=True), "output_attentions"),
+        *((json.loads(options), words) for options, words in rows(REFUSED)),
         (dict(inputs_embeds=torch.ones(1, 12, 32)), "inputs_embeds"),
-        (dict(measure="other"), "measure 'other' is unknown; known: copy, write, mass"),
-        (dict(measure="mass"), "measure have no effect"),
-        (dict(alpha=1.0), "alpha"),
-        (dict(method="decore-static", alpha=float("nan")), "nan"),
-        (dict(method="decore-static", alpha="1"), "alpha='1'"),
-        (dict(alpha_cap=-0.1), "alpha_cap"),
-        (dict(alpha_cap=True), "alpha_cap=True"),
-        (dict(scale_alpha=2), "scale_alpha=2"),
-        (dict(heads=7), "heads 7: give"),
-        (dict(heads=None), "is neither a head file nor a model of heads/"),
-        (dict(heads="1-0,1-9"), "heads 1-0,1-9: give"),
-        (dict(heads=[(True, 3)]), "heads"),
-        (dict(heads=[]), "heads"),
-        (dict(heads=["1-4"]), "1-4"),
-        (dict(heads=[(1, 0), "1-0"]), "1-0"),
-        (dict(num_heads=2), "num_heads"),
-        (dict(heads="heads/scores/miniature.json"), "does not fit the model: 32 heads"),
+        (lambda model: dict(assistant_model=model), "works only with assistant_model=None"),
         (static_cache, "DeCoRe needs a plain DynamicCache"),
         (bypassed, "layer 1 has 0 heads"),
         (shared, "layer 1 has 0 heads"),
         (replaced_cache, "LlamaForCausalLM has replaced its cache while decoding"),
         (own_loop, "Own has a loop of its own"),
+        (rounded_together, ROUNDED),
         (
-            rounded_together,
-            r"layers.[012].mlp.down_proj \(Rounded\) computes a text differently beside",
-        ),
-        (
-            lambda _: dict(mask="query", model=random_model("phi", qk_layernorm=True)),
+            of_family("phi", dict(qk_layernorm=True), mask="query"),
             "layer 1 has no query projection",
         ),
-        (lambda _: dict(mask="query", model=random_model("phi3")), "1 has no query projection"),
-        (lambda _: dict(heads=[(0, 1)], model=random_model("lfm2")), "layer 0 has 0 heads"),
-        (lambda _: dict(model=random_model("openai-gpt")), "no layer has an attention"),
-        (lambda _: dict(model=random_model("minimax", **EXPERTS)), "MiniMax uses cache of its own"),
+        (of_family("phi3", mask="query"), "1 has no query projection"),
+        (of_family("lfm2", heads=[(0, 1)]), "layer 0 has 0 heads"),
+        (of_family("openai-gpt"), "no layer has an attention"),
+        (of_family("minimax", EXPERTS), "MiniMax uses cache of its own"),
         (encoder_decoder, "a causal language model"),
     ],
 )

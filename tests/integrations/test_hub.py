@@ -18,6 +18,7 @@ from tests.checkpoints import write_heads
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 from integrations.custom_generate.generate import generate  # noqa: E402
 from tests.families import random_model  # noqa: E402
+from tests.tables import rows  # noqa: E402
 
 PROMPT = [5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90]
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
@@ -100,19 +101,21 @@ def test_the_program_says_where_the_folder_goes_next(call, tmp_path):
     assert status == 0 and text == f"{out} is written; next: hf upload USER/REPOSITORY '{out}'\n"
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["."], "is not a new or empty folder"),
-        (["{new}", "--model", "org/unknown"], "is neither a head file nor a model of heads/"),
-        (["{new}", "--heads", "README.md"], "README.md is not valid JSON"),
-        (["{new}", "--model", 'org\\a"""'], "is not a model's name on the Hub"),
-        (["{new}", "--model", "org/name@main"], "is not a model's name on the Hub"),
-        (["{new}", "--model", "tests/golden"], "is not a model's name on the Hub"),
-    ],
-)
-def test_what_cannot_be_built_is_refused_and_nothing_is_written(call, tmp_path, arguments, words):
+REFUSED = """
+. | is not a new or empty folder
+NEW --model org/unknown | is neither a head file nor a model of heads/
+NEW --heads README.md | README.md is not valid JSON
+NEW --model org\\a\"\"\" | is not a model's name on the Hub
+NEW --model org/name@main | is not a model's name on the Hub
+NEW --model tests/golden | is not a model's name on the Hub
+"""
+
+
+@pytest.mark.parametrize("arguments, words", rows(REFUSED))
+def test_what_cannot_be_built_is_refused_and_nothing_is_written(
+    refused, tmp_path, arguments, words
+):
     new = tmp_path / "new"
-    arguments = [text.format(new=new) for text in arguments]
-    status, _, err = call(hub.main, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", *arguments)
-    assert status == 2 and words in err and not new.exists()
+    arguments = arguments.replace("NEW", str(new)).split()
+    err = refused(hub.main, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", *arguments)
+    assert words in err and not new.exists()

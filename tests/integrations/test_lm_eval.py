@@ -30,6 +30,7 @@ from miniature.data import make_split
 from model import Transformer
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -185,41 +186,36 @@ def test_contexts_that_lose_their_beginning_are_a_warning(small):
             assert ["lose their beginning" in str(w.message) for w in caught] == [True] * count
 
 
-def generate_text(lm, **options):
-    return run(lm, "generate_until", [("abc", options)])
+REFUSED = """
+generate_until | ["abc", {"do_sample": true}] | do_sample True, but decoding is greedy
+generate_until | ["abc", {"until": ["<|end|>\\n"]}] | can only be the special token
+generate_until | ["abc", {"max_gen_toks": 512}] | a task needs 512 new tokens
+loglikelihood_rolling | ["A text."] | choose tasks with answers
+loglikelihood | ["a", "b"], ["c", ""] | answer '' to 'c' has 0
+command | --method cad --tasks x | method 'cad' is unknown
+command | --method greedy --heads f | --heads has no effect on greedy
+command | --tasks x --model_args a=y | --model_args has no effect
+command |  | --tasks is missing
+command | --tasks x --template-args {"a":1} | has no effect without --apply_chat
+"""
 
 
-def command(arguments):
-    def start(lm):
-        sys.argv[1:] = arguments.split()
-        harness.main()
-
-    return start
-
-
-@pytest.mark.parametrize(
-    "refuse, words",
-    [
-        (lambda lm: generate_text(lm, do_sample=True), "do_sample True, but decoding is greedy"),
-        (lambda lm: generate_text(lm, until=[f"{END}\n"]), "can only be the special token"),
-        (lambda lm: generate_text(lm, max_gen_toks=512), "a task needs 512 new tokens"),
-        (lambda lm: run(lm, "loglikelihood_rolling", [("A text.",)]), "choose tasks with answers"),
-        (lambda lm: lm.apply_chat_template([], False), "leave out --apply_chat_template"),
-        (lambda lm: run(lm, "loglikelihood", [("a", "b"), ("c", "")]), "answer '' to 'c' has 0"),
-        (command("--method cad --tasks x"), "method 'cad' is unknown"),
-        (command("--method greedy --heads f"), "--heads has no effect on greedy"),
-        (command("--tasks x --model_args a=y"), "--model_args has no effect"),
-        (command(""), "--tasks is missing"),
-        (command('--tasks x --template-args {"a":1}'), "has no effect without --apply_chat"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_line(small, refuse, words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["integrations.lm_eval"])
+@pytest.mark.parametrize("kind, text, words", rows(REFUSED))
+def test_what_cannot_be_run_is_refused_in_one_line(small, kind, text, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["integrations.lm_eval", *text.split()])
     monkeypatch.setattr(sys, "path", sys.path[:])
     lm = HarnessModel(*small[:2], Greedy())
     with pytest.raises(ValueError, match=words):
-        refuse(lm)
+        if kind == "command":
+            harness.main()
+        run(lm, kind, [*map(tuple, json.loads(f"[{text}]"))])
+
+
+def test_options_of_tasks_without_effect_are_read_and_a_chat_without_its_prompt_is_refused(small):
+    lm = HarnessModel(*small[:2], Greedy())
     assert lm.read_generation(dict(until="k", top_p=0.9, max_new_tokens=5)) == (("k",), 5)
+    with pytest.raises(ValueError, match="leave out --apply_chat_template"):
+        lm.apply_chat_template([], False)
 
 
 @pytest.mark.parametrize("answers", [["2026-11-28", "1999-01-01"], ["007", "12"], ["None", "NA"]])
