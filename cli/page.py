@@ -50,6 +50,8 @@ def write(path, text):
 def check_writable(path):
     """InputError if a page cannot be written to the path."""
     written = path if is_device(path) else path.parent
+    if not path.parent.is_dir():
+        raise InputError(f"--html {path}: there is no folder {path.parent}; make it first")
     if path.is_dir() or not os.access(written, os.W_OK):
         raise InputError(
             f"--html {path} cannot be written: give a file in a folder that you may write to"

@@ -22,6 +22,7 @@ from runtime.config import DTYPES, rope_frequencies
 from runtime.errors import InputError, one_line, out_of_memory
 from runtime.files import draft
 
+SAME_MATRIX = 0.9  # mean cosine of two roundings; of matrices that were trained apart, about 0
 CONTROL, UNUSED = 3, 5  # in tokenizer.ggml.token_type
 # llama.cpp also ends a text at these tokens, if they are control tokens.
 ENDS = ("</s>", "<eos>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -136,9 +137,7 @@ def write_model(file, folder, dtype, metadata, tensors):
     if values != sum(weight.numel() for weight in model.parameters()):
         warn(f"{file} has tensors that transformers does not read")
     c = model.config
-    c.tie_word_embeddings = torch.equal(
-        model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    )
+    c.tie_word_embeddings = tie_embeddings(model, tensors)
     model.tie_weights()
     scale_rope(c, metadata, factors)
     c._name_or_path = ""
@@ -151,6 +150,27 @@ def write_model(file, folder, dtype, metadata, tensors):
         bos_token_id=c.bos_token_id, pad_token_id=c.pad_token_id, eos_token_id=ends or None
     )
     model.save_pretrained(folder)
+
+
+def tie_embeddings(model, tensors):
+    """Whether the embedding is the output matrix too: stored once, or twice in two roundings. Of
+    these the one with more bits is then in both places."""
+    first, last = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if torch.equal(first, last):
+        return True
+    cosine = torch.nn.functional.cosine_similarity(first.float(), last.float()).mean().item()
+    if cosine < SAME_MATRIX:
+        return False
+    names = "token_embd.weight", "output.weight"
+    bits = [8 * int(tensors[name].n_bytes) / int(tensors[name].n_elements) for name in names]
+    with torch.no_grad():
+        first.copy_(last) if bits[1] > bits[0] else last.copy_(first)
+    kinds = " and ".join(f"{name} ({tensors[name].tensor_type.name})" for name in names)
+    warn(
+        f"{kinds} are one matrix in two roundings (mean cosine of rows {cosine:.4f}); "
+        f"stored once, as {names[bits[1] > bits[0]]}, which has more bits"
+    )
+    return True
 
 
 def scale_rope(c, metadata, factors):

@@ -31,6 +31,10 @@ def choose_rows(task, items, path, known, model=None):
         knows[key] = knows.get(key, True) and values["memory"] == 1
         of_run[key] = {name: line[name] for name in ("question", "memory")}
     lacking = []
+    if any(header.get(name) for name in ("limit", "sample", "skip")):  # a part of the rows
+        there = [item for item in items if key_of(item, by_id) in of_run]
+        print(f"{path} lacks {len(items) - len(there):,} rows: left out", file=sys.stderr)
+        items = there
     for item in items:
         line = of_run.get(key_of(item, by_id), {})
         if line.get("question") != item["question"]:

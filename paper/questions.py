@@ -147,10 +147,11 @@ def stored_scores(path, model):
         return new
     content = read_head_file(path)
     same = plain_name(content.get("model", model.name)) == plain_name(model.name)
-    if not same or (content.get("n_layers", L), content.get("n_heads", H)) != (L, H):
+    layers, heads = content.get("n_layers", L), content.get("n_heads", H)
+    if not same or (layers, heads) != (L, H):
         raise InputError(
-            f"--out {path} holds the heads of {content.get('model')}, not of {model.name}; choose "
-            "another --out"
+            f"--out {path} holds the heads of {content.get('model')} ({layers} layers of {heads}), "
+            f"not of {model.name} ({L} layers of {H}); choose another --out"
         )
     return new | content if "model" in content or not content else new | {"scores": content}
 

@@ -306,6 +306,15 @@ def parse_heads(heads, model):
     return pairs
 
 
+def check_step(model, score, alpha, h):
+    """InputError for a token whose score, α or entropy is not finite."""
+    if math.isnan(alpha) and h < math.inf:
+        raise InputError(
+            "α is nan: the method's rule gives it, or the logits of its masked model are not finite"
+        )
+    check_finite(model, score, h)
+
+
 def check_finite(model, *values):
     """InputError for a score or entropy that is NaN or ∞.
 

@@ -216,6 +216,11 @@ def locked(path):
         raise OSError(
             f"{path} is being written by another process; wait for it, or write to another file"
         ) from None
+    except OSError as error:
+        if error.errno != errno.ENOLCK:
+            raise
+        Path(f"{path}.lock").unlink(missing_ok=True)
+        raise OSError(f"{path}: its file system has no locks; write to another one") from None
 
 
 def short_hash(content):

@@ -229,8 +229,21 @@ def load_items(task, data):
         verdict = ", as in the paper"
     print(f"{task.name}: {len(items):,} items of {names}{verdict}", file=sys.stderr)
     if task.own:
+        check_ids(items)
         name_lists(items)
     return items, list(files.values())
+
+
+def check_ids(items):
+    """InputError for one id of two questions: runs are matched by ids."""
+    rows = {}
+    for row, item in enumerate(items, 1):
+        first, question = rows.setdefault(item["id"], (row, item["question"]))
+        if question != item["question"]:
+            raise InputError(
+                f"rows {first} and {row} are different questions with one id, {item['id']!r}: "
+                "give each question its own, or leave out the ids"
+            )
 
 
 def name_lists(items):

@@ -190,7 +190,10 @@ def own_question(entry):
         if not all(map(str.strip, values)):
             raise InputError(f"field {name!r} is empty")
     if both := {*item["references"]} & {*more.get("memory", ())}:
-        raise InputError(f"{both.pop()!r} is in both answers and memory")
+        raise InputError(
+            f"{both.pop()!r} is in both answers and memory: leave out `memory` if the passage "
+            "agrees with it"
+        )
     is_null = "context" in entry and entry["context"] is None
     context = "" if is_null else field(entry, "context")
     return item | {"context": context if context.strip() else ""} | more

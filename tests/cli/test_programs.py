@@ -67,7 +67,7 @@ MISTAKES = """
 {base} --method decore-entrpy | is unknown, did you mean decore-entropy?; known
 {base} --method decore | unknown, did you mean decore-static or decore-entropy?; known
 {base} --prompt --json | --prompt: expected one argument; see --help
-{base} --html {folder}/no/page.html | no/page.html cannot be written
+{base} --html {folder}/no/page.html | /no; make it first
 {base} --html {folder} | cannot be written
 {base} --html /dev/null --prompt '' | the prompt is empty
 """

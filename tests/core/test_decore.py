@@ -337,6 +337,11 @@ def lite(vocab_size=96, heads=((0, 0),)):
     return DeCoRe(heads, amateur=stand_in(vocab_size))
 
 
+class Nan(DeCoRe):
+    def rule(self, h, base, other):
+        return h * math.nan
+
+
 TWO = [[5, 6], [7]]
 MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
     "prompt 2 of 2 is empty": dict(ids=[[5], []]),
@@ -354,6 +359,7 @@ MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
     "head 1-0 is listed twice": dict(method=DeCoRe([(1, 0), (1, 0)])),
     "heads are none; give one or more to mask": dict(method=Masked([])),
     "heads are none; .* Greedy": dict(method=DeCoRe([]), answer_ids=[6]),
+    "α is nan: the method's rule gives it": dict(method=Nan(HEADS)),
     "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
     "eos_ids is '2'": dict(eos_ids="2"),
     "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),

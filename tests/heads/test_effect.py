@@ -266,7 +266,8 @@ def test_a_file_of_another_model_is_refused(detect, tmp_path):
     for other in ({"model": "other"}, {"model": "chat0", "n_layers": 5}):
         write_lines(tmp_path / "heads.json", [other])
         status, content, err = detect()
-        assert status == 2 and content == other and "holds the heads of" in err.splitlines()[-1]
+        words = f"({other.get('n_layers', 3)} layers of 4), not of chat0 (3 layers of 4)"
+        assert status == 2 and content == other and words in err.splitlines()[-1]
 
 
 def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is_named(

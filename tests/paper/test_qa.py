@@ -430,13 +430,21 @@ def test_memory_and_begin_are_optional_columns_with_cells_that_may_be_empty(tmp_
     assert not {"memory", "begin"} & items[1].keys()
 
 
+def test_one_id_of_two_questions_is_refused_when_the_data_are_read(tmp_path):
+    rows = [CAPITAL | {"id": "x"}] * 2  # of two passages
+    assert len(load(write_lines(tmp_path / "q.jsonl", rows))[0]) == 2
+    write_lines(tmp_path / "q.jsonl", [*rows, rows[0] | {"question": "Who?"}])
+    with pytest.raises(ValueError, match="rows 1 and 3 are different questions with one id, 'x'"):
+        load(tmp_path / "q.jsonl")
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"memory": [" "]}, "field 'memory' is empty"),
         ({"begin": " "}, "field 'begin' is empty"),
         ({"begin": ["x"]}, "begin is ["),
-        ({"memory": "Valencia"}, "'Valencia' is in both answers and memory"),
+        ({"memory": "Valencia"}, "'Valencia' is in both answers and memory: leave out `memory` if"),
     ],
 )
 def test_memory_and_begin_that_are_not_right_are_refused(tmp_path, changes, words):
@@ -622,6 +630,7 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
             {"closed_book": None},
         )
     )
+    limited = {"header": header["header"] | {"limit": 6}}
     moved = [lines[0] | {"question": "Who?"}, *lines[1:]]
     unknown = [line | {"prediction": "Else"} for line in lines]
     for content, words in (
@@ -634,11 +643,15 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
         ([masked, *lines], "it is of masked; what a model knows, greedy decoding says"),
         ([header, *lines[1:]], "lacks 1 of 6 questions of the data, such as 'c0', 'Capital of 0?'"),
         ([header, *moved], "lacks 1 of 6 questions of the data, such as 'c0'"),
+        ([limited, *moved], "lacks 1 of 6 questions of the data, such as 'c0'"),
         ([header, *unknown], "no row of the data is known"),
     ):
         path = write_lines(tmp_path / "run.jsonl", content)
         status, _, err = capitals("--method", "greedy", "--known", path)
         assert status == 2 and words in err.splitlines()[-1] and str(path) in err, words
+    path = write_lines(tmp_path / "run.jsonl", [limited, *lines[1:4]])
+    status, printed, err = capitals("--known", path, "--dry-run")
+    assert [line["id"] for line in printed] == ["c1"] and "lacks 3 rows: left out" in err
     options = "--task", "miniature", "--closed-book"
     status, _, err = capitals(*options)
     assert status == 2 and "--closed-book has no effect on miniature" in err

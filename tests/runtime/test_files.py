@@ -1,10 +1,12 @@
 """Files are replaced in one step, and JSON that UTF-8 cannot hold is refused."""
 
+import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 
-from runtime.files import draft, read_json
+from runtime.files import draft, locked, read_json
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -57,3 +59,11 @@ def test_half_of_a_surrogate_pair_is_named_with_its_file(tmp_path):
     with pytest.raises(ValueError) as error:
         read_json(path)
     assert str(error.value) == rf"{path}: '\ud800' is half of a surrogate pair, not a character"
+
+
+def test_a_file_system_without_locks_is_named_and_keeps_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    with pytest.raises(OSError, match="out.jsonl: its file system has no locks"):
+        with locked(tmp_path / "out.jsonl"):
+            pass
+    assert [*tmp_path.iterdir()] == []
