@@ -54,17 +54,16 @@ def main():
 def evaluate(argv):
     """The tasks and setups of the command line."""
     args = options.parse(argv)
-    how = options.RunOptions.of(args)
     tasks = find_tasks(args.task).values()
     tasks = [with_prompt(task, args.template, args.system, args.closed_book) for task in tasks]
     if args.dry_run:
-        print_prompts(tasks, how)
+        print_prompts(tasks, args)
         return
     methods = full_names(args.method, args.amateur)
     wanted = []
     for task in tasks:
         wanted += [(task, setup, {}) for setup in setups(args, methods, task.choice)]
-    sweep(how, wanted)
+    sweep(args, wanted)
 
 
 def print_prompts(tasks, how):
@@ -78,12 +77,11 @@ def print_prompts(tasks, how):
 def paper(argv):
     """The paper's runs of a model, or the list of them."""
     args = options.parse_paper(argv)
-    how = options.RunOptions.of(args)
     planned = plan.planned_runs(
         args.like or args.model, args.table, find_tasks(args.task), args.method
     )
     if args.plan:
-        plan.show(planned, how, args.json)
+        plan.show(planned, args)
         return
     for checkpoint in dict.fromkeys(run.checkpoint for run in planned):
         if checkpoint and args.like:
@@ -91,14 +89,14 @@ def paper(argv):
             continue
         selected = [run for run in planned if run.checkpoint == checkpoint]
         wanted = [(run.task, run.setup, run.header(args.like)) for run in selected]
-        sweep(how.for_planned(selected), wanted, lenient=True)
+        sweep(options.for_planned(args, selected), wanted, lenient=True)
 
 
 def sweep(how, wanted, lenient=False):
     """Run tasks with setups, (task, setup, more fields of the header) each, in this order, those of
     one task together. Nothing is written before everything is checked.
 
-    how: `options.RunOptions`. lenient: leave out runs that do not fit the model, in place of an
+    how: the parsed command line. lenient: leave out runs that do not fit the model, in place of an
     InputError."""
     from cli import models
     from paper.running import run_benchmark

@@ -30,7 +30,7 @@ class Benchmark(NamedTuple):
 
 
 def load_benchmark(task, how, model=None):
-    """The benchmark of a task. how: `options.RunOptions`.
+    """The benchmark of a task. how: the parsed command line.
 
     model: `cli.models.Facts`; None: without the layout and the token ids of the prompts."""
     items, *rest = data.load_data(task, how.data, how.demos)

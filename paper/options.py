@@ -1,6 +1,6 @@
 """The command lines of evaluate.py: benchmarks, and the paper's rows; what runs need of them."""
 
-from dataclasses import dataclass, fields, replace
+from argparse import Namespace
 from pathlib import Path
 
 from cli.options import (
@@ -27,64 +27,30 @@ DECODER = dict(
     help="a decoder of your own, see CONTRIBUTING.md; --method takes its name in small letters",
 )
 SAMPLE_SEED = 1234
+NOT_PLANNED = ("known", "unknown", "layout", "max_new_tokens", "min_new_tokens")  # of a sweep alone
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """What runs need of a command line: of evaluate.py, of its command `paper`, or of heads.detect.
-    An option that the program does not have has its default here."""
+def sample_seed(args):
+    """The seed of --sample; None without a sample. --seed is that of random heads, if there are
+    any."""
+    if not args.sample:
+        return None
+    seeds = [] if getattr(args, "random_heads", None) else getattr(args, "seed", None) or []
+    if len(seeds) > 1:
+        raise InputError("--seed takes several numbers with --random-heads only")
+    return seeds[0] if seeds else SAMPLE_SEED
 
-    # Models and head scores, as cli/ takes them
-    model: str
-    amateur: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    transformers: bool = False
-    device_map: str | None = None
-    eos: list | None = None
-    heads: str | None = None
-    amateur_heads: str | None = None
-    # Items
-    data: Path | None = None
-    demos: Path | None = None
-    known: Path | None = None
-    unknown: Path | None = None
-    limit: int | None = None
-    sample: int | None = None
-    sample_seed: int | None = None  # None if the items are no sample
-    skip: int | None = None
-    # Prompts and answers
-    layout: str | None = None  # None: the model's
-    template_args: dict | None = None
-    max_new_tokens: int | None = None  # None: the task's
-    min_new_tokens: int | None = None
-    batch_size: int = 16
-    tp: int = 1
-    out: str = "runs"
 
-    @classmethod
-    def of(cls, args):
-        """args: a parsed command line."""
-        given = vars(args)
-        values = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        seed = None
-        if args.sample:  # --seed is that of random heads, if there are any
-            seeds = [] if given.get("random_heads") else given.get("seed") or []
-            if len(seeds) > 1:
-                raise InputError("--seed takes several numbers with --random-heads only")
-            seed = seeds[0] if seeds else SAMPLE_SEED
-        return cls(**values, sample_seed=seed)
-
-    def for_planned(self, runs):
-        """Those of the paper's runs of one checkpoint, which are in bfloat16 by default."""
-        changes = {}
-        if runs[0].checkpoint:
-            changes["model"] = runs[0].checkpoint
-        elif self.dtype == "auto":
-            changes["dtype"] = "bfloat16"
-        if not any(run.setup.amateur for run in runs):
-            changes["amateur"] = None
-        return replace(self, **changes)
+def for_planned(args, runs):
+    """The options of the paper's runs of one checkpoint, which are in bfloat16 by default."""
+    args = Namespace(**vars(args))
+    if runs[0].checkpoint:
+        args.model = runs[0].checkpoint
+    elif args.dtype == "auto":
+        args.dtype = "bfloat16"
+    if not any(run.setup.amateur for run in runs):
+        args.amateur = None
+    return args
 
 
 def parse(argv):
@@ -109,6 +75,7 @@ def parse(argv):
     names = ", ".join(task.name for task in tasks)
     refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
     check_options(args, methods, seeded=args.sample)
+    args.sample_seed = sample_seed(args)
     return args
 
 
@@ -161,12 +128,14 @@ def parse_paper(argv):
     args = paper_parser().parse_args(argv)
     if not args.plan:
         refuse_unused(args, {"json": "without --plan"})
+    args.sample_seed = sample_seed(args)
     return args
 
 
 def paper_parser():
     p = parser("Run what the paper's tables hold of a model; with --plan, list the runs.")
     p.prog += " paper"
+    p.set_defaults(**dict.fromkeys(NOT_PLANNED))
     add_run_arguments(p, required="--data")
     tables = [*plan.ORDER, "all", *dict.fromkeys(row["table"] for row in printed.table("paper"))]
     p.add_argument(

@@ -139,10 +139,10 @@ def number_of_heads(row):
 # --------------------------------------------------------------------------------------- the list
 
 
-def show(runs, how, as_json=False):
+def show(runs, how):
     """Print the runs and what they lack, with the commands that get it.
 
-    how: `options.RunOptions`. as_json: a JSON line for each run."""
+    how: the parsed command line, of `paper`."""
     from cli import models  # imports torch
 
     model = None
@@ -171,7 +171,7 @@ def show(runs, how, as_json=False):
         if problem:
             get = f"python evaluate.py fetch {how.data} --task {task.name}"
             missing[task].insert(0, f"{problem}: {get}")
-    if as_json:
+    if how.json:
         for run in runs:
             lacks = missing[run.task] + missing_heads(run, how)
             print(json.dumps(json_of(run, items[run.task], lacks), ensure_ascii=False))

@@ -52,12 +52,14 @@ def parse_args():
     options.add_prompt_arguments(p)
     p.add_argument("--seed", type=comma_list(number(int, 0)), help="of --sample (default: 1234)")
     p.add_argument("--batch-size", type=positive, help="questions at once (default: 8)")
+    p.set_defaults(max_new_tokens=None, min_new_tokens=None)
     args = p.parse_args()
     if args.questions:
         refuse_unused(args, {"data": "with --questions"})
         args.task, args.data = "qa", args.questions
     if not args.sample:
         refuse_unused(args, {"seed": "without --sample"})
+    args.sample_seed = options.sample_seed(args)
     return args
 
 
@@ -99,7 +101,7 @@ def main():
 def read_texts(task, args, checkpoint):
     """The benchmark of a command line, and `ids_of` each item. InputError for one that is longer
     than the context."""
-    bench = load_benchmark(task, options.RunOptions.of(args), checkpoint)
+    bench = load_benchmark(task, args, checkpoint)
     texts = [ids_of(bench, item, checkpoint.tokenizer) for item in bench.items]
     read = [prompt + max(answers, key=len)[:-1] for prompt, *answers in texts]
     parse_prompts(checkpoint, read, "question with its longest answer")

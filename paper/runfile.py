@@ -60,7 +60,7 @@ STOPS = ("eos", "length", "stop")  # of decore.Generation
 def make_header(bench, setup, how, model, fingerprints, more):
     """The first line of a run's file: what determines its lines, the software, the machine.
 
-    setup: fitted to the model. how: `options.RunOptions`. fingerprints: of the model and its
+    setup: fitted to the model. how: the parsed command line. fingerprints: of the model and its
     amateur. more: further fields."""
     device = platform.machine()
     if model.device.type == "cuda":

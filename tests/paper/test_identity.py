@@ -10,7 +10,7 @@ import torch
 import evaluate
 from decoders.setup import HEADS, METHODS, Method, Setup
 from paper.benchmark import Benchmark
-from paper.options import RunOptions
+from paper.options import make_parser
 from paper.report import results, stored
 from paper.runfile import make_header
 from paper.tasks import TASKS, model_metrics
@@ -100,7 +100,7 @@ def header(monkeypatch):
     setup = replace(setup, head_file="a.json")
     more = {"paper": None, "like": None}
     fingerprints = [{"weights": "aa"}, None]
-    how = RunOptions("models/m")
+    how = make_parser().parse_args(["--task", "popqa"])
     header = make_header(bench, setup, how, model, fingerprints, more)
     return header | {"max_new_tokens": TASKS["popqa"].max_new_tokens}
 
