@@ -15,7 +15,7 @@ from itertools import product
 from runpy import run_module
 
 from heads import MEASURES
-from heads.measures import answer_batch, effects, head_scores, prefilled, score_run  # noqa: F401
+from heads.measures import answer_batch, effects, head_scores, prefilled
 from heads.words import is_latin, words_of
 from runtime import files
 from runtime.errors import InputError
@@ -151,7 +151,7 @@ def recall_of(needle, answer, published=False):
 
 @cache
 def rouge():
-    from rouge_score.rouge_scorer import RougeScorer  # not needed for `score_run`
+    from rouge_score.rouge_scorer import RougeScorer  # slow
 
     return RougeScorer(["rouge1"], use_stemmer=True)
 

@@ -48,25 +48,33 @@ def passage(kind, fact, value, facts):
     answers = {*fact["truth"], *fact["false"]}
     others = [f for f in facts if f["kind"] == fact["kind"] and answers.isdisjoint(f["truth"])]
     others.sort(key=lambda f: order(f"{name(fact)} {name(f)}"))
-    sentences = [fill(wording, f, f["truth"][0]) for f in others[:N_OTHERS]]
-    place = int(order(f"place {name(fact)}"), 16) % (N_OTHERS + 1)
-    sentences.insert(place, sentence)
-    return " ".join(sentences)
+    return among([fill(wording, f, f["truth"][0]) for f in others[:N_OTHERS]], sentence, name(fact))
+
+
+def among(sentences, sentence, name):
+    """N_OTHERS sentences and one more, at a place that follows from a name, as a text."""
+    place = int(order(f"place {name}"), 16) % (N_OTHERS + 1)
+    return " ".join([*sentences[:place], sentence, *sentences[place:]])
+
+
+def row_of(name, fact, wordings, context, value):
+    """A row for `--task qa` (see docs/own-data.md), and `kind`. value: of the context, "truth" or
+    "false"."""
+    row = {
+        "id": name,
+        "kind": fact["kind"],
+        "question": fill(wordings["question"], fact, None),
+        "context": context,
+        "begin": fill(wordings["begin"], fact, None),
+        "answers": fact[value],
+    }
+    return row | ({"memory": fact["truth"]} if value == "false" else {})
 
 
 def questions(half, kind, value):
-    """Rows for `--task qa` (see docs/own-data.md). kind: of the passages. value: one of VALUES."""
+    """Yields rows, as of `row_of`. kind: of the passages. value: one of VALUES."""
     facts = load(half)
+    value = "truth" if value == "true" else "false"
     for fact in facts:
-        key = "truth" if value == "true" else "false"
-        answers = fact[key]
-        wordings = WORDINGS[fact["kind"]]
-        row = {
-            "id": name(fact),
-            "kind": fact["kind"],
-            "question": fill(wordings["question"], fact, None),
-            "context": passage(kind, fact, answers[0], facts),
-            "begin": fill(wordings["begin"], fact, None),
-            "answers": answers,
-        }
-        yield row | ({"memory": fact["truth"]} if value == "false" else {})
+        context = passage(kind, fact, fact[value][0], facts)
+        yield row_of(name(fact), fact, WORDINGS[fact["kind"]], context, value)

@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from paper.facts import N_OTHERS, fill, order
+from paper.facts import N_OTHERS, among, fill, order, row_of
 
 KINDS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 CONDITIONS = ("conflict", "agreement", "listed", "documents", "irrelevant")
@@ -74,27 +74,17 @@ def passage(fact, condition, facts):
         form = KINDS[fact["kind"]]["listed"]
         others = others_of(fact, facts, same_kind=True)[:N_OTHERS]
         sentences = [fill(form, f, f["truth"][0]) for f in others]
-        place = int(order(f"place {name(fact)}"), 16) % (N_OTHERS + 1)
-        sentences.insert(place, fill(form, fact, fact["false"][0]))
-        return " ".join(sentences)
+        return among(sentences, fill(form, fact, fact["false"][0]), name(fact))
     return sentence(fact, fact["false"][0])
 
 
 def questions(condition):
-    """Rows with the columns of docs/own-data.md, and `kind`."""
+    """Yields rows, as of `row_of`."""
     facts = load()
+    value = "truth" if condition in ("agreement", "irrelevant") else "false"
     for fact in facts:
-        wordings = KINDS[fact["kind"]]
-        truth = condition in ("agreement", "irrelevant")
-        row = {
-            "id": name(fact),
-            "kind": fact["kind"],
-            "question": fill(wordings["question"], fact, None),
-            "context": passage(fact, condition, facts),
-            "begin": fill(wordings["begin"], fact, None),
-            "answers": fact["truth"] if truth else fact["false"],
-        }
-        yield row | ({} if truth else {"memory": fact["truth"]})
+        context = passage(fact, condition, facts)
+        yield row_of(name(fact), fact, KINDS[fact["kind"]], context, value)
 
 
 if __name__ == "__main__":

@@ -187,13 +187,10 @@ def line_of(run, result):
         "low": low,
         "high": high,
     }
-    versus = result.versus and result.versus._asdict() | {"n": result.n}
+    versus = result.versus._asdict() if result.versus else {}
+    versus |= zip(("low", "high"), versus.get("interval") or ())
     for name in ("difference", "low", "high", "won", "lost", "p", "n"):
-        line[f"versus_{name}"] = None
-    if versus:
-        versus["low"], versus["high"] = versus["interval"] or (None, None)
-        for name in ("difference", "low", "high", "won", "lost", "p", "n"):
-            line[f"versus_{name}"] = versus[name]
+        line[f"versus_{name}"] = versus.get(name)
     cell = printed.cell(run, result.metric)
     return line | {"paper": cell and float(cell["value"]), "paper_at": cell and cell["at"]}
 

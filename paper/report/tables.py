@@ -25,15 +25,14 @@ TEXT_NOTES = [
     "glued together, as a model does that is pushed too far; not of texts in scripts that do not "
     "separate words."
 ]
-CONTAINED = (
-    "answer contained: the answer contains a reference. The paper calls this EM, exact match. "
-    "exact match: the answer equals a reference."
-)
-SHARES = (
-    "passage, memory, neither, blank: what the answer's first sentence gives, in complete words; "
-    "of both the first one counts. A clause with not, no longer, never or formerly gives none."
-)
-MEMORY = "memory match: the answer is the memorised one, which the passage contradicts."
+METRIC_NOTES = {
+    "answer_contained": "answer contained: the answer contains a reference. The paper calls this "
+    "EM, exact match. exact match: the answer equals a reference.",
+    "memory_match": "memory match: the answer is the memorised one, which the passage contradicts.",
+    "memory": "passage, memory, neither, blank: what the answer's first sentence gives, in "
+    "complete words; of both the first one counts. A clause with not, no longer, never or "
+    "formerly gives none.",
+}
 QUERY = (
     "query mask: the query of masked heads is zero, as in the published runs. In the other rows "
     "with N their output is zero, as in the paper's equation."
@@ -181,20 +180,14 @@ def short_notes(tables):
             "same N, α and options. Interval and p concern the mean of these draws; how others "
             "may differ is in the spread of the draws."
         )
-    metrics_shown = {row.metric for row in rows} | {name for row in rows for name in row.beside}
-    if "answer_contained" in metrics_shown:
-        notes.append(CONTAINED)
-    if "memory_match" in metrics_shown:
-        notes.append(MEMORY)
-    if "passage" in metrics_shown:
-        notes.append(SHARES)
-    return notes + setting_notes(rows)
+    return notes + notes_on(rows, {name for row in rows for name in (row.metric, *row.beside)})
 
 
-def setting_notes(rows):
-    """Notes on ways of masking and on the paper's values."""
+def notes_on(rows, metrics):
+    """Notes on metrics, on ways of masking and on the paper's values."""
     runs = runs_of(rows)
-    notes = [QUERY] * any(run.setup.mask == "query" for run in runs)
+    notes = [note for name, note in METRIC_NOTES.items() if name in metrics]
+    notes += [QUERY] * any(run.setup.mask == "query" for run in runs)
     if any(paper_cell(row) for row in rows):
         notes.append(
             "paper: its value, by the metric as published. The published runs mask queries. Its ± "
@@ -365,10 +358,4 @@ def score_notes(rows):
             "paired interval, items won : lost (of draws: means), and p. Bold: p < 0.05 after "
             "Holm's correction within the table."
         )
-    if any(row.metric == "answer_contained" for row in rows):
-        notes.append(CONTAINED)
-    if any(row.metric == "memory_match" for row in rows):
-        notes.append(MEMORY)
-    if any(row.metric == "memory" for row in rows):
-        notes.append(SHARES)
-    return notes + setting_notes(rows) + remarks(rows)
+    return notes + notes_on(rows, {row.metric for row in rows}) + remarks(rows)

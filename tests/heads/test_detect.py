@@ -86,6 +86,13 @@ def reference_run(reference, prompt, needle, steps, published):
     ), generated
 
 
+def score_run(model, prompt, needle, max_new_tokens, eos_ids=(), published=False):
+    """({measure: scores of all heads}, the generated ids) of one run."""
+    how = [needle], max_new_tokens, eos_ids, published
+    [answer] = detect.answer_batch(model, [prompt], *how)
+    return detect.head_scores(answer, prompt, needle, published), answer.ids
+
+
 @pytest.mark.parametrize("engine", ["own", "transformers"])
 @pytest.mark.parametrize(
     "family, seed, published",
@@ -105,10 +112,11 @@ def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_t
     prompt, needle = random_ids(40, vocab_size=12), (0, 36)
     reference = load_reference(tmp_path, torch.float64)
     expected, ids = reference_run(reference, prompt, needle, 16, published)
+    found, generated = score_run(model, prompt, needle, 16, published=published)
+    assert generated == ids
     for measure, scores in expected.items():
-        found, generated = detect.score_run(model, prompt, needle, 16, (), published, measure)
-        assert generated == ids and scores.max() > 0
-        torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-5)  # found in float32
+        assert scores.max() > 0
+        torch.testing.assert_close(found[measure], scores, atol=1e-5, rtol=1e-5)  # found in float32
     # Padding changes nothing.
     short = random_ids(23, vocab_size=12, seed=1)
     batch = detect.answer_batch(model, [short, prompt], [(2, 9), needle], 5)
@@ -128,7 +136,7 @@ def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the
     model = (Transformer if engine == "own" else HFModel).load(tmp_path)
     prompt = [*range(12), *random_ids(28, vocab_size=12)]
     # With the prompt as the needle, no key is left out or subtracted.
-    write, [token] = detect.score_run(model, prompt, (0, 40), 1, measure="write")
+    found, [token] = score_run(model, prompt, (0, 40), 1)
     reference = load_reference(tmp_path, torch.float64)
     stream = {"rest": 0, "last": None}
 
@@ -144,7 +152,7 @@ def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the
             stream["rest"] = stream["rest"] + layer.self_attn.o_proj.bias
     reference(torch.tensor([prompt]))
     u = reference.lm_head.weight[token]
-    parts = [write.sum(), u @ stream["rest"]]
+    parts = [found["write"].sum(), u @ stream["rest"]]
     assert min(abs(x) for x in parts) > 0.01
     torch.testing.assert_close(sum(parts), u @ stream["last"], atol=1e-5, rtol=1e-5)
 
@@ -152,12 +160,12 @@ def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the
 def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
     model = Transformer.load(write_checkpoint(tmp_path, "qwen2", vocab_size=8))
     prompt = random_ids(40, vocab_size=8)
-    ids = detect.score_run(model, prompt, (1, 2), 12, published=True)[1]
+    ids = score_run(model, prompt, (1, 2), 12, published=True)[1]
     assert ids == [0, 4, 6, 1, 3, 4, 6, 1, 3, 6, 0, 4]
-    assert detect.score_run(model, prompt, (0, 40), 12, eos_ids=(6,))[1] == ids[:3]
+    assert score_run(model, prompt, (0, 40), 12, (6,))[1] == ids[:3]
     # needles: 3; 6, 6; 4, 3, 4; 7
     for span, end in (((1, 2), 5), ((2, 4), 7), ((16, 19), 6), ((0, 1), 12)):
-        assert detect.score_run(model, prompt, span, 12)[1] == ids[:end]
+        assert score_run(model, prompt, span, 12)[1] == ids[:end]
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral-window"])
@@ -630,9 +638,6 @@ def test_a_file_that_holds_no_needles_or_other_runs_is_refused(tmp_path, text, m
         (needles.read_needles if "needs" in message else continued)(path)
 
 
-def test_runs_without_a_needle_or_a_copy_give_no_scores(llama):
-    for span in (2, 2), (1, 4):
-        with pytest.raises(ValueError, match="not a range of"):
-            detect.score_run(llama, [1, 2, 3], span)
+def test_runs_without_a_copy_give_no_scores(llama):
     with pytest.raises(ValueError, match="0 heads copied"):
         detect.mean_scores(llama, NO_COPIES, {}, 1)

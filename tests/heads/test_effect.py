@@ -11,7 +11,6 @@ from cli import decode
 from cli import detect as needles_program
 from cli.options import MINIATURE
 from decore import Row, Session, make_head_mask, pad
-from heads.detect import score_run
 from heads.measures import effects
 from hf import HFModel
 from miniature.data import make_split
@@ -78,7 +77,7 @@ def test_effects_are_the_finite_differences_of_the_head_mask(tmp_path, family):
         found = effects(engine.load(tmp_path), PROMPTS, ANSWERS, MEMORIES)
         torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-3)
     # Without a memory, of a needle.
-    found, _ = score_run(Transformer.load(tmp_path), PROMPTS[0], (4, 9), 1, measure="effect")
+    [found] = effects(Transformer.load(tmp_path), PROMPTS[:1], [PROMPTS[0][4:9]])
     [expected] = effects(HFModel.load(tmp_path), PROMPTS[:1], [PROMPTS[0][4:9]])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 

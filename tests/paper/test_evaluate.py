@@ -484,7 +484,7 @@ def places(chat_model, data, tmp_path_factory):
             "--template-args has no effect",
         ),
         ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
-        ("repot {m}", "unknown command 'repot', did you mean report?; known: choose, fetch, paper, "),
+        ("repot {m}", "unknown command 'repot', did you mean report?; known: choose, fetch, "),
         ("--tp 2", "the following arguments are required: --task"),
         ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "document is missing"),
         ("{chat} {nq_closed} --method greedy,ad", "--info-layer 24 is outside"),
