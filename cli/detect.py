@@ -142,8 +142,7 @@ def add_prompt_arguments(p):
 
 
 def make_facts(args, model, needles, texts):
-    """Everything that determines the scores, as a dict for the head file. None for what is known
-    with the weights only.
+    """What determines the scores and is known without the weights, as a dict for the head file.
 
     model: `cli.models.Facts`. InputError for options that do not fit."""
     published = args.published
@@ -169,7 +168,6 @@ def make_facts(args, model, needles, texts):
         )
     return {
         "model": model.name,
-        "fingerprint": None,
         "lengths": prompt_lengths,
         "depths": args.depths,
         "runs": args.runs,
@@ -183,9 +181,6 @@ def make_facts(args, model, needles, texts):
         "published": published,
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
-        "device": None,
-        "dtype": None,
-        "ranks": None,
         "engine": "transformers" if args.transformers else "own",
         "versions": {name: version(name) for name in libraries},
     }

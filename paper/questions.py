@@ -116,20 +116,8 @@ def by_head(scores):
 
 def facts_of(bench, texts, model, args):
     """Everything that determines the effect on questions."""
-    task = bench.task
-    return {
-        "task": task.name,
-        "version": task.version,
-        "data": bench.data,
-        "demos": bench.demo_record,
-        "known": bench.known,
+    return bench.header() | {
         "sample": args.sample,
-        "sample_seed": bench.sample_seed,
-        "layout": bench.layout,
-        "template": task.template if task.own else None,
-        "system": task.instruction if task.own else None,
-        "template_args": bench.template_args,
-        "n": len(texts),
         "memories": sum(bool(memory) for _, _, memory in texts),
         "ids": [item["id"] for item in bench.items],
         "questions": [key_of(item) for item in bench.items],

@@ -41,7 +41,8 @@ STOP = re.compile(r"(?<=[^\s.!?])[.!?]['’”»\")\]*]*(?=\s|$)|[。।؟]")
 OPENING = r"\s*[“«\"'(\[*]*"
 ABBREVIATION = re.compile(
     rf"(?<!\w)(?:\d{{1,2}}|{LETTER}|(?:{LETTER}+\.)+{LETTER}+|[b-df-hj-np-tv-xz]+"
-    "|prof|gen|col|capt|rev|hon|gov|sen|rep|pres|mme|mlle|sra|dra|adm|maj|bros|etc|approx|inc|co|corp|ave)$",
+    "|prof|gen|col|capt|rev|hon|gov|sen|rep|pres|mme|mlle|sra|dra|adm|maj|bros|etc|approx|inc|co"
+    "|corp|ave)$",
     re.IGNORECASE,
 )
 ENUMERATOR = re.compile(rf"[\W_]*(?:\d{{1,2}}|{LETTER})")  # 1. The Hague
