@@ -45,7 +45,9 @@ def parse(argv):
     add("--new", type=positive, default=None, metavar="N", help="tokens of an answer at most")
     add("--beside", action="store_true", help="transformers too")
     add("--json", action="store_true")
-    return p.parse_args([*argv, "--method", "greedy", "--out", "unused"])
+    args = p.parse_args([*argv, "--method", "greedy", "--out", "unused"])
+    args.sample_seed = options.sample_seed(args)
+    return args
 
 
 def timed(answer):
@@ -107,16 +109,15 @@ def margin(model, ids, method, plain, other):
 
 def main():
     args = parse(sys.argv[1:])
-    how = options.RunOptions.of(args)
-    checkpoint, tokenizer, _ = read_models(how)
+    checkpoint, tokenizer, _ = read_models(args)
     [task] = find_tasks(args.task).values()
-    bench = load_benchmark(task, how, checkpoint)
+    bench = load_benchmark(task, args, checkpoint)
     hf = None
     if args.beside:
         from transformers import AutoModelForCausalLM
 
         hf = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype or "float32")
-    model, _ = load_models(checkpoint, None, how)
+    model, _ = load_models(checkpoint, None, args)
     method = DeCoRe(choose_heads(model, None, 10, None, None, "copy")[0])
     limit = args.new or bench.max_new_tokens
     runs = contestants(model, hf, method, args, limit, tokenizer.eos_ids)
