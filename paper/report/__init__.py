@@ -1,6 +1,6 @@
 """Compares stored runs with greedy decoding and with the paper, in tables and figures.
 
-stored.py    files → runs with their setups       tables.py   results → Markdown, a verdict
+stored.py    files → runs with their setups       tables.py   results → tables, a verdict
 results.py   runs → results                       heads.py    scores of head files
 figures.py   results → figures
 
@@ -42,11 +42,13 @@ def report(argv):
         help="add the paper's tables with every metric, and tables of texts",
     )
     p.add_argument("--commands", action="store_true", help="add the command of each run")
-    p.add_argument("--plots", metavar="OUT", help="draw the differences into this folder")
-    p.add_argument(
+    heads.add_plots(p, "draw the differences into this folder")
+    form = p.add_mutually_exclusive_group()
+    form.add_argument("--latex", action="store_true", help="instead: the tables in LaTeX")
+    form.add_argument(
         "--csv", action="store_true", help="instead: one line per run and metric, every metric"
     )
-    args = p.parse_args(argv)
+    args = heads.parse(p, argv)
     from paper.report import results, tables
 
     if args.plots:
@@ -56,14 +58,17 @@ def report(argv):
         raise InputError(f"{args.folder}: no runs to report")
     runs = results.select(runs)
     short = results.short_tables(runs)
+    show = tables.print_latex if args.latex else tables.print_tables
     if args.csv:
         write_csv(results.lines(runs))
     else:
-        tables.print_tables(tables.short_table(key, rows) for key, rows in short.items())
+        show(tables.short_table(key, rows) for key, rows in short.items())
     if args.all and not args.csv:
-        tables.print_tables(tables.all_tables(runs))
-    pictures = figures.draw_all(short, args.plots) if args.plots else []  # errors leave the tables
-    if args.csv:
+        show(tables.all_tables(runs))
+    pictures = []
+    if args.plots:  # errors leave the tables
+        pictures = figures.draw_all(short, args.plots, args.format, args.width)
+    if args.csv or args.latex:
         return
     for path, caption in pictures:
         print(f"![{caption}]({path.parent.name}/{path.name})\n")

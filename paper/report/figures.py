@@ -2,11 +2,13 @@
 heads).
 
 The colours are Okabe and Ito's, which colour-blind readers can distinguish; markers and dashes
-repeat the information. The foot of each figure says which runs it shows."""
+repeat the information. A setup has one look in all panels; what all setups share is said in the
+foot, with the runs. Widths are in inches, sizes of letters in points."""
 
 import itertools
 import textwrap
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -14,9 +16,12 @@ import numpy as np
 from matplotlib.colors import CenteredNorm, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
+from decoders.setup import settings_of
 from paper.printed import TASKS
-from paper.report.results import NOT_RATES, order_of_row
+from paper.report.results import NOT_RATES, order_of_row, own_interval
+from runtime import statistics
 from runtime.files import named
 
 matplotlib.rcParams.update(
@@ -30,10 +35,15 @@ matplotlib.rcParams.update(
         "savefig.dpi": 150,
         "text.usetex": False,
         "text.parse_math": False,  # names may contain $
+        "svg.fonttype": "none",  # texts stay texts
+        "pdf.fonttype": 42,
     }
 )
+WIDTH = 7.0
+PANEL = 2.2  # at least so wide
+NAME = 26  # letters of a setup's name in a line
+LETTERS = 17  # in an inch
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #7A5C00 #56B4E9 #E69F00 #882255 #7F7F7F".split()
-COLUMNS = 3  # of panels
 KINDS = {  # of results → their look, from top to bottom beside one name
     "retrieval heads": {"color": COLOURS[0], "marker": "o"},
     "random heads (crosses: draws)": {"color": COLOURS[1], "marker": "o", "mfc": "white"},
@@ -42,47 +52,45 @@ KINDS = {  # of results → their look, from top to bottom beside one name
 }
 # What an answer is, from left to right in a bar → its colour
 ANSWERS = {"passage": COLOURS[0], "memory": COLOURS[1], "neither": "#BBBBBB", "blank": "#EEEEEE"}
-BARS = "bars: paired 95 % intervals"
+MOST = 6  # setups in a panel of gains
+BARS = "bars: 95 % intervals"
+AGAINST = "points against greedy decoding"
 
 
-def draw_all(tables, folder):
+def draw_all(tables, folder, format="png", width=WIDTH):
     """Writes the figures that `results.short_tables` has data for. Returns [(path, caption)]."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for name, (draw, caption) in FIGURES.items():
-        if figure := draw(tables):
-            path = folder / f"{name}.png"
+        if figure := draw(tables, width):
+            path = folder / f"{name}.{format}"
             with named(path):
                 figure.savefig(path)
             pictures.append((path, caption))
     return pictures
 
 
-def figure_of(panels, draw, runs, *notes, heights=None, columns=COLUMNS):
-    """A figure of the page's width; None without panels. `draw(axes, *panel)` draws a panel.
-
-    The foot says which runs it shows. heights: of the rows of panels, in inches."""
+def figure_of(panels, draw, runs, *notes, width, heights=None, columns=None):
+    """A figure of panels (title, *arguments of `draw(axes, …)`), None for an empty place; None
+    without panels. heights: of the rows of panels, without their titles."""
     if not panels:
         return None
-    columns = min(columns, len(panels))
+    columns = columns or columns_of(panels, width)
     rows = -(-len(panels) // columns)
-    heights = heights or [2.2] * rows
-    figure = Figure(figsize=(7.6, sum(heights) + 0.9), layout="constrained")
-    handles = {}
+    names, axis = (1.5, 0.15) if heights else (0, 0.5)  # room for setups, and for numbers
+    letters = int(LETTERS * ((width - names) / columns - axis))
+    titles = [panel and wrapped(panel[0], letters) for panel in panels]
+    most = max(title.count("\n") for title in titles if title)
+    heights = [height + 0.62 + 0.12 * most for height in heights or [1.5] * rows]
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flat
-    for ax, panel in itertools.zip_longest(axes, panels):
+    for ax, panel, title in itertools.zip_longest(axes, panels, titles):
         if panel is None:
             ax.set_axis_off()
         else:
-            draw(ax, *panel)
-    for ax in figure.axes:
-        lines, labels = ax.get_legend_handles_labels()
-        handles |= zip(labels, lines)
-    if handles:
-        columns = 4 if len(handles) <= 8 else 2
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
-        figure.set_figheight(figure.get_figheight() + 0.05 * len(handles))
+            draw(ax, *panel[1:])
+            ax.set_title(title)
     facts = {
         "seeds of random heads": [run.header.get("seed") for run in runs if run.setup.random_heads],
         "dtype": [run.labels["dtype"] for run in runs],
@@ -93,9 +101,31 @@ def figure_of(panels, draw, runs, *notes, heights=None, columns=COLUMNS):
         for name, values in facts.items()
         if values
     ]
-    foot = textwrap.fill(" · ".join([*texts, *notes]), 150, break_on_hyphens=False)
+    foot = wrapped(" · ".join([*filter(None, notes), *texts]), int(LETTERS * width))
     figure.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#444444")
+    height = sum(heights) + 0.12 * (foot.count("\n") + 1)
+    handles = {}
+    for ax in figure.axes:
+        handles |= zip(*ax.get_legend_handles_labels()[::-1])
+    if handles:
+        labels = [wrapped(label, int(LETTERS * (width - 0.5))) for label in handles]
+        ncols = max(1, int(LETTERS * width / (max(map(len, labels)) + 8)))
+        figure.legend(handles.values(), labels, loc="outside upper center", ncols=ncols)
+        lines = len(labels) + sum(label.count("\n") for label in labels)
+        height += 0.17 * -(-lines // ncols) + 0.1
+    figure.set_figheight(height)
     return figure
+
+
+def columns_of(panels, width):
+    return max(1, min(len(panels), int(width / PANEL)))
+
+
+def wrapped(text, letters):
+    """A text in lines of at most so many letters, unless a word is longer. "N = 10" is a word."""
+    lines = text.replace(" = ", "\u00a0=\u00a0").split("\n")
+    wrap = partial(textwrap.fill, width=letters, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(map(wrap, lines)).replace("\u00a0", " ")
 
 
 def runs_of(tables):
@@ -110,63 +140,108 @@ def title_of(key, rows):
     return f"{TASKS[task][0]}, {metric}, n = {items}\n{title}"
 
 
-# Differences
+def names_of(runs):
+    """(name(run), foot): the label of a run without what all runs have in common, as far as it
+    concerns them, such as the file of their heads: this is in the foot."""
+    facts = defaultdict(dict)  # fact → {label: text}
+    for run in runs:
+        for fact, text in facts_of(run).items():
+            facts[fact][run.label] = text
+    shared = {}
+    for fact, texts in facts.items():
+        text, *others = {*texts.values()}
+        if text and not others and len(texts) > 1:
+            shared[fact] = text
+
+    def name(run):
+        words = [text for fact, text in facts_of(run).items() if text and fact not in shared]
+        return ", ".join([run.method, *words])
+
+    return name, shared and f"all setups that have it: {', '.join(dict.fromkeys(shared.values()))}"
 
 
-def difference_figure(tables):
-    """A panel for each task and model: the difference of each setup to greedy decoding, and of
-    retrieval heads to random heads."""
-    compared = []
-    for key, rows in tables.items():
-        if rows := [row for row in rows if row.versus]:
-            compared.append((key, rows))
+def facts_of(run):
+    """{setting, or other fact that concerns the run: text, as in its label}."""
+    setup = run.setup
+    facts = dict.fromkeys(settings_of(setup.method, setup.choice, setup.random_heads))
+    facts |= setup.words()
+    if run.heads:
+        facts["heads", run.title] = run.heads
+    return facts | {"variant": run.variant}
+
+
+# A line for each setup
+
+
+def lines_figure(tables, width, place, draw, xlabel, note):
+    """A panel for each task and model, with a line for each setup; panels side by side share them.
+
+    place(row): the run of whose line a row is. draw(axes, row, y) draws the row."""
+    runs = runs_of(tables)
+    name, shared = names_of([place(row) for rows in tables.values() for row in rows])
+    columns = columns_of(tables, width)
     panels, heights = [], []
-    for start in range(0, len(compared), COLUMNS):
-        some = compared[start : start + COLUMNS]  # they share the names of their setups
-        lines = lines_of([row for _, rows in some for row in rows])
-        panels += [(key, rows, lines, key == some[0][0]) for key, rows in some]
-        heights.append(0.7 + 0.27 * len(lines))
+    for start in range(0, len(tables), columns):
+        some = [*tables.items()][start : start + columns]
+        lines = lines_of([(place(row), row) for _, rows in some for row in rows], name)
+        panels += [(title_of(key, rows), rows, lines, key == some[0][0]) for key, rows in some]
+        most = max(wrapped(text, NAME).count("\n") for text in lines)
+        heights.append(max(0.27, 0.2 + 0.12 * most) * len(lines))
 
-    def draw(ax, key, rows, lines, first):
+    def draw_panel(ax, rows, lines, first):
         ax.axvline(0, color="#000000", linewidth=0.8)
+        ax.set_xlabel(xlabel)
         for row in rows:
-            draw_difference(ax, row, lines[place_of(row).label][kind_of(row)])
+            draw(ax, row, lines[name(place(row))][kind_of(row)])
         if rows[0].metric not in NOT_RATES:
             low, high = ax.get_xlim()
             ax.set_xlim(max(low, -100), min(high, 100))
-        ax.set(title=title_of(key, rows), ylim=(len(lines) - 0.4, -0.6))
-        ax.set_yticks(range(len(lines)), lines if first else [])
-        grid = [y for of_place in lines.values() for y in of_place.values()]
+        ax.set_ylim(len(lines) - 0.4, -0.6)
+        ax.set_yticks(range(len(lines)), [wrapped(text, NAME) for text in lines] if first else [])
+        grid = [y for of_name in lines.values() for y in of_name.values()]
         across = ax.get_yaxis_transform()
         ax.hlines(grid, 0, 1, "#CCCCCC", linewidth=0.3, transform=across, zorder=0)
 
-    notes = "points of difference on the same items", f"{BARS}, thick if p < 0.05 after Holm"
-    return figure_of(panels, draw, runs_of(tables), *notes, heights=heights)
+    return figure_of(panels, draw_panel, runs, shared, note, width=width, heights=heights)
 
 
-def lines_of(rows):
-    """Name of a setup → {kind of result: y}: a line of the grid for each, those of one name close
-    together."""
-    kinds, order = defaultdict(set), {}
-    for row in rows:
-        place = place_of(row)
-        kinds[place.label].add(kind_of(row))
-        order[place.label] = order_of_row(place)
+def lines_of(pairs, name):
+    """Name of a setup → {kind of result: y}, close together. pairs: (run, row)."""
+    kinds = defaultdict(set)
+    for run, row in sorted(pairs, key=lambda pair: order_of_row(pair[0])):
+        kinds[name(run)].add(kind_of(row))
     lines = {}
-    for number, name in enumerate(sorted(kinds, key=order.get)):
-        present = [kind for kind in KINDS if kind in kinds[name]]
+    for number, (of_name, found) in enumerate(kinds.items()):
+        present = [kind for kind in KINDS if kind in found]
         first = number - 0.25 * (len(present) - 1) / 2
-        lines[name] = {kind: first + 0.25 * i for i, kind in enumerate(present)}
+        lines[of_name] = {kind: first + 0.25 * i for i, kind in enumerate(present)}
     return lines
 
 
+def kind_of(row):
+    setup = row.runs[0].setup
+    retrieval, random, difference, others = KINDS
+    if row.beside_random:
+        return difference
+    if setup.random_heads:
+        return random
+    return retrieval if setup.num_heads else others
+
+
+def difference_figure(tables, width):
+    """The difference of each setup to greedy decoding, and of retrieval heads to random heads."""
+    compared = {key: [row for row in rows if row.versus] for key, rows in tables.items()}
+    compared = {key: rows for key, rows in compared.items() if rows}
+    note = f"{BARS} on the same items, thick if p < 0.05 after Holm"
+    return lines_figure(compared, width, place_of, draw_difference, AGAINST, note)
+
+
 def place_of(row):
-    """The run beside whose label a result is drawn: random heads and the comparison with
-    them beside that of retrieval heads. Those of the paper's sampler have a place of their own."""
+    """Random heads and the comparison with them are drawn beside retrieval heads. Those of the
+    paper's sampler have a place of their own."""
     run = row.runs[0]
     [sampler] = {one.setup.random_heads for one in (row.others if row.beside_random else row.runs)}
-    sampler = None if sampler == "uniform" else sampler
-    return run.with_settings(random_heads=sampler)
+    return run.with_settings(random_heads=None if sampler == "uniform" else sampler)
 
 
 def draw_difference(ax, row, y):
@@ -182,111 +257,117 @@ def draw_difference(ax, row, y):
         ax.plot(draws, [y] * len(draws), "x", markersize=2.6, color=look["color"])
 
 
-def kind_of(row):
-    setup = row.runs[0].setup
-    retrieval, random, difference, others = KINDS
-    if row.beside_random:
-        return difference
-    if setup.random_heads:
-        return random
-    return retrieval if setup.num_heads else others
+def memory_figure(tables, width):
+    """A bar of each setup's answers, with memorised answers."""
+    shown, note = memory_tables(tables), f"{BARS} of passage"
+    return lines_figure(shown, width, run_of, draw_answers, "% of the answers", note)
 
 
-# Differences against N
+def run_of(row):
+    return row.runs[0]
 
 
-def heads_figure(tables):
-    """A panel for each task and model with setups of several N: difference against N, a line per
-    setup, random heads dashed."""
-    panels, swept = [], {}
+def memory_tables(tables):
+    shown = {}
+    for key, rows in tables.items():
+        rows = [row for row in rows if row.metric == "passage" and not row.beside_random]
+        if len(rows) > 1:
+            shown[key] = rows
+    return shown
+
+
+def draw_answers(ax, row, y):
+    left = 0
+    for name, colour in ANSWERS.items():
+        share = row.value if name == row.metric else row.beside[name]
+        ax.barh(y, share, left=left, color=colour, height=0.7, label=name)
+        left += share
+    if len(row.runs) == 1 and (ends := own_interval(row.runs[0], row.metric)):
+        ax.plot(ends, (y, y), color="#000000", linewidth=0.8)
+    ax.set_xlim(0, 100)
+
+
+# A curve for each setup
+
+
+def curves_figure(panels, width, runs, *notes, **axis):
+    """panels: (title, {name: [(x, y, interval or None)]}), a curve for each setup. Of equal curves
+    each shows, since later ones are narrower. axis: of x."""
+    names = dict.fromkeys(name for _, curves in panels for name in curves)
+    looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
+
+    def draw(ax, curves):
+        ax.axhline(0, color="#000000", linewidth=0.8)
+        for number, (name, points) in enumerate(curves.items()):
+            colour, marker = looks[name]
+            narrow = number / len(curves)
+            x, y, intervals = zip(*points)
+            style = dict(color=colour, marker=marker, label=name)
+            if "random" in name:
+                style |= dict(linestyle="--", mfc="white")
+            side = 2.5 / 72 * (number - (len(curves) - 1) / 2)  # bars lie side by side
+            at = ax.transData + ScaledTranslation(side, 0, ax.figure.dpi_scale_trans)
+            style |= dict(linewidth=2.1 - 1.4 * narrow, markersize=5 - 2 * narrow)
+            lines = ax.plot(x, y, **style)
+            for place, ends in zip(x, intervals):
+                if ends:
+                    lines += ax.plot((place, place), ends, color=colour, linewidth=0.7)
+            for line in lines:
+                line.set_transform(at)
+        ax.set(ylabel=AGAINST, **axis)
+        if axis.get("xscale") == "log":
+            ticks = sorted({x for points in curves.values() for x, *_ in points})
+            ax.set_xticks(ticks, ticks)
+            ax.set_xticks([], minor=True)
+
+    return figure_of(panels, draw, runs, *notes, width=width)
+
+
+def heads_figure(tables, width):
+    """The difference to greedy decoding against N, of setups of several N."""
+    swept = {}
     for key, rows in tables.items():
         curves = defaultdict(list)
         for row in rows:
             if row.versus and not row.beside_random and row.runs[0].setup.num_heads:
                 curves[row.runs[0].with_settings(num_heads=None).label].append(row)
-        curves = {name: points for name, points in curves.items() if len(points) > 1}
-        if curves:
-            panels.append((key, curves))
-            swept[key] = [row for points in curves.values() for row in points]
-    names = dict.fromkeys(name for _, curves in panels for name in curves)
-    looks = dict(zip(names, zip(itertools.cycle(COLOURS), itertools.cycle("ovDs^P<"))))
-
-    def draw(ax, key, curves):
-        ax.axhline(0, color="#000000", linewidth=0.8)
-        for number, (name, points) in enumerate(curves.items()):
-            colour, marker = looks[name]
-            random = points[0].runs[0].setup.random_heads
-            x = np.array([row.runs[0].setup.num_heads for row in points], dtype=float)
-            x *= 1 + 0.03 * (number - (len(curves) - 1) / 2)  # bars lie side by side
-            y = [row.versus.difference for row in points]
-            style = {"linestyle": "--", "mfc": "white"} if random else {}
-            ax.plot(x, y, color=colour, marker=marker, markersize=4, label=name, **style)
-            for place, row in zip(x, points):
-                if row.versus.interval:
-                    ax.plot((place, place), row.versus.interval, color=colour, linewidth=0.7)
-        ax.set_xscale("log")
-        ticks = sorted({row.runs[0].setup.num_heads for rows in curves.values() for row in rows})
-        ax.set_xticks(ticks, ticks)
-        ax.set_xticks([], minor=True)
-        ax.set(title=title_of(key, swept[key]), xlabel="heads masked, N", ylabel="difference")
-
-    return figure_of(panels, draw, runs_of(swept), "points of difference to greedy decoding", BARS)
+        if rows := [row for points in curves.values() if len(points) > 1 for row in points]:
+            swept[key] = rows
+    runs = runs_of(swept)
+    name, shared = names_of([run.with_settings(num_heads=None) for run in runs])
+    panels = []
+    for key, rows in swept.items():
+        curves = defaultdict(list)
+        for row in rows:
+            [run, *_], versus = row.runs, row.versus
+            point = run.setup.num_heads, versus.difference, versus.interval
+            curves[name(run.with_settings(num_heads=None))].append(point)
+        panels.append((title_of(key, rows), curves))
+    axis = dict(xscale="log", xlabel="heads masked, N")
+    return curves_figure(panels, width, runs, shared, BARS, **axis)
 
 
-# Answers of the passage and of memory
-
-
-def memory_figure(tables):
-    """For each task and model with memorised answers: a bar of each setup's answers; and, with a
-    closed-book run, the largest gains over greedy decoding by the certainty of that run, in the
-    colours of the setups' names."""
-    panels, heights, shown = [], [], {}
+def certainty_figure(tables, width):
+    """The largest gains in the passage's answers by the probability of the memorised answer in the
+    closed-book run: means of quarters of the items."""
     closed_book = [run for run in runs_of(tables) if run.header.get("closed_book")]
-    for key, rows in tables.items():
-        rows = [row for row in rows if row.metric == "passage" and not row.beside_random]
-        if len(rows) > 1:
-            curves = curves_of(rows, closed_book)
-            panels += [(draw_answers, key, rows, curves), (draw_gains, curves)]
-            heights.append(0.7 + max(1.6, 0.2 * len(rows)))
-            shown[key] = rows
-
-    def draw(ax, draw_panel, *panel):
-        draw_panel(ax, *panel)
-
-    note = "p closed book: probability of the memorised answer without the passage, quarters of the"
-    note += f" items; gain in the passage's answers, of the {len(COLOURS)} setups with the largest,"
-    note += " in the colours of their names"
-    return figure_of(panels, draw, runs_of(shown), note, heights=heights, columns=2)
+    shown = memory_tables(tables)
+    name, shared = names_of([row.runs[0] for rows in shown.values() for row in rows])
+    panels = []
+    for key, rows in shown.items():
+        if curves := curves_of(rows, closed_book, name):
+            panels.append((title_of(key, rows), curves))
+    notes = (
+        f"p: a quarter of the items at each point; the {MOST} setups with the largest gain",
+        BARS,
+    )
+    axis = dict(xlim=(0, 1), xlabel="p of memory, closed book")
+    return curves_figure(panels, width, runs_of(shown), shared, *notes, **axis)
 
 
-def draw_answers(ax, key, rows, curves):
-    places = range(len(rows))
-    left = np.zeros(len(rows))
-    for name, colour in ANSWERS.items():
-        shares = np.array([row.value if name == row.metric else row.beside[name] for row in rows])
-        ax.barh(places, shares, left=left, color=colour, height=0.7, label=name)
-        left += shares
-    ax.set_yticks(places, [row.label for row in rows])
-    colours = dict(zip(curves, COLOURS))
-    for name in ax.get_yticklabels():
-        name.set_color(colours.get(name.get_text(), "#000000"))
-    ax.set(title=title_of(key, rows), xlim=(0, 100), xlabel="% of the answers")
-    ax.invert_yaxis()
-
-
-def draw_gains(ax, curves):
-    if not curves:
-        ax.set_axis_off()
-        return
-    ax.axhline(0, color="#000000", linewidth=0.8)
-    for points, colour in zip(curves.values(), COLOURS):
-        ax.plot(*points, marker="o", color=colour, markersize=3.6)
-    ax.set(xlim=(0, 1), xlabel="p closed book", ylabel="gain, points")
-
-
-def curves_of(rows, closed_book):
-    """{setup: (certainties, gains)} of the setups that gain most over greedy decoding: means of
-    quarters of the items, gains in points. closed_book: runs."""
+def curves_of(rows, closed_book, name):
+    """{setup: [(certainty, gain, interval)]} of the setups that gain most over greedy decoding, in
+    points. closed_book: runs."""
     certainties = {}
     of_rows = rows[0].runs[0].identity
     for run in closed_book:
@@ -296,43 +377,54 @@ def curves_of(rows, closed_book):
                     certainties[line["id"], question] = np.exp(log_p)
     curves = {}
     compared = [row for row in rows if row.versus]
-    for row in sorted(compared, key=lambda row: -row.versus.difference)[: len(COLOURS)]:
+    for row in sorted(compared, key=lambda row: -row.versus.difference)[:MOST]:
         draws, [greedy] = [run.items for run in row.runs], row.others
         points = []
         for key, (question, values) in greedy.items.items():
             certainty = certainties.get((key[0], question))
             if certainty is not None and all(key in items for items in draws):
                 share = np.mean([items[key][1]["passage"] for items in draws])
-                points.append((certainty, 100 * (share - values["passage"])))
+                points.append((certainty, 100 * (share - values["passage"]), question))
         if points:
-            quarters = np.array_split(sorted(points), min(4, len(points)))
-            curves[row.label] = np.transpose([quarter.mean(0) for quarter in quarters])
+            points.sort()
+            quarters = np.array_split(np.arange(len(points)), min(4, len(points)))
+            curves[name(row.runs[0])] = [
+                mean_of([points[i] for i in quarter]) for quarter in quarters
+            ]
     return curves
+
+
+def mean_of(points):
+    """(mean certainty, mean gain, its interval) of points (certainty, gain, question)."""
+    certainties, gains, questions = zip(*points)
+    means = statistics.averages([[(gains, np.ones(len(gains)))]], questions)[:, 0]
+    return np.mean(certainties), means[0], statistics.interval(means)
 
 
 FIGURES = {
     "differences": (difference_figure, "differences to greedy decoding on the same items"),
     "heads": (heads_figure, "difference to greedy decoding against the number of masked heads"),
-    "memory": (memory_figure, "answers of the passage and of memory, and gain by certainty"),
+    "memory": (memory_figure, "answers of the passage and of memory"),
+    "certainty": (certainty_figure, "gain over greedy decoding by the certainty of memory"),
 }
 
 
 # Head files
 
 
-def head_maps(files):
+def head_maps(files, width=WIDTH):
     """Figure of the scores of several models by layer and head: copy, and effect beside it.
 
     files: {path: {measure: scores}}"""
 
-    def draw(ax, name, measure, scores):
+    def draw(ax, measure, scores):
         table = np.zeros(np.add(max(scores), 1))  # [L, H]
         table[tuple(np.transpose([*scores]))] = [*scores.values()]
         how = dict(norm=PowerNorm(0.5, 0, 1))
         if measure == "effect":
             how = dict(norm=CenteredNorm(halfrange=abs(table).max()), cmap="PuOr_r")
         image = ax.imshow(table, aspect="auto", origin="lower", **how)
-        ax.set(title=f"{name}, {measure}", xlabel="head", ylabel="layer")
+        ax.set(xlabel="head", ylabel="layer")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
         if measure == "effect":  # each model has a scale of its own
@@ -343,13 +435,15 @@ def head_maps(files):
     copies = []
     measures = sorted({measure for maps in files.values() for measure in maps})
     panels = [
-        (path.stem, measure, maps[measure]) if measure in maps else None  # an empty place
+        (f"{path.stem}, {measure}", measure, maps[measure])
+        if measure in maps
+        else None  # an empty place
         for path, maps in files.items()
         for measure in measures
     ]
-    columns = len(measures) if len(measures) > 1 else COLUMNS
+    columns = len(measures) if len(measures) > 1 else None
     note = "score of every head, layer 0 at the bottom"
-    figure = figure_of(panels, draw, [], note, columns=columns)
+    figure = figure_of(panels, draw, [], note, width=width, columns=columns)
     if copies:
         axes = [ax for ax, _ in copies]
         label = "copy score (colour by its square root)"

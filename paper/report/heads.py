@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 
-from cli.options import parser
+from cli.options import number, parser, refuse_unused
 from heads.reader import MEASURES, find_file, find_measures, read_scores
 from paper import printed
 from runtime.files import named, read_json
@@ -29,10 +29,8 @@ def main(argv):
         metavar="MODEL|FILE",
         help="models with a head file, or head files (default: the paper's models)",
     )
-    p.add_argument(
-        "--plots", metavar="OUT", help="draw a map of the heads of each model into this folder"
-    )
-    args = p.parse_args(argv)
+    add_plots(p, "draw a map of the heads of each model into this folder")
+    args = parse(p, argv)
     from paper.report import tables
 
     paths = list(dict.fromkeys(map(find_file, args.files or paper)))
@@ -63,15 +61,35 @@ def main(argv):
     if args.plots:
         from paper.report import figures
 
-        path = Path(args.plots, "head-maps.png")
+        path = Path(args.plots, f"head-maps.{args.format}")
         path.parent.mkdir(parents=True, exist_ok=True)
         maps = {
             file: {m: read_scores(file, m) for m in find_measures(file) if m in DRAWN}
             for file in paths
         }
         with named(path):
-            figures.head_maps(maps).savefig(path)
+            figures.head_maps(maps, args.width).savefig(path)
         print(path)
+
+
+def add_plots(p, what):
+    p.add_argument("--plots", metavar="OUT", help=what)
+    p.add_argument("--format", choices=("png", "pdf", "svg"), help="of the figures (default: png)")
+    p.add_argument(
+        "--width",
+        type=number(float, 2, 20),
+        metavar="INCHES",
+        help="of the figures, such as 3.3, a column of two (default: 7)",
+    )
+
+
+def parse(p, argv):
+    """The options. InputError for those of figures without --plots."""
+    args = p.parse_args(argv)
+    if not args.plots:
+        refuse_unused(args, dict.fromkeys(("format", "width"), "without --plots"))
+    args.format, args.width = args.format or "png", args.width or 7.0
+    return args
 
 
 def common_rows(names):

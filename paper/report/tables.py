@@ -1,9 +1,10 @@
-"""Results in Markdown: the short tables with a verdict; on demand the paper's tables, and
+"""Results in Markdown or LaTeX: the short tables with a verdict; on demand the paper's tables, and
 texts.
 
 Cells are values until they are printed. A table is (title, rows, notes); rows are dicts
 {column: text}."""
 
+import re
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -38,6 +39,12 @@ QUERY = (
     "with N their output is zero, as in the paper's equation."
 )
 
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "{}$&#%_"}
+    | {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}", "<": "$<$", ">": "$>$"}
+    | {"−": "$-$", "±": r"$\pm$", "×": r"$\times$", "α": r"$\alpha$", "†": r"\dag{}"}
+)
+
 
 def print_tables(tables):
     for title, rows, notes in tables:
@@ -47,6 +54,23 @@ def print_tables(tables):
         cells = [[row.get(name, "") for name in columns] for row in rows]
         print(f"### {title}\n", *markdown_table([[*columns], *cells]), sep="\n")
         print("\n" + "".join(f"{note}  \n" for note in notes))
+
+
+def print_latex(tables):
+    """Print tables as `tabular` for LaTeX, with titles and notes in comments."""
+    for title, rows, notes in tables:
+        if not rows:
+            continue
+        columns = dict.fromkeys(name for row in rows for name in row)
+        lines = [[*columns], *([row.get(name, "") for name in columns] for row in rows)]
+        head, *body = (" & ".join(map(latex, line)) + r" \\" for line in lines)
+        print(f"% {title}", rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}", sep="\n")
+        print(r"\hline", head, r"\hline", *body, r"\hline", r"\end{tabular}", sep="\n")
+        print(*(f"% {note}" for note in notes), "", sep="\n")
+
+
+def latex(text):
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text.translate(LATEX))
 
 
 def print_commands(runs):

@@ -681,12 +681,15 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     assert "| greedy        | 6 | 33.3    | 33.3   | 16.7    | 16.7  |" in out
     assert "| masked, N = 2 | 6 | 100.0   | 0.0    | 0.0     | 0.0   |" in out
     runs = results.select(stored.collect(tmp_path / "out"))
-    [bars, gains] = figures.FIGURES["memory"][0](results.short_tables(runs)).axes  # no other panel
-    assert [bar.get_width() for bar in bars.patches] == pytest.approx(
-        [100 / 3, 100, 100 / 3, 0, 50 / 3, 0, 50 / 3, 0]  # greedy, masked of each kind
-    )
-    _, line = gains.lines
-    assert [name.get_color() for name in bars.get_yticklabels()] == ["#000000", line.get_color()]
+    short = results.short_tables(runs)
+    [bars] = figures.FIGURES["memory"][0](short, 7).axes  # no other panel
+    assert [[bar.get_width() for bar in bars.patches[kind::4]] for kind in range(4)] == [
+        pytest.approx(shares) for shares in ([100 / 3, 100], [100 / 3, 0], [50 / 3, 0], [50 / 3, 0])
+    ]
+    assert [name.get_text() for name in bars.get_yticklabels()] == ["greedy", "masked, N = 2"]
+    [gains] = figures.FIGURES["certainty"][0](short, 7).axes
+    _, line, *ends = gains.lines
+    assert [[*end.get_ydata()] for end in ends] == []  # the items of each quarter agree
     # In the order of p: items 4 and 5, 0 and 2, 1, 3; greedy has 1 and 3.
     means = [(math.exp(-5) + math.exp(-4)) / 2, (math.exp(-3) + math.exp(-2)) / 2]
     assert list(line.get_xdata()) == pytest.approx([*means, math.exp(-1), math.exp(-0.5)])
@@ -695,8 +698,7 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     other = {"header": header["header"] | {"fingerprint": {"weights": "others"}}}
     write_lines(run, [other, *lines])  # of a checkpoint of the same name
     runs = results.select(stored.collect(tmp_path / "out"))
-    [_, gains] = figures.FIGURES["memory"][0](results.short_tables(runs)).axes
-    assert not gains.lines
+    assert not figures.FIGURES["certainty"][0](results.short_tables(runs), 7)
 
 
 def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(

@@ -10,12 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 import evaluate
 from paper import printed
@@ -24,6 +28,7 @@ from paper.tasks import TASKS, metrics
 from runtime import statistics
 from tests.checkpoints import write_lines
 
+STORED = Path(__file__).parents[2] / "results/memory/test/gemma-3-270m.jsonl.xz"
 TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature exact match"
 LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 ITI, OTHER = "miniature-iti", [{"file": "other.jsonl"}]
@@ -126,7 +131,7 @@ def table(folder, title):
 
 
 def draw(kind, folder):
-    return figures.FIGURES[kind][0](results.short_tables(runs_of(folder)))
+    return figures.FIGURES[kind][0](results.short_tables(runs_of(folder)), 7)
 
 
 # Differences to greedy decoding
@@ -564,15 +569,99 @@ def test_a_folder_without_runs_is_said(call, tmp_path):
 # Figures
 
 
+def boxes_of(path):
+    """Box of an SVG's page, and of each of its texts with the text: (x0, y0, x1, y1)."""
+    root = ElementTree.parse(path).getroot()
+    boxes = []
+    for element in root.findall(".//{*}text"):
+        style = element.get("style")
+        size = float(re.search(r"font-size: ([\d.]+)px", style)[1])
+        letters = FontProperties("DejaVu Sans", size=size)
+        width, *_ = text_to_path.get_text_width_height_descent(element.text, letters, False)
+        moves = element.get("transform")
+        *_, x, y = map(float, re.findall(r"-?\d+\.?\d*", moves))
+        left = width * {"middle": 0.5, "end": 1}.get(style.partition("anchor: ")[2], 0)
+        box = x - left, y - 0.75 * size, x - left + width, y + 0.2 * size
+        if "rotate(-90" in moves:
+            box = x - 0.75 * size, y - width + left, x + 0.2 * size, y + left
+        boxes.append((box, element.text))
+    return tuple(map(float, root.get("viewBox").split())), boxes
+
+
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
-def test_figures_show_and_name_their_runs(call, sweep, tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 60)
-    status, out, _ = call(evaluate.main, "report", sweep, "--plots", tmp_path)
-    assert status == 0 and len([*tmp_path.iterdir()]) == 2  # none of memory
-    for kind in ("differences", "heads"):
-        assert f"/{kind}.png)" in out
-        foot = " ".join(draw(kind, sweep).get_supxlabel().split())
-        assert "seeds of random heads: 0, 1, 2" in foot and "commit: 01234567" in foot
+@pytest.mark.parametrize("width", [7, 3.3])
+def test_each_text_of_a_figure_is_a_text_inside_the_page_and_beside_the_others(
+    call, sweep, tmp_path, width
+):
+    """The figures of made-up runs and of stored ones, with long names."""
+    options = "--format", "svg", "--width", width, "--plots", tmp_path
+    for folder, kinds in (sweep, "differences heads"), (STORED, "differences memory certainty"):
+        status, out, _ = call(evaluate.main, "report", folder, *options)
+        assert status == 0
+        for kind in kinds.split():
+            assert f"/{kind}.svg)" in out
+            (_, _, right, bottom), boxes = boxes_of(tmp_path / f"{kind}.svg")
+            assert right == 72 * width
+            texts = " ".join(text for _, text in boxes)
+            assert "commit: " in texts and ("answers" in texts or figures.AGAINST in texts)
+            assert folder == STORED or "seeds of random heads: 0, 1, 2" in texts
+            for (x0, y0, x1, y1), text in boxes:
+                assert min(x0, y0) >= 0 and x1 <= right and y1 <= bottom, (kind, text)
+            for (one, text), (two, other) in itertools.combinations(boxes, 2):
+                apart = np.maximum(one[:2], two[:2]) > np.minimum(one[2:], two[2:]) - 0.5
+                assert apart.any(), (kind, text, other)
+
+
+@pytest.mark.parametrize("kind", ["differences", "memory"])
+@pytest.mark.parametrize("width", [7, 3.3])
+def test_names_leave_room_to_the_bars_and_what_all_share_is_said_once(kind, width):
+    tables = results.short_tables(runs_of(STORED))
+    figure = figures.FIGURES[kind][0](tables, width)
+    figure.canvas.draw()
+    columns = figures.columns_of(tables, width)
+    assert columns * figure.axes[0].get_position().width > 0.4
+    names = [label.get_text() for ax in figure.axes for label in ax.get_yticklabels()]
+    assert "cad" in names and not any("α" in name for name in names)
+    assert "all setups that have it: α = 0.5" in figure.get_supxlabel()
+
+
+def test_a_setup_has_one_look_in_all_panels_and_equal_curves_all_show():
+    tables = results.short_tables(runs_of(STORED))
+    figure = figures.FIGURES["certainty"][0](tables, 7)
+    looks = defaultdict(set)
+    for line in (line for ax in figure.axes for line in ax.lines):
+        if not line.get_label().startswith("_"):
+            looks[line.get_label()].add((line.get_color(), line.get_marker()))
+    assert len(looks) > 5 and len(set.union(*looks.values())) == len(looks)
+    [legend] = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {*looks}
+    points = [(1, 3, None), (9, 3, None)]
+    figure = figures.curves_figure([("x", {"a": points, "b": points, "c": points})], 7, [])
+    figure.legends.clear()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = {*map(tuple, np.asarray(canvas.buffer_rgba())[..., :3].reshape(-1, 3).tolist())}
+    for colour in figures.COLOURS[:3]:
+        assert tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) in pixels
+
+
+@pytest.mark.parametrize("options", [["--format", "svg"], ["--width", "3"]])
+def test_options_of_figures_need_a_folder_for_them(call, sweep, options):
+    for command in ["report", sweep], ["report", "heads"]:
+        status, _, err = call(evaluate.main, *command, *options)
+        assert status == 2 and f"{options[0]} has no effect without --plots" in err
+
+
+def test_tables_for_latex_have_their_signs_escaped(call, add, tmp_path):
+    add(right=0)
+    add("cad", alpha=0.5, right=40, data=[{"file": "50%_{a}&b\\c#1.csv"}])
+    add("cad", alpha=0.5, right=40)
+    status, out, _ = call(evaluate.main, "report", tmp_path, "--latex")
+    lines = [line for line in out.splitlines() if line[:1] != "%"]
+    assert status == 0 and lines[:2] == [r"\begin{tabular}{lrrrrrrr}", r"\hline"]
+    assert r"\textbf{+100.0}" in out and r"$\alpha$ = 0.5" in out and "###" not in out
+    assert r"50\%\_\{a\}\&b\textbackslash{}c\#1.csv" in out
+    assert {line.count(" & ") for line in lines if line.endswith(r"\\")} == {7}
 
 
 def test_figures_need_no_backend_and_no_latex_and_tables_come_first(sweep, tmp_path):
