@@ -6,6 +6,7 @@ repeat the information. A setup has one look in all panels; what all setups shar
 foot, with the runs. Widths are in inches, sizes of letters in points."""
 
 import itertools
+import re
 import textwrap
 from collections import defaultdict
 from functools import partial
@@ -122,8 +123,8 @@ def columns_of(panels, width):
 
 
 def wrapped(text, letters):
-    """A text in lines of at most so many letters, unless a word is longer. "N = 10" is a word."""
-    lines = text.replace(" = ", "\u00a0=\u00a0").split("\n")
+    """A text in lines of at most so many letters, unless a word is longer, such as "N = 10"."""
+    lines = re.sub(r"(?<!,) (?=-?[\d.]+(,|$)|= )|(?<==) ", "\u00a0", text).split("\n")
     wrap = partial(textwrap.fill, width=letters, break_on_hyphens=False, break_long_words=False)
     return "\n".join(map(wrap, lines)).replace("\u00a0", " ")
 
@@ -302,16 +303,16 @@ def curves_figure(panels, width, runs, *notes, **axis):
             colour, marker = looks[name]
             narrow = number / len(curves)
             x, y, intervals = zip(*points)
-            style = dict(color=colour, marker=marker, label=name)
+            style = dict(color=colour, marker=marker, label=name, clip_on=False)
             if "random" in name:
                 style |= dict(linestyle="--", mfc="white")
-            side = 2.5 / 72 * (number - (len(curves) - 1) / 2)  # bars lie side by side
+            side = 1.5 / 72 * (number - (len(curves) - 1) / 2)  # bars lie side by side
             at = ax.transData + ScaledTranslation(side, 0, ax.figure.dpi_scale_trans)
             style |= dict(linewidth=2.1 - 1.4 * narrow, markersize=5 - 2 * narrow)
             lines = ax.plot(x, y, **style)
             for place, ends in zip(x, intervals):
                 if ends:
-                    lines += ax.plot((place, place), ends, color=colour, linewidth=0.7)
+                    lines += ax.plot((place,) * 2, ends, color=colour, linewidth=0.7, clip_on=False)
             for line in lines:
                 line.set_transform(at)
         ax.set(ylabel=AGAINST, **axis)
