@@ -270,7 +270,7 @@ def test_a_file_of_another_model_is_refused(detect, tmp_path):
 
 
 def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is_named(
-    detect, start, call, chat_model, tmp_path
+    detect, start, done, chat_model, tmp_path
 ):
     rows = write_lines(tmp_path / "first.jsonl", [r | {"context": "x"} for r in CAPITALS[:2]])
     detect(origin=("--questions", rows))
@@ -286,33 +286,31 @@ def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is
     argv = "--model", chat_model, "--prompt", "x", "--max-new-tokens", 1
     for heads, is_said in ((tmp_path, True), (chat_model, False)):
         more = ["--heads", heads / "heads.json", *["--measure", "effect"] * is_said]
-        status, _, err = call(decode.main, *argv, *more)
-        assert status == 0 and (said in err) == is_said, err
+        assert (said in done(decode.main, *argv, *more)[1]) == is_said
 
 
 def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_needles(
-    call, tmp_path
+    call, done, tmp_path
 ):
     folder, out = MINIATURE / "detection", tmp_path / "heads.json"
     argv = ["--template", "Context: {context}\\n{question}", "--max-new-tokens", 9, "--out", out]
     argv += ["--needles", folder / "needles.jsonl", "--haystack", folder / "haystack.jsonl"]
     argv += ["--lengths", 60, "--depths", 2, "--runs", 4, "--min-success", 1]
-    status, _, err = call(needles_program.main, *argv)
-    assert status == 0, err
+    done(needles_program.main, *argv)
     by_needles = json.loads(out.read_text())
     lines = [
         {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}
     ]
     more = "--questions", write_lines(tmp_path / "q.jsonl", lines), "--out", out
-    status, _, err = call(questions.main, *more)
+    done(questions.main, *more)
     both = json.loads(out.read_text())
     assert both.pop("effect") != by_needles.pop("effect") and both.pop("effect_facts")
-    assert status == 0 and both == by_needles, err
+    assert both == by_needles
     expected = json.loads(out.read_text())
     for left_out in ((), by_needles):  # also if the questions came first
         write_lines(out, [{n: x for n, x in expected.items() if n not in left_out}])
-        status, _, err = call(needles_program.main, *argv)
-        assert status == 0 and json.loads(out.read_text()) == expected, err
+        done(needles_program.main, *argv)
+        assert json.loads(out.read_text()) == expected
     # Stored runs of earlier versions have no effect.
     runs = tmp_path / "heads.json.runs.jsonl"
     header, *records = map(json.loads, runs.read_text().splitlines())
@@ -322,8 +320,8 @@ def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_
         del record["effect"]
     write_lines(runs, [header, *records])
     write_lines(out, [by_needles])
-    status, _, err = call(needles_program.main, *argv)
-    assert status == 0 and "effect is left out: miniature has no gradient, or the stored" in err
+    _, err = done(needles_program.main, *argv)
+    assert "effect is left out: miniature has no gradient, or the stored" in err
     assert json.loads(out.read_text()) == by_needles
 
 

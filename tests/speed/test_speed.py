@@ -54,18 +54,8 @@ def test_every_decore_masks_the_same_heads():
 
 
 def test_a_checkpoint_is_measured_as_a_table(call, llama):
-    options = [
-        "--model",
-        llama.checkpoint.folder,
-        "--prompt",
-        40,
-        "--new",
-        2,
-        "--rounds",
-        1,
-        "--methods",
-    ]
-    _, out, _ = call(decode.main, *options, "greedy", "transformers")
+    options = f"--model {llama.checkpoint.folder} --prompt 40 --new 2 --rounds 1 --methods"
+    _, out, _ = call(decode.main, *options.split(), "greedy", "transformers")
     names = [line.split()[0] for line in out.splitlines()[1:]]
     assert names == ["greedy", "transformers", "greedy"]
 
@@ -108,14 +98,14 @@ def test_the_sections_of_the_run_on_a_gpu_end_in_the_promised_time():
     assert (gpu.ROOT / gpu.SECTIONS["tests"][1].split()[-1]).exists()
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--methods", "greedy", "--no-graph"], "--no-graph has no effect without a GPU"),
-        (TINY, "two-pass: not with torchrun"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(call, monkeypatch, options, words):
+NO_GRAPH = "--no-graph has no effect without a GPU"
+
+
+def test_bad_options_are_refused_in_one_line(refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")  # as torchrun does
-    status, out, err = call(decode.main, *options)
-    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+    mistakes = (
+        refused(decode.main, *TINY),
+        refused(decode.main, "--methods", "greedy", "--no-graph"),
+    )
+    for err, words in zip(mistakes, ("two-pass: not with torchrun", NO_GRAPH), strict=True):
+        assert words in err and err.count("\n") == 1
