@@ -205,7 +205,8 @@ def test_templates_write_reasoning_by_any_name_and_a_changed_or_long_system_text
 ):
     tokenizer = of(template)
     text = oracle(tmp_path, template).apply_chat_template(chat, tokenize=False)
-    assert tokenizer.render(chat) == text and len(text) > 19
+    assert tokenizer.render(chat) == text
+    assert ("the two" in text) == (chat[-1]["role"] == "assistant")
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
