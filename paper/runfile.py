@@ -46,7 +46,7 @@ FIELDS = {  # of a header, by what they are for; any other field is a condition
     "growing": ("n", "limit", "sample", "command"),
     # Changes a last digit at most: header["continued"] names it
     "surrounding": ("device", "batch_size", "tp", "versions"),
-    "note": ("commit", "date", "paper", "continued"),
+    "note": ("commit", "date", "time", "paper", "continued"),
 }
 ROLES = {name: role for role, names in FIELDS.items() for name in names}
 NOTES = (*FIELDS["growing"], *FIELDS["surrounding"], *FIELDS["note"])  # they change no answer
@@ -62,6 +62,7 @@ def make_header(bench, setup, how, model, fingerprints, more):
 
     setup: fitted to the model. how: the parsed command line. fingerprints: of the model and its
     amateur. more: further fields."""
+    now = datetime.datetime.now(datetime.UTC)
     device = platform.machine()
     if model.device.type == "cuda":
         import torch
@@ -84,7 +85,8 @@ def make_header(bench, setup, how, model, fingerprints, more):
         "versions": {name: version(name) for name in libraries}
         | {"python": platform.python_version()},
         "commit": commit(),
-        "date": str(datetime.date.today()),
+        "date": str(now.date()),
+        "time": f"{now:%H:%M:%S} UTC",
         "command": shlex.join(["evaluate.py", *sys.argv[1:]]),
         "closed_book": bench.task.closed_book or None,
         **bench.header(),

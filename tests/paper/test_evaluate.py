@@ -37,7 +37,7 @@ from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
 DECORE = ["--method", "decore-entropy", "--max-new-tokens", "5", "--num-heads", "2"]
-VARYING = ("command", "commit", "date", "batch_size", "tp")  # fields of a header
+VARYING = ("command", "commit", "date", "time", "batch_size", "tp")  # fields of a header
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +152,9 @@ def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp
     digest = hashlib.sha256(Path(model[3]).read_bytes()).hexdigest()
     assert header["head_file"] == {"file": "heads.json", "sha256": digest}
     assert header["measure"] == "copy"
-    command = json.loads(open(out["run"]).readline())["header"]["command"]
-    assert command.endswith("--sample 4")  # not that of the first start
+    noted = json.loads(open(out["run"]).readline())["header"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d UTC", noted["time"])
+    assert noted["command"].endswith("--sample 4")  # not that of the first start
     status, _, err = start(*greedy, *arguments, "--sample", 4, "--seed", 3)
     assert status == 2 and "sample_seed: 1234 there, 3 now" in err
 
