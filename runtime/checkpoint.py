@@ -83,19 +83,9 @@ class Checkpoint:
             return settings
         return settings | self.read("special_tokens_map.json")
 
-    @cached_property
-    def special_tokens(self):
-        return special.read_special_tokens(self)
-
-    @cached_property
-    def special_ids(self):
-        """(BOS id or None, end ids, ids of padding, which may be the end ids)."""
-        return special.read_special_ids(self)
-
-    @cached_property
-    def tokenizer(self):
-        """The tokenizer of tokenizer.json, with the tokens that only other files list."""
-        return special.read_tokenizer(self)
+    special_tokens = cached_property(special.read_special_tokens)
+    special_ids = cached_property(special.read_special_ids)
+    tokenizer = cached_property(special.read_tokenizer)
 
     @cached_property
     def tensors(self):

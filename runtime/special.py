@@ -31,7 +31,7 @@ NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split()
 
 
 def read_special_ids(checkpoint):
-    """As `Checkpoint.special_ids`."""
+    """(BOS id or None, end ids, ids of padding, which may be the end ids)."""
     if not (checkpoint.folder / "tokenizer.json").exists():
         return None, read_eos_ids(checkpoint), ()
     core, tokens = checkpoint.tokenizer, checkpoint.special_tokens
@@ -89,7 +89,7 @@ def end_ids(value, name):
 
 
 def read_tokenizer(checkpoint):
-    """As `Checkpoint.tokenizer`."""
+    """The tokenizer of tokenizer.json, with the tokens that only other files list."""
     path = checkpoint.folder / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(

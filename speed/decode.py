@@ -65,17 +65,16 @@ def on_hf_model(hf_model, new, heads, method):
     return this_project(HFModel(hf_model, "transformers"), new, heads, method)
 
 
-def by_generate(hf_model, new, heads, custom):
-    """generate() of transformers: greedy, or with custom_generate/."""
-    root = str(Path(__file__).parents[1] / "integrations")
-    options = dict(custom_generate=root, trust_remote_code=True, heads=heads) if custom else {}
+def by_generate(hf_model, new, heads=(), custom=False, **options):
+    """generate() of transformers: greedy, with more options, or with custom_generate/."""
+    if custom:
+        root = str(Path(__file__).parents[1] / "integrations")
+        options = dict(custom_generate=root, trust_remote_code=True, heads=heads)
 
     def answer(prompts, tick):
         ids = torch.tensor(prompts, device=hf_model.device)
-        # A streamer receives the prompts first, [B, P], then the tokens of each step, [B].
-        streamer = SimpleNamespace(
-            put=lambda tokens: tick() if tokens.dim() == 1 else None, end=lambda: None
-        )
+        puts = iter([lambda: None])  # a streamer receives the prompts first
+        streamer = SimpleNamespace(put=lambda _: next(puts, tick)(), end=lambda: None)
         return hf_model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -130,7 +129,7 @@ def two_pass(base, new, heads):
 
 # Functions of (model of transformers, new, heads).
 PEERS = {
-    "transformers": partial(by_generate, custom=False),
+    "transformers": by_generate,
     "two-pass": two_pass,
     "hf-greedy": partial(on_hf_model, method="greedy"),
     "hf": partial(on_hf_model, method="decore-entropy"),

@@ -13,7 +13,6 @@ much the token without drafts had the higher score."""
 import json
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from heads import choose_heads
 from paper import options
 from paper.benchmark import load_benchmark
 from paper.tasks import find_tasks
-from speed.decode import origin, quartiles
+from speed.decode import by_generate, origin, quartiles
 
 RATIOS = {
     "decore": ("decore", "decore-draft"),
@@ -75,23 +74,9 @@ def contestants(model, hf, method, args, limit, eos_ids):
         runs[name] = ours(one, 0)
         runs[f"{name}-draft"] = ours(one, args.draft)
     if hf:
-
-        def theirs(ids, tick):
-            ids = torch.tensor([ids])
-            puts = iter([lambda: None])  # a streamer receives the prompt first
-            out = hf.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=limit,
-                eos_token_id=[*eos_ids],
-                prompt_lookup_num_tokens=args.draft,
-                repetition_penalty=1.0,
-                streamer=SimpleNamespace(put=lambda _: next(puts, tick)(), end=lambda: None),
-            )
-            return out[0, ids.shape[1] :].tolist()
-
-        runs["transformers-draft"] = theirs
+        how = dict(eos_token_id=[*eos_ids], repetition_penalty=1.0)
+        theirs = by_generate(hf, limit - 1, prompt_lookup_num_tokens=args.draft, **how)
+        runs["transformers-draft"] = lambda ids, tick: theirs([ids], tick)[0]
     return runs
 
 
