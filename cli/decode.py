@@ -16,6 +16,7 @@ import decore
 from cli import models
 from cli.entry import explain
 from cli.options import (
+    DECODER,
     add_method_arguments,
     add_model_arguments,
     check_options,
@@ -23,6 +24,7 @@ from cli.options import (
     full_names,
     labels,
     number,
+    parse_with_decoders,
     parser,
     positive,
     refuse_unused,
@@ -68,7 +70,7 @@ def main():
     """Decode the prompts of the command line by one method, or by several.
 
     What can be known without weights is checked before they are read."""
-    args = make_parser().parse_args()
+    args = parse_with_decoders(make_parser)
     chosen = choose_methods(args)
     facts, tokenizer, amateur_facts = models.read_models(args)
     job = None
@@ -307,6 +309,7 @@ def make_parser():
     add("--raw", action="store_true", help="plain text, no chat template")
     group = p.add_argument_group("method")
     add_method_arguments(group, short(METHODS), exclude=["renormalise"])
+    group.add_argument("--decoder", **DECODER)
     group.add_argument(
         "--compare",
         action="store_true",

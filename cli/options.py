@@ -31,6 +31,12 @@ from heads import find_heads, similar_models
 from runtime.errors import InputError
 from runtime.files import json_bytes
 
+DECODER = dict(
+    action="append",
+    default=[],
+    metavar="FILE.py:CLASS",
+    help="a method of your own, see docs/own-data.md; --method takes its name in small letters",
+)
 MINIATURE = Path(__file__).resolve().parents[1] / "miniature"
 
 
@@ -194,6 +200,25 @@ def parsing(name, option, single):
         parse, metavar = comma_list(parse), f"{metavar}[,…]"
     bare = dict(nargs="?", const=option.bare) if option.bare else {}
     return dict(type=parse, metavar=metavar) | bare
+
+
+def parse_with_decoders(make_parser, argv=None):
+    """The options of a program with methods of one's own, which --method and help then know.
+
+    make_parser(): the program's parser."""
+    first = parser(None, add_help=False)
+    first.add_argument("--decoder", **DECODER)
+    decoders = {}
+    for text in first.parse_known_args(argv)[0].decoder:
+        name = add_decoder(text)
+        if name in decoders:
+            raise InputError(f"--decoder {decoders[name]} and {text} are both called {name}")
+        decoders[name] = text
+    args = make_parser().parse_args(argv)
+    for name, text in decoders.items():
+        if name not in args.method:
+            raise InputError(f"--decoder {text} has no effect: add {name} to --method")
+    return args
 
 
 def add_decoder(text):

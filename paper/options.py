@@ -4,13 +4,14 @@ from argparse import Namespace
 from pathlib import Path
 
 from cli.options import (
-    add_decoder,
+    DECODER,
     add_method_arguments,
     add_model_arguments,
     check_options,
     comma_list,
     full_names,
     one_of,
+    parse_with_decoders,
     parser,
     positive,
     refuse_unused,
@@ -20,12 +21,6 @@ from paper import plan, printed
 from paper.tasks import TASKS, find_tasks, prompts
 from runtime.errors import InputError
 
-DECODER = dict(
-    action="append",
-    default=[],
-    metavar="FILE.py:CLASS",
-    help="a decoder of your own, see CONTRIBUTING.md; --method takes its name in small letters",
-)
 SAMPLE_SEED = 1234
 NOT_PLANNED = ("known", "unknown", "layout", "max_new_tokens", "min_new_tokens")  # of a sweep alone
 
@@ -55,18 +50,7 @@ def for_planned(args, runs):
 
 def parse(argv):
     """The options of a sweep. InputError for those without effect."""
-    first = parser(None, add_help=False)
-    first.add_argument("--decoder", **DECODER)
-    decoders = {}
-    for text in first.parse_known_args(argv)[0].decoder:
-        name = add_decoder(text)  # for --method
-        if name in decoders:
-            raise InputError(f"--decoder {decoders[name]} and {text} are both called {name}")
-        decoders[name] = text
-    args = make_parser().parse_args(argv)
-    for name, text in decoders.items():
-        if name not in args.method:
-            raise InputError(f"--decoder {text} has no effect: add {name} to --method")
+    args = parse_with_decoders(make_parser, argv)
     tasks = find_tasks(args.task).values()
     methods = full_names(args.method, args.amateur)
     unused = set.intersection(*map(unused_by, tasks))

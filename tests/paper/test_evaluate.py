@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 import evaluate
+from cli import decode
 from cli.entry import run_program
 from cli.options import MINIATURE
 from decoders.baselines import CAD
@@ -388,6 +389,13 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     for line, sharp, greedy in zip(runs[1][1:], runs[3][1:], runs[5][1:]):
         assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
         assert sharp["ids"] == greedy["ids"]
+    prompt = *model, "--prompt", "Hi", "--method", "surprise,sharp,greedy", "--num-heads", 2
+    status, out, err = call(decode.main, *prompt, *classes, "--max-new-tokens", 3, "--json")
+    surprise, sharp, greedy = map(json.loads, out.splitlines())
+    assert status == 0 and surprise["method"] == "surprise" and sharp["ids"] == greedy["ids"], err
+    assert min(surprise["alphas"]) > 0 and surprise["alphas"] != surprise["entropies"]
+    status, _, err = call(decode.main, *prompt[:-2], *classes, "--method", "sharp")
+    assert status == 2 and ":Surprise has no effect: add surprise to --method" in err
     del METHODS["surprise"], METHODS["sharp"]  # a report does not load own decoders
     _, report, _ = call(evaluate.main, "report", tmp_path / "o")
     assert "| surprise, N = 2, α = 1 " in report and "| sharp, α = 2 " in report
