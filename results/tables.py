@@ -431,7 +431,7 @@ MARKERS = {None: "o", 0.5: "^", 1.0: "s", 2.0: "D"}  # by α; None: the entropy
 
 def explored():
     """The runs of explore: a panel for each model."""
-    panels = [(model, runs_of(f"memory/choose/{model}")) for model in MODELS]
+    panels = [(short(model), model, runs_of(f"memory/choose/{model}")) for model in MODELS]
 
     def draw(ax, model, runs):
         for kind, found in runs:
@@ -451,14 +451,15 @@ def explored():
             if found in SETUPS[model][3:]:
                 ax.scatter(x, y, s=160, c="none", edgecolors="#000000", linewidths=0.7)
         labels = "right answers where the passage is right, %", "the passage's, in conflict, %"
-        ax.set(title=short(model), xlabel=labels[0], ylabel=labels[1])
+        ax.set(xlabel=labels[0], ylabel=labels[1])
 
-    runs = [run for _, of in panels for draws in of.values() for run in draws]
+    runs = [run for *_, of in panels for draws in of.values() for run in draws]
     note = (
         f"{len(runs)} runs; area: N; circle: α is the entropy, also capped or by gain; triangle, "
     )
     note += "square, diamond: α = 0.5, 1, 2; cross: masked alone; in a ring: the chosen and CAD's"
-    return figures.figure_of(panels, draw, runs, note, heights=[3, 3], columns=2)
+    size = dict(width=figures.WIDTH, heights=[2.4, 2.4], columns=2)
+    return figures.figure_of(panels, draw, runs, note, **size)
 
 
 def main():
