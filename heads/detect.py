@@ -15,7 +15,7 @@ from itertools import product
 from runpy import run_module
 
 from heads import MEASURES
-from heads.measures import answer_batch, effects, head_scores, prefilled
+from heads.measures import answer_batch, effects, head_scores, prefilled, score_run  # noqa: F401
 from heads.words import is_latin, words_of
 from runtime import files
 from runtime.errors import InputError

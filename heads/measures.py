@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from decore import make_head_mask, pad
+from runtime.errors import InputError
 
 
 class Answer(NamedTuple):
@@ -33,6 +34,23 @@ class Answer(NamedTuple):
     positions: torch.Tensor  # position of the largest attention weight
     mass: torch.Tensor
     write: torch.Tensor  # zeros if the model does not show its values
+
+
+def score_run(
+    model, prompt_ids, needle, max_new_tokens=50, eos_ids=(), published=False, measure="copy"
+):
+    """Scores of all heads in one run [L, H], and the generated ids.
+
+    needle: (start, end) of its tokens in the prompt. published: end the answer and count copies as
+    the published runs did. measure: "copy", "write" or "mass"."""
+    prompt_ids = [int(i) for i in prompt_ids]
+    if not 0 <= needle[0] < needle[1] <= len(prompt_ids):
+        raise InputError(
+            f"needle {tuple(needle)} is not a range of tokens in a prompt of {len(prompt_ids)}; "
+            "give (first token, last token + 1)"
+        )
+    [answer] = answer_batch(model, [prompt_ids], [needle], max_new_tokens, eos_ids, published)
+    return head_scores(answer, prompt_ids, needle, published)[measure], answer.ids
 
 
 def prefilled(model, prompts, capacity):

@@ -116,6 +116,8 @@ def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_t
     assert generated == ids
     for measure, scores in expected.items():
         assert scores.max() > 0
+        of_run = detect.score_run(model, prompt, needle, 16, (), published, measure)
+        assert of_run[1] == ids and torch.equal(of_run[0], found[measure])
         torch.testing.assert_close(found[measure], scores, atol=1e-5, rtol=1e-5)  # found in float32
     # Padding changes nothing.
     short = random_ids(23, vocab_size=12, seed=1)
@@ -638,6 +640,8 @@ def test_a_file_that_holds_no_needles_or_other_runs_is_refused(tmp_path, text, m
         (needles.read_needles if "needs" in message else continued)(path)
 
 
-def test_runs_without_a_copy_give_no_scores(llama):
+def test_runs_without_a_needle_or_a_copy_give_no_scores(llama):
+    with pytest.raises(ValueError, match="not a range of"):
+        detect.score_run(llama, [1, 2, 3], (2, 2))
     with pytest.raises(ValueError, match="0 heads copied"):
         detect.mean_scores(llama, NO_COPIES, {}, 1)
