@@ -352,7 +352,9 @@ def fresh_runs(model, condition):
         method: run
         for method in METHODS
         for (kind, setup), [run] in runs.items()
-        if kind == CONDITIONS[condition] and re.fullmatch(methods[method], setup)
+        if kind == CONDITIONS[condition]
+        and re.fullmatch(methods[method], setup)
+        and len(run.lines) == run.header["n"]
     }
     n = 4 if condition == "no passage" else len(METHODS)
     return found if len(found) == n else {}

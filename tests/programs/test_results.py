@@ -67,3 +67,7 @@ def test_tables_of_a_page_are_those_of_the_stored_runs(path):
     page = path.read_text(encoding="utf-8")
     assert "<!-- moved -->" in page
     assert tables.filled(page) == page
+
+
+def test_the_figure_has_all_runs_that_chose():
+    assert "488 runs" in tables.explored().get_supxlabel()
