@@ -569,6 +569,11 @@ def test_a_folder_without_runs_is_said(call, tmp_path):
 # Figures
 
 
+@pytest.fixture(scope="module")
+def with_memory():
+    return results.short_tables(runs_of(STORED))
+
+
 def boxes_of(path):
     """Box of an SVG's page, and of each of its texts with the text: (x0, y0, x1, y1)."""
     root = ElementTree.parse(path).getroot()
@@ -591,20 +596,21 @@ def boxes_of(path):
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
 @pytest.mark.parametrize("width", [7, 3.3])
 def test_each_text_of_a_figure_is_a_text_inside_the_page_and_beside_the_others(
-    call, sweep, tmp_path, width
+    call, sweep, with_memory, tmp_path, width
 ):
     """The figures of made-up runs and of stored ones, with long names."""
-    options = "--format", "svg", "--width", width, "--plots", tmp_path
-    for folder, kinds in (sweep, "differences heads"), (STORED, "differences memory certainty"):
-        status, out, _ = call(evaluate.main, "report", folder, *options)
-        assert status == 0
+    options = "--format", "svg", "--width", width, "--plots", tmp_path / "sweep"
+    status, out, _ = call(evaluate.main, "report", sweep, *options)
+    assert status == 0 and "/differences.svg)" in out and "/heads.svg)" in out
+    figures.draw_all(with_memory, tmp_path / "stored", "svg", width)
+    for folder, kinds in ("sweep", "differences heads"), ("stored", "differences memory certainty"):
+        assert sorted(path.stem for path in (tmp_path / folder).iterdir()) == sorted(kinds.split())
         for kind in kinds.split():
-            assert f"/{kind}.svg)" in out
-            (_, _, right, bottom), boxes = boxes_of(tmp_path / f"{kind}.svg")
+            (_, _, right, bottom), boxes = boxes_of(tmp_path / folder / f"{kind}.svg")
             assert right == 72 * width
             texts = " ".join(text for _, text in boxes)
             assert "commit: " in texts and ("answers" in texts or figures.AGAINST in texts)
-            assert folder == STORED or "seeds of random heads: 0, 1, 2" in texts
+            assert folder == "stored" or "seeds of random heads: 0, 1, 2" in texts
             for (x0, y0, x1, y1), text in boxes:
                 assert min(x0, y0) >= 0 and x1 <= right and y1 <= bottom, (kind, text)
             for (one, text), (two, other) in itertools.combinations(boxes, 2):
@@ -614,20 +620,18 @@ def test_each_text_of_a_figure_is_a_text_inside_the_page_and_beside_the_others(
 
 @pytest.mark.parametrize("kind", ["differences", "memory"])
 @pytest.mark.parametrize("width", [7, 3.3])
-def test_names_leave_room_to_the_bars_and_what_all_share_is_said_once(kind, width):
-    tables = results.short_tables(runs_of(STORED))
-    figure = figures.FIGURES[kind][0](tables, width)
+def test_names_leave_room_to_the_bars_and_what_all_share_is_said_once(with_memory, kind, width):
+    figure = figures.FIGURES[kind][0](with_memory, width)
     figure.canvas.draw()
-    columns = figures.columns_of(tables, width)
+    columns = figures.columns_of(with_memory, width)
     assert columns * figure.axes[0].get_position().width > 0.4
     names = [label.get_text() for ax in figure.axes for label in ax.get_yticklabels()]
     assert "cad" in names and not any("α" in name for name in names)
     assert "all setups that have it: α = 0.5" in figure.get_supxlabel()
 
 
-def test_a_setup_has_one_look_in_all_panels_and_equal_curves_all_show():
-    tables = results.short_tables(runs_of(STORED))
-    figure = figures.FIGURES["certainty"][0](tables, 7)
+def test_a_setup_has_one_look_in_all_panels_and_equal_curves_all_show(with_memory):
+    figure = figures.FIGURES["certainty"][0](with_memory, 7)
     looks = defaultdict(set)
     for line in (line for ax in figure.axes for line in ax.lines):
         if not line.get_label().startswith("_"):
