@@ -157,6 +157,11 @@ def make_facts(args, model, needles, texts):
         refuse_unused(args, {"template_args": "on plain text"})
     libraries = "torch", "tokenizers", "rouge-score", *["transformers"] * args.transformers
     longest = model.config.max_positions - args.max_new_tokens
+    if longest < 1:
+        raise InputError(
+            f"--max-new-tokens {args.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{model.name}, {model.config.max_positions} tokens"
+        )
     last = min(5000, longest)
     # In a short context the needle takes most of a prompt.
     first = max(last // 5, min(400, 3 * last // 4))

@@ -116,6 +116,9 @@ def check_chat(chat):
             raise InputError(
                 f'{one_line(repr(message), 60)} must be {{"role": …, "content": …}}, texts'
             )
+        role = message["role"]
+        if role != role.lower() and role.lower() in ("system", "user", "assistant"):
+            raise InputError(f'"role": {role!r} must be {role.lower()!r}')
     if not chat:
         raise InputError("the chat must end in a message for the model to answer or to continue")
 

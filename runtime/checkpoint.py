@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
@@ -204,7 +205,7 @@ def checkpoint_folder(name, weights=True):
     if not hub_id or folder.exists():
         raise FileNotFoundError(
             f"{name!r} is neither a folder nor a hub id like Qwen/Qwen2.5-3B-Instruct; "
-            "single files are not read"
+            f"single files are not read{neighbour(folder)}"
         )
     # Slow to import, and folders do not need it.
     from huggingface_hub import constants, snapshot_download
@@ -221,6 +222,7 @@ def checkpoint_folder(name, weights=True):
         raise OSError(
             f"{hub_reason(error)}: cannot download {name}; check the name and the connection, "
             "or give a folder; a gated one needs its terms accepted and HF_TOKEN"
+            + neighbour(Path(name))
         ) from None
     folder = Path(folder)
     if weights and not any(folder.glob("*.safetensors")):
@@ -228,6 +230,13 @@ def checkpoint_folder(name, weights=True):
         if constants.HF_HUB_OFFLINE:
             raise OSError(f"{hub_reason(None)}: the cache has no safetensors files of {name}")
     return folder
+
+
+def neighbour(folder):
+    """The end of a message: the checkpoint folder beside a missing one that is named most alike."""
+    beside = [path.parent.name for path in folder.parent.glob("*/config.json")]
+    near = get_close_matches(folder.name, beside, 1)
+    return f"; did you mean {folder.parent / near[0]}?" if near else ""
 
 
 def read_header(path):

@@ -352,6 +352,8 @@ def with_prompt(task, template=None, system=None, closed_book=False):
 
 
 def with_template(task, template):
+    if "{question}" in str(template):
+        raise InputError(f"--template takes a file: write {str(template)!r} in one")
     text = read_text(template).rstrip("\n")
     with located(template):
         parts = [part for part in string.Formatter().parse(text) if part[1] is not None]

@@ -376,6 +376,7 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
         ('{"role": "user"}', "chat.json: it must be a chat"),
         ("{", "chat.json is not valid JSON"),
         (json.dumps(dict(messages=chat, x=math.nan)), "chat.json: NaN is not a number in JSON"),
+        ('[{"role": "User", "content": "a"}]', "chat.json: \"role\": 'User' must be 'user'"),
         ('[{"role": "user", "content": "\\ud800"}]', "chat.json: '\\ud800' is half of a"),
         ('[{"role": "user", "content": [{"type": "image"}]}]', "chat.json: a message has the part"),
     ):

@@ -44,6 +44,7 @@ def places(tmp_path_factory, chat_model):
 MISTAKES = """
 --prompt Hi --model {folder}/nowhere | nowhere
 --prompt Hi --model {folder}/strange | model_type is
+--prompt Hi --model {folder}/bse | single files are not read; did you mean /
 {model} --prompt Hi --method greedy | model.safetensors
 {amateur} {folder}/other | different vocabular
 --model {loads} --prompt Hi --amateur {loads} | give --amateur-heads FILE

@@ -532,6 +532,7 @@ def test_detection_stops_if_none_of_the_first_twenty_answers_is_right(
 REFUSED = """
 --lengths 1000:3000:2 | 3000 tokens do not fit the context of
 --lengths 0:600:2 | the prompt of 0 tokens with the needle
+--max-new-tokens 100000000 | --max-new-tokens 100000000 leaves no room for a prompt
 --lengths 5:4:2 | argument --lengths: invalid lengths value
 --template '{context} and that is all' | {context}, once, and {question}
 --haystack /proc/self/fdinfo | holds no text

@@ -247,6 +247,8 @@ def test_a_template_that_is_not_right_is_refused(start, tmp_path, template, word
     options = "--task", "qa", "--data", questions, "--template", path, "--dry-run"
     status, _, err = start(*options)
     assert status == 2 and words in err and f"error: {path}" in err
+    status, _, err = start(*options[:5], "Q: {question}", "--dry-run")
+    assert status == 2 and "--template takes a file: write 'Q: {question}' in one" in err
     for option in ("--template", "--system"):
         status, _, err = start("--task", "miniature", "--data", questions, option, path)
         assert status == 2 and f"{option} has no effect on miniature" in err
