@@ -148,12 +148,12 @@ class Transformer(nn.Module):
         logits = self.logits(x)
         return logits[0] if cache is None and head_mask is None else logits
 
-    def read_attention(self, ids, cache, head_mask=None):
+    def read_attention(self, ids, cache, head_mask=None, mask_on="output"):
         """As `forward` → the logits, and a list of each layer's attention, [R, B, T, H, C]
         float32."""
         probabilities = []
         attend = DecodeAttention(self, cache, ids.shape[-1], probabilities)
-        x, _ = self.run_layers(ids, attend, head_mask)
+        x, _ = self.run_layers(ids, attend, head_mask, mask_on)
         cache.slots += ids.shape[-1]
         return self.logits(x), probabilities
 

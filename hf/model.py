@@ -139,9 +139,9 @@ class HFModel(nn.Module):
         logits = self.clean(out.logits).unflatten(0, (texts.rows, -1))
         return logits[0] if cache is None and head_mask is None else logits
 
-    def read_attention(self, ids, cache, head_mask=None):
+    def read_attention(self, ids, cache, head_mask=None, mask_on="output"):
         """As `Transformer.read_attention`."""
-        out = self.run_hf(cache.inputs(ids), head_mask, output_attentions=True)
+        out = self.run_hf(cache.inputs(ids), head_mask, mask_on, output_attentions=True)
         logits = self.clean(out.logits).unflatten(0, (cache.rows, -1))
         return logits, [*self.by_position(out.attentions, cache)]
 

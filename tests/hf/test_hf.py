@@ -163,10 +163,9 @@ def added(o, x, u):
 def masked_attention(model, ids, heads):
     """Probabilities of each layer at the last five tokens; the queries of these heads masked."""
     cache = model.new_cache([len(ids) - 5], 5)
-    layers = []
     model.prefill(pad([ids[:-5]]), cache)
-    model(pad([ids[-5:]]), cache, make_head_mask([heads], model), "query", layers)
-    return layers
+    head_mask = make_head_mask([heads], model)
+    return model.read_attention(pad([ids[-5:]]), cache, head_mask, "query")[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
