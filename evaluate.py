@@ -125,6 +125,7 @@ def sweep(how, wanted, lenient=False):
 def make_runs(how, fitting, model, amateur, ranks):
     """The `Run` of each result of `fitting_runs`."""
     from paper.running import Run
+    from runtime.checks import check_draft
 
     checkpoints = [reader and reader.checkpoint for reader in (model, amateur)]
     fingerprints = ranks.share(lambda: [c and c.fingerprint for c in checkpoints])
@@ -132,6 +133,7 @@ def make_runs(how, fitting, model, amateur, ranks):
     for bench, setup, more in fitting:
         method = setup.record(amateur)
         method.check(model)
+        check_draft(how.draft or 0, method)
         header = make_header(bench, setup, how, model, fingerprints, more)
         path = Path(how.out) / f"{run_name(header)}.jsonl"
         runs.append(Run(bench, setup, header, method, path))

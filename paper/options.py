@@ -22,7 +22,9 @@ from paper.tasks import TASKS, find_tasks, prompts
 from runtime.errors import InputError
 
 SAMPLE_SEED = 1234
-NOT_PLANNED = ("known", "unknown", "layout", "max_new_tokens", "min_new_tokens")  # of a sweep alone
+NOT_PLANNED = (  # of a sweep alone
+    *("known", "unknown", "layout", "max_new_tokens", "min_new_tokens", "draft"),
+)
 
 
 def sample_seed(args):
@@ -58,6 +60,8 @@ def parse(argv):
         unused.discard("demos")  # a folder for all tasks
     names = ", ".join(task.name for task in tasks)
     refuse_unused(args, dict.fromkeys(sorted(unused), f"on {names}"))
+    if args.batch_size > 1:
+        refuse_unused(args, {"draft": "on several prompts at once: add --batch-size 1"})
     check_options(args, methods, seeded=args.sample)
     args.sample_seed = sample_seed(args)
     return args
@@ -65,7 +69,7 @@ def parse(argv):
 
 def unused_by(task):
     """The options of a sweep without effect on a task."""
-    unused = {"max_new_tokens", "min_new_tokens", "eos"} if task.choice else set()
+    unused = {"max_new_tokens", "min_new_tokens", "draft", "eos"} if task.choice else set()
     unused |= {name for name, option in OPTIONS.items() if option.choice is (not task.choice)}
     if task.layout:
         unused.add("layout")
@@ -98,6 +102,13 @@ def make_parser():
         type=positive,
         metavar="N",
         help="an answer ends after so many tokens at the earliest (default: it may be empty)",
+    )
+    p.add_argument(
+        "--draft",
+        type=positive,
+        metavar="K",
+        help="draft up to K tokens from the text and check them in one pass, with --batch-size 1: "
+        "the same answers in fewer passes (default: none)",
     )
     p.add_argument(
         "--dry-run",

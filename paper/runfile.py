@@ -3,9 +3,9 @@
 The header says what determines the lines, and names the file. Lines are appended batch by batch,
 and sorted into the order of the data after the last batch. A run that was killed continues where
 it stopped, and a complete one may grow (--limit, --sample). Another `identity` is refused, by the
-names of its fields. Another device, batch size or version of torch changes a last digit at most: it
-is accepted. header["continued"] names them, commit and date, each time with the items from then
-on.
+names of its fields. Another device, batch size, draft or version of torch changes a last digit at
+most: it is accepted. header["continued"] names them, commit and date, each time with the items from
+then on.
 
 Runs may be packed: FILE.jsonl.xz holds them one after another, and a line with `header` begins a
 run. A packed file is read like a folder: FILE.jsonl.xz/DATA/NAME.jsonl is a run."""
@@ -45,7 +45,7 @@ FIELDS = {  # of a header, by what they are for; any other field is a condition
     # A complete run may continue with more items
     "growing": ("n", "limit", "sample", "command"),
     # Changes a last digit at most: header["continued"] names it
-    "surrounding": ("device", "batch_size", "tp", "versions"),
+    "surrounding": ("device", "batch_size", "draft", "tp", "versions"),
     "note": ("commit", "date", "time", "paper", "continued"),
 }
 ROLES = {name: role for role, names in FIELDS.items() for name in names}
@@ -95,6 +95,7 @@ def make_header(bench, setup, how, model, fingerprints, more):
         "sample": how.sample,
         "skip": how.skip,
         "batch_size": how.batch_size,
+        "draft": how.draft,
         "max_new_tokens": bench.max_new_tokens,
         "min_new_tokens": bench.min_new_tokens,
         "product": model.product,

@@ -100,12 +100,13 @@ def missing_lines(runs, batch, done, model, readers, tokenizer, on_part):
 def in_groups(runs, model):
     """The runs in groups that decode side by side: those of DeCoRe's own methods, whose rows share
     passes, and each other run alone. With transformers or masked prompts different texts
-    share no pass."""
+    share no pass, and drafts are of one text."""
     groups = defaultdict(list)
     for run in runs:
         method = run.method
         shares = isinstance(method, Greedy | Masked) and not amateur_of(method, None)
         if not run.bench.task.choice:
+            shares &= not run.header["draft"]
             shares &= isinstance(model, Transformer) and not getattr(method, "mask_prompt", False)
         groups[None if shares else run.path].append(run)
     return groups.values()
@@ -130,7 +131,8 @@ def answers_of(batch, runs, model, readers, tokenizer, on_part):
     methods = [method_for(run, batch, readers) for run in runs]
     if runs[0].bench.task.choice:
         return scores_of(batch, runs, methods, readers[model], on_part)
-    return texts_of(batch, runs[0].bench, methods, readers[model], tokenizer, on_part)
+    draft = runs[0].header["draft"] or 0
+    return texts_of(batch, runs[0].bench, methods, readers[model], tokenizer, on_part, draft)
 
 
 def scores_of(batch, runs, methods, reader, on_part):
@@ -150,7 +152,7 @@ def scores_of(batch, runs, methods, reader, on_part):
     ]
 
 
-def texts_of(batch, bench, methods, reader, tokenizer, on_part):
+def texts_of(batch, bench, methods, reader, tokenizer, on_part, draft):
     """Generated texts, each with its ids, alphas and entropies."""
     limit = bench.max_new_tokens
     tokens = Counter()  # of each text
@@ -169,6 +171,7 @@ def texts_of(batch, bench, methods, reader, tokenizer, on_part):
         min_new_tokens=bench.min_new_tokens or 0,
         eos_ids=tokenizer.eos_ids,
         on_token=on_token,
+        draft=draft,
     )
     certainties = [[{}] * len(batch)] * len(methods)
     if bench.task.closed_book:

@@ -29,10 +29,7 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
         parse_prompts(other, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
-    check_number(draft, "draft", 0, 1000, numbers.Integral)
-    if draft and not getattr(method, "shares_passes", False):
-        name = type(method).__name__
-        raise ArgumentError("draft", f"is for methods that are rows of passes; {name} is not")
+    check_draft(draft, method)
     limits = []
     for b, prompt in enumerate(prompts):
         other = others[b * len(methods) // len(prompts)]  # of the text's method
@@ -44,6 +41,14 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
         problem = f"{min_new_tokens} is impossible: every id of {model.name} ends a text"
         raise ArgumentError("min_new_tokens", problem)
     return prompts, eos_ids, limits
+
+
+def check_draft(draft, method):
+    """InputError if a method decodes without drafts."""
+    check_number(draft, "draft", 0, 1000, numbers.Integral)
+    if draft and not getattr(method, "shares_passes", False):
+        name = type(method).__name__
+        raise ArgumentError("draft", f"is for methods that are rows of passes; {name} is not")
 
 
 def parse_scoring(model, prompts, answers, methods):
@@ -186,6 +191,10 @@ def check_head_mask(head_mask, model):
 
 class Checked:
     """Base class of methods: records with settings."""
+
+    def __init_subclass__(cls):
+        if "start" in vars(cls) and "shares_passes" not in vars(cls):
+            cls.shares_passes = False
 
     def __new__(cls, *_, **settings):
         known = [field.name for field in fields(cls)]

@@ -37,8 +37,8 @@ RATIOS = {
 
 def parse(argv):
     p = options.make_parser()
+    p.set_defaults(draft=8)
     add = p.add_argument_group("drafts").add_argument
-    add("--draft", type=positive, default=8, metavar="K")
     add("--rounds", type=positive, default=3)
     add("--first", type=number(int, 1), default=None, metavar="N", help="prompts of the sample")
     add("--new", type=positive, default=None, metavar="N", help="tokens of an answer at most")

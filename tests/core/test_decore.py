@@ -20,6 +20,7 @@ from model import Cache, Transformer
 from runtime.drafts import PARTS, Text
 from runtime.values import MASKS
 from tests.checkpoints import random_ids, write_checkpoint
+from tests.families import random_model
 
 HEADS = [(1, 0), (2, 3), (1, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -265,6 +266,14 @@ def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypa
             assert len(steps) <= len(g.ids) / per_pass + 4
 
 
+def test_a_cache_that_keeps_more_than_keys_decodes_without_drafts_and_says_so():
+    model = HFModel(random_model("qwen3_next"))
+    how = dict(ids=[5, 6] * 4, method=Greedy(), max_new_tokens=6, eos_ids=())
+    with pytest.warns(UserWarning, match="^nothing is drafted: a cache cannot take tokens back$"):
+        ids = generate(model, draft=4, **how).ids
+    assert ids == generate(model, **how).ids
+
+
 def test_a_draft_is_what_followed_the_last_ids_at_their_latest_earlier_place():
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -394,6 +403,18 @@ def test_each_mistake_has_its_message(llama, monkeypatch, words):
     with pytest.raises(ValueError, match=words) as error:
         function(**how)
     assert "\n" not in str(error.value)
+
+
+def test_a_method_with_a_start_of_its_own_shares_no_passes_and_no_other_is_greedy(llama):
+    class Starts(DeCoRe):
+        def start(self, model, prompts, capacity):
+            return Greedy().start(model, prompts, capacity)
+
+    assert not isinstance(DeCoRe(HEADS), Greedy)
+    own, _ = side_by_side(llama, PROMPTS, [Starts(HEADS), DeCoRe(HEADS)], max_new_tokens=NEW)
+    assert [g.ids for g in own] == [g.ids for g in generate(llama, PROMPTS, Greedy(), NEW)]
+    with pytest.raises(ValueError, match="Starts is not"):
+        generate(llama, PROMPTS[0], Starts(HEADS), draft=4)
 
 
 class Own(DeCoRe):

@@ -22,7 +22,7 @@ from cli.options import MINIATURE
 from decoders.baselines import CAD
 from decoders.scoring import score
 from decoders.setup import METHODS, Method
-from decore import DeCoRe, generate
+from decore import Decoding, DeCoRe, generate
 from hf import HFModel
 from model import Transformer
 from paper.running import missing_batches
@@ -38,7 +38,7 @@ from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
 DECORE = ["--method", "decore-entropy", "--max-new-tokens", "5", "--num-heads", "2"]
-VARYING = ("command", "commit", "date", "time", "batch_size", "tp")  # fields of a header
+VARYING = ("command", "commit", "date", "time", "batch_size", "draft", "tp")  # fields of a header
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,27 @@ def test_batches_of_a_run_that_continues(known, batches):
     encoded = [SimpleNamespace(index=i, prompt=[0] * i) for i in range(6)]
     left = missing_batches(encoded, 2, {*known}, SimpleNamespace(replicas=1))
     assert [[e.index for e in batch] for batch in left] == batches
+
+
+def test_runs_with_drafts_have_the_same_answers_in_fewer_passes(
+    start, model, data, tmp_path, monkeypatch
+):
+    steps = []
+    read = Decoding.step
+    monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
+    found = []
+    options = ["--method", "greedy,decore-entropy", "--num-heads", 2, "--max-new-tokens", 40]
+    for k in (1, 8):
+        steps.clear()
+        more = ["--batch-size", 1, "--draft", k, "--out", tmp_path / str(k)]
+        _, out, err = start(*model, *data["nq-closed"], *options, *more)
+        runs = [content(one["run"])[1:] for one in out]
+        found.append(([[line["ids"] for line in run] for run in runs], len(steps)))
+    start(*model, *data["nq-closed"], *options, "--out", tmp_path / "none")
+    plain = [content(tmp_path / "none" / Path(one["run"]).name)[1:] for one in out]
+    assert found[0][0] == found[1][0] == [[line["ids"] for line in run] for run in plain]
+    tokens = sum(len(line["ids"]) for run in plain for line in run)
+    assert tokens > found[0][1] > found[1][1]
 
 
 # Several ranks
@@ -480,6 +501,12 @@ def places(chat_model, data, tmp_path_factory):
         ("{nq_closed} --seed 3", "--seed has no effect without --random-heads"),
         ("{nq_closed} --sample 2 --seed 3,4", "several numbers with --random-heads only"),
         ("{truthfulqa_mc} --mask-prompt", "--mask-prompt has no effect on truthfulqa-mc"),
+        ("{truthfulqa_mc} --batch-size 1 --draft 4", "--draft has no effect on truthfulqa-mc"),
+        ("{nq_closed} --draft 4", "--draft has no effect on several prompts at once: add --batch-"),
+        (
+            "{chat} {nq_closed} --method dola-low --batch-size 1 --draft 4",
+            "--draft is for methods that are rows of passes; DoLa is not",
+        ),
         ("--task miniature --layout chat", "--layout has no effect on miniature"),
         ("--task miniature", "--data: no file for miniature (*.jsonl); name one with --data"),
         ("{truthfulqa_mc} --method greedy --no-renormalise", "has no effect on greedy"),

@@ -76,6 +76,7 @@ FIELDS = {
     "tp": ({}, 2, "one"),
     "device": ({}, "cuda (H100)", "one"),
     "batch_size": ({}, 1, "one"),
+    "draft": ({}, 8, "one"),
     "versions": ({}, {"torch": "3"}, "one"),
     "commit": ({}, "0123", "one"),
     "date": ({}, "2026-01-01", "one"),

@@ -29,6 +29,7 @@ HEADER = {
     "command": "evaluate.py",
     "alpha": 0.5,
     "batch_size": "auto",
+    "draft": None,
     "max_new_tokens": 5,
     "device": "cpu (x86_64)",
     "product": "plain",
