@@ -54,6 +54,8 @@ RUN_HERE = {
     "--out TMP/questions.json",
     "python -m heads.detect --transformers": DETECT.replace("heads.json", "theirs.json")
     + " --transformers",
+    "python -m speed.drafts": "-m speed.drafts --model miniature --task miniature "
+    "--data TMP/open.jsonl --first 1 --new 8 --rounds 1",
     "python -m miniature.data": "-m miniature.data --split conflict --n 3",
 }
 # Commands that other tests run, or that need a network or too much time.
