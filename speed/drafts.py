@@ -5,14 +5,16 @@
 
 Each prompt is decoded alone, by all contestants in turns, in each round: DeCoRe and greedy decoding
 without drafts and with them; with --beside also greedy decoding by its generate(), with
-prompt_lookup_num_tokens. Times are wall and processor seconds; those of decoding are without the
-prompt, from the first new token to the last. Ratios are quartiles over the rounds, of sums over the
-prompts. An answer whose tokens differ from those without drafts is shown with the margin: by how
-much the token without drafts had the higher score."""
+prompt_lookup_num_tokens. Times are wall and processor seconds; those of decoding begin when the
+prompt is read; for transformers, which drafts while reading, with the first new tokens. Ratios are
+quartiles over the rounds, of sums over the prompts. An answer whose tokens differ from those
+without drafts is shown with the margin: by how much the token without drafts had the higher
+score."""
 
 import json
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,14 +51,19 @@ def parse(argv):
     return args
 
 
-def timed(answer):
+def clock():
+    return time.perf_counter(), time.process_time()
+
+
+def timed(answer, passes):
     """Seconds of answer(tick), which calls tick after each token → its ids, and wall and processor
-    seconds, of decoding and in all."""
+    seconds, of decoding and in all. passes: gets the time at which each pass of ours begins."""
+    passes.clear()
     ticks = []
-    start = time.perf_counter(), time.process_time()
-    ids = answer(lambda *_: ticks.append((time.perf_counter(), time.process_time())))
-    end = time.perf_counter(), time.process_time()
-    first, last = ticks[0], ticks[-1]
+    start = clock()
+    ids = answer(lambda *_: ticks.append(clock()))
+    end = clock()
+    first, last = (passes or ticks)[0], ticks[-1]
     seconds = dict(decoding=last[0] - first[0], all=end[0] - start[0])
     cpu = dict(decoding_cpu=last[1] - first[1], all_cpu=end[1] - start[1])
     return ids, seconds | cpu
@@ -108,7 +115,7 @@ def main():
     runs = contestants(model, hf, method, args, limit, tokenizer.eos_ids)
     prompts = [e.prompt for e in bench.encoded][: args.first]
     passes = []
-    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    model.register_forward_pre_hook(lambda *_: passes.append(clock()))
     totals = [{name: {} for name in runs} for _ in range(args.rounds)]
     counts = {name: [0, 0] for name in runs}  # tokens, passes
     margins = {"decore": [], "greedy": []}
@@ -116,8 +123,7 @@ def main():
         for number_of_round, of_round in enumerate(totals):
             answers = {}
             for name, run in runs.items():
-                passes.clear()
-                answers[name], seconds = timed(lambda tick, run=run: run(ids, tick))  # noqa: B023
+                answers[name], seconds = timed(partial(run, ids), passes)
                 for kind, x in seconds.items():
                     of_round[name][kind] = of_round[name].get(kind, 0) + x
                 if number_of_round == 0:
