@@ -80,6 +80,7 @@ FIELDS = {
     "versions": ({}, {"torch": "3"}, "one"),
     "commit": ({}, "0123", "one"),
     "date": ({}, "2026-01-01", "one"),
+    "time": ({}, "12:00:00 UTC", "one"),
     "command": ({}, "evaluate.py --another", "one"),
     "n": ({}, 9, "one"),
     "limit": ({}, 8, "one"),
