@@ -51,7 +51,6 @@ ALLOWED = dict(
     num_beams=(1, None),
     assistant_model=(None,),
     assistant_early_exit=(None,),
-    prompt_lookup_num_tokens=(None,),
     use_mtp=(False, None),
     use_cache=(True,),
     cache_implementation=(None, "dynamic"),
@@ -106,12 +105,9 @@ def generate(
     head_mask = torch.ones(2, n_layers, n_heads, device=device_of(model))
     for layer, head in choose_heads(model, head_mask, heads, num_heads, measure):
         head_mask[1, layer, head] = 0
-    steps = []  # (α, H), a tensor [B, 1] each, of each new token
 
     def exponent(base, masked):
-        scores, *values = contrast(base, masked, method, **options)
-        steps.append(values)
-        return scores
+        return contrast(base, masked, method, **options)
 
     masking = find_projections(attentions, head_mask, mask), head_mask, mask
     rows = TwoRows(model, masking, exponent, config)
@@ -120,16 +116,17 @@ def generate(
     finally:
         if rows.texts:
             rows.cache.reorder_cache(torch.arange(rows.texts))  # the cache keeps the base rows
-    if not steps:
+    if not rows.steps:
         raise ValueError(f"{type(model).__name__} has a loop of its own: cannot contrast its texts")
     if not isinstance(out, torch.Tensor):
-        for name, values in zip(("alphas", "entropies"), zip(*steps)):
+        new = out.sequences.shape[1] - rows.prompt
+        for name, values in zip(("alphas", "entropies"), zip(*rows.steps[:new])):
             out[name] = torch.cat(values, 1)
     return out
 
 
 def contrast(base, masked, method, alpha, alpha_rule, alpha_cap, scale_alpha):
-    """The logits of both models, [B, 1, V] each → those that `generate` sees, and α and H, [B, 1].
+    """The logits of both models, [B, T, V] each → those that `generate` sees, and α and H, [B, T].
 
     The options are None where they are as by default."""
     log_p = base.log_softmax(-1)
@@ -188,7 +185,8 @@ def parse_arguments(model, arguments):
         if value not in allowed:
             raise ValueError(f"DeCoRe works only with {name}={allowed[0]}")
     mode = config.get_generation_mode()
-    if mode not in ("greedy_search", "sample") or model.config.is_encoder_decoder:
+    known = ("greedy_search", "sample", "assisted_generation")  # the last: drafts from the text
+    if mode not in known or model.config.is_encoder_decoder:
         raise ValueError(
             f"DeCoRe needs a causal language model, and greedy search or sampling, not {mode.value}"
         )
@@ -199,9 +197,10 @@ class TwoRows:
     """Base and masked model as two rows of each pass that `model.generate` prepares: texts 0 … B−1,
     then the same texts with masked heads.
 
-    The logits are `exponent` of both rows', for each text's last token. The first pass reads all
-    tokens but the last, and then doubles the cache. Passes of others, such as a logits processor's,
-    stay as they are. masking: the arguments of `masked_heads`. config: of the generation."""
+    The logits are `exponent` of both rows', for each text's last T tokens: T is 1, or more with
+    drafts. The first pass reads all tokens before them, and then doubles the cache. Passes of
+    others, such as a logits processor's, stay as they are. masking: the arguments of
+    `masked_heads`. config: of the generation."""
 
     def __init__(self, model, masking, exponent, config):
         self.model = model
@@ -212,23 +211,27 @@ class TwoRows:
         self.config = config
         self.cache = None
         self.texts = 0  # B, from the first pass on
-        self.prepared = False  # the next pass is of `generate`
+        self.steps = []  # (α, H), a tensor [B, 1] each, of each new token
+        self.prompt = 0  # tokens of the prompts
+        self.length = None  # of the texts and their drafts, if the next pass is of `generate`
 
-    def prepare(self, *args, **arguments):
-        self.prepared = True
-        return self.plain_prepare(*args, **arguments)
+    def prepare(self, ids, *args, **arguments):
+        self.length = ids.shape[-1]
+        return self.plain_prepare(ids, *args, **arguments)
 
     def forward(self, *args, **inputs):
-        if not self.prepared:
+        if self.length is None:
             return self.plain_forward(*args, **inputs)
-        self.prepared = False
+        length, self.length = self.length, None
         if inputs.get("input_ids") is None:
             raise ValueError("DeCoRe reads token ids; this model gets embeddings (prompt tuning?)")
         B = len(inputs["input_ids"])
-        last = {n: x[..., -1:] for n, x in inputs.items() if n in PER_TOKEN and x is not None}
+        T = inputs.get("logits_to_keep", 1)
+        last = {n: x[..., -T:] for n, x in inputs.items() if n in PER_TOKEN and x is not None}
         if not self.texts:
-            self.prefill(inputs, last)
+            self.prefill(inputs, last, T)
             self.texts = B
+            self.prompt = length - T + 1
         elif not any(inputs.get(name) is self.cache for name in CACHES):
             raise ValueError(
                 f"{type(self.model).__name__} has replaced its cache while decoding: "
@@ -241,11 +244,13 @@ class TwoRows:
         with masked_heads(*self.masking):
             out = self.plain_forward(**step)
         self.check_cache()
-        out.logits = self.exponent(*out.logits[:, -1:].float().split(B))  # [B, 1, V] each
+        out.logits, *values = self.exponent(*out.logits[:, -T:].float().split(B))  # [B, T, V] each
+        del self.steps[length - T + 1 - self.prompt :]  # those of drafts that were taken back
+        self.steps += zip(*(x.split(1, 1) for x in values))
         return out
 
-    def prefill(self, inputs, last):
-        """Read all tokens but the last, unmasked, and double the cache."""
+    def prefill(self, inputs, last, T):
+        """Read all tokens but the last T, unmasked, and double the cache."""
         given = [name for name in CACHES if inputs.get(name) is not None]
         if not given:  # this model's `generate` drops caches of scaled positions
             given = [n for n in CACHES if n in inspect.signature(self.plain_forward).parameters]
@@ -256,10 +261,10 @@ class TwoRows:
             kind = type(self.cache).__name__
             raise ValueError(f"DeCoRe needs a plain DynamicCache, not this {kind}")
         self.check_lengths(inputs)
-        B, T = inputs["input_ids"].shape
-        if T > 1:
+        B, length = inputs["input_ids"].shape
+        if length > T:
             names = [*last, "attention_mask"]
-            before = {n: inputs[n][..., :-1] for n in names if inputs.get(n) is not None}
+            before = {n: inputs[n][..., :-T] for n in names if inputs.get(n) is not None}
             self.plain_forward(**inputs | before)
             self.check_cache()
         self.cache.reorder_cache(torch.arange(B).repeat(2))

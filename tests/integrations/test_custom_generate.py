@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,29 @@ def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
         for name in "alphas", "entropies":
             values = torch.tensor([getattr(g, name) for g in expected])
             torch.testing.assert_close(getattr(out, name), values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+@pytest.mark.parametrize("options", [{}, dict(repetition_penalty=1.02)], ids=str)
+def test_drafts_from_the_text_change_no_token_and_save_passes(family, options, monkeypatch):
+    model = random_model(family)
+    prompt = generate(model, max_new_tokens=40)[0].tolist()
+    passes, forward = [], model.forward
+    count = wraps(forward)(lambda *args, **more: passes.append(1) or forward(*args, **more))
+    monkeypatch.setattr(model, "forward", count)
+
+    def decoded(**more):
+        passes.clear()
+        how = dict(max_new_tokens=30, return_dict_in_generate=True)
+        return generate(model, [prompt], **how, **options, **more), len(passes)
+
+    [end] = decoded()[0].sequences[:, -3].tolist()
+    for ends in {}, dict(eos_token_id=end):
+        plain, n = decoded(**ends)
+        drafted, fewer = decoded(**ends, prompt_lookup_num_tokens=4)
+        assert plain.sequences.tolist() == drafted.sequences.tolist() and fewer < n
+        for name in "alphas", "entropies":
+            torch.testing.assert_close(plain[name], drafted[name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +244,6 @@ ROUNDED = r"layers.[012].mlp.down_proj \(Rounded\) computes a text differently b
 # Options that are JSON, and what is said of them.
 REFUSED = """
 {"num_beams": 2} | works only with num_beams=1
-{"prompt_lookup_num_tokens": 2} | works only with prompt_lookup_num_tokens=None
 {"penalty_alpha": 0.6, "top_k": 4} | greedy search or sampling, not contrastive_search
 {"use_cache": false} | use_cache
 {"guidance_scale": 1.5} | guidance_scale
