@@ -58,8 +58,9 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     random ones; and the file that ranks or lists them, or None.
 
     name: also a list, as in `listed_heads`. n: by default 10, at most an eighth of all. draw:
-    "uniform" draws heads that are not retrieval heads, or from all heads, with a warning, if
-    there are no scores; "published" draws as the paper's runs did."""
+    "uniform" draws heads that are not retrieval heads, "others" from all heads but those that
+    would be masked, and both from all heads, with a warning, if there are no scores; "published"
+    draws as the paper's runs did."""
     c = model.config
     listed = listed_heads(name)
     if listed:
@@ -78,7 +79,8 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     if name or not draw:
         path = path or find_file(name or model.name)  # which says what is known
     if path and draw:
-        return random_heads(ranked(model, path, names, None, measure), n, seed), path
+        best = n if draw == "others" else 100
+        return random_heads(ranked(model, path, names, None, measure), n, seed, best), path
     if path:
         return ranked(model, path, names, n, measure), path
     warnings.warn(
@@ -92,15 +94,15 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     return random.Random(seed).sample(heads, n), None
 
 
-def random_heads(ranked, n, seed=1234):
+def random_heads(ranked, n, seed=1234, best=100):
     """Draws n heads uniformly from all but the best of `ranked`, which lists every head.
 
-    The 100 best are left out for every n; of fewer than 200 heads, the best half. So the sets of
-    one seed are nested for n up to 100."""
+    best: so many are left out, at least n and at most half of all. So the sets of one seed are
+    nested for n up to it."""
     half = len(ranked) // 2
     if n > half:
         raise InputError(f"{n} random heads are too many: at most {half} are not among the n best")
-    heads = sorted(ranked[max(n, min(100, half)) :])
+    heads = sorted(ranked[max(n, min(best, half)) :])
     random.Random(seed).shuffle(heads)
     return heads[:n]
 

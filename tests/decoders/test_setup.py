@@ -14,7 +14,7 @@ STORED = sorted(Path(__file__).parents[2].glob("results/*/*.jsonl.xz"))
 VALUES = {  # two that are not the default
     "num_heads": (3, 10),
     "measure": ("write", "mass"),
-    "random_heads": ("uniform", "published"),
+    "random_heads": ("uniform", "others", "published"),
     "seed": (1, 2),
     "alpha": (0.1234567, 0.1234568),
     "alpha_cap": (0.5, 0.1),

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -269,8 +269,16 @@ def test_heads_are_ranked_by_the_measure_of_the_command_line(tmp_path):
     with pytest.raises(ValueError, match='"mass" must be an object .* heads.detect measures it'):
         load_heads(model, name=path, measure="mass")
     # Random heads are none of the best ones of the measure.
-    drawn = [choose_heads(model, path, 1, "uniform", seed, "write")[0][0] for seed in range(9)]
-    assert set(drawn) == {(0, 0), (0, 2)}
+    for draw in "uniform", "others":
+        drawn = [choose_heads(model, path, 1, draw, seed, "write")[0][0] for seed in range(9)]
+        assert set(drawn) == {(0, 0), (0, 2)}
+
+
+def test_random_heads_leave_out_the_best_half_or_those_that_would_be_masked():
+    model = stand_in(4, 8, "miniature")
+    for draw, left_out in ("uniform", 16), ("others", 3):
+        sets = [choose_heads(model, None, 3, draw, seed)[0] for seed in range(100)]
+        assert {*chain(*sets)} == {*load_heads(model)[left_out:]}
 
 
 def test_a_file_of_another_model_is_a_warning(recwarn):
