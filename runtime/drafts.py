@@ -11,8 +11,9 @@ import torch
 
 from runtime.graph import recorded
 
-# How many ids at the end of a text were found earlier → the part of `most` that is drafted.
-PARTS = {3: 1, 2: 1 / 2, 1: 1 / 4}
+# How many ids at the end of a text were found earlier → the part of `most` that is drafted:
+# docs/speed.md has the measurements.
+PARTS = {4: 1, 3: 1 / 2, 2: 1 / 2, 1: 1 / 8}
 
 
 def step_of(decoding, prompts, limit, draft, graph):
@@ -32,7 +33,15 @@ def step_of(decoding, prompts, limit, draft, graph):
     fixed = graph and all(model.can_record for model in models)
     if fixed:
         several = recorded(decoding, shape.expand(1, min(1 + draft, limit)))
-    return Drafted(decoding, step, several, fixed, prompts[0], draft, limit).step
+    text = Text(prompts[0][:-1], parts_for(models))
+    return Drafted(decoding, step, several, fixed, text, draft, limit).step
+
+
+def parts_for(models):
+    """The `PARTS` of a text. Plain products in float32 take twice as long for four vectors as for
+    two: more than a draft after one id saves."""
+    dear = any(m.product == "plain" and m.dtype == torch.float32 for m in models)
+    return {n: part for n, part in PARTS.items() if n > 1 or not dear}
 
 
 class Drafted:
@@ -40,14 +49,14 @@ class Drafted:
 
     one, several: steps of one token, and of one and its draft; fixed: always of `most`."""
 
-    def __init__(self, decoding, one, several, fixed, prompt, most, limit):
+    def __init__(self, decoding, one, several, fixed, text, most, limit):
         self.decoding = decoding
         self.one = one
         self.several = several
         self.fixed = fixed
         self.most = min(most, limit - 1)
         self.left = limit  # tokens that the cache can still take
-        self.text = Text(prompt[:-1])
+        self.text = text
         self.draft = []  # tokens of the last pass that are not chosen yet
 
     def step(self, token):
@@ -76,25 +85,26 @@ class Drafted:
 
 
 class Text:
-    """Ids, and where each few ids of them were last."""
+    """Ids, and where each few ids of them were last. parts: see `PARTS`."""
 
-    def __init__(self, ids):
+    def __init__(self, ids, parts):
         self.ids = []
-        self.places = {}  # one to three ids → the latest place of an id after them
+        self.parts = parts
+        self.places = {}  # a few ids → the latest place of an id after them
         for token_id in ids:
             self.append(token_id)
 
     def append(self, token_id):
         end = len(self.ids)
-        for n in PARTS:
+        for n in self.parts:
             if n <= end:
                 self.places[(*self.ids[end - n :],)] = end
         self.ids.append(token_id)
 
     def draft(self, most):
-        """Up to `most` ids that followed the last three, two or one at their latest earlier place;
-        after fewer, a shorter draft. A text that repeats itself goes on so."""
-        for n, part in PARTS.items():
+        """Up to `most` ids that followed the last ones at their latest earlier place; after fewer,
+        a shorter draft. A text that repeats itself goes on so."""
+        for n, part in self.parts.items():
             start = self.places.get((*self.ids[-n:],))
             if start is not None:
                 period = len(self.ids) - start

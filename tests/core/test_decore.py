@@ -278,14 +278,26 @@ def test_a_draft_is_what_followed_the_last_ids_at_their_latest_earlier_place():
     rng = np.random.default_rng(0)
     for _ in range(50):
         ids = rng.integers(0, 4, 30).tolist()
-        text = Text(ids)
-        for n in (3, 2, 1):
+        text = Text(ids, PARTS)
+        for n in (4, 3, 2, 1):
             starts = [i for i in range(n, 30) if ids[i - n : i] == ids[-n:]]
             if starts:
                 break
         after = ids[starts[-1] :]
         assert text.draft(8) == (after * 8)[: round(8 * PARTS[n])]
-    assert Text([5, 6]).draft(8) == []
+    assert Text([5, 6], PARTS).draft(8) == []
+
+
+@pytest.mark.parametrize("product, width", [("plain", 1), ("packed", 2), (None, 2)])
+def test_where_wide_passes_are_dear_nothing_is_drafted_after_one_id(
+    llama, monkeypatch, product, width
+):
+    monkeypatch.setattr(llama, "product", product)
+    widths, read = [], Decoding.step
+    count = lambda self, tokens: widths.append(tokens.shape[1]) or read(self, tokens)  # noqa: E731
+    monkeypatch.setattr(Decoding, "step", count)
+    generate(llama, [5, 6, 7, 5], Greedy(), max_new_tokens=9, draft=8)
+    assert widths[0] == width
 
 
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):
