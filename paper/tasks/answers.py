@@ -12,7 +12,7 @@ from heads.words import UNSEPARATED
 
 SOURCES = ("passage", "memory", "neither", "blank")  # of answers to questions with `memory`
 NOWHERE = (math.inf, 0)
-SIGNS = str.maketrans("´ʻʼ’‘⁄∶−‐", "'''''/:--")  # that NFKC keeps apart
+SIGNS = str.maketrans("ʻʼ’‘⁄∶−‐", "''''/:--")  # that NFKC keeps apart
 LETTER = r"[^\W\d_]"
 
 # Numbers
@@ -161,7 +161,7 @@ def contains(answer, reference):
     for titles in (False, True):
         if [*places(name_words(answer, titles), name_words(reference, titles))]:
             return True
-    return any(same(part, reference) for part in [answer, *CLAUSE.split(plain(answer))])
+    return any(same(clause, reference) for clause in CLAUSE.split(plain(answer)))
 
 
 def source_of(answer, references, memory):
@@ -205,7 +205,7 @@ def sentence_end(text):
     a word such as "He"; any other one, unless a digit follows. "1." and "A." may begin it."""
     for stop in STOP.finditer(text):
         before, after = text[: stop.start()], text[stop.end() :]
-        if after.strip() and ENUMERATOR.fullmatch(before):
+        if ENUMERATOR.fullmatch(before):
             continue
         if stop[0][0] != "." or BEGINNING.match(after):
             return stop.end()
