@@ -18,11 +18,14 @@ from tqdm import tqdm
 from cli import models
 from cli.entry import run_program
 from cli.options import add_model_arguments, comma_list, number, parser, positive, refuse_unused
+from decoders.sweep import side_by_side
+from decore import Greedy, Masked
 from heads.measures import effects
-from heads.reader import plain_name, read_head_file
+from heads.reader import plain_name, read_head_file, usual_number
 from paper import options
 from paper.benchmark import load_benchmark
 from paper.tasks import find_task, prompts, with_prompt
+from paper.tasks.answers import first_sentence, same
 from runtime import files
 from runtime.checks import parse_prompts
 from runtime.errors import InputError
@@ -89,13 +92,17 @@ def main():
         totals += effects(model, *zip(*texts[i : i + size])).sum(0)
     if not totals.any():
         raise InputError(f"{model.name}: no head has an effect; its products have no gradient")
+    kept = kept_without(model, checkpoint.tokenizer, bench, totals, size)
     if model.shard.rank:
         return
     seconds = time.perf_counter() - start
     content["effect"] = by_head(totals / len(texts))
-    content["effect_facts"] = facts_of(bench, texts, model, args)
+    content["effect_facts"] = facts_of(bench, texts, model, args) | {"kept": kept}
     files.write(args.out, [content])
     print(f"effect on {len(texts)} answers in {seconds:.1f} s; wrote {args.out}")
+    if kept:
+        shares = ", ".join(f"{share:.0%} without {n}" for n, share in kept.items())
+        print(f"answers without a passage that stay if the best heads are masked: {shares}")
 
 
 def read_texts(task, args, checkpoint):
@@ -106,6 +113,30 @@ def read_texts(task, args, checkpoint):
     read = [prompt + max(answers, key=len)[:-1] for prompt, *answers in texts]
     parse_prompts(checkpoint, read, "question with its longest answer")
     return bench, texts
+
+
+def kept_without(model, tokenizer, bench, scores, size):
+    """{number of best heads: share of the answers without a passage that stay as they are if these
+    heads are masked}, or None if questions have no passage. Few: the heads break the text, so that
+    their effect is none of reading.
+
+    scores: [L, H]. An answer is the first sentence of at most twelve tokens."""
+    questions = [e.without_context for e in bench.encoded]
+    if not all(questions):
+        return None
+    L, H = scores.shape
+    order = scores.flatten().argsort(descending=True).tolist()
+    heads = [divmod(i, H) for i in order]
+    numbers = [n for n in (1, 3, 10) if n <= usual_number(L, H)]
+    methods = [Greedy(), *(Masked(heads[:n]) for n in numbers)]
+    kept = dict.fromkeys(numbers, 0)
+    for i in range(0, len(questions), size):
+        batch = questions[i : i + size]
+        out = side_by_side(model, batch, methods, max_new_tokens=12, tokenizer=tokenizer)
+        plain, *masked = [[first_sentence(g.text) for g in texts] for texts in out]
+        for n, texts in zip(numbers, masked):
+            kept[n] += sum(map(same, texts, plain))
+    return {str(n): round(count / len(questions), 3) for n, count in kept.items()}
 
 
 def by_head(scores):

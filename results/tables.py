@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from paper.facts import WORDINGS, fill, load, name, order, questions
+from paper.facts import fresh as fresh_facts
 from paper.report import figures, results, stored
 from paper.report.tables import p_text, signed, span, unsigned
 from paper.runfile import read_run
@@ -187,32 +188,40 @@ def costs():
 
 def listed():
     """Answers where seven sentences of one form give values of seven subjects."""
-    others = {}  # id → spellings of what the other sentences say
-    facts = load("confirm")
-    for row in questions("confirm", "listed", "false"):
-        forms = WORDINGS[row["kind"]]["listed"]
-        others[row["id"]] = [
+    forms = {kind: of["listed"] for kind, of in WORDINGS.items()}
+    others = others_in(questions("confirm", "listed", "false"), load("confirm"), forms, name)
+    roles = "greedy", "default", "chosen", "CAD"
+    columns = []
+    for model in TRANSFER:
+        runs = [run_of(model, role, LISTED) for role in roles]
+        columns.append([heading(model, len(runs[0].lines)), *(outcomes(x, others) for x in runs)])
+    return transposed(["", *roles], columns)
+
+
+def others_in(rows, facts, forms, name):
+    """{id of a row: spellings of what the other sentences of its passage say}. forms: of the
+    sentences, by kind."""
+    return {
+        row["id"]: [
             text
             for fact in facts
             if fact["kind"] == row["kind"] and name(fact) != row["id"]
             for text in fact["truth"]
-            if any(fill(form, fact, fact["truth"][0]) in row["context"] for form in forms)
+            if any(fill(x, fact, fact["truth"][0]) in row["context"] for x in forms[row["kind"]])
         ]
-    columns = []
-    for model in TRANSFER:
-        column = [heading(model, len(run_of(model, "greedy", LISTED).lines))]
-        for role in ("greedy", "default", "chosen", "CAD"):
-            run = run_of(model, role, LISTED)
-            given = sources(run)
-            for i in np.flatnonzero(given == "neither"):
-                answer = answers.first_line(run.lines[i]["prediction"])
-                if answers.source_of(answer, others[run.lines[i]["id"]], []) == "passage":
-                    given[i] = "another"
-            kinds = "passage", "another", "memory"
-            shares = [(given == kind).mean() for kind in kinds]
-            column.append(" / ".join(unsigned(100 * x) for x in (*shares, 1 - sum(shares))))
-        columns.append(column)
-    return transposed(["", "greedy", "default", "chosen", "CAD"], columns)
+        for row in rows
+    }
+
+
+def outcomes(run, others):
+    """Shares of answers: right / another sentence's / memory / neither."""
+    given = sources(run)
+    for i in np.flatnonzero(given == "neither"):
+        answer = answers.first_line(run.lines[i]["prediction"])
+        if answers.source_of(answer, others[run.lines[i]["id"]], []) == "passage":
+            given[i] = "another"
+    shares = [(given == kind).mean() for kind in ("passage", "another", "memory")]
+    return " / ".join(unsigned(100 * x) for x in (*shares, 1 - sum(shares)))
 
 
 def where():
@@ -360,6 +369,26 @@ def fresh_runs(model, condition):
     return found if len(found) == n else {}
 
 
+def cad():
+    """The settings that the rule of the plan chooses on explore: the passage's answers in conflict
+    / right ones in agreement."""
+    columns = []
+    for model in MODELS:
+        runs = runs_of(f"memory/choose/{model}")
+        grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
+        chosen, of_two = SETUPS[model][3:]
+        setups = {"greedy", chosen, *grid}
+        shares = {x: [right(runs[kind, x], "") for kind in (FALSE, TRUE)] for x in setups}
+        allowed = [x for x in grid if shares[x][1] >= shares["greedy"][1] - 2]
+        best = max(allowed, key=lambda x: shares[x][0])
+        column = [heading(model, len(runs[FALSE, "greedy"][0].lines))]
+        for setup in ("greedy", chosen, of_two, best):
+            text = " / ".join(map(unsigned, shares[setup]))
+            column.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
+        columns.append(column)
+    return transposed(["", "greedy", "chosen", "CAD, of two", "CAD, of twelve"], columns)
+
+
 def right(runs, condition):
     """The share of right answers in all answers of runs, in per cent."""
     metric = "memory" if condition == "no passage" else "passage"
@@ -376,6 +405,19 @@ def fresh():
             for method in METHODS:
                 shares = (unsigned(right([runs[method]], x)) for x, runs in of.items())
                 columns[-1].append(" / ".join(shares))
+    return transposed(["", *METHODS], columns)
+
+
+def fresh_listed():
+    """The outcomes of fresh facts, listed."""
+    forms = {kind: [of["listed"]] for kind, of in fresh_facts.KINDS.items()}
+    rows = fresh_facts.questions("listed")
+    others = others_in(rows, fresh_facts.load(), forms, fresh_facts.name)
+    columns = []
+    for model in MODELS:
+        if runs := fresh_runs(model, "listed"):
+            cells = (outcomes(runs[method], others) for method in METHODS)
+            columns.append([heading(model, len(runs["greedy"].lines)), *cells])
     return transposed(["", *METHODS], columns)
 
 
@@ -413,7 +455,8 @@ def which():
 
 TABLES = {
     table.__name__: table
-    for table in (moved, costs, listed, where, random, planned, fresh, fresh_tests, which)
+    for table in (moved, costs, listed, where, random, planned, cad, fresh, fresh_listed)
+    + (fresh_tests, which)
 }
 
 

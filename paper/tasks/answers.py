@@ -198,6 +198,12 @@ def first_name(answer, names):
     return min(found, default=NOWHERE)
 
 
+def first_sentence(text):
+    """The first line of a text up to the end of its first sentence."""
+    line = first_line(text)
+    return line[: sentence_end(line)]
+
+
 def sentence_end(text):
     """Where the first sentence of a plain text ends.
 

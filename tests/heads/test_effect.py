@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM
 from cli import decode
 from cli import detect as needles_program
 from cli.options import MINIATURE
-from decore import Row, Session, make_head_mask, pad
+from decore import Greedy, Masked, Row, Session, generate, make_head_mask, pad
 from heads.measures import effects
 from hf import HFModel
 from miniature.data import make_split
 from model import Transformer
 from paper import questions
 from paper.tasks import TASKS
+from paper.tasks.answers import first_sentence, same
 from runtime import pack
 from tests.checkpoints import random_ids, write_checkpoint, write_lines
 from tests.families import random_model
@@ -199,16 +200,22 @@ def detect(call, chat_model, tmp_path):
     return run
 
 
-def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat_model, tmp_path):
+def test_questions_give_the_mean_effect_and_leave_other_scores(
+    detect, chat_model, tmp_path, monkeypatch
+):
     model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
     expected = 0
+    closed = []
     for row in CAPITALS:
         user = f"Context: {row['context']}\nQuestion: {row['question']}\nAnswer:"
         chat = [{"role": "system", "content": TASKS["qa"].instruction}]
         prompt = tokenizer.encode_chat([*chat, {"role": "user", "content": user}])
         space = ""
+        user = f"Question: {row['question']}\nAnswer:"
+        closed.append(tokenizer.encode_chat([*chat, {"role": "user", "content": user}]))
         if "begin" in row:
-            prompt += tokenizer.encode(row["begin"], bos=False)
+            for ids in prompt, closed[-1]:
+                ids += tokenizer.encode(row["begin"], bos=False)
             space = " "
         texts = [tokenizer.encode(space + t, bos=False) for t in [row["answers"][0]]]
         texts += [tokenizer.encode(space + t, bos=False) for t in row.get("memory", [])]
@@ -219,6 +226,16 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(detect, chat_mode
     torch.testing.assert_close(found.double(), expected.flatten(), atol=2e-6, rtol=1e-3)
     assert content.keys() == {"model", "n_layers", "n_heads", "effect", "effect_facts"}
     facts = content["effect_facts"]
+    best = divmod(expected.argmax().item(), 4)
+    how = dict(max_new_tokens=12, tokenizer=tokenizer)
+    texts = [
+        [first_sentence(generate(model, ids, method, **how).text) for ids in closed]
+        for method in (Greedy(), Masked([best]))
+    ]
+    assert facts["kept"] == {"1": sum(map(same, *texts)) / 5}
+    with monkeypatch.context() as patch:
+        patch.setattr(questions, "Masked", lambda heads: Greedy())
+        assert detect("--limit", 2)[1]["effect_facts"]["kept"] == {"1": 1}
     assert facts["ids"] == [f"c{i}" for i in range(5)] and (facts["n"], facts["memories"]) == (5, 3)
     scores = {"scores": {f"{i}-{j}": i / 9 for i in range(3) for j in range(4)}, "samples": 7}
     path = tmp_path / "heads.json"
