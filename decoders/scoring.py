@@ -90,6 +90,7 @@ def read_passes(decoding, passes, renormalise, tops):
     parts = [[] for _ in decoding.methods]
     for ids, tokens in passes:
         for k, step in enumerate(decoding.steps(tokens)):
+            checks.check_not_nan(step.alpha.sum().item(), step.entropy.sum().item())
             normalise = renormalise and not isinstance(decoding.methods[k], AD)
             parts[k].append(token_scores(step, ids, normalise, tops[k]))
     return [[torch.cat(x, 1).tolist() for x in zip(*of_method)] for of_method in parts]

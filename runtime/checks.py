@@ -17,7 +17,7 @@ LONGER = (
 )
 
 
-def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens, draft):
+def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_tokens, best, draft):
     """The arguments of `generate` → prompts as lists of ints, end ids as a set, and the maximum
     number of new tokens of each text."""
     methods = getattr(method, "methods", [method])  # each has its part of the texts
@@ -29,6 +29,8 @@ def parse_generation(model, prompts, method, max_new_tokens, eos_ids, min_new_to
         parse_prompts(other, prompts)
     check_number(max_new_tokens, "max_new_tokens", 1, math.inf, numbers.Integral)
     check_number(min_new_tokens, "min_new_tokens", 0, max_new_tokens, numbers.Integral)
+    known = min(reader.config.vocab_size for reader in (model, *others))
+    check_number(best, "best", 0, known, numbers.Integral)
     check_draft(draft, method)
     limits = []
     for b, prompt in enumerate(prompts):
@@ -315,13 +317,12 @@ def parse_heads(heads, model):
     return pairs
 
 
-def check_step(model, score, alpha, h):
-    """InputError for a token whose score, α or entropy is not finite."""
+def check_not_nan(alpha, h):
+    """InputError for an α that is NaN, although the entropy h is a number."""
     if math.isnan(alpha) and h < math.inf:
         raise InputError(
             "α is nan: the method's rule gives it, or the logits of its masked model are not finite"
         )
-    check_finite(model, score, h)
 
 
 def check_finite(model, *values):

@@ -217,7 +217,7 @@ def locked(path):
             f"{path} is being written by another process; wait for it, or write to another file"
         ) from None
     except OSError as error:
-        if error.errno != errno.ENOLCK:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         Path(f"{path}.lock").unlink(missing_ok=True)
         raise OSError(f"{path}: its file system has no locks; write to another one") from None

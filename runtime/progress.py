@@ -12,6 +12,10 @@ class Bar(tqdm):
         super().__init__(bar_format=form, miniters=0, **options)  # a small move counts too
         self.complete = self.n  # items
 
+    def update(self, n=1):
+        """Move by n, up to the total: items of a batch may be there, and parts are rounded."""
+        super().update(min(n, self.total - self.n))
+
     def add(self, n):
         """Count n more complete items, whatever was counted of them."""
         self.complete += n

@@ -68,8 +68,9 @@ def moves(monkeypatch):
     update = Bar.update
 
     def record(self, n=1):
-        out.append(n)
-        return update(self, n)
+        before = self.n
+        update(self, n)
+        out.append(self.n - before)
 
     monkeypatch.setattr(Bar, "update", record)
     return out

@@ -351,6 +351,10 @@ def with_prompt(task, template=None, system=None, closed_book=False):
     return task
 
 
+# The line of {context}, with empty lines after it; at the end of a template, those before it.
+CONTEXT = r"(\n*.*{context}.*\Z|.*{context}.*\n*)"
+
+
 def with_template(task, template):
     if "{question}" in str(template):
         raise InputError(f"--template takes a file: write {str(template)!r} in one")
@@ -362,7 +366,7 @@ def with_template(task, template):
             raise InputError("the fields are written {question} and {context}, without a format")
     front, context, question = text, "", ""
     if "context" in fields:
-        front, context, question = re.split(r"(.*{context}.*\n*)", text, maxsplit=1)
+        front, context, question = re.split(CONTEXT, text, maxsplit=1)
     if sorted(fields) not in (["question"], ["context", "question"]) or "{question}" in context:
         raise InputError(
             f"{template} must name {{question}} once, and {{context}} at most once, on another "

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -611,6 +612,11 @@ def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice
     n = 2 if name == "memotrap" else 5
     assert status == 0 and sum(moves) == pytest.approx(2 * n), err
     assert moves == pytest.approx([part] * round(2 * n / part) + [0])
+    moves.clear()
+    torn = next(tmp_path.glob("*.greedy.jsonl"))
+    torn.write_bytes(torn.read_bytes()[:-9])
+    assert start(*options)[0] == 0 and sum(moves) == pytest.approx(1)
+    assert max(accumulate(moves)) <= 1  # though the batch is decoded again
 
 
 def test_help_mistakes_prompts_and_reports_need_no_tensors(data, tmp_path):

@@ -209,6 +209,7 @@ def test_the_prompt_leaves_out_an_empty_context(tmp_path):
     [
         ("Read.\n\n# {context}\n\nQ {question} {{x}}\n", "Read.\n\n# C\n\nQ Who? {x}", "Read.\n\n"),
         ("{question}\nUse: {context}\nSo:", "Who?\nUse: C\nSo:", "Who?\nSo:"),
+        ("{question}\n\nUse: {context}\n", "Who?\n\nUse: C", "Who?"),
         ("{question}", "Who?", None),
     ],
 )

@@ -61,8 +61,9 @@ def test_half_of_a_surrogate_pair_is_named_with_its_file(tmp_path):
     assert str(error.value) == rf"{path}: '\ud800' is half of a surrogate pair, not a character"
 
 
-def test_a_file_system_without_locks_is_named_and_keeps_no_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_and_keeps_no_lock(tmp_path, monkeypatch, number):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, "No locks")))
     with pytest.raises(OSError, match="out.jsonl: its file system has no locks"):
         with locked(tmp_path / "out.jsonl"):
             pass
