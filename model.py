@@ -24,7 +24,7 @@ from torch import nn
 from runtime.attention import attention, causal_attention
 from runtime.checkpoint import Checkpoint
 from runtime.checks import check_head_mask, parse_heads
-from runtime.config import default_dtype, find_dtype, rope_frequencies
+from runtime.config import LEAST_PREFIX, default_dtype, find_dtype, rope_frequencies
 from runtime.pack import pack
 from runtime.parallel import Shard, check_split, rank_device
 from runtime.values import MASKS, check_name
@@ -32,7 +32,6 @@ from runtime.weights import load_weights, stored_dtype, untie
 
 CHUNK = 2048  # tokens per prefill pass, summed over the batch; at least 16 of each prompt
 ALIGNMENT = 64  # P and S·R are multiples of this
-LEAST_PREFIX = 64  # tokens; a pass of its own for fewer costs more than it saves
 
 
 class Attention(nn.Module):
@@ -251,10 +250,8 @@ class Transformer(nn.Module):
         files = checkpoint.tensors
         checkpoint.check_layers()
         config = untie(checkpoint.config, files)
-        if dtype:
-            dtype = find_dtype(dtype)
-        else:
-            dtype = default_dtype(checkpoint, device) or config.dtype or stored_dtype(files)
+        dtype = dtype or default_dtype(checkpoint, device) or config.dtype
+        dtype = find_dtype(dtype) if dtype else stored_dtype(files)
         model = cls(config, shard, "meta", dtype)
         model.name = checkpoint.name
         model.checkpoint = checkpoint

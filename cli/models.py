@@ -1,13 +1,11 @@
-"""Reads and loads the models that the command line names."""
+"""Reads and loads the models that the command line names. torch is imported where one is loaded, so
+that mistakes and plans need not wait for it."""
 
 import os
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
 from cli.reading import reading_bar
-from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.errors import InputError
 from tokenizer import Tokenizer
@@ -40,7 +38,8 @@ def read_models(args):
 
 def read_model(name, args):
     """The `Facts` of a folder or a hub id."""
-    choose_device(args)
+    if args.device != "auto" or args.device_map:
+        choose_device(args)
     checkpoint = Checkpoint(name)
     if args.transformers:
         from hf import describe, read_config
@@ -64,6 +63,8 @@ def load_models(facts, of_amateur, args, shard=None):
 
 def load_model(checkpoint, args, shard=None):
     """A model, by --device, --dtype and --transformers. shard: None joins the ranks of torchrun."""
+    from model import Transformer
+
     device = choose_device(args)
     dtype = None if args.dtype == "auto" else args.dtype
     if args.transformers:
@@ -78,6 +79,8 @@ def load_model(checkpoint, args, shard=None):
 
 def choose_device(args):
     """The device that --device names. InputError if this machine does not have it."""
+    import torch
+
     gpus = torch.cuda.device_count()
     devices = ["cuda"] * bool(gpus) + [f"cuda:{i}" for i in range(gpus)] + ["cpu"]
     devices += ["mps"] * torch.backends.mps.is_available()
@@ -94,6 +97,8 @@ def choose_device(args):
 def limit_threads(model):
     """Use one thread for a tiny model on a CPU, unless OMP_NUM_THREADS is set: starting threads
     would take longer."""
+    import torch
+
     tensors = *model.parameters(), *model.buffers()  # packed weights are buffers
     tiny = sum(x.numel() for x in tensors) < TINY
     if tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

@@ -25,6 +25,7 @@ from heads.reader import (
     read_head_file,
     usual_number,
 )
+from runtime.checks import parse_heads
 from runtime.errors import InputError
 from runtime.files import checkpoint_name
 
@@ -64,8 +65,6 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     c = model.config
     listed = listed_heads(name)
     if listed:
-        from runtime.checks import parse_heads  # imports torch
-
         if n is not None or draw or measure != "copy":
             raise InputError(
                 f"{name} lists the heads to mask: a number, a measure or a draw has no effect"

@@ -5,7 +5,6 @@ import numpy as np
 
 from heads import load_heads, random_heads
 from heads.detect import answer_runs
-from heads.measures import prefilled
 from heads.reader import find_measures
 from runtime.files import markdown_table
 from runtime.statistics import holm, p_value
@@ -34,6 +33,8 @@ def ablate_batch(model, tokenizer, prompts, needles, facts, sets, on_step=None):
 
     record["masked"]: {name: whether the answer is right while these heads are masked}, for each of
     `sets`."""
+    from heads.measures import prefilled  # imports torch
+
     cache = prefilled(model, [ids for ids, _ in prompts], facts["max_new_tokens"])
 
     def run(heads):

@@ -15,7 +15,6 @@ from itertools import product
 from runpy import run_module
 
 from heads import MEASURES
-from heads.measures import answer_batch, effects, head_scores, prefilled, score_run  # noqa: F401
 from heads.words import is_latin, words_of
 from runtime import files
 from runtime.errors import InputError
@@ -24,6 +23,13 @@ from runtime.progress import Bar
 SUCCESS = 0.5  # an answer is right if its recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
 REMEDY = "choose another --out, or delete it"
+
+
+def score_run(*run, **settings):
+    """Scores of all heads in one run: `heads.measures.score_run`, which other software has here."""
+    from heads.measures import score_run
+
+    return score_run(*run, **settings)
 
 
 def run_all(model, prompts, facts, path, run, min_success):
@@ -101,6 +107,8 @@ def is_run(record, run, facts):
 def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
     """One record per run: that of `answer_runs`, and the scores that are not 0. on_step: as in
     `answer_batch`."""
+    from heads.measures import effects, head_scores, prefilled
+
     in_prompts = [ids[slice(*run["span"])] for ids, run in prompts]  # the needles' tokens
     capacity = max(facts["max_new_tokens"], *map(len, in_prompts))
     ids = [ids for ids, _ in prompts]
@@ -123,6 +131,8 @@ def run_batch(model, tokenizer, prompts, needles, facts, on_step=None):
 def answer_runs(model, tokenizer, prompts, needles, facts, **settings):
     """(record, `Answer`) of each run. record: that of `make_prompts`, the answer, and whether it is
     right. settings: arguments of `answer_batch`."""
+    from heads.measures import answer_batch  # imports torch, which the help of the program spares
+
     published = facts["published"]
     stops = tokenizer.eos_ids
     if published:  # their script stops at a newline of Llama 2, and at id 144 of any vocabulary

@@ -101,8 +101,8 @@ class HFModel(nn.Module):
         folder = checkpoint.folder
         checkpoint.check_layers()
         c = read_config(folder)
-        default = None if device_map else default_dtype(checkpoint, device)
-        dtype = find_dtype(dtype) if dtype else default or "auto"
+        dtype = dtype or (None if device_map else default_dtype(checkpoint, device))
+        dtype = find_dtype(dtype) if dtype else "auto"
         if getattr(c, "quantization_config", None):  # quantized weights cannot be moved afterwards
             device_map = device_map or {"": device}
         c._attn_implementation = None  # a kernel that may not run here

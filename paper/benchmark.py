@@ -67,7 +67,7 @@ def load_benchmark(task, how, model=None):
         layout = "user"
     template_args = None
     if layout != "plain":
-        from cli import models  # imports torch, as do the facts of a model
+        from cli import models  # slow, as are the facts of a model
 
         template_args = models.benchmark_template_args(model.tokenizer, how.template_args)
     prompt = bench.demos, model.tokenizer, layout, template_args

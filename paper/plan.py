@@ -16,6 +16,7 @@ from paper.benchmark import in_batches, load_benchmark
 from paper.printed import TASKS, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import Task, find_task, metrics
+from runtime.config import LEAST_PREFIX
 from runtime.errors import InputError
 
 BASE = "Meta-Llama-3-8B-Instruct"  # the model with most tables, and the amateur
@@ -143,7 +144,7 @@ def show(runs, how):
     """Print the runs and what they lack, with the commands that get it.
 
     how: the parsed command line, of `paper`."""
-    from cli import models  # imports torch
+    from cli import models  # slow
 
     model = None
     try:
@@ -250,8 +251,6 @@ def prompt_tokens(encoded, batch_size):
     """(prompt tokens, those that are read if the common prefix of a batch is read once).
 
     encoded: the items of a task as ids."""
-    from model import LEAST_PREFIX  # imports torch
-
     total = read = sum(len(item.prompt) for item in encoded)
     for batch in in_batches(encoded, batch_size):
         shared = len(commonprefix([item.prompt for item in batch]))

@@ -18,9 +18,6 @@ from tqdm import tqdm
 from cli import models
 from cli.entry import run_program
 from cli.options import add_model_arguments, comma_list, number, parser, positive, refuse_unused
-from decoders.sweep import side_by_side
-from decore import Greedy, Masked
-from heads.measures import effects
 from heads.reader import plain_name, read_head_file, usual_number
 from paper import options
 from paper.benchmark import load_benchmark
@@ -83,6 +80,8 @@ def main():
     checkpoint = models.read_model(args.model, args)
     content = stored_scores(args.out, checkpoint)
     bench, texts = read_texts(task, args, checkpoint)
+    from heads.measures import effects  # imports torch
+
     model = models.load_model(checkpoint.checkpoint, args)
     models.limit_threads(model)
     start = time.perf_counter()
@@ -121,6 +120,9 @@ def kept_without(model, tokenizer, bench, scores, size):
     their effect is none of reading.
 
     scores: [L, H]. An answer is the first sentence of at most twelve tokens."""
+    from decoders.sweep import side_by_side  # imports torch
+    from decore import Greedy, Masked
+
     questions = [e.without_context for e in bench.encoded]
     if not all(questions):
         return None

@@ -5,8 +5,6 @@ import numbers
 from dataclasses import MISSING, fields
 from operator import itemgetter
 
-import torch
-
 from runtime.errors import ArgumentError, InputError, one_line
 from runtime.values import KNOWN, NUMBERS, check_name, check_number
 
@@ -165,8 +163,14 @@ def as_ints(ids, what, single=False):
     """A list, tuple, array or tensor of whole numbers → a list.
 
     single: also one number, or a set."""
+    values = list(ids) if single and isinstance(ids, set | frozenset) else ids
+    values = [values] if single and type(values) is int else values
+    if isinstance(values, list | tuple) and all(type(i) is int for i in values):
+        if max(map(abs, values), default=0) < 2**63:
+            return [*values]
+    import torch
+
     try:
-        values = list(ids) if single and isinstance(ids, set | frozenset) else ids
         if isinstance(values, list | tuple) and bool in map(type, values):
             raise TypeError  # as_tensor counts True as 1
         x = torch.as_tensor(values)
@@ -241,6 +245,8 @@ class Checked:
 
 def check_alpha(method, alpha, h):
     """InputError if a rule of one's own does not give a tensor of the shape of h, [B, T]."""
+    import torch
+
     if not torch.is_tensor(alpha) or alpha.shape != h.shape:
         form = list(alpha.shape) if torch.is_tensor(alpha) else one_line(repr(alpha), 40)
         raise InputError(

@@ -4,14 +4,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from runtime.errors import InputError, one_line
 from runtime.fields import COUNT, LARGEST, POSITIVE, field, located
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
+DTYPES = ("float32", "float16", "bfloat16")
 FLOAT32_UP_TO = 2_000_000_000  # bytes of weights, on a CPU, by default
+LEAST_PREFIX = 64  # tokens; a pass of its own for fewer costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Config:
     tied_embeddings: bool
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, or None for all
     max_positions: int
-    dtype: torch.dtype | None  # None: config.json does not say; that of the weights
+    dtype: str | None  # of DTYPES; None: config.json does not say; that of the weights
 
     @classmethod
     def from_fields(cls, c, place="config.json"):
@@ -89,7 +87,7 @@ def read_fields(c):
         tied_embeddings=need("tie_word_embeddings", "true or false"),
         windows=read_windows(c),
         max_positions=stretched(max_positions, rope_scaling),
-        dtype=dtype and find_dtype(dtype),
+        dtype=dtype and name_of_dtype(dtype),
     )
 
 
@@ -126,19 +124,25 @@ SCALINGS = {  # rope_type → its fields and their kinds
 
 
 def default_dtype(checkpoint, device):
-    """The dtype in which a checkpoint computes by default; None: its own.
+    """The name of the dtype in which a checkpoint computes by default; None: its own.
 
     On a CPU, float32 for models of fewer than a billion parameters that are not quantized."""
     stored = sum(path.stat().st_size for path in checkpoint.folder.glob("*.safetensors"))
     quantized = checkpoint.read("config.json").get("quantization_config")
-    is_cpu = torch.device(device).type == "cpu"
-    return torch.float32 if is_cpu and stored < FLOAT32_UP_TO and not quantized else None
+    is_cpu = str(device).startswith("cpu")
+    return "float32" if is_cpu and stored < FLOAT32_UP_TO and not quantized else None
 
 
 def find_dtype(dtype):
     """A name or a dtype of torch → the dtype. InputError if weights cannot have it."""
+    import torch  # configurations are read without it
+
+    return getattr(torch, name_of_dtype(dtype))
+
+
+def name_of_dtype(dtype):
     name = str(dtype).removeprefix("torch.")
-    return DTYPES[field({"dtype": name}, "dtype", [*DTYPES])]
+    return field({"dtype": name}, "dtype", [*DTYPES])
 
 
 def read_rope(c, max_positions):
@@ -212,6 +216,8 @@ def rope_frequencies(c):
 
     Operations and order are transformers': at position 4,000 one bit shows in the logits.
     `linear` slows down all pairs, `llama3` only those of long wavelengths."""
+    import torch
+
     f = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
     scaling = c.rope_scaling
     if scaling is None:

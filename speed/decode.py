@@ -36,7 +36,7 @@ from cli.entry import run_program
 from cli.options import number, parser, positive
 from decoders.setup import Setup
 from model import Linear, Transformer
-from runtime.config import DTYPES
+from runtime.config import DTYPES, find_dtype
 from runtime.errors import InputError
 from runtime.files import commit
 from runtime.pack import pack
@@ -301,7 +301,7 @@ def main():
         )
     else:
         shape = SHAPES[args.shape]
-        model = random_model(shape, args.device, DTYPES[args.dtype or "float32"])
+        model = random_model(shape, args.device, find_dtype(args.dtype or "float32"))
         row = dict(shape=args.shape)
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, [args.batch, args.prompt]).tolist()

@@ -50,7 +50,7 @@ def messages(task, item, demos, layout, with_context=True):
         chat.append({"role": "assistant", "content": begin})
     if not task.instruction or layout != "user":
         return chat
-    from tokenizer import join_system  # imports torch
+    from tokenizer import join_system  # slow
 
     return join_system(chat)
 

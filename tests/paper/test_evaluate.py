@@ -619,17 +619,21 @@ def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice
     assert max(accumulate(moves)) <= 1  # though the batch is decoded again
 
 
-def test_help_mistakes_prompts_and_reports_need_no_tensors(data, tmp_path):
+def test_help_mistakes_prompts_plans_and_reports_need_no_tensors(data, tmp_path):
     """torch takes two seconds to import."""
     write_lines(tmp_path / "run.jsonl", [])
-    code = "import sys; sys.modules['torch'] = None; import cli.entry, evaluate; "
-    code += "sys.argv[1:] = {}; sys.exit(cli.entry.run_program(evaluate.main))"
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = {}; "
+    code += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    plan = "paper", "--like", "Meta-Llama-3-8B-Instruct", *data["nq-closed"], "--plan"
     for arguments, expected, words in (
-        (["--help"], 0, "usage: "),
-        (["--task", "nq"], 2, "unknown task 'nq'"),
-        ([*data["nq-closed"], "--dry-run"], 0, "how long 0"),
-        (["report", str(tmp_path)], 2, "run.jsonl: its first line has no header"),
-        (["paper", "--help"], 0, "--plan"),
+        (["evaluate", "--help"], 0, "usage: "),
+        (["evaluate", "--task", "nq"], 2, "unknown task 'nq'"),
+        (["evaluate", *data["nq-closed"], "--dry-run"], 0, "how long 0"),
+        (["evaluate", "report", str(tmp_path)], 2, "run.jsonl: its first line has no header"),
+        (["evaluate", *plan], 0, "nq-closed "),
+        (["heads.detect", "--help"], 0, "--questions FILE"),
+        (["heads.detect", "--task", "qa", "--help"], 0, "--questions FILE"),
+        (["heads.detect", "--lengths", "999", "--out", "x"], 2, "999 tokens do not fit"),
     ):
         command = [sys.executable, "-c", code.format(arguments)]
         out = subprocess.run(command, capture_output=True, text=True, cwd=MINIATURE.parent)
