@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from decore import DeCoRe, Greedy, generate
-from heads import detect
+from heads import measures
 from heads.measures import effects
 from hf import HFModel
 from model import Cache, Transformer
@@ -59,7 +59,7 @@ def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
 def test_detection_scores_the_heads_as_the_cpu_does(folder):
     prompts, needles = [random_ids(n, seed=n) for n in (30, 41)], [(3, 9), (20, 30)]
     cpu, cuda = (
-        detect.answer_batch(Transformer.load(folder, device=device), prompts, needles, 12)
+        measures.answer_batch(Transformer.load(folder, device=device), prompts, needles, 12)
         for device in ("cpu", "cuda")
     )
     for (ids, *scores), (expected_ids, *expected) in zip(cuda, cpu, strict=True):

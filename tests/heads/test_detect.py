@@ -89,8 +89,8 @@ def reference_run(reference, prompt, needle, steps, published):
 def score_run(model, prompt, needle, max_new_tokens, eos_ids=(), published=False):
     """({measure: scores of all heads}, the generated ids) of one run."""
     how = [needle], max_new_tokens, eos_ids, published
-    [answer] = detect.answer_batch(model, [prompt], *how)
-    return detect.head_scores(answer, prompt, needle, published), answer.ids
+    [answer] = measures.answer_batch(model, [prompt], *how)
+    return measures.head_scores(answer, prompt, needle, published), answer.ids
 
 
 @pytest.mark.parametrize("engine", ["own", "transformers"])
@@ -121,9 +121,9 @@ def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_t
         torch.testing.assert_close(found[measure], scores, atol=1e-5, rtol=1e-5)  # found in float32
     # Padding changes nothing.
     short = random_ids(23, vocab_size=12, seed=1)
-    batch = detect.answer_batch(model, [short, prompt], [(2, 9), needle], 5)
+    batch = measures.answer_batch(model, [short, prompt], [(2, 9), needle], 5)
     for answer, text, span in zip(batch, (short, prompt), ((2, 9), needle)):
-        [alone] = detect.answer_batch(model, [text], [span], 5)
+        [alone] = measures.answer_batch(model, [text], [span], 5)
         assert answer.ids == alone.ids
         torch.testing.assert_close(answer[1:], alone[1:], atol=1e-5, rtol=1e-5)
 

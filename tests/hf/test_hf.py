@@ -20,7 +20,7 @@ from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.scoring import score
 from decoders.sweep import PromptsReadOnce
 from decore import DeCoRe, Greedy, Masked, contrast, entropy, generate, make_head_mask, pad
-from heads import detect
+from heads import measures
 from heads.sources import find_sources
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
@@ -138,7 +138,7 @@ def test_a_head_writes_what_its_output_projection_adds_where_values_are_known(fa
     model = HFModel(random_model(family))
     prompt = PROMPTS[0]
     whole = [(0, len(prompt)), (0, 3)]  # no key of the first prompt is left out
-    [answer, _] = detect.answer_batch(model, [prompt, PROMPTS[1]], whole, 1)
+    [answer, _] = measures.answer_batch(model, [prompt, PROMPTS[1]], whole, 1)
     assert answer.write.any() == known
     if known:
         u = model.hf.get_output_embeddings().weight[answer.ids[0]]

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from cli import decode as program
 from decoders.scoring import score
 from decore import DeCoRe, generate, make_head_mask
-from heads.detect import answer_batch
-from heads.measures import effects
+from heads.measures import answer_batch, effects
 from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device
