@@ -75,7 +75,7 @@ def json_lines(path, complete=False):
 
 
 # Without one of these in its text, what `json_bytes` refuses is not in a line of JSON.
-SUSPECT = re.compile(rb"\\u|NaN|Infinity|[eE]\+?\d{3}|\d{200}")
+SUSPECT = re.compile(rb"\\u|NaN|Infinity|[eE]\+?\d{3,}[\s,\]}]|\d{200}")
 
 
 def parse_lines(lines, path, complete=False):

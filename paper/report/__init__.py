@@ -53,7 +53,7 @@ def report(argv):
 
     if args.plots:
         from paper.report import figures  # before the runs are read, which may take minutes
-    runs = stored.collect(args.folder)
+    runs = stored.collect(args.folder, texts=args.all or args.csv)
     if not runs:
         raise InputError(f"{args.folder}: no runs to report")
     runs = results.select(runs)

@@ -55,7 +55,7 @@ class StoredRun:
     remarks: list  # sentences
     path: Path = None
     lines: list = ()  # one dict per example, as stored
-    values: list = ()  # one dict of metric values per example, with those of `text_values`
+    values: list = ()  # one dict of metric values per example, and those of `text_values` if they are needed
     heads: str = ""  # in its label, if other runs of the model have others
     variant: str = ""  # precision, inputs, …, likewise, if other runs of the model and task differ
 
@@ -217,13 +217,15 @@ def names_of(records):
     return ", ".join(names)
 
 
-def collect(folder):
-    """The runs of a folder and its subfolders. Prints which files are skipped, and why."""
+def collect(folder, texts=False):
+    """The runs of a folder and its subfolders. Prints which files are skipped, and why.
+
+    texts: whether their values have those of `text_values`."""
     runs = []
     for path in run_files(folder):
         try:
             with located(path):
-                runs += by_memory(read(path))
+                runs += by_memory(read(path, texts))
         except (ValueError, OSError) as error:
             print(f"skipped: {error}", file=sys.stderr)
     return runs
@@ -243,8 +245,8 @@ def run_files(folder):
     return paths
 
 
-def read(path):
-    """Reads a run file. InputError if it cannot be reported."""
+def read(path, texts=False):
+    """Reads a run file, as `collect`. InputError if it cannot be reported."""
     header, lines = read_run(path)
     if header is None:
         raise InputError("its first line has no header, so it is not a run of evaluate.py")
@@ -260,7 +262,8 @@ def read(path):
     run.path = path
     run.lines = judges.judge(lines, path, task)
     run.values = scores.values_of(path, task, lines)
-    for values, of_text in zip(run.values, metrics.map_lines(text_values, lines)):
+    described = metrics.map_lines(text_values, lines) if texts else ()
+    for values, of_text in zip(run.values, described):
         values |= of_text
     run.remarks += unlike_the_paper(run, task)
     return run

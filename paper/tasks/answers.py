@@ -116,6 +116,7 @@ def spelling(words):
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words)).casefold()
 
 
+@lru_cache(4096)
 def currencies(text):
     return {c for c in plain(text) if unicodedata.category(c) == "Sc"}
 
@@ -125,6 +126,7 @@ def other_currency(answer, reference):
     return bool(currencies(answer) and currencies(reference) - currencies(answer))
 
 
+@lru_cache(2**16)  # runs of one task share questions, and often answers
 def same(answer, reference):
     """Whether two texts are the same answer, regardless of case."""
     if other_currency(answer, reference):

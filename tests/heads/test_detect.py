@@ -378,7 +378,7 @@ def test_right_answers_recall_more_than_half_and_published_ones_end_at_two_ids_o
         zeros = [torch.zeros(len(text), 1, 1, dtype=int) for text in texts]
         return [measures.Answer(tokenizer.encode(text), x, x, x) for text, x in zip(texts, zeros)]
 
-    monkeypatch.setattr(detect, "answer_batch", answer_batch)
+    monkeypatch.setattr(measures, "answer_batch", answer_batch)
     for more in ([], ["--published"]):
         facts, prompts = prepare("--lengths", 500, "--depths", 1, *more)
         texts = ["The stones under", "under the", "I do not know"]  # recall 0.75, 0.5, 0

@@ -533,7 +533,7 @@ def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, chan
         write_lines(path, [header, first | changes, *rest])
     else:
         write_lines(path, rest)
-    status, out, err = call(evaluate.main, "report", tmp_path)
+    status, out, err = call(evaluate.main, "report", tmp_path, "--all")
     assert status == 0 and "| masked, N = 2" in out
     assert err.startswith(f"skipped: {path}: ") and words in err and err.count("\n") == 1
 
