@@ -55,7 +55,7 @@ class StoredRun:
     remarks: list  # sentences
     path: Path = None
     lines: list = ()  # one dict per example, as stored
-    values: list = ()  # one dict of metric values per example, and those of `text_values` if they are needed
+    values: list = ()  # one dict of metric values per example; see `collect`
     heads: str = ""  # in its label, if other runs of the model have others
     variant: str = ""  # precision, inputs, …, likewise, if other runs of the model and task differ
 

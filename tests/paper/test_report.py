@@ -81,7 +81,7 @@ def described(**header):
 
 
 def runs_of(folder):
-    return results.select(stored.collect(folder))
+    return results.select(stored.collect(folder, texts=True))
 
 
 def short_of(folder):
