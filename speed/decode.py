@@ -3,14 +3,15 @@
     python -m speed.decode --shape 0.5b --dtype bfloat16 --prompt 512 --new 32 --json
     torchrun --nproc-per-node 2 -m speed.decode --model FOLDER --methods greedy decore-entropy
 
-    greedy, decore-entropy, …   methods of this project
+    greedy, decore-entropy, …   methods of this project; cad reads the last 40 tokens again
     transformers                greedy decoding by its generate()
     two-pass                    DeCoRe written with transformers: two caches, two passes per token
     hf-greedy, hf               this project's methods on a model of transformers (--transformers)
     custom-generate             DeCoRe by generate() with custom_generate/
 
 All contestants run once per round. The clock runs from the first new token to the last, without the
-prompt. Ratios are medians over the rounds, because the load of a machine changes between rounds."""
+prompt; `seconds` (--json) are of the whole answer, with the prompt. Ratios are medians over the
+rounds, because the load of a machine changes between rounds."""
 
 import copy
 import json
@@ -20,6 +21,7 @@ import resource
 import shlex
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -47,9 +49,14 @@ from speed.shapes import SHAPES, random_model, spread_heads, transformers_model,
 # token.
 
 
+QUESTION = 40  # tokens that CAD reads again, without the passage
+
+
 def this_project(model, new, heads, method, graph=True):
     def answer(prompts, tick):
         record = Setup.of(method, heads=heads).record()
+        if method == "cad":
+            record = replace(record, without_context=[p[-QUESTION:] for p in prompts])
         out = decore.generate(model, prompts, record, new + 1, (), tick, graph)
         return [g.ids for g in out]
 
@@ -172,7 +179,7 @@ def take_turns(runs, rounds):
     return results
 
 
-METHODS = ("greedy", "masked", "decore-static", "decore-entropy")
+METHODS = ("greedy", "masked", "decore-static", "decore-entropy", "cad")
 # A contestant → those that must decode its tokens. Their speed is given relative to it.
 SAME_TOKENS = {
     "transformers": ("greedy", "hf-greedy"),
@@ -190,12 +197,13 @@ def summary(results, prompt, new):
     """Quartiles of all rates and ratios, and how many leading tokens of the first text agree.
 
     prompt, new: the number of tokens of all texts."""
-    rates, prefill, texts = {}, {}, {}
+    rates, prefill, seconds, texts = {}, {}, {}, {}
     for name, rounds in results.items():
         texts[name] = rounds[-1][0][0]
         ticks = np.array([times for _, times in rounds])
         prefill[name] = round(prompt / np.median(ticks[:, 1] - ticks[:, 0]))
         rates[name] = new / (ticks[:, -2] - ticks[:, 1])
+        seconds[name] = quartiles(ticks[:, -1] - ticks[:, 0])
     ratios, same = {}, {}
     for b, others in RATIOS.items():
         for a in others:
@@ -207,6 +215,7 @@ def summary(results, prompt, new):
     return dict(
         tokens_per_second={name: quartiles(rate, 2) for name, rate in rates.items()},
         prompt_tokens_per_second=prefill,
+        seconds=seconds,
         ratios=ratios,
         same_tokens=same,
     )
