@@ -22,36 +22,24 @@ from runtime import statistics
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
 ROLES = "default", "by copy", "by effect", "chosen", "CAD"
+SHOWN = "default", "chosen", "CAD"
 SETUPS = {  # model → what played each role
-    "SmolLM2-135M-Instruct": (
-        *("decore-entropy.n10", "decore-entropy.n10.cap1", "decore-entropy.n1.effect"),
-        *("decore-entropy.n10.cap1", "cad.a0.5"),
-    ),
-    "Qwen2.5-Coder-0.5B-Instruct": (
-        *("decore-entropy.n10", "decore-static.n20.a2", "decore-static.n3.effect.a2"),
-        *("decore-static.n3.effect.a2", "cad.a1"),
-    ),
-    "Qwen2.5-Coder-1.5B-Instruct": (
-        *("decore-entropy.n10", "decore-static.n40.a2", "decore-static.n10.effect.a2"),
-        *("decore-static.n10.effect.a2", "cad.a1"),
-    ),
-    "gemma-3-270m": (
-        *("decore-entropy.n9", "decore-static.n20.a0.5", "decore-entropy.n5.effect"),
-        *("decore-entropy.n5.effect", "cad.a0.5"),
-    ),
-    "first/Qwen2.5-Coder-0.5B-Instruct": (
-        *("decore-entropy.n10", "decore-entropy.n20", "decore-entropy.n2.effect"),
-        *("decore-entropy.n2.effect", "cad.a0.5"),
-    ),
-    "first/Qwen2.5-Coder-1.5B-Instruct": (
-        *("decore-entropy.n10", "decore-entropy.n3", "decore-static.n3.effect.a1"),
-        *("decore-static.n3.effect.a1", "cad.a1"),
-    ),
+    "SmolLM2-135M-Instruct": "decore-entropy.n10 decore-entropy.n10.cap1 "
+    "decore-entropy.n1.effect decore-entropy.n10.cap1 cad.a0.5",
+    "Qwen2.5-Coder-0.5B-Instruct": "decore-entropy.n10 decore-static.n20.a2 "
+    "decore-static.n3.effect.a2 decore-static.n3.effect.a2 cad.a1",
+    "Qwen2.5-Coder-1.5B-Instruct": "decore-entropy.n10 decore-static.n40.a2 "
+    "decore-static.n10.effect.a2 decore-static.n10.effect.a2 cad.a1",
+    "gemma-3-270m": "decore-entropy.n9 decore-static.n20.a0.5 "
+    "decore-entropy.n5.effect decore-entropy.n5.effect cad.a0.5",
+    "first/Qwen2.5-Coder-0.5B-Instruct": "decore-entropy.n10 decore-entropy.n20 "
+    "decore-entropy.n2.effect decore-entropy.n2.effect cad.a0.5",
+    "first/Qwen2.5-Coder-1.5B-Instruct": "decore-entropy.n10 decore-entropy.n3 "
+    "decore-static.n3.effect.a1 decore-static.n3.effect.a1 cad.a1",
 }
+SETUPS = {model: dict(zip(ROLES, names.split())) for model, names in SETUPS.items()}
 MODELS = [*SETUPS][:4]
-FALSE, TRUE, LISTED = (
-    f"{kind}.known" for kind in ("implied.false", "implied.true", "listed.false")
-)
+FALSE, TRUE, LISTED = "implied.false.known", "implied.true.known", "listed.false.known"
 
 
 # Stored runs
@@ -77,8 +65,7 @@ def runs_of(path):
 
 def run_of(model, role, kind, folder="memory/test"):
     """The run of a setup, or of what plays a role; None if there is none."""
-    setup = dict(zip(ROLES, SETUPS[model])).get(role, role)
-    return runs_of(f"{folder}/{model}").get((kind, setup), [None])[0]
+    return runs_of(f"{folder}/{model}").get((kind, SETUPS[model].get(role, role)), [None])[0]
 
 
 def sources(run):
@@ -126,36 +113,48 @@ def compare(pairs, metric="passage"):
     return f"{text}, {(signs > 0).sum()} : {(signs < 0).sum()}", p, len(ours)
 
 
+def compare_roles(models, one, two, kind=FALSE):
+    return compare([[run_of(model, role, kind) for role in (one, two)] for model in models])
+
+
 # Tables: rows of cells, of which the first has the headings
+
+
+def by_model(labels, column, models=MODELS):
+    """A table with a column for each model. column(model): its heading, and a cell for each label;
+    None leaves the model out."""
+    columns = filter(None, map(column, models))
+    return [list(row) for row in zip(["", *labels], *columns, strict=True)]
+
+
+def family(models, pairs, test, others=()):
+    """Rows of tests, one for each pair of roles, with a cell for each model. Bold: p is below 0.05
+    after Holm's correction over all of them and `others`. test(model, *pair): as of `compare`."""
+    tests = [test(model, *pair) for pair in pairs for model in models]
+    texts = []
+    for (text, p, _), adjusted in zip(tests, statistics.holm([p for _, p, _ in tests] + [*others])):
+        value, _, rest = text.partition(" ")
+        texts.append(f"{f'**{value}**' if adjusted < 0.05 else value} {rest}, p {p_text(p)}")
+    n = len(models)
+    return [[" − ".join(pair), *texts[i * n : (i + 1) * n]] for i, pair in enumerate(pairs)]
 
 
 def moved():
     """Answers from memory that move, and what is lost where the passage is right."""
-    columns = []
-    for model in MODELS:
+
+    def column(model):
         from_memory = sources(run_of(model, "greedy", FALSE)) == "memory"
         n = int(from_memory.sum())
-        column = [heading(model, n)]
-        for role in ("default", "chosen", "CAD"):
+        cells = [heading(model, n)]
+        for role in SHOWN:
             now = sources(run_of(model, role, FALSE))[from_memory]
             share, neither = (now == "passage").mean(), np.isin(now, ("neither", "blank")).mean()
-            low, high = statistics.wilson(share, n)
-            shares = [f"{100 * x:.0f}" for x in (share, low, high, neither)]
-            column.append("{} ({} to {}) / {}".format(*shares))
-        for role in ("default", "chosen", "CAD"):
-            pair = run_of(model, role, TRUE), run_of(model, "greedy", TRUE)
-            column.append(compare([pair])[0])
-        columns.append(column)
-    labels = [
-        f"{what}: {role}"
-        for what in ("to the passage / to neither", "right passages")
-        for role in ("default", "chosen", "CAD")
-    ]
-    return transposed(["", *labels], columns)
+            shares = [100 * x for x in (share, *statistics.wilson(share, n), neither)]
+            cells.append("{:.0f} ({:.0f} to {:.0f}) / {:.0f}".format(*shares))
+        return cells + [compare_roles([model], role, "greedy", TRUE)[0] for role in SHOWN]
 
-
-def transposed(labels, columns):
-    return [list(row) for row in zip(labels, *columns, strict=True)]
+    moves = [f"to the passage / to neither: {role}" for role in SHOWN]
+    return by_model([*moves, *(f"right passages: {role}" for role in SHOWN)], column)
 
 
 COSTS = {  # kind → name, metric
@@ -172,7 +171,7 @@ def costs():
     """Differences to greedy decoding where a passage is right, missing, or of another task."""
     rows = [["", *map(short, MODELS), "together"]]
     for kind, (title, metric) in COSTS.items():
-        for role in ("default", "chosen", "CAD"):
+        for role in SHOWN:
             groups = []
             for model, other in zip(MODELS, TRANSFER):
                 where = (model, kind) if "known" in kind else (other, kind, "transfer")
@@ -190,12 +189,13 @@ def listed():
     """Answers where seven sentences of one form give values of seven subjects."""
     forms = {kind: of["listed"] for kind, of in WORDINGS.items()}
     others = others_in(questions("confirm", "listed", "false"), load("confirm"), forms, name)
-    roles = "greedy", "default", "chosen", "CAD"
-    columns = []
-    for model in TRANSFER:
+    roles = "greedy", *SHOWN
+
+    def column(model):
         runs = [run_of(model, role, LISTED) for role in roles]
-        columns.append([heading(model, len(runs[0].lines)), *(outcomes(x, others) for x in runs)])
-    return transposed(["", *roles], columns)
+        return [heading(model, len(runs[0].lines)), *(outcomes(run, others) for run in runs)]
+
+    return by_model(roles, column, TRANSFER)
 
 
 def others_in(rows, facts, forms, name):
@@ -229,8 +229,8 @@ def where():
     wordings = {name(fact): int(order(f"implied {name(fact)}"), 16) % 3 for fact in load("confirm")}
     labels = [*(f"cities, wording {i}" for i in (1, 2, 3)), "US cities", "other kinds"]
     quarters = [f"{q} quarter of certainty" for q in ("least", "second", "third", "most")]
-    columns = []
-    for model in MODELS:
+
+    def column(model):
         run, greedy = (run_of(model, role, FALSE) for role in ("chosen", "greedy"))
         closed = run_of(model, "greedy", f"closed.{FALSE}")
         signs = np.array([a["passage"] - b["passage"] for a, b in zip(run.values, greedy.values)])
@@ -241,11 +241,13 @@ def where():
             groups[label.get(kind, "other kinds")].append(i)
         certainty = np.argsort([line["memory_log_p"] for line in closed.lines], kind="stable")
         groups |= zip(quarters, np.array_split(certainty, 4))
-        columns.append([short(model)])
+        cells = [short(model)]
         for label in (*labels, *quarters):
             of = signs[groups[label]]
-            columns[-1].append(f"{(of > 0).sum()} : {(of < 0).sum()} of {len(of)}")
-    return transposed(["", *labels, *quarters], columns)
+            cells.append(f"{(of > 0).sum()} : {(of < 0).sum()} of {len(of)}")
+        return cells
+
+    return by_model([*labels, *quarters], column)
 
 
 def against_random(model, **change):
@@ -265,20 +267,21 @@ T4 = 2.776445  # Student's t of 95 %, two-sided, for five draws
 def random():
     """Ranked heads against draws of random ones. The interval is Student's, over both the draws
     and the items."""
-    columns = []
-    for model in MODELS:
-        column = [heading(model, len(run_of(model, "chosen", FALSE).lines))]
+
+    def column(model):
+        cells = [heading(model, len(run_of(model, "chosen", FALSE).lines))]
         for change in ({}, MASKED):
             ranked, draws = against_random(model, **change)
             gains = ranked - draws
             K, n = gains.shape
             spread = gains.mean(1).var(ddof=1) / K + gains.mean(0).var(ddof=1) / n
             shares = ", ".join(unsigned(100 * share) for share in draws.mean(1))
-            column += [unsigned(100 * ranked.mean()), shares]
-            column.append(f"{signed(100 * gains.mean())} ± {unsigned(100 * T4 * spread**0.5)}")
-        columns.append(column)
+            cells += [unsigned(100 * ranked.mean()), shares]
+            cells.append(f"{signed(100 * gains.mean())} ± {unsigned(100 * T4 * spread**0.5)}")
+        return cells
+
     labels = "chosen heads", "random heads, five draws", "difference"
-    return transposed(["", *labels, *(f"masked: {label}" for label in labels)], columns)
+    return by_model([*labels, *(f"masked: {label}" for label in labels)], column)
 
 
 TESTS = (  # of the plan
@@ -296,7 +299,6 @@ TASKS = {  # of the transfer
 def planned():
     """The plan's tests of conflict. Bold: shown over all p of the plan, those of random heads and
     of other tasks among them."""
-    tests = {(model, *roles): conflict([model], *roles) for model in SETUPS for roles in TESTS}
     others = []
     for model in SETUPS:
         for change in ({}, MASKED):
@@ -305,25 +307,13 @@ def planned():
             for one, two in (*((x, "greedy") for x in ROLES[1:3]), ("by effect", "default")):
                 pair = [run_of(model, role, kind, "transfer") for role in (one, two)]
                 others += [compare([pair], metric)[1] for metric in metrics if all(pair)]
-    adjusted = statistics.holm([*(p for _, p, _ in tests.values()), *others])
-    texts = {key: cell(test, p) for (key, test), p in zip(tests.items(), adjusted)}
     headings = [heading(m, len(run_of(m, "greedy", FALSE).lines)) for m in SETUPS]
-    rows = [["", *headings, "the Qwen models and Gemma together"]]
-    for one, two in TESTS:
-        together = conflict(MODELS[1:], one, two)[0]
-        rows.append([f"{one} − {two}", *(texts[model, one, two] for model in SETUPS), together])
-    return rows
-
-
-def conflict(models, one, two):
-    return compare([[run_of(model, role, FALSE) for role in (one, two)] for model in models])
-
-
-def cell(test, adjusted):
-    """A test's cell, its difference bold if p is below 0.05 after Holm's correction."""
-    text, p, _ = test
-    value, _, rest = text.partition(" ")
-    return f"{f'**{value}**' if adjusted < 0.05 else value} {rest}, p {p_text(p)}"
+    rows = family(SETUPS, TESTS, lambda model, *pair: compare_roles([model], *pair), others)
+    together = [compare_roles(MODELS[1:], *pair)[0] for pair in TESTS]
+    return [
+        ["", *headings, "the Qwen models and Gemma together"],
+        *([*row, text] for row, text in zip(rows, together)),
+    ]
 
 
 # Fresh kinds of facts
@@ -356,7 +346,7 @@ def fresh_runs(model, condition):
     """{method: run} of a condition; {} unless all of its methods have run."""
     folder = "which/turn" if condition == "an earlier turn" else "which"
     runs = runs_of(f"{folder}/{model}")
-    methods = METHODS | dict(zip(ROLES, map(re.escape, SETUPS[model])))
+    methods = METHODS | {role: re.escape(setup) for role, setup in SETUPS[model].items()}
     found = {
         method: run
         for method in METHODS
@@ -372,21 +362,22 @@ def fresh_runs(model, condition):
 def cad():
     """The settings that the rule of the plan chooses on explore: the passage's answers in conflict
     / right ones in agreement."""
-    columns = []
-    for model in MODELS:
+
+    def column(model):
         runs = runs_of(f"memory/choose/{model}")
         grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
-        chosen, of_two = SETUPS[model][3:]
+        chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
         setups = {"greedy", chosen, *grid}
         shares = {x: [right(runs[kind, x], "") for kind in (FALSE, TRUE)] for x in setups}
         allowed = [x for x in grid if shares[x][1] >= shares["greedy"][1] - 2]
         best = max(allowed, key=lambda x: shares[x][0])
-        column = [heading(model, len(runs[FALSE, "greedy"][0].lines))]
+        cells = [heading(model, len(runs[FALSE, "greedy"][0].lines))]
         for setup in ("greedy", chosen, of_two, best):
             text = " / ".join(map(unsigned, shares[setup]))
-            column.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
-        columns.append(column)
-    return transposed(["", "greedy", "chosen", "CAD, of two", "CAD, of twelve"], columns)
+            cells.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
+        return cells
+
+    return by_model(["greedy", "chosen", "CAD, of two", "CAD, of twelve"], column)
 
 
 def right(runs, condition):
@@ -397,15 +388,16 @@ def right(runs, condition):
 
 def fresh():
     """Conflict, agreement, irrelevant: the shares of right answers by method and model."""
-    columns = []
-    for model in MODELS:
+
+    def column(model):
         of = {x: runs for x in [*CONDITIONS][:3] if (runs := fresh_runs(model, x))}
-        if of:
-            columns.append([heading(model, len(of["conflict"]["greedy"].lines))])
-            for method in METHODS:
-                shares = (unsigned(right([runs[method]], x)) for x, runs in of.items())
-                columns[-1].append(" / ".join(shares))
-    return transposed(["", *METHODS], columns)
+        cells = [heading(model, len(of["conflict"]["greedy"].lines))] if of else []
+        for method in METHODS if of else ():
+            shares = (unsigned(right([runs[method]], x)) for x, runs in of.items())
+            cells.append(" / ".join(shares))
+        return cells
+
+    return by_model(METHODS, column)
 
 
 def fresh_listed():
@@ -413,26 +405,19 @@ def fresh_listed():
     forms = {kind: [of["listed"]] for kind, of in fresh_facts.KINDS.items()}
     rows = fresh_facts.questions("listed")
     others = others_in(rows, fresh_facts.load(), forms, fresh_facts.name)
-    columns = []
-    for model in MODELS:
-        if runs := fresh_runs(model, "listed"):
-            cells = (outcomes(runs[method], others) for method in METHODS)
-            columns.append([heading(model, len(runs["greedy"].lines)), *cells])
-    return transposed(["", *METHODS], columns)
+
+    def column(model):
+        runs = fresh_runs(model, "listed")
+        cells = [heading(model, len(runs["greedy"].lines))] if runs else []
+        return cells + [outcomes(runs[method], others) for method in METHODS if runs]
+
+    return by_model(METHODS, column)
 
 
 def fresh_tests():
-    tests = {
-        (model, roles): compare([[runs[role] for role in roles]])
-        for model in MODELS
-        for roles in PLANNED
-        if (runs := fresh_runs(model, "conflict"))
-    }
-    adjusted = statistics.holm([p for _, p, _ in tests.values()])
-    texts = {key: cell(test, p) for (key, test), p in zip(tests.items(), adjusted)}
-    models = dict.fromkeys(model for model, _ in tests)
-    rows = [[" − ".join(roles), *(texts[model, roles] for model in models)] for roles in PLANNED]
-    return [["", *map(short, models)], *rows]
+    runs = {model: found for model in MODELS if (found := fresh_runs(model, "conflict"))}
+    rows = family([*runs], PLANNED, lambda model, *pair: compare([[runs[model][x] for x in pair]]))
+    return [["", *map(short, runs)], *rows]
 
 
 def which():
@@ -493,7 +478,7 @@ def explored():
             elif setup.method == "greedy":
                 look = {"c": "#000000", "marker": "*", "s": 60, "label": "greedy"}
             ax.scatter(x, y, alpha=0.7, linewidths=0.7, **look)
-            if found in SETUPS[model][3:]:
+            if found in [*SETUPS[model].values()][3:]:
                 ax.scatter(x, y, s=160, c="none", edgecolors="#000000", linewidths=0.7)
         labels = "right answers where the passage is right, %", "the passage's, in conflict, %"
         ax.set(xlabel=labels[0], ylabel=labels[1])

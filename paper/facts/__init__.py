@@ -35,26 +35,38 @@ def fill(wording, fact, value):
     return text[0].upper() + text[1:]
 
 
+def choose(wordings, key):
+    """One of some wordings, by a text."""
+    return wordings[int(order(key), 16) % len(wordings)]
+
+
+def others_of(fact, facts, key):
+    """The facts whose truth is neither of a fact's answers, in the order of key(other)."""
+    answers = {*fact["truth"], *fact["false"]}
+    others = (f for f in facts if answers.isdisjoint(f["truth"]))
+    return sorted(others, key=lambda f: order(key(f)))
+
+
 def passage(kind, fact, value, facts):
     """A passage that gives a fact's subject a value.
 
     kind: one of PASSAGES. facts: those of the half, for the other sentences of a list. The wording,
     the others and their order follow from the subject alone."""
-    wordings = WORDINGS[fact["kind"]][kind]
-    wording = wordings[int(order(f"{kind} {name(fact)}"), 16) % len(wordings)]
-    sentence = fill(wording, fact, value)
+    wording = choose(WORDINGS[fact["kind"]][kind], f"{kind} {name(fact)}")
     if kind != "listed":
-        return sentence
-    answers = {*fact["truth"], *fact["false"]}
-    others = [f for f in facts if f["kind"] == fact["kind"] and answers.isdisjoint(f["truth"])]
-    others.sort(key=lambda f: order(f"{name(fact)} {name(f)}"))
-    return among([fill(wording, f, f["truth"][0]) for f in others[:N_OTHERS]], sentence, name(fact))
+        return fill(wording, fact, value)
+    same_kind = [f for f in facts if f["kind"] == fact["kind"]]
+    others = others_of(fact, same_kind, lambda f: f"{name(fact)} {name(f)}")
+    return among(others, wording, fact, value, name(fact))
 
 
-def among(sentences, sentence, name):
-    """N_OTHERS sentences and one more, at a place that follows from a name, as a text."""
-    place = int(order(f"place {name}"), 16) % (N_OTHERS + 1)
-    return " ".join([*sentences[:place], sentence, *sentences[place:]])
+def among(others, wording, fact, value, key):
+    """The first N_OTHERS of other facts, which are true, and a fact with a value, at a place that
+    follows from a text."""
+    sentences = [fill(wording, f, f["truth"][0]) for f in others[:N_OTHERS]]
+    place = int(order(f"place {key}"), 16) % (N_OTHERS + 1)
+    sentences.insert(place, fill(wording, fact, value))
+    return " ".join(sentences)
 
 
 def row_of(name, fact, wordings, context, value):

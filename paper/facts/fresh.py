@@ -15,10 +15,9 @@ import json
 import sys
 from pathlib import Path
 
-from paper.facts import N_OTHERS, among, fill, order, row_of
+from paper.facts import among, choose, fill, order, others_of, row_of
 
 KINDS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-CONDITIONS = ("conflict", "agreement", "listed", "documents", "irrelevant")
 
 
 def load():
@@ -27,11 +26,10 @@ def load():
     for kind, table in KINDS.items():
         answers = [row["answers"] for row in table["facts"]]
         for row in table["facts"]:
+            wrong = [a for a in answers if a != row["answers"]]
             for subject in row["subjects"]:
-                wrong = sorted(
-                    (a for a in answers if a != row["answers"]), key=lambda a: order(subject + a[0])
-                )
-                fact = dict(kind=kind, subject=subject, truth=row["answers"], false=wrong[0])
+                false = min(wrong, key=lambda a: order(subject + a[0]))
+                fact = dict(kind=kind, subject=subject, truth=row["answers"], false=false)
                 facts.append(fact)
     return sorted(facts, key=lambda f: order(name(f)))
 
@@ -40,42 +38,32 @@ def name(fact):
     return f"fresh {fact['kind']}:{fact['subject']}"
 
 
-def sentence(fact, answer):
-    """The passage of a fact that implies an answer."""
-    wordings = KINDS[fact["kind"]]["implied"]
-    return fill(wordings[int(order(name(fact)), 16) % len(wordings)], fact, answer)
-
-
-def others_of(fact, facts, same_kind):
-    """Other subjects' facts in a fixed order, whose answers are neither of the fact's."""
-    answers = {*fact["truth"], *fact["false"]}
-    others = [
-        f
-        for f in facts
-        if (f["kind"] == fact["kind"]) == same_kind
-        and f["subject"] != fact["subject"]
-        and answers.isdisjoint(f["truth"])
-    ]
-    return sorted(others, key=lambda f: order(name(fact) + name(f)))
+def sentence(fact, value="truth"):
+    """The passage of a fact that implies its truth, or what is false."""
+    wording = choose(KINDS[fact["kind"]]["implied"], name(fact))
+    return fill(wording, fact, fact[value][0])
 
 
 def passage(fact, condition, facts):
     """The passage of a fact in a condition."""
-    strangers = others_of(fact, facts, same_kind=False)
+
+    def others(same_kind):
+        of_kind = [f for f in facts if (f["kind"] == fact["kind"]) == same_kind]
+        others = others_of(fact, of_kind, lambda f: name(fact) + name(f))
+        return [f for f in others if f["subject"] != fact["subject"]]
+
     if condition == "irrelevant":
-        return sentence(strangers[0], strangers[0]["truth"][0])
+        return sentence(others(False)[0])
     if condition == "agreement":
-        return sentence(fact, fact["truth"][0])
+        return sentence(fact)
     if condition == "documents":
-        first, last = (sentence(f, f["truth"][0]) for f in strangers[:2])
-        texts = first, sentence(fact, fact["false"][0]), last
+        first, last = map(sentence, others(False)[:2])
+        texts = first, sentence(fact, "false"), last
         return " ".join(f"[{i}] {text}" for i, text in enumerate(texts, 1))
     if condition == "listed":
         form = KINDS[fact["kind"]]["listed"]
-        others = others_of(fact, facts, same_kind=True)[:N_OTHERS]
-        sentences = [fill(form, f, f["truth"][0]) for f in others]
-        return among(sentences, fill(form, fact, fact["false"][0]), name(fact))
-    return sentence(fact, fact["false"][0])
+        return among(others(True), form, fact, fact["false"][0], name(fact))
+    return sentence(fact, "false")
 
 
 def questions(condition):
