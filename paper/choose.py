@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 from cli.options import number, parser, positive
@@ -28,26 +29,34 @@ GRID = (
     f"--method decore-static --alpha 1,2 --num-heads {N_HEADS}",
     "--method cad --alpha 0.25,0.5,1,1.5,2",
 )
+GREEDY = ("--method", "greedy")
 LEAST = 24  # known questions: a test of 12 shows a gain of 6 items without a loss, and no smaller
 SHOWN = 0.05
 
 
 def main(argv):
     args, options = parse(argv)
-    task = find_task("qa")
-    closed = args.out / "closed"
-    limit = ["--max-new-tokens", args.max_new_tokens] if args.max_new_tokens else []
-
-    def evaluate(part, name, setting, heads=(), rows=()):
-        """Run a setting on passages into a folder of `--out`."""
-        where = ["--data", str(passages[name]), "--out", str(args.out / part)]
-        command = ["evaluate.py", "--task", "qa", *options, *limit, *rows, *setting, *heads]
-        run([*command, *where], args.dry_run)
-
     passages = {"conflict": args.data, "agreement": args.agreement}
     passages = {name: file for name, file in passages.items() if file}
-    evaluate("closed", "conflict", ["--method", "greedy", "--closed-book"])
+    limit = ["--max-new-tokens", args.max_new_tokens] if args.max_new_tokens else []
+    heads = args.out / "heads.json"
+    of_heads = ["--heads", str(heads), "--measure", "effect"]
+
+    def evaluate(file, out, more):
+        """Run a setting on the passages of a file, into a folder."""
+        command = ["evaluate.py", "--task", "qa", *options, *limit, *more]
+        run([*command, "--data", str(file), "--out", str(out)], args.dry_run)
+
+    def evaluate_all(part, settings):
+        for name, file in passages.items():
+            for setting in settings:
+                masked = of_heads if "--num-heads" in setting else []
+                evaluate(file, args.out / part / name, [*rows[part], *setting, *masked])
+
+    closed = args.out / "closed"
+    evaluate(args.data, closed, [*GREEDY, "--closed-book"])
     [path] = closed.glob("*.jsonl") if closed.is_dir() else [None]
+    task = find_task("qa")
     items, *_ = data.load_data(task, args.data, None)
     if path:
         items, _ = choose_rows(task, items, path, known=True)
@@ -57,21 +66,13 @@ def main(argv):
     print(f"{len(items)} questions {words}: {sizes}")
     known = ["--known", str(path or closed / "….jsonl")]
     rows = {part: [*known, *drawn(args.seed, *place)] for part, place in parts.items()}
-    heads = args.out / "heads.json"
-    run(rank_heads(args, options, rows["rank"], heads), args.dry_run or heads.exists())
-    of_heads = ["--heads", str(heads), "--measure", "effect"]
-    for name in passages:
-        for setting in map(str.split, GRID):
-            masked = of_heads if "--num-heads" in setting else []
-            evaluate(f"choose/{name}", name, setting, masked, rows["choose"])
+    rank = ["-m", "heads.detect", "--questions", str(args.data), *options, *rows["rank"]]
+    run([*rank, "--out", str(heads)], args.dry_run or heads.exists())
+    evaluate_all("choose", [setting.split() for setting in GRID])
     if args.dry_run:
         return
     chosen = choose(args.out / "choose", passages, args.points)
-    tested = {"greedy": "--method greedy".split(), **chosen}
-    for name in passages:
-        for label, setting in tested.items():
-            masked = of_heads if label == "DeCoRe" else []
-            evaluate(f"test/{name}", name, setting, masked, rows["test"])
+    evaluate_all("test", [GREEDY, *chosen.values()])
     advise(args.out / "test", passages, chosen, of_heads)
 
 
@@ -122,19 +123,6 @@ def drawn(seed, skip, n):
     return ["--sample", str(n), "--seed", str(seed), *skipped]
 
 
-def rank_heads(args, options, rows, path):
-    return [
-        "-m",
-        "heads.detect",
-        "--questions",
-        str(args.data),
-        *options,
-        *rows,
-        "--out",
-        str(path),
-    ]
-
-
 def run(command, only_print=False):
     """Print a command, and run it. Ends the program if it fails."""
     print(f"$ {shlex.join(['python', *command])}", flush=True)
@@ -149,12 +137,11 @@ def run(command, only_print=False):
 
 
 def shares(folder, passages):
-    """{name of a run: (its header, {passages: 1 or 0 for each item})}. 1: the passage's answer."""
-    runs = {}
+    """{options of a setting: {passages: 1 or 0 for each item}}. 1: the passage's answer."""
+    runs = defaultdict(dict)
     for name in passages:
         for part in stored.collect(folder / name):
-            header, values = runs.setdefault(part.path.name, (part.header, {}))
-            values[name] = [row["passage"] for row in part.values]
+            runs[options_of(part.header)][name] = [row["passage"] for row in part.values]
     return runs
 
 
@@ -168,11 +155,11 @@ def choose(folder, passages, points):
     The best follows most passages in conflict, of those that lose at most `points` of the right
     answers in agreement against greedy decoding; else the one that loses least."""
     runs = shares(folder, passages)
-    [greedy] = [of for header, of in runs.values() if header["method"] == "greedy"]
+    greedy = runs[GREEDY]
     rows = []
-    for header, values in runs.values():
+    for setting, values in runs.items():
         lost = mean(greedy["agreement"]) - mean(values["agreement"]) if "agreement" in values else 0
-        rows.append((mean(values["conflict"]), lost, options_of(header)))
+        rows.append((mean(values["conflict"]), lost, setting))
     rows.sort(key=lambda row: -row[0])
     print("\nthe passage's answers, lost in agreement, setting")
     for share, lost, setting in rows:
@@ -192,18 +179,18 @@ def options_of(header):
     for name in ("alpha", "num_heads"):
         if header.get(name) is not None and (name, header["method"]) != ("alpha", "decore-entropy"):
             options += ["--" + name.replace("_", "-"), str(header[name])]
-    return options
+    return tuple(options)
 
 
 def advise(folder, passages, chosen, of_heads):
     """Print how the choices did on the test's items, and the options to paste."""
-    runs = {tuple(options_of(h)): values for h, values in shares(folder, passages).values()}
-    greedy = runs["--method", "greedy"]
+    runs = shares(folder, passages)
+    greedy = runs[GREEDY]
     print(f"\non {len(greedy['conflict'])} other questions, against greedy decoding:")
     shown = {}
     for label, setting in chosen.items():
         for name in passages:
-            values = runs[tuple(setting)][name]
+            values = runs[setting][name]
             difference, interval, p = paired(values, greedy[name])
             points, *ends = (f"{100 * x:+.1f}" for x in (difference, *(interval or ())))
             within = f" ({' to '.join(ends)})" if ends else ""
@@ -215,4 +202,4 @@ def advise(folder, passages, chosen, of_heads):
         print("no gain is shown: use greedy decoding (--method greedy), or test on more questions")
         return
     best = max(shown, key=shown.get)
-    print(f"use {best}: {shlex.join(chosen[best] + (of_heads if best == 'DeCoRe' else []))}")
+    print(f"use {best}: {shlex.join([*chosen[best], *(of_heads if best == 'DeCoRe' else [])])}")

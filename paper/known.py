@@ -30,25 +30,18 @@ def choose_rows(task, items, path, known, model=None):
         key = key_of(line, by_id)
         knows[key] = knows.get(key, True) and values["memory"] == 1
         of_run[key] = {name: line[name] for name in ("question", "memory")}
-    lacking = []
     if any(header.get(name) for name in ("limit", "sample", "skip")):  # a part of the rows
         there = [item for item in items if key_of(item, by_id) in of_run]
         print(f"{path} lacks {len(items) - len(there):,} rows: left out", file=sys.stderr)
         items = there
-    for item in items:
-        line = of_run.get(key_of(item, by_id), {})
-        if line.get("question") != item["question"]:
-            lacking.append(item)
+    of_items = [(item, of_run.get(key_of(item, by_id), {})) for item in items]
+    lacking = [item for item, line in of_items if line.get("question") != item["question"]]
     if lacking:
         raise InputError(
             f"{path} lacks {len(lacking):,} of {len(items):,} questions of the data, such as "
             f"{lacking[0]['id']!r}, {lacking[0]['question']!r}: run them with --closed-book first"
         )
-    chosen = []
-    for item in items:
-        key = key_of(item, by_id)
-        if knows[key] == known:
-            chosen.append(of_run[key] | item)
+    chosen = [line | item for item, line in of_items if knows[key_of(item, by_id)] == known]
     words = "known" if known else "unknown"
     print(f"{task.name}: {len(chosen):,} of {len(items):,} rows are {words}", file=sys.stderr)
     if not chosen:

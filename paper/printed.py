@@ -54,12 +54,6 @@ def cells(name, task, model, method):
     return [row for row in table(name) if (row["task"], row["model"].lower(), row["method"]) == key]
 
 
-def inferred(run):
-    """The values of N that the paper's table may have for the method of this run, as texts."""
-    rows = cells("paper_n", run.task, run.paper_model, run.setup.method)
-    return " ".join(row["num_heads"] for row in rows).split()
-
-
 def cell(run, metric):
     """The paper's cell for this run and metric, a row of paper.csv, or None.
 
@@ -76,7 +70,9 @@ def cell(run, metric):
     if not fits:
         return None
     row = max(fits, key=lambda row: (row["num_heads"], row["alpha"]))  # "" is less than any number
-    main = [] if metric == "entropy" else inferred(run)
+    # The values of N that the paper's table may have for the method of this run.
+    main = cells("paper_n", run.task, run.paper_model, run.setup.method)
+    main = [] if metric == "entropy" else " ".join(x["num_heads"] for x in main).split()
     known = row["num_heads"] or n is None or str(n) in main
     return row | {"at": "" if known else f"at N = {' or '.join(main) or '?'}"}
 

@@ -96,19 +96,19 @@ def test_too_few_known_questions_are_refused(n, rank, choose_n, words):
 
 
 def test_the_best_setting_may_lose_so_much_and_no_more(monkeypatch, capsys):
-    def run(method, conflict, agreement, **settings):
+    def run(conflict, agreement):
         values = {"conflict": [1] * conflict + [0] * (100 - conflict)}
-        values["agreement"] = [1] * agreement + [0] * (100 - agreement)
-        return {"method": method, **settings}, values
+        return values | {"agreement": [1] * agreement + [0] * (100 - agreement)}
 
-    runs = [
-        run("greedy", 20, 100),
-        run("decore-entropy", 60, 90, num_heads=10),
-        run("decore-static", 50, 98, num_heads=3, alpha=1.0),
-        run("cad", 70, 97, alpha=1.0),
-        run("cad", 30, 99, alpha=0.5),
-    ]
-    monkeypatch.setattr(choose, "shares", lambda *_: dict(enumerate(runs)))
+    runs = {
+        "--method greedy": run(20, 100),
+        "--method decore-entropy --num-heads 10": run(60, 90),
+        "--method decore-static --alpha 1.0 --num-heads 3": run(50, 98),
+        "--method cad --alpha 1.0": run(70, 97),
+        "--method cad --alpha 0.5": run(30, 99),
+    }
+    runs = {tuple(setting.split()): values for setting, values in runs.items()}
+    monkeypatch.setattr(choose, "shares", lambda *_: runs)
     for points, decore, cad in ((2, 3, 0.5), (0, 3, 0.5), (5, 3, 1.0), (10, 10, 1.0)):
         chosen = choose.choose(None, ["conflict", "agreement"], points)
         assert chosen["DeCoRe"][-1] == str(decore) and chosen["CAD"][-1] == str(cad)
@@ -117,9 +117,8 @@ def test_the_best_setting_may_lose_so_much_and_no_more(monkeypatch, capsys):
 def test_no_gain_that_is_not_shown_is_recommended(monkeypatch, capsys):
     values = {"conflict": [0] * 12}
     better = {"conflict": [1] * 5 + [0] * 7}
-    runs = {0: ({"method": "greedy"}, values), 1: ({"method": "cad", "alpha": 1.0}, better)}
-    monkeypatch.setattr(choose, "shares", lambda *_: runs)
-    cad = ["--method", "cad", "--alpha", "1.0"]
+    cad = ("--method", "cad", "--alpha", "1.0")
+    monkeypatch.setattr(choose, "shares", lambda *_: {choose.GREEDY: values, cad: better})
     choose.advise(None, ["conflict"], {"CAD": cad}, [])
     assert "no gain is shown: use greedy decoding" in capsys.readouterr().out
     better["conflict"][:6] = [1] * 6
