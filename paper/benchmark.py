@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from paper.known import choose_rows
 from paper.tasks import Task, data, prompts
-from runtime import files
 from runtime.errors import InputError
+from runtime.files import json_bytes, short_hash
 
 # Not stored: the data hold them.
 PROMPT_FIELDS = ("context", "title", "text", "passages", "without_context")
@@ -19,12 +19,13 @@ class Benchmark(NamedTuple):
     data: list  # a record per file
     demos: list
     demo_record: dict | None
+    sample_seed: int | None  # None if the items are no sample
+    known: dict | None  # how items were chosen by a closed-book run; None: they were not
+    # Of the model
     layout: str | None = None
     template_args: dict | None = None  # arguments of the chat template
     max_new_tokens: int | None = None  # None for multiple choice
     min_new_tokens: int | None = None  # None if an answer may be empty
-    sample_seed: int | None = None  # None if the items are no sample
-    known: dict | None = None  # how items were chosen by a closed-book run; None: they were not
     encoded: list = ()  # the token ids of each item, a prompts.Encoded
     questions: dict = {}  # index → the fields of a line that do not depend on the answer
 
@@ -50,16 +51,20 @@ def load_benchmark(task, how, model=None):
     """The benchmark of a task. how: the parsed command line.
 
     model: `cli.models.Facts`; None: without the layout and the token ids of the prompts."""
-    items, *rest = data.load_data(task, how.data, how.demos)
+    items, files, demos, record = data.load_data(task, how.data, how.demos)
     choice = None
     if path := how.known or how.unknown:
         items, choice = choose_rows(task, items, path, bool(how.known), model)
     drawn = data.draw_items(items, how.sample or how.limit, how.sample_seed, how.skip or 0)
     if not drawn:
         raise InputError(f"--skip {how.skip} leaves none of {task.name}'s {len(items)} items")
-    bench = Benchmark(task, len(items), drawn, *rest, sample_seed=how.sample_seed, known=choice)
-    if model is None:
-        return bench
+    of_model = as_prompts(task, drawn, demos, how, model) if model else {}
+    n = len(items)
+    return Benchmark(task, n, drawn, files, demos, record, how.sample_seed, choice, **of_model)
+
+
+def as_prompts(task, items, demos, how, model):
+    """The fields of a `Benchmark` that are of the model."""
     native = "mistral" if model.config.model_type == "mistral" else "chat"
     native = native if model.tokenizer.chat_template else "plain"
     layout = task.layout or how.layout or native
@@ -70,19 +75,19 @@ def load_benchmark(task, how, model=None):
         from cli import models  # slow, as are the facts of a model
 
         template_args = models.benchmark_template_args(model.tokenizer, how.template_args)
-    prompt = bench.demos, model.tokenizer, layout, template_args
-    encoded = [prompts.item_to_ids(task, item, *prompt) for item in drawn]
+    prompt = demos, model.tokenizer, layout, template_args
+    encoded = [prompts.item_to_ids(task, item, *prompt) for item in items]
     limit = how.max_new_tokens or task.max_new_tokens
     least = how.min_new_tokens
     if least and least > limit:
         raise InputError(f"--min-new-tokens {least} is above {task.name}'s {limit} new tokens")
-    return bench._replace(
+    return dict(
         layout=layout,
         template_args=template_args,
         max_new_tokens=None if task.choice else limit,
         min_new_tokens=least,
         encoded=encoded,
-        questions={e.index: question_of(drawn[e.index], e) for e in encoded},
+        questions={e.index: question_of(items[e.index], e) for e in encoded},
     )
 
 
@@ -95,6 +100,6 @@ def in_batches(encoded, size):
 def question_of(item, encoded):
     """The part of a line that does not depend on the answer."""
     fields = {name: value for name, value in item.items() if name not in PROMPT_FIELDS}
-    key = files.short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
+    key = short_hash(json.dumps([encoded.prompt, encoded.without_context]).encode())
     fields |= {"prompt_sha256": key, "prompt_tokens": len(encoded.prompt)}
-    return json.loads(files.json_bytes(fields))
+    return json.loads(json_bytes(fields))

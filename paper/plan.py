@@ -13,7 +13,7 @@ from pathlib import Path
 from decoders.setup import METHODS, OPTIONS, Setup
 from heads import head_file
 from paper.benchmark import in_batches, load_benchmark
-from paper.printed import TASKS, cells, headline, table
+from paper.printed import NAMES, cells, headline, table
 from paper.report.stored import ITI
 from paper.tasks import Task, find_task, metrics
 from runtime.config import LEAST_PREFIX
@@ -83,7 +83,7 @@ def rank(row):
     return (
         ORDER.index(row["group"]),
         (*PLANNED, method).index(method),
-        list(TASKS).index(row["task"]),
+        list(NAMES).index(row["task"]),
         float(row["num_heads"] or row["alpha"] or 0),
     )
 

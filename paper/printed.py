@@ -7,6 +7,7 @@ paper_heads.csv: retrieval scores by rank. paper_tests.csv: statistical tests, w
 docs/differences.md discusses."""
 
 import csv
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -27,17 +28,18 @@ def table(name):
         return list(csv.DictReader(file))
 
 
-# Task → (the paper's name, its metrics); group of tables → those of its tasks
-TASKS, GROUPS = {}, {}
+NAMES = {}  # task → the paper's name
+METRICS = defaultdict(list)  # task → the paper's metrics
+GROUPS = defaultdict(dict)  # group of tables → its tasks, as keys
 for row in table("paper_columns"):
-    _, names = TASKS.setdefault(row["task"], (row["name"], []))
-    names.append(row["metric"])
-    GROUPS.setdefault(row["group"], {})[row["task"]] = TASKS[row["task"]]
+    NAMES[row["task"]] = row["name"]
+    METRICS[row["task"]].append(row["metric"])
+    GROUPS[row["group"]][row["task"]] = None
 
 
 def headline(task, known):
     """The main metric of a task, or the first one of the paper's that is known; None without."""
-    names = HEADLINES.get(task), *TASKS[task][1]
+    names = HEADLINES.get(task), *METRICS[task]
     return next((name for name in names if name in known), None)
 
 

@@ -290,7 +290,7 @@ TESTS = (  # of the plan
     ("chosen", "CAD"),
     ("by effect", "by copy"),
 )
-TASKS = {  # of the transfer
+TRANSFERRED = {  # of the transfer
     **{kind: [COSTS[kind][1]] for kind in ("nq-swap", "nq-open", "memotrap")},
     **{"truthfulqa-mc": ["mc2"], "xsum": ["rougeL", "ended"]},
 }
@@ -303,7 +303,7 @@ def planned():
     for model in SETUPS:
         for change in ({}, MASKED):
             others.append(statistics.paired(*against_random(model, **change))[2])
-        for kind, metrics in TASKS.items():
+        for kind, metrics in TRANSFERRED.items():
             for one, two in (*((x, "greedy") for x in ROLES[1:3]), ("by effect", "default")):
                 pair = [run_of(model, role, kind, "transfer") for role in (one, two)]
                 others += [compare([pair], metric)[1] for metric in metrics if all(pair)]
@@ -319,7 +319,7 @@ def planned():
 # Fresh kinds of facts
 
 
-METHODS = {  # of results/which/plan.md → the setup's name
+COMPARED = {  # of results/which/plan.md → the setup's name
     **{name: name for name in ("greedy", "default", "chosen")},
     "rule": r"decore-static\.n\d+\.a2",
     **{f"CAD, α = {alpha}": rf"cad\.a{alpha}" for alpha in (0.5, 1)},
@@ -346,16 +346,16 @@ def fresh_runs(model, condition):
     """{method: run} of a condition; {} unless all of its methods have run."""
     folder = "which/turn" if condition == "an earlier turn" else "which"
     runs = runs_of(f"{folder}/{model}")
-    methods = METHODS | {role: re.escape(setup) for role, setup in SETUPS[model].items()}
+    methods = COMPARED | {role: re.escape(setup) for role, setup in SETUPS[model].items()}
     found = {
         method: run
-        for method in METHODS
+        for method in COMPARED
         for (kind, setup), [run] in runs.items()
         if kind == CONDITIONS[condition]
         and re.fullmatch(methods[method], setup)
         and len(run.lines) == run.header["n"]
     }
-    n = 4 if condition == "no passage" else len(METHODS)
+    n = 4 if condition == "no passage" else len(COMPARED)
     return found if len(found) == n else {}
 
 
@@ -392,12 +392,12 @@ def fresh():
     def column(model):
         of = {x: runs for x in [*CONDITIONS][:3] if (runs := fresh_runs(model, x))}
         cells = [heading(model, len(of["conflict"]["greedy"].lines))] if of else []
-        for method in METHODS if of else ():
+        for method in COMPARED if of else ():
             shares = (unsigned(right([runs[method]], x)) for x, runs in of.items())
             cells.append(" / ".join(shares))
         return cells
 
-    return by_model(METHODS, column)
+    return by_model(COMPARED, column)
 
 
 def fresh_listed():
@@ -409,9 +409,9 @@ def fresh_listed():
     def column(model):
         runs = fresh_runs(model, "listed")
         cells = [heading(model, len(runs["greedy"].lines))] if runs else []
-        return cells + [outcomes(runs[method], others) for method in METHODS if runs]
+        return cells + [outcomes(runs[method], others) for method in COMPARED if runs]
 
-    return by_model(METHODS, column)
+    return by_model(COMPARED, column)
 
 
 def fresh_tests():
@@ -422,13 +422,13 @@ def fresh_tests():
 
 def which():
     """Right answers by condition and method, over the models of which all methods have run."""
-    rows = [["right answers, %", *METHODS]]
+    rows = [["right answers, %", *COMPARED]]
     for condition in CONDITIONS:
         of = {model: runs for model in MODELS if (runs := fresh_runs(model, condition))}
         if of:
             n = sum(len(runs["greedy"].lines) for runs in of.values())
             row = [f"{condition} (n = {n}: {', '.join(map(short, of))})"]
-            for method in METHODS:
+            for method in COMPARED:
                 runs = [found[method] for found in of.values() if method in found]
                 row.append(unsigned(right(runs, condition)) if runs else "")
             rows.append(row)

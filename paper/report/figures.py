@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from decoders.setup import settings_of
-from paper.printed import TASKS
+from paper.printed import NAMES
 from paper.report.results import NOT_RATES, order_of_row, own_interval
 from runtime import statistics
 from runtime.files import named
@@ -138,7 +138,7 @@ def title_of(key, rows):
     n = sorted({row.n for row in rows})
     items = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
     metric = rows[0].metric.replace("_", " ")
-    return f"{TASKS[task][0]}, {metric}, n = {items}\n{title}"
+    return f"{NAMES[task]}, {metric}, n = {items}\n{title}"
 
 
 def names_of(runs):
@@ -326,37 +326,49 @@ def curves_figure(panels, width, runs, *notes, **axis):
 
 def heads_figure(tables, width):
     """The difference to greedy decoding against N, of setups of several N."""
+
+    def without_n(row):
+        return run_of(row).with_settings(num_heads=None)
+
     swept = {}
     for key, rows in tables.items():
         curves = defaultdict(list)
         for row in rows:
-            if row.versus and not row.beside_random and row.runs[0].setup.num_heads:
-                curves[row.runs[0].with_settings(num_heads=None).label].append(row)
-        if rows := [row for points in curves.values() if len(points) > 1 for row in points]:
-            swept[key] = rows
-    runs = runs_of(swept)
-    name, shared = names_of([run.with_settings(num_heads=None) for run in runs])
+            if row.versus and not row.beside_random and run_of(row).setup.num_heads:
+                curves[without_n(row).label].append(row)
+        if several := sum((rows for rows in curves.values() if len(rows) > 1), []):
+            swept[key] = several
+    name, shared = names_of([without_n(row) for rows in swept.values() for row in rows])
     panels = []
     for key, rows in swept.items():
         curves = defaultdict(list)
         for row in rows:
-            [run, *_], versus = row.runs, row.versus
-            point = run.setup.num_heads, versus.difference, versus.interval
-            curves[name(run.with_settings(num_heads=None))].append(point)
+            point = run_of(row).setup.num_heads, row.versus.difference, row.versus.interval
+            curves[name(without_n(row))].append(point)
         panels.append((title_of(key, rows), curves))
     axis = dict(xscale="log", xlabel="heads masked, N")
-    return curves_figure(panels, width, runs, shared, BARS, **axis)
+    return curves_figure(panels, width, runs_of(swept), shared, BARS, **axis)
 
 
 def certainty_figure(tables, width):
     """The largest gains in the passage's answers by the probability of the memorised answer in the
     closed-book run: means of quarters of the items."""
-    closed_book = [run for run in runs_of(tables) if run.header.get("closed_book")]
+    certainties = defaultdict(dict)  # model → item → p
+    for run in runs_of(tables):
+        for line, question in zip(run.lines, run.questions):
+            if "memory_log_p" in line:  # closed book
+                item = line["id"], question
+                certainties[model_of(run)][item] = np.exp(line["memory_log_p"])
     shown = memory_tables(tables)
-    name, shared = names_of([row.runs[0] for rows in shown.values() for row in rows])
+    name, shared = names_of([run_of(row) for rows in shown.values() for row in rows])
     panels = []
     for key, rows in shown.items():
-        if curves := curves_of(rows, closed_book, name):
+        compared = [row for row in rows if row.versus]
+        curves = {}
+        for row in sorted(compared, key=lambda row: -row.versus.difference)[:MOST]:
+            if points := quarters_of(row, certainties[model_of(run_of(row))]):
+                curves[name(run_of(row))] = points
+        if curves:
             panels.append((title_of(key, rows), curves))
     notes = (
         f"p: a quarter of the items at each point; the {MOST} setups with the largest gain",
@@ -366,33 +378,23 @@ def certainty_figure(tables, width):
     return curves_figure(panels, width, runs_of(shown), shared, *notes, **axis)
 
 
-def curves_of(rows, closed_book, name):
-    """{setup: [(certainty, gain, interval)]} of the setups that gain most over greedy decoding, in
-    points. closed_book: runs."""
-    certainties = {}
-    of_rows = rows[0].runs[0].identity
-    for run in closed_book:
-        if all(run.identity.get(name) == of_rows.get(name) for name in ("model", "fingerprint")):
-            for line, question in zip(run.lines, run.questions):
-                if (log_p := line.get("memory_log_p")) is not None:
-                    certainties[line["id"], question] = np.exp(log_p)
-    curves = {}
-    compared = [row for row in rows if row.versus]
-    for row in sorted(compared, key=lambda row: -row.versus.difference)[:MOST]:
-        draws, [greedy] = [run.items for run in row.runs], row.others
-        points = []
-        for key, (question, values) in greedy.items.items():
-            certainty = certainties.get((key[0], question))
-            if certainty is not None and all(key in items for items in draws):
-                share = np.mean([items[key][1]["passage"] for items in draws])
-                points.append((certainty, 100 * (share - values["passage"]), question))
-        if points:
-            points.sort()
-            quarters = np.array_split(np.arange(len(points)), min(4, len(points)))
-            curves[name(row.runs[0])] = [
-                mean_of([points[i] for i in quarter]) for quarter in quarters
-            ]
-    return curves
+def model_of(run):
+    return run.identity["model"], str(run.identity.get("fingerprint"))
+
+
+def quarters_of(row, certainties):
+    """[(certainty, gain, interval)]: means of quarters of the items whose certainty is known; the
+    gain is that over greedy decoding, in points."""
+    draws, [greedy] = [run.items for run in row.runs], row.others
+    points = []
+    for key, (question, values) in greedy.items.items():
+        certainty = certainties.get((key[0], question))
+        if certainty is not None and all(key in items for items in draws):
+            share = np.mean([items[key][1]["passage"] for items in draws])
+            points.append((certainty, 100 * (share - values["passage"]), question))
+    points.sort()
+    quarters = np.array_split(range(len(points)), 4)
+    return [mean_of([points[i] for i in quarter]) for quarter in quarters if len(quarter)]
 
 
 def mean_of(points):

@@ -363,7 +363,7 @@ def with_differences(runs, field, facts, place):
 def order(run):
     """Sort key: task, model, setup, draw."""
     draw = (run.identity.get("seed") or 0, run.identity.get("heads") or []) if run.draw else ()
-    return list(printed.TASKS).index(run.task), run.title, order_of_row(run), draw
+    return list(printed.NAMES).index(run.task), run.title, order_of_row(run), draw
 
 
 def order_of_row(run):

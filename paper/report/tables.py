@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from paper import printed
-from paper.printed import TASKS
+from paper.printed import METRICS, NAMES
 from paper.report import results
 from paper.report.results import BESIDE
 from paper.report.stored import TEXTS
@@ -144,7 +144,7 @@ def short_table(key, rows):
         if any(papers):
             cells["paper"] = printed.text(paper) if paper else ""
         texts.append(cells)
-    return f"{TASKS[task][0]}: {title}", texts, remarks(rows)
+    return f"{NAMES[task]}: {title}", texts, remarks(rows)
 
 
 def values_text(row):
@@ -240,7 +240,7 @@ def print_notes(tables):
 def verdict(tables):
     """A paragraph for each short table: what it shows, what it does not, what it could show."""
     return [
-        f"* **{TASKS[task][0]}, {title}.** {' '.join(sentences(rows))}"
+        f"* **{NAMES[task]}, {title}.** {' '.join(sentences(rows))}"
         for (title, task), rows in tables.items()
         if any(row.versus for row in rows)
     ]
@@ -302,9 +302,9 @@ def all_tables(runs):
         by_title[run.title].append(run)
     for title, same in by_title.items():
         for name, tasks in printed.GROUPS.items():
-            rows = score_rows(same, {task: [*TASKS[task][1], *BESIDE] for task in tasks})
+            rows = score_rows(same, {task: [*METRICS[task], *BESIDE] for task in tasks})
             yield f"{name}: {title}", table_rows(rows), score_notes(rows)
-        texts = score_rows(same, dict.fromkeys(TASKS, TEXTS))
+        texts = score_rows(same, dict.fromkeys(NAMES, TEXTS))
         yield f"Texts: {title}", table_rows(texts), TEXT_NOTES
 
 
@@ -333,7 +333,7 @@ def table_rows(rows):
         name = "letters a word" if metric == "letters" else heading(metric)
         if metric in PER_CENT:
             name = f"% {name}"
-        columns[task, metric] = f"{TASKS[task][0]} {name} (n = {items})"
+        columns[task, metric] = f"{NAMES[task]} {name} (n = {items})"
     texts = {}
     for row in sorted(rows, key=lambda row: results.order_of_row(row.runs[0])):
         cells = texts.setdefault(row.label, {"setup": row.label})

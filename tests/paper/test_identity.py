@@ -94,7 +94,7 @@ def header(monkeypatch):
     """That of a run with a rule of one's own."""
     monkeypatch.setitem(METHODS, "own", Method("decore.DeCoRe", HEADS, file="own.py"))
     monkeypatch.setattr("paper.runfile.data.file_record", lambda path: FILE)
-    bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, "chat")
+    bench = Benchmark(TASKS["popqa"], 8, range(8), [FILE], [], FILE, None, None, "chat")
     model = SimpleNamespace(
         name="models/m", device=torch.device("cpu"), dtype=torch.float32, product="packed"
     )
