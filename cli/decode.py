@@ -201,7 +201,7 @@ def answer(label, setup, prompts, model, amateur, tokenizer, args, width):
             lines.append(line)
         generations += out
     report(label, lines, seconds, args, are_read)
-    if setup.alpha is None and "alpha_cap" in METHODS[setup.method].options:
+    if setup.alpha is None and "alpha_rule" in METHODS[setup.method].options:
         warn_of_alpha(label, [line["alphas"] for line in lines])
     return generations
 
@@ -237,7 +237,8 @@ def report(name, lines, seconds, args, are_read):
 
 def warn_of_alpha(name, answers):
     """Say on standard error if α stays high in an answer. answers: the α of each."""
-    high = [fmean(alphas) for alphas in answers if stays_high(alphas)]
+    # Not only before its first tokens.
+    high = [fmean(alphas) for alphas in answers if len(alphas) >= 6 and fmean(alphas) > HIGH]
     if high:
         where = f" in {len(high)} of {len(answers)} answers" * (len(answers) > 1)
         print(
@@ -245,11 +246,6 @@ def warn_of_alpha(name, answers):
             "--alpha-cap 0.5 limits it, docs/choosing.md says more",
             file=sys.stderr,
         )
-
-
-def stays_high(alphas):
-    """Whether α is high in an answer, and not only before its first tokens."""
-    return len(alphas) >= 6 and fmean(alphas) > HIGH
 
 
 # ------------------------------------------------------------------------------------------ options

@@ -31,7 +31,7 @@ from heads.needles import (
     read_needles,
     spread,
 )
-from heads.reader import find_file, read_head_file
+from heads.reader import read_head_file
 from runtime import files
 from runtime.errors import InputError
 
@@ -238,13 +238,16 @@ def main():
     facts = make_facts(args, checkpoint, needles, texts)
     if args.masked:
         check_known(checkpoint, args.heads, "--heads", args.model, args)
-        path = find_heads(checkpoint, args.heads)[0] or find_file(args.heads)
+        path, _ = find_heads(checkpoint, args.heads)
         if str(path) != args.heads:
             print(f"masked heads are those of {path}", file=sys.stderr)
         sets = heads_to_mask(checkpoint, path, args.masked)
         labels = {name: [f"{layer}-{head}" for layer, head in sets[name]] for name in sets}
         facts["masked"] = labels
+        measure = partial(ablate_batch, sets=sets)
     else:
+        sets = ()
+        measure = run_batch
         refuse_unused(args, {"heads": "without --masked"})
     prompts = make_prompts(facts, needles, texts, tokenizer)
     model = models.load_model(checkpoint.checkpoint, args)
@@ -257,11 +260,9 @@ def main():
     }
 
     def run(batch, bar):
-        n_answers = 1 + len(sets) if args.masked else 1
-        on_step = partial(bar.update, len(batch) / (n_answers * args.max_new_tokens))
-        if args.masked:
-            return ablate_batch(model, tokenizer, batch, needles, facts, sets, on_step)
-        return run_batch(model, tokenizer, batch, needles, facts, on_step)
+        steps = (1 + len(sets)) * args.max_new_tokens
+        on_step = partial(bar.update, len(batch) / steps)
+        return measure(model, tokenizer, batch, needles, facts, on_step=on_step)
 
     min_success = 0 if args.masked else args.min_success
     with files.locked(runs) if model.shard.rank == 0 else nullcontext():

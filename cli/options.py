@@ -297,18 +297,13 @@ def fit(setup, args, model, amateur=None):
         raise InputError(
             f"{setup.method} needs --amateur M2, a smaller model of the same vocabulary"
         )
-    source = source_of(setup, args)
+    option, masked, name = "heads", model, args.model
     if "amateur_heads" in options:
-        check_known(amateur, source, "--amateur-heads", args.amateur, args)
-    elif "heads" in options and not setup.random_heads:
-        check_known(model, source, "--heads", args.model, args)
+        option, masked, name = "amateur_heads", amateur, args.amateur
+    source = getattr(args, option, None)
+    if option in options and not setup.random_heads:
+        check_known(masked, source, flag(option), name, args)
     return setup.fit(model, amateur, source)
-
-
-def source_of(setup, args):
-    """The option that names the head scores of a setup."""
-    has_amateur = "amateur_heads" in METHODS[setup.method].options
-    return getattr(args, "amateur_heads" if has_amateur else "heads", None)
 
 
 def say_measures(fitted, args):

@@ -109,10 +109,8 @@ def check_chat(chat):
     if not isinstance(chat, list):
         raise InputError(f"a chat is a list of messages: {CHAT}")
     for message in chat:
-        kinds = {}
-        if isinstance(message, dict):
-            kinds = {name: type(value) for name, value in join_parts(message).items()}
-        if kinds != {"role": str, "content": str}:
+        fields = join_parts(message) if isinstance(message, dict) else {}
+        if {name: type(fields[name]) for name in fields} != {"role": str, "content": str}:
             raise InputError(
                 f'{one_line(repr(message), 60)} must be {{"role": …, "content": …}}, texts'
             )

@@ -38,7 +38,7 @@ def load_heads(model, n=None, name=None, measure="copy"):
     scores keep the order of the file. InputError if the file does not fit the model. Warns if it
     was made for a model of another name: fine-tuned models often use the heads of their base."""
     path, names = find_heads(model, name)
-    return ranked(model, path or find_file(name or model.name), names, n, measure)
+    return ranked(model, path or find_file(model.name), names, n, measure)
 
 
 def ranked(model, path, names, n=None, measure="copy"):
@@ -75,8 +75,8 @@ def choose_heads(model, name=None, n=None, draw=None, seed=1234, measure="copy")
     if draw == "published":
         return published_random_heads(n, c.n_layers, c.n_heads, seed), None
     path, names = find_heads(model, name)
-    if name or not draw:
-        path = path or find_file(name or model.name)  # which says what is known
+    if not draw:
+        path = path or find_file(model.name)  # which says what is known
     if path and draw:
         best = n if draw == "others" else 100
         return random_heads(ranked(model, path, names, None, measure), n, seed, best), path
@@ -132,7 +132,7 @@ def published_random_heads(n, n_layers, n_heads, seed=1234):
 
 def find_heads(model, name=None):
     """The head file of a model, or the one that a name names; and the model's names, of which the
-    first with a file here counts. None in place of the file if there is none.
+    first with a file here counts. None in place of the file if there is none of these.
 
     The names: its own; of a link to a folder, that of its target; those of the GGUF file that it
     was converted from; or, if there are no heads of these, that of the same weights."""
@@ -143,8 +143,10 @@ def find_heads(model, name=None):
         names += checkpoint.read("config.json").get("gguf_names", [])
         if not any(map(head_file, names)):
             names += same_weights(checkpoint)
+    if name:
+        return find_file(name), names
     with suppress(FileNotFoundError):
-        return find_file(*[name] if name else names), names
+        return find_file(*names), names
     return None, names
 
 

@@ -20,11 +20,13 @@ from runtime.errors import InputError
 from runtime.files import named
 
 ROOT = Path(__file__).parents[1]
-GENERATE = ROOT / "integrations/custom_generate/generate.py"
 MODULES = {  # a module of the folder → what it is a copy of
+    "generate": "integrations/custom_generate/generate.py",
     "attention": "hf/attention.py",
     "positions": "hf/positions.py",
     "reader": "heads/reader.py",
+    "errors": "runtime/errors.py",
+    "values": "runtime/values.py",
 }
 REQUIREMENTS = "torch\nnumpy\ntransformers>=5.23\ntransformers<5.25\n"  # as in pyproject.toml
 
@@ -122,15 +124,17 @@ def build(out, model, heads=None):
         raise InputError(f"{out} is not a new or empty folder; choose another")
     path = find_file(heads or model)
     ranked = {measure: rank_heads(path, measure) for measure in find_measures(path)}
-    files = {f"{name}.py": (ROOT / source).read_text() for name, source in MODULES.items()}
-    files["generate.py"] = with_relative_imports(GENERATE.read_text())
+    files = {
+        f"{name}.py": with_relative_imports((ROOT / source).read_text())
+        for name, source in MODULES.items()
+    }
     files["published.py"] = (
         f'"""The heads of {model}, best first, by measure."""\n\n'
         f"PUBLISHED = {json.dumps({plain_name(model): ranked}, indent=4)}\n"
     )
     files["requirements.txt"] = REQUIREMENTS
     folder = out / "custom_generate"
-    readme = README.format(model=model, arguments=arguments_of(GENERATE.read_text()))
+    readme = README.format(model=model, arguments=arguments_of(files["generate.py"]))
     with named(out):
         folder.mkdir(parents=True)
         for name, text in files.items():
@@ -156,16 +160,12 @@ def rank_heads(path, measure):
 
 
 def with_relative_imports(code):
-    """The code of generate.py as it stands in the folder."""
-    lines = []
-    for line in code.splitlines(keepends=True):
-        if line.startswith("PUBLISHED = "):
-            line = "from .published import PUBLISHED\n"
-        for name, source in MODULES.items():
-            module = source.removesuffix(".py").replace("/", ".")
-            line = line.replace(f"from {module} import", f"from .{name} import")
-        lines.append(line)
-    return "".join(lines)
+    """The code of a module as it stands in the folder."""
+    code = re.sub("(?m)^PUBLISHED = .*", "from .published import PUBLISHED", code)
+    for name, source in MODULES.items():
+        module = source.removesuffix(".py").replace("/", ".")
+        code = code.replace(f"from {module} import", f"from .{name} import")
+    return code
 
 
 def main():

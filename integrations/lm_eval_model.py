@@ -109,23 +109,9 @@ class HarnessModel(TemplateLM):
         batches = list(groups.get_batched(n=self.batch_size))
         for batch in tqdm(batches, desc="batches", disable=disable_tqdm):
             ids, [(stop, limit), *_] = zip(*batch)
-            streams = [self.tokenizer.stream(stop) for _ in ids]
-
-            def on_token(b, token, entropy, streams=streams):
-                streams[b].push(token)
-                return streams[b].ended
-
-            generate(
-                self.model,
-                ids,
-                self.method,
-                max_new_tokens=limit,
-                eos_ids=self.tokenizer.eos_ids,
-                on_token=on_token,
-            )
-            for stream in streams:
-                stream.end()
-                out.append(stream.text)
+            how = dict(max_new_tokens=limit, eos_ids=self.tokenizer.eos_ids, stop=stop)
+            answers = generate(self.model, ids, self.method, tokenizer=self.tokenizer, **how)
+            out += [answer.text for answer in answers]
         return groups.get_original(out)
 
     def shorten(self, ids, room):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from decoders.setup import STATIC
 from paper.facts import WORDINGS, fill, load, name, order, questions
 from paper.facts import fresh as fresh_facts
 from paper.report import figures, results, stored
@@ -260,7 +261,7 @@ def against_random(model, **change):
     return np.array([of["passage"] for of in ranked.values]), np.array(values)
 
 
-MASKED = dict(method="masked", alpha=None, alpha_cap=None)
+MASKED = dict(method="masked") | dict.fromkeys(STATIC)
 T4 = 2.776445  # Student's t of 95 %, two-sided, for five draws
 
 

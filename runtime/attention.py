@@ -56,45 +56,33 @@ def causal_attention(q, k, v, window):
     T, K]. window: how many keys a token sees, itself included; None: all."""
     T = q.shape[2]
     C = k.shape[2]
-    visible = None
+    groups = q.shape[1] // k.shape[1]
+    visible = None  # the keys that each token sees, [T, C]; None: those up to itself
     if window is not None and window < C:
         first = max(0, C - T - window + 1)  # no query sees an earlier key
         k = k[..., first:, :]
         v = v[..., first:, :]
         visible = visible_keys(T, C - first, window, q.device)
-    on_device = causal_on_cuda if q.is_cuda else causal_on_cpu
-    return on_device(q, k, v, visible)
-
-
-def causal_on_cpu(q, k, v, visible):
-    """visible: the keys that each token sees, [T, C]; None: those up to itself."""
-    T = q.shape[2]
-    C = k.shape[2]
-    if visible is None and C > T:
-        visible = visible_keys(T, C, C, q.device)
-    return F.scaled_dot_product_attention(
-        q, k, v, visible, is_causal=visible is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
-def causal_on_cuda(q, k, v, visible):
-    """As `causal_on_cpu`, by fused kernels."""
-    T = q.shape[2]
-    C = k.shape[2]
-    groups = q.shape[1] // k.shape[1]
-    # Only flash attention supports groups; it takes neither a window's `visible` nor float32.
-    if groups > 1 and (visible is not None or q.dtype == torch.float32):
+    # On a GPU only flash attention has groups; it takes neither a window's `visible` nor float32.
+    if q.is_cuda and groups > 1 and (visible is not None or q.dtype == torch.float32):
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
         groups = 1
     if visible is None and C > T:
-        from torch.nn.attention.bias import causal_lower_right  # slow to import
-
-        visible = causal_lower_right(T, C)  # not stored by these kernels
+        visible = lower_right(T, C, q)
     with sdpa_kernel(PREFILL):
         return F.scaled_dot_product_attention(
             q, k, v, visible, is_causal=visible is None, enable_gqa=groups > 1
         )
+
+
+def lower_right(T, C, q):
+    """The keys that the last T of C tokens see: all up to each of them."""
+    if not q.is_cuda:
+        return visible_keys(T, C, C, q.device)
+    from torch.nn.attention.bias import causal_lower_right  # slow to import
+
+    return causal_lower_right(T, C)  # not stored by the kernels of a GPU
 
 
 def visible_keys(T, C, window, device):

@@ -48,6 +48,10 @@ def answer_part(name, answer, prompt):
     strongest = dict(pair for pair, _ in sorted(links.items(), key=itemgetter(1)))
     favourites = favourites_of(answer)
     tokens = []
+
+    def differs(positions, row):
+        return any(favourites[p][row][0] != answer.ids[p] for p in positions if favourites)
+
     for t, (text, positions) in enumerate(written):
         word = text.lstrip(" ")  # blanks are not shaded
         tokens.append(
@@ -57,8 +61,8 @@ def answer_part(name, answer, prompt):
                 note="\n".join(notes_on(answer, positions, favourites)),
                 entropy=max(answer.entropies[p] for p in positions),
                 source=strongest.get(f"{name}t{t}"),
-                differs=any(favourites[p][1][0] != answer.ids[p] for p in positions if favourites),
-                left=any(favourites[p][0][0] != answer.ids[p] for p in positions if favourites),
+                differs=differs(positions, 1),
+                left=differs(positions, 0),
             )
         )
     n = len(answer.ids)

@@ -38,6 +38,8 @@ from hf.attention import (
     without_training,
 )
 from hf.positions import position_problem, warn_of_casts
+from runtime.errors import ArgumentError
+from runtime.values import KNOWN, NUMBERS, check_name, check_number
 
 METHODS = {  # the options that have an effect
     "decore-entropy": ("alpha_rule", "alpha_cap", "scale_alpha"),
@@ -90,7 +92,10 @@ def generate(
 
     With return_dict_in_generate=True the result also has `alphas`, α as applied, and `entropies`,
     H of the base model (for masked, of the masked one) in nats: [B, new tokens] each, float32."""
-    check_choices(method=method, mask=mask, measure=measure, alpha_rule=alpha_rule)
+    check_name(method, "method", METHODS)
+    check_name(measure, "measure", MEASURES)
+    for name, value in (("mask", mask), ("alpha_rule", alpha_rule)):
+        check_name(value, name, KNOWN[name])
     options = dict(alpha=alpha, alpha_rule=None if alpha_rule == "entropy" else alpha_rule)
     options |= dict(alpha_cap=alpha_cap, scale_alpha=scale_alpha or None)
     check_options(method, options)
@@ -151,29 +156,15 @@ def entropy(log_p):
     return torch.special.entr(log_p.exp()).sum(-1)
 
 
-def check_choices(**values):
-    known = dict(
-        method=(*METHODS,),
-        mask=("output", "query"),
-        measure=(*MEASURES,),
-        alpha_rule=("entropy", "gain"),
-    )
-    for name, value in values.items():
-        if value not in known[name]:
-            raise ValueError(f"{name} {value!r} is unknown; known: {', '.join(known[name])}")
-
-
 def check_options(method, options):
     """ValueError for an option that is not None but has no effect, or is out of range."""
     for name, value in options.items():
-        low = -1e9 if name == "alpha" else 0
-        fits = isinstance(value, int | float) and low <= value < math.inf
-        fits = fits and isinstance(value, bool) == (name == "scale_alpha") or name == "alpha_rule"
-        if value is not None and not (name in METHODS[method] and fits):
-            raise ValueError(
-                f"{name}={value!r} has no effect on {method}, or is not a finite number in its "
-                "range"
-            )
+        if value is None:
+            continue
+        if name not in METHODS[method]:
+            raise ArgumentError(name, f"has no effect on {method}")
+        if name in NUMBERS:
+            check_number(value, name, *NUMBERS[name])
 
 
 def parse_arguments(model, arguments):

@@ -615,7 +615,8 @@ ZERO = (
     '{"needle": 0, "span": [0, 9], "answer": "", "right": true, "write": {}, "mass": {}, "scores": '
 )
 SEED = '{"header": {"seed": 0}}\n'
-FIRST, ODD = ZERO + '{"0-0": 1.0}}\n', ZERO + '{"0-0": ""}}\n'
+FIRST = ZERO + '{"0-0": 1.0}}\n'
+ODD = FIRST.replace("scores", "copies")
 SECOND = FIRST.replace(": 0", ": 1").replace("[0", "[1")
 
 

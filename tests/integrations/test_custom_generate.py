@@ -250,12 +250,11 @@ REFUSED = """
 {"output_attentions": true} | output_attentions
 {"measure": "other"} | measure 'other' is unknown; known: copy, write, mass
 {"measure": "mass"} | measure have no effect
-{"alpha": 1.0} | alpha
+{"alpha": 1.0} | alpha has no effect on decore-entropy
 {"method": "decore-static", "alpha": NaN} | nan
-{"method": "decore-static", "alpha": "1"} | alpha='1'
+{"method": "decore-static", "alpha": "1"} | alpha '1' is not a finite number
 {"alpha_cap": -0.1} | alpha_cap
-{"alpha_cap": true} | alpha_cap=True
-{"scale_alpha": 2} | scale_alpha=2
+{"alpha_cap": true} | alpha_cap True is not a finite number
 {"heads": 7} | heads 7: give
 {"heads": null} | is neither a head file nor a model of heads/
 {"heads": "1-0,1-9"} | heads 1-0,1-9: give
