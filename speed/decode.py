@@ -186,7 +186,6 @@ SAME_TOKENS = {
     "two-pass": ("decore-entropy", "hf", "custom-generate"),
 }
 RATIOS = {"greedy": METHODS[1:]} | SAME_TOKENS
-RATIOS["transformers"] += ("custom-generate",)
 
 
 def quartiles(values, digits=3):
