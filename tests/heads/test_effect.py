@@ -234,7 +234,7 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(
     ]
     assert facts["kept"] == {"1": sum(map(same, *texts)) / 5}
     with monkeypatch.context() as patch:
-        patch.setattr(questions, "Masked", lambda heads: Greedy())
+        patch.setattr("decore.Masked", lambda heads: Greedy())
         assert detect("--limit", 2)[1]["effect_facts"]["kept"] == {"1": 1}
     assert facts["ids"] == [f"c{i}" for i in range(5)] and (facts["n"], facts["memories"]) == (5, 3)
     scores = {"scores": {f"{i}-{j}": i / 9 for i in range(3) for j in range(4)}, "samples": 7}
