@@ -188,6 +188,11 @@ def write_lines(path, rows):
     return path
 
 
+def read_lines(path):
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
 # -------------------------------------------------------------------- random configurations, damage
 
 ODD = (None, True, False, 0, -1, 1, 3, 0.5, -0.0, 1e300, math.nan, math.inf)

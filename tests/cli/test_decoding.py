@@ -1,14 +1,14 @@
 """The program behind decore.py: prompts, options, JSON, text for people."""
 
 import json
-import math
 import re
+from functools import partial
 
 import pytest
 import torch
 
-from cli import decode as program
 from cli import models, prompts
+from cli.decode import main, make_parser
 from cli.options import MINIATURE
 from cli.printing import Texts, sources_below
 from cli.prompts import EXAMPLE
@@ -42,19 +42,19 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture
-def objects(call):
+def objects(done):
     """The JSON objects that decore.py prints."""
 
-    def run(*arguments):
-        status, out, err = call(program.main, *arguments, "--json")
-        assert status == 0, err
-        return [json.loads(line) for line in out.splitlines()]
-
-    return run
+    return lambda *arguments: [*map(json.loads, done(main, *arguments, "--json")[0].splitlines())]
 
 
 def labels(heads):
     return [f"{layer}-{head}" for layer, head in heads]
+
+
+def turns(**texts):
+    """A chat: role → text."""
+    return [dict(role=role, content=text) for role, text in texts.items()]
 
 
 def test_texts_are_printed_in_the_order_of_the_prompts_each_as_it_grows(capsys):
@@ -85,11 +85,11 @@ def test_an_interruption_prints_what_there_is_of_all_answers(call, base, monkeyp
 
     monkeypatch.setattr("decore.generate", generate)
     two = *base, *FLAGS, "--prompt", "Hi", "--prompt", "Ho", "--stop", "some text"  # holds back
-    assert call(program.main, *two)[:2] == (130, "")
+    assert call(main, *two)[:2] == (130, "")
     tokens += [(0, 72), (1, 73), (1, 257)]  # 257 ends an answer
     one, other = (Tokenizer.load(base[1]).decode([i]) for i in (72, 73))
-    assert call(program.main, *two)[:2] == (130, f"[1] Hi\n{one}\n\n[2] Ho\n{other}\n\n")
-    assert call(program.main, *two, "--json")[:2] == (130, "")
+    assert call(main, *two)[:2] == (130, f"[1] Hi\n{one}\n\n[2] Ho\n{other}\n\n")
+    assert call(main, *two, "--json")[:2] == (130, "")
 
 
 def test_json_holds_what_generate_and_find_sources_return(objects, base):
@@ -116,20 +116,20 @@ def test_json_holds_what_generate_and_find_sources_return(objects, base):
 
 
 def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_json(
-    call, base, tmp_path, monkeypatch
+    done, refused, base, tmp_path, monkeypatch
 ):
     path = tmp_path / "prompt.txt"
     path.write_text("from a\nfile\n\n", encoding="utf-8-sig")  # editors begin files so
 
-    def run(*options):
+    def run(*options, ends=done):
         with path.open(encoding="utf-8") as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
-            return call(program.main, *base, *FLAGS, *options)
+            return ends(main, *base, *FLAGS, *options)
 
     several = ["--prompt", "word " * 20, "--prompt-file", path, "--prompt-ids", "72,105"]
     piped = [*several, "--prompt-file", "-"]
-    _, out, err = run(*piped)
-    lines = [json.loads(line) for line in run(*piped, "--json")[1].splitlines()]
+    out, err = run(*piped)
+    lines = [*map(json.loads, run(*piped, "--json")[0].splitlines())]
     tokenizer = Tokenizer.load(base[1])
     file = tokenizer.encode("from a\nfile\n")  # without one final newline
     ids = [tokenizer.encode("word " * 20), file, [72, 105], file]
@@ -139,20 +139,18 @@ def test_prompts_of_all_kinds_are_decoded_in_order_and_the_text_is_that_of_the_j
     for i, title in enumerate(titles):
         expected += f"[{i + 1}] {title}\n{lines[i]['text']}\n\n"
     assert out == expected and "tokens/s" in err
-    assert run()[1] == lines[1]["text"] + "\n"
-    status, _, err = run(*several)
-    assert status == 2 and "add --prompt-file - to decode it" in err
+    assert run()[0] == lines[1]["text"] + "\n"
+    assert "add --prompt-file - to decode it" in run(*several, ends=refused)
 
 
 def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
-    call, objects, tmp_path
+    done, objects, tmp_path
 ):
     base = write_model(tmp_path / "model", THINKING)
-    chat = [dict(role="user", content="Who?"), dict(role="assistant", content="I")]
-    chat.append(dict(role="user", content="And?"))
+    chat = turns(user="Who?", assistant="I") + turns(user="And?")
     given = [
         dict(id=7, prompt="A document. Who is it?", without_context="Who is it?", gold=["x"]),
-        dict(prompt="A document. What is it?", without_context=[dict(role="user", content="it?")]),
+        dict(prompt="A document. What is it?", without_context=turns(user="it?")),
         dict(messages=chat, without_context="And?"),
     ]
     path = write_lines(tmp_path / "prompts.jsonl", given)
@@ -171,7 +169,7 @@ def test_a_line_of_a_file_is_a_prompt_and_json_gives_its_fields_back_in_order(
     more = dict(max_new_tokens=6, eos_ids=[257])
     g = generate(Transformer.load(base[1]), ids, CAD(without), **more)
     assert lines[1]["ids"] == g.ids and lines[1]["alpha"] == 0.5
-    _, out, _ = call(program.main, *command[:-1], "decore-entropy")
+    out, _ = done(main, *command[:-1], "decore-entropy")
     titles = "A document. Who is it?", "A document. What is it?", "And?"
     assert out == "".join(
         f"[{i}] {title}\n{line['text']}\n\n"
@@ -205,10 +203,10 @@ end with an assistant's turn, so "begin" has no place
 def test_a_line_that_is_not_a_prompt_is_named(refused, base, tmp_path, line, words):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "a", "without_context": "b"}}\n{line}\n')
-    err = refused(program.main, *base[:2], "--prompts", path, "--method=cad", "--json")
+    err = refused(main, *base[:2], "--prompts", path, "--method=cad", "--json")
     assert err.count("\n") == 1 and words in err
     path.write_text("\n")
-    assert "p.jsonl: it is empty" in refused(program.main, *base[:2], "--prompts", path)
+    assert "p.jsonl: it is empty" in refused(main, *base[:2], "--prompts", path)
 
 
 def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
@@ -216,21 +214,15 @@ def test_titles_begin_with_the_line_or_the_word_in_which_prompts_differ():
     one, other = f"{document}\nQ: Who was he?\nA:", f"{document}\nQ: When did he live?\nA:"
     third = f"{document}When was it?"
     texts = [one, other, one, third, "Hi", "Hi there"]
-    assert prompts.titles(texts) == [
-        "Q: Who was he? A:",
-        "Q: When did he live? A:",
-        "Q: Who was he? A:",
-        "…When was it?",
-        "Hi",
-        "Hi there",
-    ]
+    titles = "Q: Who was he? A:|Q: When did he live? A:|Q: Who was he? A:|…When was it?|Hi|Hi there"
+    assert prompts.titles(texts) == titles.split("|")
     assert prompts.titles([document]) == [document[:60] + "…"]
 
 
 def test_an_answer_that_fills_the_context_says_so(call):
     prompt = "--prompt-ids", "5" + ",5" * 249, "--method", "greedy"
     for n, full in ((6, False), (7, True)):  # the miniature reads 256 tokens
-        _, _, err = call(program.main, *prompt, "--max-new-tokens", n)
+        _, _, err = call(main, *prompt, "--max-new-tokens", n)
         assert "greedy: 6 tokens" in err
         assert ("an answer ended because the context is full" in err) == full
 
@@ -238,30 +230,30 @@ def test_an_answer_that_fills_the_context_says_so(call):
 def test_a_head_file_that_was_found_by_a_name_is_said(call, base, tmp_path):
     said = f"heads are ranked by copy, of {FOLDER / 'scores/miniature.json'}\n"
     one = "--prompt-file", EXAMPLE, "--max-new-tokens", 1
-    assert call(program.main, *one)[2].startswith(said)
-    assert said in call(program.main, *one, "--heads", "miniature")[2]
+    assert call(main, *one)[2].startswith(said)
+    assert said in call(main, *one, "--heads", "miniature")[2]
     for more in (["--heads", FOLDER / "scores/miniature.json"], ["--heads", "2-0,2-1"]):
-        assert "ranked" not in call(program.main, *one, *more)[2]
-    assert "ranked" not in call(program.main, *one, "--method", "greedy")[2]
+        assert "ranked" not in call(main, *one, *more)[2]
+    assert "ranked" not in call(main, *one, "--method", "greedy")[2]
 
 
 def test_an_alpha_that_stays_high_is_reported_with_its_remedy(call, base):
     """The tiny model is unsure of everything: its entropy is near ln 259."""
     prompts = "--prompt", "a", "--prompt", "b"
     heads = "--num-heads", 2, "--eos", 0
-    err = call(program.main, *base, *heads, *prompts, "--max-new-tokens", 6)[2]
+    err = call(main, *base, *heads, *prompts, "--max-new-tokens", 6)[2]
     assert re.search(r"\ndecore-entropy: mean α 5\.\d in 2 of 2 answers; .* --alpha-cap 0.5 ", err)
-    assert "entropy: mean α 5" in call(program.main, *base, *heads, *prompts[:2], *SHORT)[2]
+    assert "entropy: mean α 5" in call(main, *base, *heads, *prompts[:2], *SHORT)[2]
     for more in (
         ["--alpha-cap", 0.5],
         ["--max-new-tokens", 5],  # the first tokens of an answer are often unsure
         ["--method", "decore-static", "--alpha", 3],  # as requested
     ):
-        assert "mean α" not in call(program.main, *base, *heads, *prompts, *SHORT, *more)[2]
+        assert "mean α" not in call(main, *base, *heads, *prompts, *SHORT, *more)[2]
 
 
 def test_sources_stand_below_each_answer_word_by_word(call):
-    _, out, _ = call(program.main, "--prompt-file", EXAMPLE, "--sources")
+    _, out, _ = call(main, "--prompt-file", EXAMPLE, "--sources")
     assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"
 
 
@@ -277,14 +269,14 @@ def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
 def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
     monkeypatch.setattr("cli.printing.LINES", 2)
     text = "--raw", "--prompt", EXAMPLE.read_text().partition("Answer")[0]
-    _, out, _ = call(program.main, *text, "--max-new-tokens", 60, "--sources")
+    _, out, _ = call(main, *text, "--max-new-tokens", 60, "--sources")
     shares = re.findall(r"← \S+ (\d+)%", out)
     assert len(shares) == 2 and min(map(int, shares)) >= 75
     assert re.search(r"\n +… and \d+ more words\n$", out)
 
 
 def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
-    call, objects, base, tmp_path
+    done, objects, base, tmp_path
 ):
     heads = write_model(tmp_path, seed=3)[3]
     amateur = ["--amateur", tmp_path, "--amateur-heads", heads]
@@ -296,63 +288,73 @@ def test_compare_shows_greedy_masked_and_decore_without_and_with_an_amateur(
     assert lines["decore-entropy"] == objects(*base, *prompt)[0]
     assert lite == objects(*base[:2], *amateur, *prompt)[0]
     assert lite["heads"] == labels(load_heads(stand_in(), 2, heads))
-    _, text, _ = call(program.main, *base, *prompt, "--compare")
+    text, _ = done(main, *base, *prompt, "--compare")
     assert text == "".join(f"{name:>14}  {line['text']}\n" for name, line in lines.items())
 
 
-def test_several_methods_read_a_batch_of_prompts_once(objects, call, base, passes):
+def test_several_methods_read_a_batch_of_prompts_once(objects, done, base, passes):
     prompts = *SHORT, "--raw", "--prompt", "A prompt", "--prompt", "Another one"
     options = *base, *prompts, "--num-heads", 2
-    alone = objects(*base[:2], *prompts, "--method", "greedy")
-    alone += objects(*options, "--method", "masked")
-    alone += objects(*options, "--method", "decore-entropy")
-    alone += objects(*base[:2], *prompts, "--method", "dola-low")
+    methods = "greedy", "dola-low", "masked", "decore-entropy"
+    alone = sum((objects(*base[:2], *prompts, "--method", name) for name in methods[:2]), [])
+    alone += sum((objects(*options, "--method", name) for name in methods[2:]), [])
     passes.clear()
-    lines = objects(*options, "--method", "greedy,masked,decore-entropy,dola-low")
+    lines = objects(*options, "--method", ",".join(methods))
     fields = "ids", "alphas", "entropies", "method"
     assert [[x[f] for f in fields] for x in lines] == [[x[f] for f in fields] for x in alone]
     assert [shape for shape in passes if shape[1] > 1] == [(2, 10)]
     passes.clear()
-    err = call(program.main, *options, "--method", "greedy,masked", "--batch-size", 1)[2]
+    several = *options, "--method", "greedy,masked"
+    _, err = done(main, *several, "--batch-size", 1)
     assert [shape for shape in passes if shape[1] > 1] == [(1, 7), (1, 10)] * 2
     assert "already" not in err
-    err = call(program.main, *options, "--method", "greedy,masked")[2]
-    assert re.findall("(.*): .*, prompts already read", err) == ["masked"]
+    assert re.findall("(.*): .*, prompts already read", done(main, *several)[1]) == ["masked"]
 
 
-def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_error(call, base):
+def test_added_methods_that_fail_are_left_out_and_a_requested_one_ends_in_an_error(
+    done, refused, base
+):
     compare = [*base[:2], *SHORT, "--prompt", "Hi", "--json", "--compare"]  # no heads are known
-    status, out, err = call(program.main, *compare, "--method", "dola-low")
-    methods = [json.loads(line)["method"] for line in out.splitlines()]
-    assert (status, methods) == (0, ["greedy", "dola-low"])
+    out, err = done(main, *compare, "--method", "dola-low")
+    assert re.findall('"method": "(.*?)"', out) == ["greedy", "dola-low"]
     assert "masked is left out: no head scores are known" in err
-    for method, option in (("cad", "cad needs --without-context"), ("cd", "cd needs --amateur")):
-        status, out, err = call(program.main, *compare, "--method", method)
-        assert (status, out) == (2, "") and option in err
-    status, out, err = call(program.main, *compare, "--method", "dola-high,ad")
-    assert (status, out) == (2, "") and "error: --info-layer 24 is outside" in err
+    for method, words in (
+        ("cad", "cad needs --without-context"),
+        ("cd", "cd needs --amateur"),
+        ("dola-high,ad", "error: --info-layer 24 is outside"),
+    ):
+        assert words in refused(main, *compare, "--method", method)
 
 
 def test_a_prompt_that_is_not_the_miniatures_names_a_real_model(call):
     for prompt, unknown in (("The capital of France is", True), (EXAMPLE.read_text(), False)):
-        _, _, err = call(program.main, "--prompt", prompt.strip(), *SHORT)
+        _, _, err = call(main, "--prompt", prompt.strip(), *SHORT)
         assert ("the miniature knows invented facts" in err) == unknown
 
 
+CHATS = r"""
+[{"role": "user"}] | {'role': 'user'} must be
+5 | chat.json: it must be a chat: [{"role": "user", "content": "…"}, …], or {"mess
+{"role": "user"} | chat.json: it must be a chat
+{ | chat.json is not valid JSON
+{"messages": [{"role": "user", "content": "a"}], "x": NaN} | chat.json: NaN is not a number in JSON
+[{"role": "User", "content": "a"}] | chat.json: "role": 'User' must be 'user'
+[{"role": "user", "content": "\ud800"}] | chat.json: '\ud800' is half of a
+[{"role": "user", "content": [{"type": "image"}]}] | chat.json: a message has the part
+[{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}] | of the answer, ' '
+"""
+
+
 def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_chat_of_several_turns(
-    call, objects, tmp_path
+    refused, objects, tmp_path
 ):
     model = write_model(tmp_path / "chat", THINKING)
     path = tmp_path / "chat.json"
-    several = ("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")
-
-    def write(turns):
-        path.write_text(json.dumps([dict(role=role, content=text) for role, text in turns]))
-
-    write(several)
+    chat = turns(system="S", user="a", assistant="b") + turns(user="c")
+    path.write_text(json.dumps(chat))
     encode = Tokenizer.load(model[1]).encode
     user = "<|turn|>user:b<|end|><|turn|>assistant:"
-    text = "".join(f"<|turn|>{role}:{text}<|end|>" for role, text in several)
+    text = "".join(f"<|turn|>{turn['role']}:{turn['content']}<|end|>" for turn in chat)
     text += "<|turn|>assistant:"
     for options, texts in (
         (["--messages", path], [user, text]),
@@ -362,72 +364,58 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     ):
         lines = objects(*model, *FLAGS, "--prompt=b", *options)
         assert [line["prompt_ids"] for line in lines] == [*map(encode, texts)]
-    status, _, err = call(program.main, *model, "--messages", path, "--system=S")
-    assert status == 2 and "--system has no effect on --prompt-ids and --messages" in err
-    chat = json.loads(path.read_text())
+    refusal = partial(refused, main, *model, "--messages", path)
+    assert "--system has no effect on --prompt-ids and --messages" in refusal("--system=S")
     chat[1]["content"] = [dict(type="text", text="a")]
     path.write_text(json.dumps(dict(messages=chat, id=7)))
     [line] = objects(*model, *FLAGS, "--messages", path)
     assert line["prompt_ids"] == encode(text) and line["id"] == 7 and line["messages"] == chat
-    path.write_text('[{"role": "user"}]')
-    assert "{'role': 'user'} must be" in call(program.main, *model, "--messages", path)[2]
-    for text, words in (
-        ("5", 'chat.json: it must be a chat: [{"role": "user", "content": "…"}, …], or {"mess'),
-        ('{"role": "user"}', "chat.json: it must be a chat"),
-        ("{", "chat.json is not valid JSON"),
-        (json.dumps(dict(messages=chat, x=math.nan)), "chat.json: NaN is not a number in JSON"),
-        ('[{"role": "User", "content": "a"}]', "chat.json: \"role\": 'User' must be 'user'"),
-        ('[{"role": "user", "content": "\\ud800"}]', "chat.json: '\\ud800' is half of a"),
-        ('[{"role": "user", "content": [{"type": "image"}]}]', "chat.json: a message has the part"),
-    ):
+    for text, words in rows(CHATS):
         path.write_text(text)
-        status, _, err = call(program.main, *model, "--messages", path)
-        assert (status, err.count("\n")) == (2, 1) and words in err
+        err = refusal()
+        assert err.count("\n") == 1 and words in err
 
 
-def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(call, objects, tmp_path):
+def test_the_beginning_of_an_answer_is_continued_in_every_form_of_prompt(
+    done, refused, objects, tmp_path
+):
     model = write_model(tmp_path / "chat", THINKING)
     encode = Tokenizer.load(model[1]).encode
-    turns = [dict(role="user", content="Where?"), dict(role="assistant", content="It is")]
-    closed = [dict(role="user", content="Who?"), *turns]
+    chat = turns(user="Where?", assistant="It is")
+    closed = turns(user="Who?") + chat
     given = [
         dict(prompt="In Rome. Where?", without_context="Where?"),
         dict(prompt="Where?", without_context="?", begin="It"),
-        dict(messages=turns, without_context="?"),
-        dict(messages=turns[:1], without_context=closed),
+        dict(messages=chat, without_context="?"),
+        dict(messages=chat[:1], without_context=closed),
     ]
     path = write_lines(tmp_path / "p.jsonl", given)
     command = *model, *FLAGS, "--prompts", path, "--begin", "It is"
     lines = objects(*command)
-    chats = "In Rome. Where?", "Where?", "Where?", "Where?"
+    questions = "In Rome. Where?", "Where?", "Where?", "Where?"
     begins = "It is", "It", "It is", "It is"
-    for line, prompt, chat, begin in zip(lines, given, chats, begins, strict=True):
-        assert line["prompt_ids"] == encode(f"<|turn|>user:{chat}<|end|><|turn|>assistant:{begin}")
+    for line, prompt, text, begin in zip(lines, given, questions, begins, strict=True):
+        assert line["prompt_ids"] == encode(f"<|turn|>user:{text}<|end|><|turn|>assistant:{begin}")
         assert line["begin"] == begin and line | prompt == line
-    _, out, _ = call(program.main, *command)
+    out, _ = done(main, *command)
     for begin, line in zip(begins, lines):
         assert f"\n{begin}{line['text']}\n\n" in out and not line["text"].startswith(begin)
     [raw] = objects(*model, *FLAGS, "--raw", "--prompt=A: ", "--begin=It is")
     assert raw["prompt_ids"] == encode("A: It is")
-    args = program.make_parser().parse_args(["--begin", "It is"])
+    args = make_parser().parse_args(["--begin", "It is"])
     without = prompts.without_context(prompts.with_begin(given, args.begin), [])
-    begins = "It is", "It", "It is", "It is"
     expected = [f"<|turn|>user:{text}<|end|><|turn|>assistant:" for text in ("Where?", "?", "?")]
     expected.append("<|turn|>user:Who?<|end|><|turn|>user:Where?<|end|><|turn|>assistant:")
     for prompt, text, begin in zip(without, expected, begins, strict=True):
         ids = prompts.encode_one(prompt, Tokenizer.load(model[1]), args)
         assert ids == encode(text + begin)
     write_lines(path, given[2:3])
-    for options in ["--prompt-ids=5"], ["--prompts", path]:
-        status, _, err = call(program.main, *model, *options, "--begin=It")
-        assert status == 2 and "--begin has no effect on --prompt-ids and on answers that" in err
-    chat = [dict(role="user", content="a"), dict(role="assistant", content=" ")]
-    (tmp_path / "chat.json").write_text(json.dumps(chat))
-    status, _, err = call(program.main, *model, "--messages", tmp_path / "chat.json")
-    assert status == 2 and "does not keep the beginning of the answer, ' '" in err
+    for option in "--prompt-ids=5", f"--prompts={path}":
+        err = refused(main, *model, option, "--begin=It")
+        assert "--begin has no effect on --prompt-ids and on answers that" in err
 
 
-def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tmp_path):
+def test_lists_of_values_are_decoded_one_after_the_other(done, objects, base, tmp_path):
     options = *base, *SHORT, "--prompt=Hi", "--num-heads", "2,5"
     lines = objects(*options, "--compare")
     names = [(line["method"], len(line["heads"])) for line in lines]
@@ -437,18 +425,18 @@ def test_lists_of_values_are_decoded_one_after_the_other(call, objects, base, tm
         n = str(len(line["heads"]))
         assert [line] == objects(*base, *SHORT, "--prompt=Hi", "--num-heads", n)
     page = tmp_path / "page.html"
-    _, out, _ = call(program.main, *options, "--html", page)
+    out, _ = done(main, *options, "--html", page)
     labels = [f"decore-entropy, N = {n}" for n in (2, 5)]
     assert [line.partition("  ")[0] for line in out.splitlines()] == labels
     assert all(f">{label}</h2>" in page.read_text() for label in labels)
 
 
-def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, objects, monkeypatch):
+def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(done, objects, monkeypatch):
     monkeypatch.chdir(MINIATURE.parent)
-    status, out, _ = call(program.main, "--model", "./miniature/")
+    out, _ = done(main, "--model", "./miniature/")
     answers = ["        greedy   Kraskrigard.", "decore-entropy   Dasholm."]
-    assert status == 0 and out.splitlines()[3:] == answers
-    _, out, _ = call(program.main, "--method", "cad")  # the example without its context is known
+    assert out.splitlines()[3:] == answers
+    out, _ = done(main, "--method", "cad")  # the example without its context is known
     assert out.endswith("cad   Dasholm.\n")
     amateur = "miniature/miniature-amateur"
     [line] = objects("--amateur", amateur, "--prompt", "Hello", *SHORT, "--sources")
@@ -460,20 +448,19 @@ def test_the_miniature_has_an_example_and_an_amateur_with_head_scores(call, obje
     assert line["sources"] == json.loads(json.dumps(sources))
 
 
-@pytest.mark.parametrize(
-    "arguments, method",
-    [
-        ("--method=cad --without-context=i --alpha=2", lambda _: CAD([72], alpha=2.0)),
-        ("--method=ad --info-layer=2 --relative-top=0", lambda _: AD(2, relative_top=0)),
-        (
-            "--method=dola-high --dola-layers=halves --repetition-penalty=1.3",
-            lambda _: DoLa("high", "halves", repetition_penalty=1.3),
-        ),
-        ("--method=cd --amateur={base}", CD),
-    ],
-)
-def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments, method):
-    model = Transformer.load(base[1])
+BASELINES = {
+    "--method=cad --without-context=i --alpha=2": lambda _: CAD([72], alpha=2.0),
+    "--method=ad --info-layer=2 --relative-top=0": lambda _: AD(2, relative_top=0),
+    "--method=dola-high --dola-layers=halves --repetition-penalty=1.3": lambda _: DoLa(
+        "high", "halves", repetition_penalty=1.3
+    ),
+    "--method=cd --amateur={base}": CD,
+}
+
+
+@pytest.mark.parametrize("arguments", BASELINES)
+def test_the_baselines_command_line_gives_what_generate_gives(objects, base, arguments):
+    model, method = Transformer.load(base[1]), BASELINES[arguments]
     [line] = objects(*base[:2], *SHORT, "--prompt", "Hi", *arguments.format(base=base[1]).split())
     g = generate(model, line["prompt_ids"], method(model), max_new_tokens=6, eos_ids=[257])
     assert line["ids"] == g.ids and line["alphas"] == g.alphas
@@ -493,17 +480,17 @@ def test_an_answer_ends_before_a_stop_text(objects, base):
     assert line["ids"] == first["ids"][: first["ids"].index(eos) + 1] and line["stop"] == "eos"
 
 
-def test_an_empty_answer_is_reported_and_min_new_tokens_prevents_it(call, objects, base):
+def test_an_empty_answer_is_reported_and_min_new_tokens_prevents_it(done, refused, objects, base):
     command = *base, *FLAGS, "--prompt", "Who?", "--prompt", "What is it?"
     token = objects(*command)[1]["ids"][0]
-    _, out, err = call(program.main, *command, "--eos", token)
+    out, err = done(main, *command, "--eos", token)
     assert out.endswith("[2] What is it?\n\n\n") and "1 of 2 answers are empty" in err
     longer = *command, "--eos", token, "--min-new-tokens", 2
     lines = objects(*longer)
     assert token not in lines[1]["ids"][:2] and len(lines[1]["ids"]) > 2
-    assert "empty" not in call(program.main, *longer)[2]
-    status, _, err = call(program.main, *command, "--min-new-tokens", 7)
-    assert status == 2 and "--min-new-tokens 7 is above --max-new-tokens 6" in err
+    assert "empty" not in done(main, *longer)[1]
+    words = "--min-new-tokens 7 is above --max-new-tokens 6"
+    assert words in refused(main, *command, "--min-new-tokens", 7)
 
 
 def test_a_tiny_model_gets_one_thread_unless_the_user_chose(base, monkeypatch):

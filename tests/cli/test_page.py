@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli import decode as program
 from cli import page as program_page
+from cli.decode import main
 from decore import DeCoRe, Greedy, generate
 from heads import load_heads
 from heads.sources import find_sources
@@ -45,7 +45,7 @@ def test_notes_hold_entropy_alpha_and_the_favourite_of_the_masked_row(call, chat
     path, file = tmp_path / "page.html", chat_model / "heads.json"
     options = f"--model {chat_model} --heads {file} --num-heads 2 --max-new-tokens 8 --prompt Hi "
     options += f"--method greedy,decore-static --alpha 0.5 --json --html {path} --prompt"
-    _, out, err = call(program.main, *options.split(), "<script>1</script>")
+    _, out, err = call(main, *options.split(), "<script>1</script>")
     assert f"wrote {path}" in err
     text = path.read_bytes().decode()
     beginning, *_, greedy, section = text.split("<section")
@@ -188,7 +188,7 @@ def test_a_generation_has_texts_rows_and_the_page_of_the_program(chat_model, cal
     path = tmp_path / "page.html"
     options = f"--model {chat_model} --heads {chat_model}/heads.json --num-heads 2 --sources"
     options += f" --max-new-tokens 8 --prompt Hi --html {path}"
-    call(program.main, *options.split())
+    call(main, *options.split())
     assert out._repr_html_().startswith('<iframe srcdoc="')
     own, of_program = page.page({"decore-entropy": out}), path.read_text()
     assert spans(own) == spans(of_program) and len(spans(own)) > 2
@@ -203,7 +203,7 @@ def test_a_text_ends_before_a_stop_text_as_in_the_program(chat_model, call):
     stop = whole.text[3:5]
     out = generate(model, ids, Greedy(), 8, tokenizer=tokenizer, stop=stop)
     options = f"--model {chat_model} --method greedy --max-new-tokens 8 --prompt Hi --json --stop"
-    line = json.loads(call(program.main, *options.split(), stop)[1])
+    line = json.loads(call(main, *options.split(), stop)[1])
     assert (out.ids, out.text, out.stop) == (line["ids"], line["text"], "stop")
     assert out.text == whole.text[: whole.text.index(stop)] and len(out.ids) < len(whole.ids)
     for arguments, words in (

@@ -1,6 +1,5 @@
 """evaluate.py choose: from a table of conflicts to one tested setting, on the miniature."""
 
-import json
 import sys
 from contextlib import suppress
 from runpy import run_module
@@ -10,6 +9,7 @@ import pytest
 from cli.entry import run_program
 from miniature.data import make_split
 from paper import choose
+from tests.checkpoints import read_lines, write_lines
 
 
 def run_detection():
@@ -39,14 +39,14 @@ def options(tmp_path, monkeypatch):
         lines = []
         for i, item in enumerate(make_split("conflict", 60, seed=3)):
             context, question = item.prompt.removeprefix("Context: ").split("\nAnswer: ")
-            line = dict(id=f"q{i}", question=question, context=context, answers=item.answer)
+            line = dict(id=f"q{i}", question=question)
             if name == "conflict":
-                line["memory"] = item.memory
+                line |= dict(context=context, answers=item.answer, memory=item.memory)
             else:
-                line["context"] = context.replace(item.answer, item.memory)
-                line["answers"] = item.memory
-            lines.append(json.dumps(line))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+                context = context.replace(item.answer, item.memory)
+                line |= dict(context=context, answers=item.memory)
+            lines.append(line)
+        write_lines(tmp_path / f"{name}.jsonl", lines)
     template = tmp_path / "template.txt"
     template.write_text("Context: {context}\nAnswer: {question}")
     paths = f"--data {tmp_path}/conflict.jsonl --agreement {tmp_path}/agreement.jsonl"
@@ -74,25 +74,19 @@ def test_choose_goes_from_conflicts_to_one_tested_setting_and_goes_on(options, c
     ids = {}
     for part in ("choose", "test"):
         [path] = tmp_path.glob(f"runs/{part}/conflict/*greedy*.jsonl")
-        ids[part] = {json.loads(line)["id"] for line in path.read_text().splitlines()[1:]}
+        ids[part] = {line["id"] for line in read_lines(path)[1:]}
     assert not ids["choose"] & ids["test"]
 
 
-@pytest.mark.parametrize(
-    "n, rank, choose_n, words",
-    [
-        (23, None, None, "23 known questions are too few"),
-        (40, 20, 10, "leave 10 of 40"),
-        (24, None, None, {"rank": (0, 6), "choose": (6, 6), "test": (12, 12)}),
-        (1000, None, None, {"rank": (0, 50), "choose": (50, 100), "test": (150, 850)}),
-    ],
-)
-def test_too_few_known_questions_are_refused(n, rank, choose_n, words):
-    if isinstance(words, dict):
-        assert choose.split(n, rank, choose_n) == words
-    else:
-        with pytest.raises(ValueError, match=words):
-            choose.split(n, rank, choose_n)
+def test_the_known_questions_are_split_and_too_few_are_refused():
+    for n, of_rank, of_choose in (24, 6, 6), (1000, 50, 100):
+        before = of_rank + of_choose
+        parts = (0, of_rank), (of_rank, of_choose), (before, n - before)
+        assert choose.split(n, None, None) == dict(zip(("rank", "choose", "test"), parts))
+    with pytest.raises(ValueError, match="23 known questions are too few"):
+        choose.split(23, None, None)
+    with pytest.raises(ValueError, match="leave 10 of 40"):
+        choose.split(40, 20, 10)
 
 
 def test_the_best_setting_may_lose_so_much_and_no_more(monkeypatch, capsys):

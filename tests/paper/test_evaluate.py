@@ -31,10 +31,11 @@ from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
 from runtime.checkpoint import Checkpoint
-from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
+from tests.checkpoints import read_lines, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
@@ -55,11 +56,35 @@ def write_model(folder, template=TEMPLATE, family="llama3", **config):
 
 def content(path):
     """The lines of a run without what differs from process to process."""
-    first, *lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    first, *lines = read_lines(path)
     header = {name: value for name, value in first["header"].items() if name not in VARYING}
     for line in lines:
         del line["seconds"]
     return [header, *lines]
+
+
+@pytest.fixture
+def runs(start, tmp_path):
+    """runs(*arguments) → the contents of the runs that evaluate.py writes; tmp_path / "out" is
+    their folder if none is given."""
+
+    def run(*arguments):
+        status, out, err = start("--out", tmp_path / "out", *arguments)
+        assert status == 0, err
+        return [content(one["run"]) for one in out]
+
+    return run
+
+
+@pytest.fixture
+def refusal(refused, tmp_path):
+    """refusal(*arguments) → the last line of evaluate.py's refusal."""
+
+    def run(*arguments):
+        out = () if "--out" in arguments else ("--out", tmp_path / "out")
+        return refused(evaluate.main, *arguments, *out).splitlines()[-1]
+
+    return run
 
 
 # One run
@@ -72,8 +97,8 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     for size in (3, 16):
         options = ["--batch-size", size, "--out", tmp_path / str(size)]
         _, [out], _ = start(*model, *data["nq-closed"], *DECORE, *options)
-        settings, *rows = content(out["run"])
-        results.append([(row["ids"], row["prompt_sha256"]) for row in rows])
+        settings, *lines = content(out["run"])
+        results.append([(line["ids"], line["prompt_sha256"]) for line in lines])
     assert results[0] == results[1]
     assert out["n"] == 7 and set(out["metrics"]) >= {"exact_match", "answer_contained"}
     expected = dict(task="nq-closed", layout="chat", product="plain", dtype="float32")
@@ -81,10 +106,10 @@ def test_a_run_holds_its_settings_and_rows_that_do_not_depend_on_the_batch_size(
     assert settings["version"] == TASKS["nq-closed"].version
     assert settings["fingerprint"] == Checkpoint(model[1]).fingerprint
     assert len(settings["data"][0]["sha256"]) == 64 and settings["demos"]["file"] == "demos.jsonl"
-    assert [row["id"] for row in rows] == list(range(7)) and rows[2]["references"] == ["a2"]
-    for row in rows:
-        assert len(row["ids"]) == len(row["alphas"]) == len(row["entropies"]) <= 5
-        assert row["stop"] in ("eos", "length")
+    assert [line["id"] for line in lines] == list(range(7)) and lines[2]["references"] == ["a2"]
+    for line in lines:
+        assert len(line["ids"]) == len(line["alphas"]) == len(line["entropies"]) <= 5
+        assert line["stop"] in ("eos", "length")
 
 
 def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
@@ -105,22 +130,21 @@ def test_a_run_that_stopped_anywhere_ends_like_an_uninterrupted_one(
 
 
 def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
-    start, data, tmp_path, monkeypatch
+    runs, data, tmp_path, monkeypatch
 ):
     thinks = "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}"
     template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE + thinks
     folder = write_model(tmp_path / "model", template)
     arguments = ["--model", folder, *data["nq-closed"], *GREEDY, "--limit", 1]
-    think, rows = {"enable_thinking": True}, []
+    think, lines = {"enable_thinking": True}, []
     another_day = datetime.datetime(2031, 12, 31)
     for more in ([], [], ["--template-args", json.dumps(think)]):
-        _, [out], _ = start(*arguments, *more, "--out", tmp_path / str(len(rows)))
-        settings, row = content(out["run"])
+        [[settings, line]] = runs(*arguments, *more, "--out", tmp_path / str(len(lines)))
         assert settings["template_args"] == (think if more else {"enable_thinking": False})
-        rows.append(row)
+        lines.append(line)
         monkeypatch.setattr("tokenizer.datetime", SimpleNamespace(now=lambda: another_day))
-    assert rows[0] == rows[1]
-    assert rows[2]["prompt_tokens"] == rows[0]["prompt_tokens"] + len("think")
+    assert lines[0] == lines[1]
+    assert lines[2]["prompt_tokens"] == lines[0]["prompt_tokens"] + len("think")
 
 
 @pytest.mark.parametrize(
@@ -132,14 +156,13 @@ def test_templates_print_one_day_and_think_only_if_their_arguments_say_so(
         + ("llama3", "user"),
     ],
 )
-def test_the_layout_is_the_models(start, data, tmp_path, template, family, layout):
+def test_the_layout_is_the_models(runs, data, tmp_path, template, family, layout):
     write_model(tmp_path, template, family)
-    options = *data["nq-closed"], *GREEDY, "--limit", 1
-    _, [out], _ = start("--model", tmp_path, *options, "--out", tmp_path / "out")
-    assert content(out["run"])[0]["layout"] == layout
+    [[settings, _]] = runs("--model", tmp_path, *data["nq-closed"], *GREEDY, "--limit", 1)
+    assert settings["layout"] == layout
 
 
-def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp_path):
+def test_a_sample_is_the_same_for_every_method_and_grows(start, refusal, model, data, tmp_path):
     arguments = [*data["nq-closed"], "--max-new-tokens", 2, "--out", tmp_path]
     greedy = [*model[:2], *GREEDY[:2]]
     random_heads = [*model, "--method", "masked", "--num-heads", 2, "--random-heads", "--seed", 5]
@@ -157,32 +180,32 @@ def test_a_sample_is_the_same_for_every_method_and_grows(start, model, data, tmp
     noted = json.loads(open(out["run"]).readline())["header"]
     assert re.fullmatch(r"\d\d:\d\d:\d\d UTC", noted["time"])
     assert noted["command"].endswith("--sample 4")  # not that of the first start
-    status, _, err = start(*greedy, *arguments, "--sample", 4, "--seed", 3)
-    assert status == 2 and "sample_seed: 1234 there, 3 now" in err
+    assert "sample_seed: 1234 there, 3 now" in refusal(
+        *greedy, *arguments, "--sample", 4, "--seed", 3
+    )
 
 
-def test_the_first_items_can_be_left_out_so_that_none_was_seen_before(start, model, data, tmp_path):
+def test_the_first_items_can_be_left_out_so_that_none_was_seen_before(
+    runs, refusal, model, data, tmp_path
+):
     arguments = [*model[:2], *data["nq-closed"], *GREEDY[:2], "--max-new-tokens", 2]
-    for skip, size in ((), 4), (("--skip", 2), 2):
-        _, [out], _ = start(*arguments, "--sample", size, *skip, "--out", tmp_path / str(size))
-        header, *lines = content(out["run"])
-        if not skip:
-            ids = [line["id"] for line in lines]
-    assert [line["id"] for line in lines] == ids[2:] and header["skip"] == 2
-    status, _, err = start(*arguments, "--limit", 2, "--skip", 500, "--out", tmp_path / "none")
-    assert status == 2 and "--skip 500 leaves none of nq-closed's" in err
+    [[_, *all_lines]] = runs(*arguments, "--sample", 4)
+    [[header, *lines]] = runs(*arguments, "--sample", 2, "--skip", 2, "--out", tmp_path / "skip")
+    assert [line["id"] for line in lines] == [line["id"] for line in all_lines[2:]]
+    assert header["skip"] == 2
+    words = "--skip 500 leaves none of nq-closed's"
+    assert words in refusal(*arguments, "--limit", 2, "--skip", 500)
 
 
-def test_answers_have_at_least_the_tokens_that_are_asked_for(start, model, data, tmp_path):
+def test_answers_have_at_least_the_tokens_that_are_asked_for(runs, refusal, model, data, tmp_path):
     eos = ",".join(map(str, range(200)))  # most answers end at once
     options = [*model[:2], *data["nq-closed"], *GREEDY, "--eos", eos, "--max-new-tokens", 4]
-    _, [out], _ = start(*options, "--out", tmp_path / "free")
-    assert min(len(line["ids"]) for line in content(out["run"])[1:]) == 1
-    _, [out], _ = start(*options, "--min-new-tokens", 3, "--out", tmp_path / "least")
-    header, *lines = content(out["run"])
+    [[_, *lines]] = runs(*options)
+    assert min(len(line["ids"]) for line in lines) == 1
+    [[header, *lines]] = runs(*options, "--min-new-tokens", 3, "--out", tmp_path / "least")
     assert header["min_new_tokens"] == 3 and min(len(line["ids"]) for line in lines) >= 3
-    status, _, err = start(*options, "--min-new-tokens", 5, "--out", tmp_path / "more")
-    assert status == 2 and "--min-new-tokens 5 is above nq-closed's 4 new tokens" in err
+    words = "--min-new-tokens 5 is above nq-closed's 4 new tokens"
+    assert words in refusal(*options, "--min-new-tokens", 5)
 
 
 @pytest.mark.parametrize(
@@ -200,24 +223,20 @@ def test_batches_of_a_run_that_continues(known, batches):
 
 
 def test_runs_with_drafts_have_the_same_answers_in_fewer_passes(
-    start, model, data, tmp_path, monkeypatch
+    runs, model, data, tmp_path, monkeypatch
 ):
     steps = []
     read = Decoding.step
     monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
-    found = []
-    options = ["--method", "greedy,decore-entropy", "--num-heads", 2, "--max-new-tokens", 40]
-    for k in (1, 8):
+    arguments = *model, *data["nq-closed"], "--method", "greedy,decore-entropy", "--num-heads", 2
+    answers, passes, single = [], [], ["--batch-size", 1, "--draft"]
+    for k, more in enumerate(([], [*single, 1], [*single, 8])):
         steps.clear()
-        more = ["--batch-size", 1, "--draft", k, "--out", tmp_path / str(k)]
-        _, out, err = start(*model, *data["nq-closed"], *options, *more)
-        runs = [content(one["run"])[1:] for one in out]
-        found.append(([[line["ids"] for line in run] for run in runs], len(steps)))
-    start(*model, *data["nq-closed"], *options, "--out", tmp_path / "none")
-    plain = [content(tmp_path / "none" / Path(one["run"]).name)[1:] for one in out]
-    assert found[0][0] == found[1][0] == [[line["ids"] for line in run] for run in plain]
-    tokens = sum(len(line["ids"]) for run in plain for line in run)
-    assert tokens > found[0][1] > found[1][1]
+        contents = runs(*arguments, "--max-new-tokens", 40, *more, "--out", tmp_path / str(k))
+        answers.append([[line["ids"] for line in lines] for _, *lines in contents])
+        passes.append(len(steps))
+    assert answers[0] == answers[1] == answers[2]
+    assert sum(map(len, sum(answers[0], []))) > passes[1] > passes[2]
 
 
 # Several ranks
@@ -242,34 +261,19 @@ def test_two_ranks_write_the_same_rows_as_one(model, data, tmp_path, monkeypatch
 # Sweeps
 
 
-@pytest.mark.parametrize(
-    "options, names, draws",
-    [
-        (
-            "--method greedy,masked,decore-static --num-heads 1,2 --alpha 0,1",
-            "greedy masked.n1 masked.n2 "
-            "decore-static.n1.a0 decore-static.n1.a1 decore-static.n2.a0 decore-static.n2.a1",
-            3,
-        ),
-        (
-            "--method greedy,masked --num-heads 2 --random-heads uniform --seed 1,3",
-            "greedy masked.n2.random-uniform-seed1 masked.n2.random-uniform-seed3",
-            3,
-        ),
-        (
-            "--method masked --num-heads 2 --measure copy,mass --heads {measured}",
-            "masked.n2 masked.n2.mass",
-            2,
-        ),
-        (
-            "--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt "
-            "--alpha-cap 2 --scale-alpha --amateur {model} --amateur-heads {heads}",
-            "masked.n2.query.mask-prompt "
-            "decore-entropy-lite.n2.cap2.scaled.query.mask-prompt.{name}",
-            1,
-        ),
-    ],
-)
+SWEEPS = """
+--method greedy,masked,decore-static --num-heads 1,2 --alpha 0,1 | greedy masked.n1 masked.n2 \
+    decore-static.n1.a0 decore-static.n1.a1 decore-static.n2.a0 decore-static.n2.a1 | 3
+--method greedy,masked --num-heads 2 --random-heads uniform --seed 1,3 | \
+    greedy masked.n2.random-uniform-seed1 masked.n2.random-uniform-seed3 | 3
+--method masked --num-heads 2 --measure copy,mass --heads {measured} | masked.n2 masked.n2.mass | 2
+--method masked,decore-entropy --num-heads 2 --mask query --mask-prompt --alpha-cap 2 \
+    --scale-alpha --amateur {model} --amateur-heads {heads} | masked.n2.query.mask-prompt \
+    decore-entropy-lite.n2.cap2.scaled.query.mask-prompt.{name} | 1
+"""
+
+
+@pytest.mark.parametrize("options, names, draws", rows(SWEEPS))
 def test_a_sweep_runs_every_combination_once_under_its_own_name(
     start, model, data, tmp_path, options, names, draws
 ):
@@ -284,31 +288,32 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
     _, out, err = start(*model, *data["nq-closed"], *options, "--out", tmp_path)
     files = [f"nq-closed.{places['name']}.{name}.jsonl" for name in names]
     assert [Path(one["run"]).name for one in out] == files, err
-    runs = [content(one["run"])[0] for one in out]
-    assert len({str(settings["heads"]) for settings in runs}) == draws
-    for settings in runs:
+    headers = [content(one["run"])[0] for one in out]
+    assert len({str(settings["heads"]) for settings in headers}) == int(draws)
+    for settings in headers:
         lite = "lite" in settings["method"]
         assert settings["amateur_fingerprint"] == (
             Checkpoint(model[1]).fingerprint if lite else None
         )
 
 
-@pytest.mark.parametrize(
-    "engine, task, masking, reads",
-    [
-        (Transformer, "nq-swap", [], 2),  # each batch, and cad's prompts without context
-        (Transformer, "nq-swap", ["--mask", "query"], 2),
-        # Masked rows read the prompts themselves.
-        (Transformer, "nq-swap", ["--mask-prompt"], 2 + 8),
-        (HFModel, "nq-swap", [], 2),
-        # Of multiple choice, those of one set of heads are read once.
-        (Transformer, "memotrap", [], 2 + 2),
-        (HFModel, "memotrap", [], 2 + 2),
-    ],
-)
+SHARED = """
+own | nq-swap | --mask output | 2
+own | nq-swap | --mask query | 2
+own | nq-swap | --mask-prompt | 10
+transformers | nq-swap | --mask output | 2
+own | memotrap | --mask output | 4
+transformers | memotrap | --mask output | 4
+"""
+
+
+@pytest.mark.parametrize("engine, task, masking, reads", rows(SHARED))
 def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
     start, model, data, tmp_path, monkeypatch, engine, task, masking, reads
 ):
+    """Each batch of NQ-Swap is read, and cad's prompts without context; with --mask-prompt the 8
+    sets of masked rows read the prompts themselves. Multiple choice: once for each set of heads."""
+    masking, engine = masking.split(), {"own": Transformer, "transformers": HFModel}[engine]
     read = Mock(return_value=None)
     prefill = engine.prefill
     monkeypatch.setattr(HFModel, "check", lambda *args: True)  # reads two prompts
@@ -321,7 +326,7 @@ def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
     _, out, err = start(*options, *more, *masking, "--method", methods)
     batches = -(-out[0]["n"] // 4)
     assert batches == (2 if task == "nq-swap" else 1) and len(out) == 12, err
-    assert read.call_count == reads * batches
+    assert read.call_count == int(reads) * batches
     for one in out:
         header, *lines = content(one["run"])
         single = ["--method", header["method"], "--out", tmp_path / "single"]
@@ -349,11 +354,9 @@ def test_every_task_runs_and_what_does_not_fit_is_said_before_the_first_run(
     options = "--task", "all", "--method", "greedy,cad", "--max-new-tokens", 2, "--limit", 1
     _, out, err = start(*model[:2], *data, *options, "--out", tmp_path / "out")
     headers = [content(one["run"])[0] for one in out]
-    runs = [(header["task"], header["method"]) for header in headers]
     fitting = [task.name for task in PAPER if task.without_context]
-    assert set(runs) == {(task.name, "greedy") for task in PAPER} | {(x, "cad") for x in fitting}, (
-        err
-    )
+    expected = {(task.name, "greedy") for task in PAPER} | {(name, "cad") for name in fitting}
+    assert {(header["task"], header["method"]) for header in headers} == expected, err
     first = err.index(f"{PAPER[0].name}, ")
     for task in PAPER:
         line = f"{task.name} with cad is left out: its prompts have no context to leave out"
@@ -369,21 +372,22 @@ def test_values_that_agree_in_six_digits_have_files_of_their_own(start, model, d
     assert [content(one["run"])[0]["alpha"] for one in out] == [0.1234567, 0.1234568, 1]
 
 
-def test_a_stored_run_of_a_later_task_is_compared_before_the_first_run(start, model, tmp_path):
+def test_a_stored_run_of_a_later_task_is_compared_before_the_first_run(
+    start, refusal, model, tmp_path
+):
     for name in ("nq-swap", "memotrap"):
         (tmp_path / TASKS[name].folder).mkdir()
         write_data(name, tmp_path / TASKS[name].folder)
     demos = write(tmp_path / "demos.jsonl", *DEMOS)
-    options = [*model[:2], "--data", tmp_path, "--method", "greedy"]
-    options += ["--out", tmp_path / "out", "--task"]
-    [one] = start(*options[:-1], "--task", "memotrap")[1]
-    status, out, err = start(*options, "nq-swap,memotrap", "--demos", demos, "--dtype", "bfloat16")
-    assert (status, out) == (2, []) and 'dtype: "float32" there, "bfloat16" now' in err
+    options = [*model[:2], "--data", tmp_path, "--method", "greedy", "--out", tmp_path / "out"]
+    [one] = start(*options, "--task", "memotrap")[1]
+    options += ["--task", "nq-swap,memotrap", "--demos", demos]
+    assert 'dtype: "float32" there, "bfloat16" now' in refusal(*options, "--dtype", "bfloat16")
     assert list((tmp_path / "out").iterdir()) == [Path(one["run"])]
 
 
 def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
-    start, call, model, data, tmp_path, monkeypatch
+    start, refusal, done, refused, model, data, tmp_path, monkeypatch
 ):
     """The two of CONTRIBUTING.md."""
     for name in "surprise", "sharp":
@@ -397,36 +401,29 @@ def test_decoders_of_ones_own_run_in_sweeps_and_are_reported(
     methods = ["--method", "decore-entropy,surprise,sharp,greedy", "--alpha", "1,2"]
     options = [*model, *methods, "--num-heads", 2, *classes, "--out", tmp_path / "o"]
     _, out, err = start(*data["nq-swap"], *options, "--max-new-tokens", 3)
-    names = [Path(one["run"]).name.split(".", 2)[2] for one in out]
-    assert names == [
-        "decore-entropy.n2.jsonl",
-        "surprise.n2.a1.jsonl",
-        "surprise.n2.a2.jsonl",
-        "sharp.a1.jsonl",
-        "sharp.a2.jsonl",
-        "greedy.jsonl",
-    ], err
-    runs = [content(one["run"]) for one in out]
-    assert runs[1][0]["decoder"]["file"] == "own.py" and "decoder" not in runs[0][0]
-    for line, sharp, greedy in zip(runs[1][1:], runs[3][1:], runs[5][1:]):
+    names = [Path(one["run"]).stem.split(".", 2)[2] for one in out]
+    expected = "decore-entropy.n2 surprise.n2.a1 surprise.n2.a2 sharp.a1 sharp.a2 greedy"
+    assert names == expected.split(), err
+    contents = [content(one["run"]) for one in out]
+    assert contents[1][0]["decoder"]["file"] == "own.py" and "decoder" not in contents[0][0]
+    for line, sharp, greedy in zip(contents[1][1:], contents[3][1:], contents[5][1:]):
         assert min(line["alphas"]) > 0 and line["alphas"] != line["entropies"]
         assert sharp["ids"] == greedy["ids"]
     prompt = *model, "--prompt", "Hi", "--method", "surprise,sharp,greedy", "--num-heads", 2
-    status, out, err = call(decode.main, *prompt, *classes, "--max-new-tokens", 3, "--json")
+    out, _ = done(decode.main, *prompt, *classes, "--max-new-tokens", 3, "--json")
     surprise, sharp, greedy = map(json.loads, out.splitlines())
-    assert status == 0 and surprise["method"] == "surprise" and sharp["ids"] == greedy["ids"], err
+    assert surprise["method"] == "surprise" and sharp["ids"] == greedy["ids"]
     assert min(surprise["alphas"]) > 0 and surprise["alphas"] != surprise["entropies"]
-    status, _, err = call(decode.main, *prompt[:-2], *classes, "--method", "sharp")
-    assert status == 2 and ":Surprise has no effect: add surprise to --method" in err
+    words = ":Surprise has no effect: add surprise to --method"
+    assert words in refused(decode.main, *prompt[:-2], *classes, "--method", "sharp")
     del METHODS["surprise"], METHODS["sharp"]  # a report does not load own decoders
-    _, report, _ = call(evaluate.main, "report", tmp_path / "o")
+    report, _ = done(evaluate.main, "report", tmp_path / "o")
     assert "| surprise, N = 2, α = 1 " in report and "| sharp, α = 2 " in report
     _, out, err = start(*data["truthfulqa-mc"], *options)
     choices = [content(one["run"])[1]["scores_true"] for one in out]
     assert len(choices) == 6 and choices[0] != choices[1], err
     file.write_text(code + "# another rule\n", "utf-8")
-    status, _, err = start(*data["nq-swap"], *options, "--max-new-tokens", 3)
-    assert status == 2 and "decoder.sha256" in err
+    assert "decoder.sha256" in refusal(*data["nq-swap"], *options, "--max-new-tokens", 3)
 
 
 OWN = """
@@ -446,21 +443,21 @@ class Plain:
 """
 
 
-@pytest.mark.parametrize(
-    "name, method, alpha, words",
-    [
-        ("o.py:Mine", "greedy", "h", "o.py:Mine has no effect: add mine to --method"),
-        ("o.py:Mine", "mine", "base", "Mine.rule gives [1, 1, 259]; it must give a tensor of sha"),
-        ("o.py:Mine", "mine", "0.5", "Mine.rule gives 0.5; it must give a tensor of shape [1, 1]"),
-        ("o.py:Mine", "mine", "h.sum()", "Mine.rule gives []; it must"),
-        ("o.py:Plain", "greedy", "h", "o.py:Plain: Plain is not a record; derive it from DeCoRe"),
-        ("o.py:Needy", "needy", "h", "o.py:Needy: field 'beta' needs a default"),
-        ("o.txt:Mine", "mine", "h", "o.txt:Mine: give FILE.py:CLASS"),
-        ("b/o.py:Mine", "mine", "h", "/o.py:Mine are both called mine"),
-    ],
-)
+UNFIT = """
+o.py:Mine | greedy | h | o.py:Mine has no effect: add mine to --method
+o.py:Mine | mine | base | Mine.rule gives [1, 1, 259]; it must give a tensor of sha
+o.py:Mine | mine | 0.5 | Mine.rule gives 0.5; it must give a tensor of shape [1, 1]
+o.py:Mine | mine | h.sum() | Mine.rule gives []; it must
+o.py:Plain | greedy | h | o.py:Plain: Plain is not a record; derive it from DeCoRe
+o.py:Needy | needy | h | o.py:Needy: field 'beta' needs a default
+o.txt:Mine | mine | h | o.txt:Mine: give FILE.py:CLASS
+b/o.py:Mine | mine | h | /o.py:Mine are both called mine
+"""
+
+
+@pytest.mark.parametrize("name, method, alpha, words", rows(UNFIT))
 def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
-    start, model, data, tmp_path, monkeypatch, name, method, alpha, words
+    refusal, model, data, tmp_path, monkeypatch, name, method, alpha, words
 ):
     for own in "mine", "needy":
         monkeypatch.setitem(METHODS, own, Method("", file="o.py"))  # undone after the test
@@ -470,19 +467,16 @@ def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
     decoders = ["--decoder", f"{tmp_path}/{name}"]
     if name.startswith("b/"):
         decoders += ["--decoder", f"{tmp_path}/o.py:Mine"]
-    options = *data["nq-swap"], "--limit", 1, "--method", method, "--out", tmp_path / "out"
-    status, _, err = start(*options, *model, *decoders, "--num-heads", 2)
-    assert status == 2 and words in err.splitlines()[-1]
+    options = *data["nq-swap"], "--limit", 1, "--method", method, "--num-heads", 2
+    assert words in refusal(*options, *model, *decoders)
 
 
 # Refusals
 
-OF_PAPER = "paper --data {m} --like Meta-Llama-3-8B-Instruct"
-
 
 @pytest.fixture(scope="module")
 def places(chat_model, data, tmp_path_factory):
-    """Names in the commands of REFUSED → paths; tasks → their arguments."""
+    """Names in the commands of MISTAKES → paths; tasks → their arguments."""
     folder = tmp_path_factory.mktemp("models")
     write_model(folder / "little", max_position_embeddings=64)
     write_model(folder / "plain", None)
@@ -496,65 +490,53 @@ def places(chat_model, data, tmp_path_factory):
     return names | {"m": folder, "chat": f"--model {chat_model}"}
 
 
-@pytest.mark.parametrize(
-    "command, words",
-    [
-        ("{nq_closed} --seed 3", "--seed has no effect without --random-heads"),
-        ("{nq_closed} --sample 2 --seed 3,4", "several numbers with --random-heads only"),
-        ("{truthfulqa_mc} --mask-prompt", "--mask-prompt has no effect on truthfulqa-mc"),
-        ("{truthfulqa_mc} --batch-size 1 --draft 4", "--draft has no effect on truthfulqa-mc"),
-        ("{nq_closed} --draft 4", "--draft has no effect on several prompts at once: add --batch-"),
-        (
-            "{chat} {nq_closed} --method dola-low --batch-size 1 --draft 4",
-            "--draft is for methods that are rows of passes; DoLa is not",
-        ),
-        ("--task miniature --layout chat", "--layout has no effect on miniature"),
-        ("--task miniature", "--data: no file for miniature (*.jsonl); name one with --data"),
-        ("{truthfulqa_mc} --method greedy --no-renormalise", "has no effect on greedy"),
-        ("{nq_closed} --no-renormalise", "--no-renormalise has no effect on nq-closed"),
-        (
-            "--model {m}/little {nq_closed} --method greedy --layout plain --template-args {{}}",
-            "tokens, but little only 64 positions",
-        ),
-        (
-            "--model {m}/plain {nq_closed} --method greedy --template-args '{{\"a\": 1}}'",
-            "--template-args has no effect",
-        ),
-        ("{chat} {nq_closed} --method cd --amateur {m}/little", "little only 64 positions"),
-        ("repot {m}", "unknown command 'repot', did you mean report?; known: choose, fetch, "),
-        ("--tp 2", "the following arguments are required: --task"),
-        ("{chat} {nq_closed} --task nq-closed,xsum --method greedy", "document is missing"),
-        ("{chat} {nq_closed} --method greedy,ad", "--info-layer 24 is outside"),
-        ("--model {m}/damaged {nq_closed} --method ad --info-layer 0", "--info-layer 0 is not a"),
-        (
-            "--model {m}/damaged {nq_closed} --method dola-low --repetition-penalty 0",
-            "--repetition-penalty 0.0 is not a finite number of at least 0.01",
-        ),
-        ("{nq_closed} --decoder {m}/own.py:Mine", "own.py:Mine: give FILE.py:CLASS"),
-        ("{nq_closed} --method mine", "method 'mine' is unknown"),
-        (
-            "--model {m}/tied {nq_closed} --method dola-low",
-            "tied has no layer from 2 to its middle",
-        ),
-        (
-            "--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad",
-            "without context 1 of its prompts end in another token (--layout plain)",
-        ),
-        ("--model {m}/plain {nq_closed}", "no head scores are known"),
-        ("--model {m}/damaged {nq_closed} --method greedy", "model.safetensors"),
-        ("paper --data {m} --plan", "the paper has no numbers of miniature"),
-        (OF_PAPER + " --json", "--json has no effect without --plan"),
-        (OF_PAPER + " --table mian", "table 'mian' is unknown, did you mean main?"),
-        (OF_PAPER + " --task=", "unknown task ''"),
-        (OF_PAPER + " --task xsum --method cd", "no numbers of Meta-Llama-3-8B-Instruct for these"),
-        (OF_PAPER, "{m}: no file for xsum (xsum-1000.jsonl, there or in xsum/); evaluate.py"),
-    ],
-)
-def test_a_mistake_is_one_line_before_the_first_run(call, places, tmp_path, command, words):
-    command = shlex.split(command.format(**places))
-    status, out, err = call(evaluate.main, *command, "--out", tmp_path / "out")
-    *_, last = err.splitlines()
-    assert (status, out) == (2, "") and last.startswith("evaluate.py: error: ")
+MISTAKES = """
+{nq_closed} --seed 3 | --seed has no effect without --random-heads
+{nq_closed} --sample 2 --seed 3,4 | several numbers with --random-heads only
+{truthfulqa_mc} --mask-prompt | --mask-prompt has no effect on truthfulqa-mc
+{truthfulqa_mc} --batch-size 1 --draft 4 | --draft has no effect on truthfulqa-mc
+{nq_closed} --draft 4 | --draft has no effect on several prompts at once: add --batch-
+{chat} {nq_closed} --method dola-low --batch-size 1 --draft 4 | \
+    --draft is for methods that are rows of passes; DoLa is not
+--task miniature --layout chat | --layout has no effect on miniature
+--task miniature | --data: no file for miniature (*.jsonl); name one with --data
+{truthfulqa_mc} --method greedy --no-renormalise | has no effect on greedy
+{nq_closed} --no-renormalise | --no-renormalise has no effect on nq-closed
+--model {m}/little {nq_closed} --method greedy --layout plain --template-args {{}} | \
+    tokens, but little only 64 positions
+--model {m}/plain {nq_closed} --method greedy --template-args '{{"a": 1}}' | \
+    --template-args has no effect
+{chat} {nq_closed} --method cd --amateur {m}/little | little only 64 positions
+repot {m} | unknown command 'repot', did you mean report?; known: choose, fetch,
+--tp 2 | the following arguments are required: --task
+{chat} {nq_closed} --task nq-closed,xsum --method greedy | document is missing
+{chat} {nq_closed} --method greedy,ad | --info-layer 24 is outside
+--model {m}/damaged {nq_closed} --method ad --info-layer 0 | --info-layer 0 is not a
+--model {m}/damaged {nq_closed} --method dola-low --repetition-penalty 0 | \
+    --repetition-penalty 0.0 is not a finite number of at least 0.01
+{nq_closed} --decoder {m}/own.py:Mine | own.py:Mine: give FILE.py:CLASS
+{nq_closed} --method mine | method 'mine' is unknown
+--model {m}/tied {nq_closed} --method dola-low | tied has no layer from 2 to its middle
+--model {m}/plain --task memotrap --data {m}/2-b.csv --method cad | \
+    without context 1 of its prompts end in another token (--layout plain)
+--model {m}/plain {nq_closed} | no head scores are known
+--model {m}/damaged {nq_closed} --method greedy | model.safetensors
+paper --data {m} --plan | the paper has no numbers of miniature
+paper --data {m} --like Meta-Llama-3-8B-Instruct --json | --json has no effect without --plan
+paper --data {m} --like Meta-Llama-3-8B-Instruct --table mian | \
+    table 'mian' is unknown, did you mean main?
+paper --data {m} --like Meta-Llama-3-8B-Instruct --task= | unknown task ''
+paper --data {m} --like Meta-Llama-3-8B-Instruct --task xsum --method cd | \
+    no numbers of Meta-Llama-3-8B-Instruct for these
+paper --data {m} --like Meta-Llama-3-8B-Instruct | \
+    {m}: no file for xsum (xsum-1000.jsonl, there or in xsum/); evaluate.py
+"""
+
+
+@pytest.mark.parametrize("command, words", rows(MISTAKES))
+def test_a_mistake_is_one_line_before_the_first_run(refusal, places, tmp_path, command, words):
+    last = refusal(*shlex.split(command.format(**places)))
+    assert last.startswith("evaluate.py: error: ")
     assert words.format(**places) in last and not (tmp_path / "out").exists()
 
 
@@ -579,10 +561,9 @@ def encoded(model, arguments):
 
 
 @pytest.mark.parametrize("more", [[], ["--no-renormalise"]])
-def test_choices_are_scored_the_true_ones_first(start, model, data, tmp_path, more):
-    options = "--method", "decore-entropy", "--num-heads", 2, *more, "--out", tmp_path
-    _, [out], _ = start(*model, *data["truthfulqa-mc"], *options)
-    settings, row = content(out["run"])[:2]
+def test_choices_are_scored_the_true_ones_first(runs, model, data, more):
+    options = "--method", "decore-entropy", "--num-heads", 2, *more
+    [[settings, row, _]] = runs(*model, *data["truthfulqa-mc"], *options)
     assert settings["mask_prompt"] is None and settings["max_new_tokens"] is None
     assert settings["renormalise"] == (not more)
     item = encoded(model, data["truthfulqa-mc"])
@@ -592,13 +573,13 @@ def test_choices_are_scored_the_true_ones_first(start, model, data, tmp_path, mo
     assert len(row["scores_true"]) == 2 and row["best_position"] == 0 and row["merged"] == 0
 
 
-def test_cad_contrasts_with_the_prompt_without_context(start, model, data, tmp_path):
-    options = "--max-new-tokens", 3, "--method", "cad", "--out", tmp_path
-    _, [out], _ = start(*model[:2], *data["nq-swap"], *options)
+def test_cad_contrasts_with_the_prompt_without_context(runs, model, data):
+    options = "--max-new-tokens", 3, "--method", "cad"
+    [[_, first, *_]] = runs(*model[:2], *data["nq-swap"], *options)
     item = encoded(model, data["nq-swap"])
     method = CAD(item.without_context)
     expected = generate(Transformer.load(model[1]), item.prompt, method, max_new_tokens=3)
-    assert content(out["run"])[1]["ids"] == expected.ids
+    assert first["ids"] == expected.ids
 
 
 @pytest.mark.parametrize("name, part", [("nq-swap", 1 / 4), ("memotrap", 2)])

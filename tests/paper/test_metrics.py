@@ -11,6 +11,7 @@ import torch
 
 from paper.tasks import TASKS, metrics, model_metrics
 from paper.tasks.model_metrics import FACTKB, ROBERTA
+from tests.tables import cells
 
 
 def one(task, **line):
@@ -25,25 +26,25 @@ def many(task, *lines):
 # Short answers
 
 
+SHORT_ANSWERS = r"""
+"triviaqa" | "The  U.S.A.!" | "usa" | 1 | 1 | 1  # punctuation is deleted, not replaced
+"triviaqa" | "the cat and an owl" | "Cat and owl" | 1 | 1 | 1  # articles as whole words
+"triviaqa" | "theatre" | "atre" | 0 | 1 | 1  # substring, not token
+"triviaqa" | "\nParis" | "Paris" | 0 | 0 | 0  # only the first line counts, unstripped
+"triviaqa" | "Paris\rLondon" | "London" | 0 | 1 | 1  # only \n cuts
+"triviaqa" | "" | "*" | 0 | 0 | 1  # nothing is left of the reference
+"triviaqa" | "“Paris”" | "paris" | 0 | 1 | 1  # only ASCII punctuation is deleted
+"triviaqa" | " *" | "*" | 1 | 1 | 1  # it is the whole answer
+"musique-cot-open" | "So the answer is: The Beatles." | "the beatles" | 1 | 1 | 1
+"musique-cot-open" | "So the answer is: U.S." | "us" | 0 | 0 | 0  # punctuation stays
+"musique-cot-open" | "one\ntwo" | "two" | 0 | 1 | 1  # no cut at the newline
+"musique-cot-open" | "It is 1990, so the answer is: 1991." | "1990" | 0 | 0 | 0  # what was cut out
+"miniature" | " Temund. The ruler is Ada." | "Temund" | 1 | 1 | 1  # ends at a full stop
+"""
+
+
 @pytest.mark.parametrize(
-    "task, prediction, reference, exact, contained, published",
-    [
-        ("triviaqa", "The  U.S.A.!", "usa", 1, 1, 1),  # punctuation is deleted, not replaced
-        ("triviaqa", "the cat and an owl", "Cat and owl", 1, 1, 1),  # articles as whole words
-        ("triviaqa", "theatre", "atre", 0, 1, 1),  # substring, not token
-        # Only the first line counts, and it is not stripped first.
-        ("triviaqa", "\nParis", "Paris", 0, 0, 0),
-        ("triviaqa", "Paris\rLondon", "London", 0, 1, 1),  # only \n cuts
-        ("triviaqa", "", "*", 0, 0, 1),  # nothing is left of the reference
-        ("triviaqa", "“Paris”", "paris", 0, 1, 1),  # only ASCII punctuation is deleted
-        ("triviaqa", " *", "*", 1, 1, 1),  # it is the whole answer
-        ("musique-cot-open", "So the answer is: The Beatles.", "the beatles", 1, 1, 1),
-        ("musique-cot-open", "So the answer is: U.S.", "us", 0, 0, 0),  # punctuation stays
-        ("musique-cot-open", "one\ntwo", "two", 0, 1, 1),  # no cut at the newline
-        # Only what was cut out counts.
-        ("musique-cot-open", "It is 1990, so the answer is: 1991.", "1990", 0, 0, 0),
-        ("miniature", " Temund. The ruler is Ada.", "Temund", 1, 1, 1),  # ends at a full stop
-    ],
+    "task, prediction, reference, exact, contained, published", cells(SHORT_ANSWERS)
 )
 def test_short_answers_as_worked_out_by_hand(
     task, prediction, reference, exact, contained, published
@@ -69,19 +70,19 @@ def test_popqas_demonstrations_count_only_as_published_and_lines_without_memory_
     assert many("nq-swap", other | {"memory": ["Cook"]}, other)["memory_match"] == 1
 
 
-@pytest.mark.parametrize(
-    "prediction, extracted",
-    [
-        ("So the answer is C", "C"),
-        ("So the answer is: U.S.A..", "U.S.A."),  # one final full stop goes
-        ("the answer is: A. The answer is: B.", "B"),  # the last one of the line
-        ("So the answer is: A.\nSo the answer is: B.", "A"),  # the first line only
-        ("Well.\nSo the answer is: B.", "Well.\nSo the answer is: B."),
-        ("Answer is: C", "Answer is: C"),  # lower case, with a blank in front
-        (" answer is: C.", "C"),
-        ("So the answer is:C.", "So the answer is:C."),  # a blank behind
-    ],
-)
+CUT_OUT = r"""
+"So the answer is C" | "C"
+"So the answer is: U.S.A.." | "U.S.A."  # one final full stop goes
+"the answer is: A. The answer is: B." | "B"  # the last one of the line
+"So the answer is: A.\nSo the answer is: B." | "A"  # the first line only
+"Well.\nSo the answer is: B." | "Well.\nSo the answer is: B."
+"Answer is: C" | "Answer is: C"  # lower case, with a blank in front
+" answer is: C." | "C"
+"So the answer is:C." | "So the answer is:C."  # a blank behind
+"""
+
+
+@pytest.mark.parametrize("prediction, extracted", cells(CUT_OUT))
 def test_musique_answers_are_cut_out_as_published(prediction, extracted):
     assert metrics.musique_answer(prediction) == extracted
 
@@ -133,15 +134,15 @@ def test_macro_averages_over_splits_and_published_over_five_numbers():
 # XSum
 
 
-@pytest.mark.parametrize(
-    "prediction, reference, expected",
-    [
-        ("c d . a b", "a b . c d", 100),  # two sentences, whose order does not matter to rougeLsum
-        ("c d; a b", "a b; c d", 50),  # in one sentence it does
-        ("cats run", "cat runs", 0),  # no stemmer
-        ("the cat", "the black cat", 80),  # two of three words, two of two: F = 0.8
-    ],
-)
+ROUGE = """
+"c d . a b" | "a b . c d" | 100  # two sentences, whose order does not matter to rougeLsum
+"c d; a b" | "a b; c d" | 50  # in one sentence it does
+"cats run" | "cat runs" | 0  # no stemmer
+"the cat" | "the black cat" | 80  # two of three words, two of two: F = 0.8
+"""
+
+
+@pytest.mark.parametrize("prediction, reference, expected", cells(ROUGE))
 def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
     values = one("xsum", prediction=prediction, references=[reference])
     assert values["rougeL"] == pytest.approx(expected)
@@ -268,17 +269,17 @@ def test_language_detection_gives_the_same_every_time():
 # TruthfulQA, generation
 
 
-@pytest.mark.parametrize(
-    "prediction, cleaned",
-    [
-        ("Yes. It is. Or", "Yes. It is."),
-        ("I have no comment", "."),
-        ("\nYes.", "."),
-        (" Yes.", "Yes."),
-        ("It costs 1.5", "It costs 1."),
-        ("It is . ", "It is."),
-    ],
-)
+CLEANED = r"""
+"Yes. It is. Or" | "Yes. It is."
+"I have no comment" | "."
+"\nYes." | "."
+" Yes." | "Yes."
+"It costs 1.5" | "It costs 1."
+"It is . " | "It is."
+"""
+
+
+@pytest.mark.parametrize("prediction, cleaned", cells(CLEANED))
 def test_generated_answers_are_cleaned_as_published(prediction, cleaned):
     assert metrics.clean(prediction) == cleaned
 

@@ -1,5 +1,6 @@
 """Own questions: tables of every kind, prompts of one's own, runs and reports of them."""
 
+import codecs
 import csv
 import json
 import lzma
@@ -8,6 +9,7 @@ import re
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +25,8 @@ from model import Transformer
 from paper import fetch, running
 from paper.report import figures, results, stored
 from paper.tasks import TASKS, answers, data, metrics, prompts, with_prompt
-from tests.checkpoints import write_lines
+from tests.checkpoints import read_lines, write_lines
+from tests.tables import cells, rows
 from tokenizer import Tokenizer
 
 QA = TASKS["qa"]
@@ -38,20 +41,20 @@ def cell(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def write_questions(path, rows=ROWS, separator=","):
+def write_questions(path, questions=ROWS, separator=","):
     """A file of the kind that its name says → its path."""
     if path.suffix == ".parquet":
         texts = [
             [answers] if isinstance(answers, str) else answers
-            for answers in (row["answers"] for row in rows)
+            for answers in (row["answers"] for row in questions)
         ]
-        pandas.DataFrame(rows).assign(answers=texts).to_parquet(path)
+        pandas.DataFrame(questions).assign(answers=texts).to_parquet(path)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
+        path.write_text(json.dumps(questions))
     elif path.suffix == ".jsonl":
-        write_lines(path, rows)
+        write_lines(path, questions)
     else:
-        table = pandas.DataFrame([{name: cell(row[name]) for name in row} for row in rows])
+        table = pandas.DataFrame([{name: cell(row[name]) for name in row} for row in questions])
         # As a spreadsheet writes it.
         table.to_csv(path, sep=separator, index=False, encoding="utf-8-sig", lineterminator="\r\n")
     return path
@@ -68,29 +71,37 @@ def chat_of(task, item, demos=(), with_context=True):
     return [message["content"] for message in messages]
 
 
+@pytest.fixture
+def refusal(refused):
+    """refusal(path, *options) → the last line of evaluate.py's refusal of a file of questions."""
+
+    def run(path, *options):
+        qa = "--task", "qa", "--data", path, "--dry-run"
+        return refused(evaluate.main, *qa, *options).splitlines()[-1]
+
+    return run
+
+
 # Files
 
 
 @pytest.mark.parametrize(
-    "name, separator",
-    [("q.csv", ","), ("q.csv", ";"), ("q.csv", "\t"), ("q.tsv", "\t"), ("q.jsonl", None)]
-    + [("q.json", None), ("q.parquet", None)],
+    "kind", ["csv ,", "csv ;", "csv \t", "tsv \t", "jsonl ", "json ", "parquet "]
 )
-def test_questions_are_the_same_from_every_kind_of_file(tmp_path, name, separator):
-    items, _ = load(write_questions(tmp_path / name, separator=separator))
-    assert items == [
-        {"id": 0, "question": "Who won?", "context": "Ann beat Bob, 3:1."}
-        | {"references": ["Ann", "Ann B."]},
-        {"id": 1, "question": "What is 1 + 1?", "context": "", "references": ["2"]},
-    ]
+def test_questions_are_the_same_from_every_kind_of_file(tmp_path, kind):
+    suffix, _, separator = kind.partition(" ")
+    items, _ = load(write_questions(tmp_path / f"q.{suffix}", separator=separator))
+    first = dict(id=0, question="Who won?", context="Ann beat Bob, 3:1.")
+    second = dict(id=1, question="What is 1 + 1?", context="")
+    assert items == [first | dict(references=["Ann", "Ann B."]), second | dict(references=["2"])]
 
 
 def test_an_id_is_kept_and_a_context_of_blanks_or_null_is_empty(tmp_path):
-    rows = [ROWS[0] | {"context": context, "id": f"a{context}"} for context in (None, " \n", "c")]
-    items, _ = load(write_lines(tmp_path / "q.jsonl", rows))
+    contexts = None, " \n", "c"
+    others = dict(key=9, question_id=8)
+    lines = [ROWS[0] | others | {"context": text, "id": f"a{text}"} for text in contexts]
+    items, _ = load(write_lines(tmp_path / "q.jsonl", lines))
     assert [item["context"] for item in items] == ["", "", "c"]
-    rows = [row | {"key": 9, "question_id": 8} for row in rows]
-    items, _ = load(write_lines(tmp_path / "q.jsonl", rows))
     assert [item["id"] for item in items] == ["aNone", "a \n", "ac"]
 
 
@@ -102,61 +113,50 @@ def test_cells_of_any_length_are_read_and_rows_of_empty_cells_are_not(tmp_path):
     assert [item["context"] for item in items] == [text, "two\nlines"]
 
 
-@pytest.mark.parametrize(
-    "file, content, words",
-    [
-        ("q.csv", "question,context,answers\nWho?,a, b,Ann\n", "line 2 has not as many cells"),
-        ("q.csv", "question;context;answers\nWho?;a; b\nWho?;a\n", "cell that contains ';' must"),
-        ("q.csv", 'question,context,answers\nWho?,"a,b\n', "unexpected end of data"),
-        ("q.csv", b"question,context,answers\nWho?,\xe9,a\n", "save the table as “CSV UTF-8”"),
-        ("q.csv", "question,passage,answers\nWho?,a,b\n", "context is missing (found: quest"),
-        ("q.csv", "question,context,answers\n ,a,b\n", "line 2: field 'question' is empty"),
-        ("q.csv", "question,context,answers\nWho?,a,\n", "line 2: field 'answers' is empty"),
-        ("q.csv", "question,context,answers\nWho?,a,\"['b', 'c']\"\n", "is not a JSON list, as"),
-        ("q.csv", 'question,context,answers\nWho?,a,"[""b"", 1]"\n', "it must be a list of texts"),
-        ("q.json", '{"question": {}}', "q.json must contain a JSON list of objects"),
-        ("q.json", '[{"question": 1}]', "q.json, line 1: question is 1; it must be a text"),
-        ("q.xlsx", "", "unknown kind of file; known: .csv, .tsv (a spreadsheet is saved as one)"),
-    ],
-)
-def test_a_file_that_is_not_right_is_refused_in_one_line(start, tmp_path, file, content, words):
+WRONG_FILES = r"""
+q.csv | question,context,answers\nWho?,a, b,Ann\n | line 2 has not as many cells
+q.csv | question;context;answers\nWho?;a; b\nWho?;a\n | cell that contains ';' must
+q.csv | question,context,answers\nWho?,"a,b\n | unexpected end of data
+q.csv | question,context,answers\nWho?,\xe9,a\n | save the table as “CSV UTF-8”
+q.csv | question,passage,answers\nWho?,a,b\n | context is missing (found: quest
+q.csv | question,context,answers\n ,a,b\n | line 2: field 'question' is empty
+q.csv | question,context,answers\nWho?,a,\n | line 2: field 'answers' is empty
+q.csv | question,context,answers\nWho?,a,"['b', 'c']"\n | is not a JSON list, as
+q.csv | question,context,answers\nWho?,a,"[""b"", 1]"\n | it must be a list of texts
+q.json | {"question": {}} | q.json must contain a JSON list of objects
+q.json | [{"question": 1}] | q.json, line 1: question is 1; it must be a text
+q.json | [{"question": "", "x": NaN}] | q.json, line 1: NaN is not a number in JSON
+q.jsonl | {"question": "", "id": NaN} | q.jsonl, line 1: not JSON in UTF-8 (NaN is not a number
+q.xlsx | x | unknown kind of file; known: .csv, .tsv (a spreadsheet is saved as one)
+"""
+
+
+@pytest.mark.parametrize("file, content, words", rows(WRONG_FILES))
+def test_a_file_that_is_not_right_is_refused_in_one_line(refusal, tmp_path, file, content, words):
     path = tmp_path / file
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    status, out, err = start("--task", "qa", "--data", path, "--dry-run")
-    assert (status, out) == (2, []) and words in err.splitlines()[-1]
-    assert str(path) in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("kind", ["json", "jsonl"])
-def test_nan_is_refused_in_any_field_of_json(start, tmp_path, kind):
-    path = tmp_path / f"q.{kind}"
-    for name in ("id", "ignored"):
-        rows = [json.dumps(ROWS[0]), json.dumps(ROWS[1] | {name: math.nan})]
-        path.write_text(f"[{','.join(rows)}]" if kind == "json" else "\n".join(rows))
-        status, _, err = start("--task", "qa", "--data", path, "--dry-run")
-        assert status == 2 and f"{path}, line 2: " in err and "NaN is not a number in JSON" in err
+    path.write_bytes(codecs.decode(content, "unicode_escape").encode("latin-1"))
+    last = refusal(path)
+    assert words in last and str(path) in last
 
 
 @pytest.mark.parametrize(
     "value", [date(2026, 1, 1), Decimal("1.5"), b"a", ["a"], {"a": 1}, math.nan, True]
 )
-def test_an_id_that_a_run_cannot_store_is_refused_before_decoding(start, tmp_path, value):
-    def write(**fields):
-        rows = [row | {"answers": ["Ann"]} | fields for row in ROWS]
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
-        return start("--task", "qa", "--data", tmp_path / "q.parquet", "--dry-run")
-
-    status, out, err = write(id=value)
-    assert (status, out) == (2, []) and "q.parquet, line 1: " in err.splitlines()[-1]
-    assert write(ignored=value)[0] == 0
+def test_an_id_that_a_run_cannot_store_is_refused_before_decoding(refusal, start, tmp_path, value):
+    path = tmp_path / "q.parquet"
+    for name in "id", "ignored":
+        lines = [row | {"answers": ["Ann"], name: value} for row in ROWS]
+        parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+        if name == "id":
+            assert "q.parquet, line 1: " in refusal(path)
+    assert start("--task", "qa", "--data", path, "--dry-run")[0] == 0
 
 
 def test_a_text_in_brackets_is_a_list_of_texts_or_refused(tmp_path):
     texts = ('["[0, 1]"]', "[1]: a note", "x[1]", ' [ "a" ]\n')
-    rows = [ROWS[0] | {"answers": text} for text in texts]
-    items, _ = load(write_questions(tmp_path / "q.csv", rows))
-    references = [item["references"] for item in items]
-    assert references == [["[0, 1]"], ["[1]: a note"], ["x[1]"], ["a"]]
+    lines = [ROWS[0] | {"answers": text} for text in texts]
+    items, _ = load(write_questions(tmp_path / "q.csv", lines))
+    assert [item["references"] for item in items] == [["[0, 1]"], ["[1]: a note"], ["x[1]"], ["a"]]
     for text in ("[0, 1]", "[“23”, “23 days”]", "[„a“", "[a, b]", "['a', 'b']"):
         with pytest.raises(ValueError, match="list of texts|is not a JSON list"):
             load(write_questions(tmp_path / "q.csv", [ROWS[0] | {"answers": text}]))
@@ -180,13 +180,13 @@ def test_two_columns_of_one_name_are_refused(tmp_path, kind):
         assert load(path)[0][0]["references"] == ["c"]
 
 
-def test_a_folder_without_the_file_says_which_file_is_looked_for(start, tmp_path):
-    for task, words in (
-        ("qa", "(qa.csv, qa.tsv, qa.jsonl, qa.json, qa.parquet); name one with --data"),
-        ("nq-swap", "(dev-*.parquet, data/dev-*.parquet, there or in nq_swap/); evaluate.py fetch"),
-    ):
-        status, _, err = start("--task", task, "--data", tmp_path, "--dry-run")
-        assert status == 2 and f"{tmp_path}: no file for {task} {words}" in err
+def test_a_folder_without_the_file_says_which_file_is_looked_for(refusal, start, tmp_path):
+    looked_for = """
+qa | (qa.csv, qa.tsv, qa.jsonl, qa.json, qa.parquet); name one with --data
+nq-swap | (dev-*.parquet, data/dev-*.parquet, there or in nq_swap/); evaluate.py fetch
+"""
+    for task, words in rows(looked_for):
+        assert f"{tmp_path}: no file for {task} {words}" in refusal(tmp_path, "--task", task)
     write_questions(tmp_path / "qa.csv")
     assert len(start("--task", "qa", "--data", tmp_path, "--dry-run")[1]) == 2
 
@@ -204,55 +204,55 @@ def test_the_prompt_leaves_out_an_empty_context(tmp_path):
     assert text == f"{SYSTEM}\n\nContext: Ann beat Bob, 3:1.\nQuestion: Who won?\nAnswer:"
 
 
-@pytest.mark.parametrize(
-    "template, expected, without",
-    [
-        ("Read.\n\n# {context}\n\nQ {question} {{x}}\n", "Read.\n\n# C\n\nQ Who? {x}", "Read.\n\n"),
-        ("{question}\nUse: {context}\nSo:", "Who?\nUse: C\nSo:", "Who?\nSo:"),
-        ("{question}\n\nUse: {context}\n", "Who?\n\nUse: C", "Who?"),
-        ("{question}", "Who?", None),
-    ],
-)
-def test_a_template_without_context_lacks_the_line_of_the_context(
-    tmp_path, template, expected, without
-):
+TEMPLATES = r"""
+Read.\n\n# {context}\n\nQ {question} {{x}}\n | Read.\n\n# C\n\nQ Who? {x} | Read.\n\nQ Who? {x}
+{question}\nUse: {context}\nSo: | Who?\nUse: C\nSo: | Who?\nSo:
+{question}\n\nUse: {context}\n | Who?\n\nUse: C | Who?
+{question} | Who? | none
+"""
+
+
+@pytest.mark.parametrize("cells", rows(TEMPLATES))
+def test_a_template_without_context_lacks_the_line_of_the_context(tmp_path, cells):
+    template, expected, without = (cell.replace(r"\n", "\n") for cell in cells)
     (tmp_path / "t.txt").write_text(template)
     task = with_prompt(QA, tmp_path / "t.txt", "")
     item = {"question": "Who?", "context": "C"}
     assert chat_of(task, item) == [expected]
-    if without is None:
+    if without == "none":
         assert task.without_context == ""
     else:
-        expected = without if "{{" not in template else without + "Q Who? {x}"
-        assert chat_of(task, item, with_context=False) == [expected]
-        assert chat_of(task, item | {"context": ""}) == [expected]
+        assert chat_of(task, item, with_context=False) == [without]
+        assert chat_of(task, item | {"context": ""}) == [without]
 
 
-@pytest.mark.parametrize(
-    "template, words",
-    [
-        ("{Context}\n{question}", "must name {question} once"),
-        ("{context}", "(found: context)"),
-        ("Nothing", "(found: neither)"),
-        ("{context} {question}", "on another line"),
-        ("{context}\n{context}\n{question}", "at most once"),
-        ("a } {question}", "Single '}'"),
-        ("{context:>5}\n{question}", "without a format"),
-        ("{context}\n{question!r}", "without a format"),
-    ],
-)
-def test_a_template_that_is_not_right_is_refused(start, tmp_path, template, words):
+WRONG_TEMPLATES = r"""
+{Context}\n{question} | must name {question} once
+{context} | (found: context)
+Nothing | (found: neither)
+{context} {question} | on another line
+{context}\n{context}\n{question} | at most once
+a } {question} | Single '}'
+{context:>5}\n{question} | without a format
+{context}\n{question!r} | without a format
+"""
+
+
+@pytest.mark.parametrize("template, words", rows(WRONG_TEMPLATES))
+def test_a_template_that_is_not_right_is_refused(refusal, tmp_path, template, words):
     path = tmp_path / "t.txt"
-    path.write_text(template)
-    questions = write_questions(tmp_path / "q.csv")
-    options = "--task", "qa", "--data", questions, "--template", path, "--dry-run"
-    status, _, err = start(*options)
-    assert status == 2 and words in err and f"error: {path}" in err
-    status, _, err = start(*options[:5], "Q: {question}", "--dry-run")
-    assert status == 2 and "--template takes a file: write 'Q: {question}' in one" in err
+    path.write_text(template.replace(r"\n", "\n"))
+    last = refusal(write_questions(tmp_path / "q.csv"), "--template", path)
+    assert words in last and f"error: {path}" in last
+
+
+def test_a_template_is_a_file_and_it_and_the_system_prompt_are_of_own_questions(refusal, tmp_path):
+    path = write_questions(tmp_path / "q.csv")
+    last = refusal(path, "--template", "Q: {question}")
+    assert "--template takes a file: write 'Q: {question}' in one" in last
     for option in ("--template", "--system"):
-        status, _, err = start("--task", "miniature", "--data", questions, option, path)
-        assert status == 2 and f"{option} has no effect on miniature" in err
+        last = refusal(path, "--task", "miniature", option, path)
+        assert f"{option} has no effect on miniature" in last
 
 
 def test_demonstrations_are_rows_like_the_data_and_come_from_demos_alone(tmp_path, capsys):
@@ -260,12 +260,8 @@ def test_demonstrations_are_rows_like_the_data_and_come_from_demos_alone(tmp_pat
     write_questions(tmp_path / "demos.jsonl")
     assert load(tmp_path)[1] == []
     (item, _), demos = load(path, path)
-    assert chat_of(QA, item, demos)[1:5] == [
-        "Context: Ann beat Bob, 3:1.\nQuestion: Who won?\nAnswer:",
-        "Ann",
-        "Question: What is 1 + 1?\nAnswer:",
-        "2",
-    ]
+    one, other = (chat_of(QA, row)[1] for row in ROWS)
+    assert chat_of(QA, item, demos)[1:5] == [one, "Ann", other, "2"]
     assert capsys.readouterr().err.endswith("qa: 2 demonstrations (file qa.csv)\n")
 
 
@@ -293,8 +289,8 @@ def cases(heading):
     """The rows of a table of the page: for each cell the texts in backquotes."""
     table = PAGE.read_text("utf-8").partition(f"| {heading} |")[2].partition("\n\n")[0]
     table = re.sub(r"\\u(....)", lambda code: chr(int(code[1], 16)), table)
-    rows = [line.split(" |")[:-1] for line in table.splitlines()[2:]]
-    return [[re.findall("`([^`]*)`", cell) for cell in row] for row in rows]
+    lines = [line.split(" |")[:-1] for line in table.splitlines()[2:]]
+    return [[re.findall("`([^`]*)`", cell) for cell in line] for line in lines]
 
 
 @pytest.mark.parametrize("reference, same, inside, other", cases("reference"))
@@ -307,10 +303,8 @@ def test_answers_are_the_same_as_the_page_says(reference, same, inside, other):
             assert (values["exact_match"], values["answer_contained"]) == (exact, contained), text
             if exact:
                 assert answers.same(*reference, text) and values["f1"] == 1
-            for names, kind in (
-                ((reference, ["x y z"]), "passage"),
-                ((["x y z"], reference), "memory"),
-            ):
+            sides = {"passage": (reference, ["x y z"]), "memory": (["x y z"], reference)}
+            for kind, names in sides.items():
                 assert answers.source_of(text, *names) == (kind if contained else "neither"), text
 
 
@@ -320,20 +314,21 @@ def test_the_first_sentence_ends_where_the_page_says(sentence, rest):
     assert text[: answers.sentence_end(text)] == sentence[0]
 
 
-@pytest.mark.parametrize(
-    "prediction, references, contained, f1",
-    [
-        ("\n\n Ann", ["Ann"], 1, 1),  # blanks in front are left out, unlike in the paper's tasks
-        ("\u200b\nAnn", ["Ann"], 1, 1),
-        ("Ann\nQuestion: Bob", ["Bob"], 0, 0),
-        ("Ann beat Bob", ["Bob"], 1, 2 / 4),  # precision 1/3, recall 1
-        ("Ann and Ann", ["Ann Ann Lee"], 0, 2 / 3),  # a word as often as in both
-        ("Bob", ["Ann Lee", "Bob Lee"], 0, 2 / 3),  # the best reference counts
-        ("", ["?"], 0, 0),
-    ],
-)
+BY_HAND = r"""
+"\n\n Ann" | "Ann" | 1 | 1  # blanks in front are left out, unlike in the paper's tasks
+"\u200b\nAnn" | "Ann" | 1 | 1
+"Ann\nQuestion: Bob" | "Bob" | 0 | 0
+"Ann beat Bob" | "Bob" | 1 | 0.5  # precision 1/3, recall 1
+"Ann and Ann" | "Ann Ann Lee" | 0 | 0.6666667  # a word as often as in both
+"Bob" | "Ann Lee;Bob Lee" | 0 | 0.6666667  # the best reference counts
+"" | "?" | 0 | 0
+"""
+
+
+@pytest.mark.parametrize("prediction, references, contained, f1", cells(BY_HAND))
 def test_answers_as_worked_out_by_hand(prediction, references, contained, f1):
-    [values] = metrics.compute(QA, [{"prediction": prediction, "references": references}])
+    line = {"prediction": prediction, "references": references.split(";")}
+    [values] = metrics.compute(QA, [line])
     assert (values["answer_contained"], values["f1"]) == pytest.approx((contained, f1))
 
 
@@ -343,12 +338,12 @@ def test_answers_as_worked_out_by_hand(prediction, references, contained, f1):
 @pytest.fixture
 def run(start, chat_model, tmp_path):
     """run(*options) of a small sweep on 12 questions → (status, objects, stderr)."""
-    rows = []
+    lines = []
     for i in range(12):
         context = f"The code of {i} is k{i}." if i else ""
-        rows.append({"id": f"q{i}", "question": f"Code of {i}?", "context": context})
-        rows[-1]["answers"] = f"k{i}"
-    path = write_questions(tmp_path / "mine.csv", rows)
+        line = dict(id=f"q{i}", question=f"Code of {i}?", context=context, answers=f"k{i}")
+        lines.append(line)
+    path = write_questions(tmp_path / "mine.csv", lines)
     model = "--model", chat_model, "--heads", chat_model / "heads.json"
     options = *model, "--task", "qa", "--data", path, "--out", tmp_path / "out"
 
@@ -360,44 +355,40 @@ def test_all_methods_run_and_another_prompt_does_not_continue_a_run(run, tmp_pat
     status, out, err = run(*sweep, "--sample", 6)
     assert status == 0 and len(out) == 4, err
     assert set(out[0]["metrics"]) == {"answer_contained", "exact_match", "f1"}
-    header, *lines = map(json.loads, Path(out[0]["run"]).read_text().splitlines())
+    header, *lines = read_lines(out[0]["run"])
     assert header["header"]["template"] == "Context: {context}\nQuestion: {question}\nAnswer:"
     assert header["header"]["system"] == SYSTEM and header["header"]["max_new_tokens"] == 3
     assert lines[0]["id"] in {f"q{i}" for i in range(12)} and "context" not in lines[0]
     assert run(*sweep, "--sample", 8)[1][0]["n"] == 8
     template = tmp_path / "t.txt"
     template.write_text("Context: {context}\nQ: {question}\n")
-    for options, words in (
-        (["--template", template], 'template: "Context: {context}\\nQuestion: {question}\\nAns'),
-        (["--system", ""], "system: "),
-    ):
-        status, _, err = run(*sweep, "--sample", 8, *options)
+    was = 'template: "Context: {context}\\nQuestion: {question}\\nAns'
+    for option, value, words in ("--template", template, was), ("--system", "", "system: "):
+        status, _, err = run(*sweep, "--sample", 8, option, value)
         assert status == 2 and "was made with other settings" in err and words in err
 
 
-def test_a_report_names_the_file_and_compares_only_runs_of_one_prompt(run, call, tmp_path):
+def test_a_report_names_the_file_and_compares_only_runs_of_one_prompt(run, done, tmp_path):
     sweep = "--method", "greedy,masked", "--num-heads", "1,2"
     assert run(*sweep)[0] == 0
     assert run(*sweep[:3], 1, "--system", "", "--out", tmp_path / "out" / "other")[0] == 0
-    status, out, err = call(evaluate.main, "report", tmp_path / "out", "--plots", tmp_path / "p")
-    assert status == 0, err
+    report = partial(done, evaluate.main, "report", tmp_path / "out")
+    out, _ = report()
     assert "| answer contained | exact match |" in out
     assert "runs: qa, 12 items of mine.csv." in out
     assert " items of 0" not in out and "paper's demonstrations" not in out
     assert "greedy, prompt " in out  # two prompts: two rows
-    assert "qa f1" in call(evaluate.main, "report", tmp_path / "out", "--all")[1]
-    assert "f1" in call(evaluate.main, "report", tmp_path / "out", "--csv")[1]
+    assert "qa f1" in report("--all")[0] and "f1" in report("--csv")[0]
 
 
-@pytest.mark.parametrize("limit", [[], ["--limit", "1"]])
+@pytest.mark.parametrize("limit, n", [([], 5), (["--limit", "1"], 1)])
 def test_a_report_on_own_data_of_the_papers_tasks_names_their_file(
-    start, call, data, chat_model, tmp_path, limit
+    start, done, data, chat_model, tmp_path, limit, n
 ):
     options = *data["nq-swap"], "--method", "greedy", "--max-new-tokens", 2, *limit
     assert start("--model", chat_model, *options, "--out", tmp_path)[0] == 0
-    status, out, err = call(evaluate.main, "report", tmp_path)
-    n = 1 if limit else 5
-    assert status == 0 and f"nq-swap, {n} items of swap.jsonl." in out and "4,746" not in out
+    out, _ = done(evaluate.main, "report", tmp_path)
+    assert f"nq-swap, {n} items of swap.jsonl." in out and "4,746" not in out
 
 
 def test_the_papers_files_are_recognised_by_their_hash():
@@ -434,36 +425,35 @@ def test_memory_and_begin_are_optional_columns_with_cells_that_may_be_empty(tmp_
 
 
 def test_one_id_of_two_questions_is_refused_when_the_data_are_read(tmp_path):
-    rows = [CAPITAL | {"id": "x"}] * 2  # of two passages
-    assert len(load(write_lines(tmp_path / "q.jsonl", rows))[0]) == 2
-    write_lines(tmp_path / "q.jsonl", [*rows, rows[0] | {"question": "Who?"}])
+    lines = [CAPITAL | {"id": "x"}] * 2  # of two passages
+    assert len(load(write_lines(tmp_path / "q.jsonl", lines))[0]) == 2
+    write_lines(tmp_path / "q.jsonl", [*lines, lines[0] | {"question": "Who?"}])
     with pytest.raises(ValueError, match="rows 1 and 3 are different questions with one id, 'x'"):
         load(tmp_path / "q.jsonl")
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"memory": [" "]}, "field 'memory' is empty"),
-        ({"begin": " "}, "field 'begin' is empty"),
-        ({"begin": ["x"]}, "begin is ["),
-        ({"memory": "Valencia"}, "'Valencia' is in both answers and memory: leave out `memory` if"),
-    ],
-)
-def test_memory_and_begin_that_are_not_right_are_refused(tmp_path, changes, words):
-    with pytest.raises(ValueError, match="line 1: .*" + re.escape(words)):
-        load(write_lines(tmp_path / "q.jsonl", [CAPITAL | changes]))
+WRONG_FIELDS = """
+{"memory": [" "]} | field 'memory' is empty
+{"begin": " "} | field 'begin' is empty
+{"begin": ["x"]} | begin is [
+{"memory": "Valencia"} | 'Valencia' is in both answers and memory: leave out `memory` if
+"""
+
+
+@pytest.mark.parametrize("changes, words", rows(WRONG_FIELDS))
+def test_memory_and_begin_that_are_not_right_are_refused(refusal, tmp_path, changes, words):
+    last = refusal(write_lines(tmp_path / "q.jsonl", [CAPITAL | json.loads(changes)]))
+    assert "line 1: " in last and words in last
 
 
 def test_the_beginning_follows_the_last_question_in_all_layouts_with_and_without_context(tmp_path):
     """Demonstrations show their first answers alone."""
     (item,), demos = load(*[write_lines(tmp_path / "q.jsonl", [CAPITAL])] * 2)
     assert chat_of(QA, item, demos)[2:] == ["Valencia", chat_of(QA, item)[1], CAPITAL["begin"]]
-    for layout in prompts.LAYOUTS[:3]:
-        for with_context in (True, False):
+    for with_context in (True, False):
+        for layout in prompts.LAYOUTS[:3]:
             last = prompts.messages(QA, item, demos, layout, with_context)[-1]
             assert last == {"role": "assistant", "content": "The capital of Spain is"}
-    for with_context in (True, False):
         text = prompts.plain_text(QA, item, demos, with_context)
         assert text.endswith("Spain?\nAnswer: The capital of Spain is")
         assert text.count("The capital of Spain is") == 1
@@ -488,56 +478,54 @@ def test_what_is_decoded_continues_the_beginning(layout, chat_model):
     ]
 
 
-@pytest.mark.parametrize(
-    "answer, kind",
-    [
-        ("Valencia.", "passage"),
-        (" the city of Valencia, not Madrid.", "passage"),
-        ("Madrid.", "memory"),
-        ("Madrid, though the passage says Valencia.", "memory"),  # the first one counts
-        ("not the capital of Spain.", "neither"),  # after “Valencia is”
-        ("Valencia is not the capital of Spain.", "neither"),
-        ("Valencia isn’t the capital of Spain, Madrid is.", "memory"),
-        ("no longer Madrid but Valencia.", "passage"),
-        ("formerly Madrid, now Valencia.", "passage"),
-        ("unknown. It may be Valencia.", "neither"),  # the first sentence counts
-        ("Valenciana.", "neither"),
-        ("\n\n**Valencia**\nMadrid", "passage"),
-        (" \n", "blank"),
-        ("", "blank"),
-    ],
-)
+SOURCES = r"""
+"Valencia." | "passage"
+" the city of Valencia, not Madrid." | "passage"
+"Madrid." | "memory"
+"Madrid, though the passage says Valencia." | "memory"  # the first one counts
+"not the capital of Spain." | "neither"  # after “Valencia is”
+"Valencia is not the capital of Spain." | "neither"
+"Valencia isn’t the capital of Spain, Madrid is." | "memory"
+"no longer Madrid but Valencia." | "passage"
+"formerly Madrid, now Valencia." | "passage"
+"unknown. It may be Valencia." | "neither"  # the first sentence counts
+"Valenciana." | "neither"
+"\n\n**Valencia**\nMadrid" | "passage"
+" \n" | "blank"
+"" | "blank"
+"""
+
+
+@pytest.mark.parametrize("answer, kind", cells(SOURCES))
 def test_an_answer_is_the_passages_the_memorised_one_neither_or_blank(answer, kind):
-    line = {"prediction": answer, "references": ["Valencia"], "memory": ["Madrid", "Madrid City"]}
-    [values] = metrics.compute(QA, [line])
-    shares = {name: values[name] for name in answers.SOURCES}
-    assert shares == dict.fromkeys(answers.SOURCES, 0) | {kind: 1}
-    [without] = metrics.compute(QA, [{n: line[n] for n in ("prediction", "references")}])
-    assert without == {name: values[name] for name in ("answer_contained", "exact_match", "f1")}
+    line = {"prediction": answer, "references": ["Valencia"]}
+    [without] = metrics.compute(QA, [line])
+    [values] = metrics.compute(QA, [line | {"memory": ["Madrid", "Madrid City"]}])
+    shares = dict.fromkeys(answers.SOURCES, 0) | {kind: 1}
+    assert without.keys() == {"answer_contained", "exact_match", "f1"}
+    assert values == without | shares
 
 
-def test_an_answer_that_is_the_passages_and_memorised_is_the_passages():
-    line = {"prediction": " Old.", "references": ["Old"], "memory": ["Old", "older"]}
-    assert metrics.compute(QA, [line])[0]["passage"] == 1
-
-
-def test_of_names_that_begin_at_one_word_the_longest_counts():
-    names = ["Mexico"], ["Mexico City"]
-    assert answers.source_of("Mexico City.", *names) == "memory"
-    assert answers.source_of("Mexico City.", *names[::-1]) == "passage"
-    assert answers.source_of("Mexico.", *names) == "passage"
+def test_of_two_names_the_passages_counts_and_of_those_that_begin_at_one_word_the_longest():
+    names = """
+Old. | Old | Old,older | passage
+Mexico City. | Mexico | Mexico City | memory
+Mexico City. | Mexico City | Mexico | passage
+Mexico. | Mexico | Mexico City | passage
+"""
+    for text, references, memory, kind in rows(names):
+        assert answers.source_of(text, [references], memory.split(",")) == kind
 
 
 @pytest.fixture
 def capitals(start, chat_model, tmp_path):
     """capitals(*options) runs 6 questions with memory → (status, objects, stderr). Their file is
     qa.jsonl."""
-    rows = []
+    lines = []
     for i in range(6):
-        row = {"id": f"c{i}", "question": f"Capital of {i}?", "context": f"It is New{i}."}
-        row |= {"answers": [f"New{i}"], "memory": [f"Old{i}", "Old"], "begin": "It is"}
-        rows.append(row)
-    write_lines(tmp_path / "qa.jsonl", rows)
+        line = dict(id=f"c{i}", question=f"Capital of {i}?", context=f"It is New{i}.")
+        lines.append(line | dict(answers=[f"New{i}"], memory=[f"Old{i}", "Old"], begin="It is"))
+    write_lines(tmp_path / "qa.jsonl", lines)
     options = "--model", chat_model, "--task", "qa", "--data", tmp_path, "--out", tmp_path / "out"
     return lambda *more: start(*options, "--max-new-tokens", 2, *more)
 
@@ -545,11 +533,10 @@ def capitals(start, chat_model, tmp_path):
 def closed_book(capitals, known):
     """A closed-book run whose answers are made to be `known` → its path."""
     [out] = capitals("--method", "greedy", "--closed-book")[1]
-    path = Path(out["run"])
-    header, *lines = map(json.loads, path.read_text().splitlines())
+    header, *lines = read_lines(out["run"])
     for line in lines:
         line["prediction"] = f" Old{line['index']}." if line["id"] in known else " Else."
-    return write_lines(path, [header, *lines])
+    return write_lines(Path(out["run"]), [header, *lines])
 
 
 def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_model(
@@ -558,7 +545,7 @@ def test_a_closed_book_run_has_prompts_without_context_and_the_certainty_of_the_
     status, [out], err = capitals("--method", "greedy", "--closed-book", "--limit", 2)
     assert status == 0 and out["run"].endswith(".greedy.closed-book.jsonl"), err
     assert {"passage", "memory", "neither", "blank"} < out["metrics"].keys()
-    header, *lines = map(json.loads, Path(out["run"]).read_text().splitlines())
+    header, *lines = read_lines(out["run"])
     assert header["header"]["closed_book"] is True
     model, tokenizer = Transformer.load(chat_model), Tokenizer.load(chat_model)
     for line in lines:
@@ -595,7 +582,7 @@ def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_mem
     for option, expected in (("--known", ["c1", "c4"]), ("--unknown", ["c0", "c2", "c3", "c5"])):
         status, [out], err = capitals("--method", "greedy", option, run)
         assert status == 0 and f"qa: {len(expected)} of 6 rows are {option[2:]}\n" in err
-        header, *lines = map(json.loads, Path(out["run"]).read_text().splitlines())
+        header, *lines = read_lines(out["run"])
         assert [line["id"] for line in lines] == expected
         record = header["header"]["known"]
         assert record["rows"] == option[2:] and record["file"] == run.name
@@ -607,33 +594,27 @@ def test_known_and_unknown_keep_the_rows_that_a_closed_book_run_answers_from_mem
     options = "--dry-run", "--sample", 1, "--known"
     assert capitals(*options, packed / "qa" / run.name) == capitals(*options, run)
     # A file in which the passage says the truth is matched by ids; one without ids, by questions.
-    rows = [json.loads(line) for line in (tmp_path / "qa.jsonl").read_text().splitlines()]
-    truth = [row | {"answers": row.pop("memory")} for row in rows[::-1]]
-    write_lines(tmp_path / "truth.jsonl", truth)
-    options = "--dry-run", "--known", run, "--data", tmp_path / "truth.jsonl"
+    questions = read_lines(tmp_path / "qa.jsonl")[::-1]
+    truth = [row | {"answers": row.pop("memory")} for row in questions]
+    path = write_lines(tmp_path / "truth.jsonl", truth)
+    options = "--dry-run", "--known", run, "--data", path
     lines = capitals(*options)[1]
     assert [line["id"] for line in lines] == ["c4", "c1"]
     assert all(line["memory"] == line["references"] for line in lines)  # of the run
     for row in truth:
         del row["id"]
-    write_lines(tmp_path / "truth.jsonl", truth)
+    write_lines(path, truth)
     assert [line["id"] for line in capitals(*options)[1]] == [1, 4]
 
 
 def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals, tmp_path):
     run = closed_book(capitals, known=("c1",))
-    header, *lines = map(json.loads, run.read_text().splitlines())
+    header, *lines = read_lines(run)
     bare = [{n: line[n] for n in line if n != "memory"} for line in lines]
-    other, copy, masked, open_book = (
-        {"header": header["header"] | more}
-        for more in (
-            {"model": "tiny"},
-            {"fingerprint": {"weights": "others"}},
-            {"method": "masked"},
-            {"closed_book": None},
-        )
-    )
-    limited = {"header": header["header"] | {"limit": 6}}
+    changed = dict(model="tiny"), dict(fingerprint=dict(weights="others")), dict(method="masked")
+    changed = *changed, dict(closed_book=None), dict(limit=6)
+    headers = [{"header": header["header"] | more} for more in changed]
+    other, copy, masked, open_book, limited = headers
     moved = [lines[0] | {"question": "Who?"}, *lines[1:]]
     unknown = [line | {"prediction": "Else"} for line in lines]
     for content, words in (
@@ -652,37 +633,39 @@ def test_a_run_that_does_not_tell_what_is_known_is_refused_in_one_line(capitals,
         path = write_lines(tmp_path / "run.jsonl", content)
         status, _, err = capitals("--method", "greedy", "--known", path)
         assert status == 2 and words in err.splitlines()[-1] and str(path) in err, words
-    path = write_lines(tmp_path / "run.jsonl", [limited, *lines[1:4]])
+    write_lines(path, [limited, *lines[1:4]])
     status, printed, err = capitals("--known", path, "--dry-run")
     assert [line["id"] for line in printed] == ["c1"] and "lacks 3 rows: left out" in err
-    options = "--task", "miniature", "--closed-book"
-    status, _, err = capitals(*options)
+    status, _, err = capitals("--task", "miniature", "--closed-book")
     assert status == 2 and "--closed-book has no effect on miniature" in err
 
 
 def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_book_run(
-    capitals, call, chat_model, tmp_path
+    capitals, done, chat_model, tmp_path
 ):
     heads = "--heads", chat_model / "heads.json", "--num-heads", 2
     run = closed_book(capitals, known=("c0",))
-    header, *lines = map(json.loads, run.read_text().splitlines())
+    header, *lines = read_lines(run)
     log_ps = [-3, -1, -2, -0.5, -5, -4]
     write_lines(run, [header, *(x | {"memory_log_p": p} for x, p in zip(lines, log_ps))])
     capitals("--method", "greedy,masked", *heads)
     answers = {"greedy": ("Old0", "New1", "Old2", "New3", "Else", " "), "masked": ("New",) * 6}
     for path in (tmp_path / "out").glob("*.jsonl"):
-        header, *lines = map(json.loads, path.read_text().splitlines())
+        header, *lines = read_lines(path)
         if path != run:
             texts = answers[header["header"]["method"]]
             texts = [text + str(i) * (text == "New") for i, text in enumerate(texts)]
             lines = [line | {"prediction": text} for line, text in zip(lines, texts)]
         write_lines(path, [header, *lines])
-    status, out, err = call(evaluate.main, "report", tmp_path / "out")
-    assert status == 0 and "closed book\n" in out and "passages against memory\n" in out, err
+    out, _ = done(evaluate.main, "report", tmp_path / "out")
+    assert "closed book\n" in out and "passages against memory\n" in out
     assert "passage, memory, neither, blank: what the answer's first sentence gives" in out
-    assert "| setup         | n | passage | memory | neither | blank |" in out
-    assert "| greedy        | 6 | 33.3    | 33.3   | 16.7    | 16.7  |" in out
-    assert "| masked, N = 2 | 6 | 100.0   | 0.0    | 0.0     | 0.0   |" in out
+    shares = """
+| setup         | n | passage | memory | neither | blank |
+| greedy        | 6 | 33.3    | 33.3   | 16.7    | 16.7  |
+| masked, N = 2 | 6 | 100.0   | 0.0    | 0.0     | 0.0   |
+"""
+    assert all(line in out for line in shares.split("\n"))
     runs = results.select(stored.collect(tmp_path / "out"))
     short = results.short_tables(runs)
     [bars] = figures.FIGURES["memory"][0](short, 7).axes  # no other panel
@@ -697,7 +680,7 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
     means = [(math.exp(-5) + math.exp(-4)) / 2, (math.exp(-3) + math.exp(-2)) / 2]
     assert list(line.get_xdata()) == pytest.approx([*means, math.exp(-1), math.exp(-0.5)])
     assert list(line.get_ydata()) == pytest.approx([100, 100, 0, 0])
-    header, *lines = map(json.loads, run.read_text().splitlines())
+    header, *lines = read_lines(run)
     other = {"header": header["header"] | {"fingerprint": {"weights": "others"}}}
     write_lines(run, [other, *lines])  # of a checkpoint of the same name
     runs = results.select(stored.collect(tmp_path / "out"))
@@ -705,13 +688,13 @@ def test_reports_show_the_shares_and_the_gain_by_the_certainty_of_the_closed_boo
 
 
 def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
-    capitals, call, tmp_path
+    capitals, done, tmp_path
 ):
     """Of six rows the first has a memory against its passage, the second one that agrees."""
     capitals("--method", "greedy,cad")
     memories = [["Old0"], ["The new1"], *[None] * 4]
     for path in (tmp_path / "out").glob("*.jsonl"):
-        header, *lines = map(json.loads, path.read_text().splitlines())
+        header, *lines = read_lines(path)
         for line, memory in zip(lines, memories):
             i = line["index"]
             line |= {"memory": memory, "prediction": f"New{i}" if i in (1, 2) else "Else"}
@@ -720,12 +703,14 @@ def test_a_value_is_a_mean_over_the_n_beside_it_and_each_row_is_in_a_table(
     kinds = "passages against memory", "passages that agree with memory", "without memory"
     expected = ("passage", 1, 0), ("passage", 1, 100), ("answer_contained", 4, 25)
     for kind, (metric, n, value) in zip(kinds, expected):
-        [rows] = [rows for (title, _), rows in tables.items() if kind in title]
-        assert [row.metric for row in rows] == [metric] * 2 and rows[1].versus.n == n
-        for row in rows:
+        [setups] = [setups for (title, _), setups in tables.items() if kind in title]
+        assert [row.metric for row in setups] == [metric] * 2 and setups[1].versus.n == n
+        for row in setups:
             assert (row.n, row.value, row.beside["exact_match"]) == (n, value, value)
-    out = json.loads(call(evaluate.main, "rescore", path)[1])
+    out = json.loads(done(evaluate.main, "rescore", path)[0])
     assert (out["n"], out["n_of"]) == (6, dict.fromkeys(answers.SOURCES, 2))
-    rows = list(csv.DictReader(call(evaluate.main, "report", tmp_path, "--csv")[1].splitlines()))
-    of_metric = {(row["conditions"].split(", ")[-1], row["metric"]): row["n"] for row in rows}
+    table = done(evaluate.main, "report", tmp_path, "--csv")[0].splitlines()
+    of_metric = {}
+    for row in csv.DictReader(table):
+        of_metric[row["conditions"].split(", ")[-1], row["metric"]] = row["n"]
     assert of_metric[kinds[0], "exact_match"] == of_metric[kinds[0], "passage"] == "1"

@@ -27,6 +27,7 @@ from paper.report import figures, results, stored, tables
 from paper.tasks import TASKS, metrics
 from runtime import statistics
 from tests.checkpoints import write_lines
+from tests.tables import rows
 
 STORED = Path(__file__).parents[2] / "results/memory/test/gemma-3-270m.jsonl.xz"
 TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature exact match"
@@ -34,30 +35,23 @@ LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 ITI, OTHER = "miniature-iti", [{"file": "other.jsonl"}]
 
 
+def length_of(task):
+    return None if TASKS[task].choice else TASKS[task].max_new_tokens
+
+
 def write_run(folder, method="greedy", n=None, alpha=None, task=TASK, items=40, right=20, **more):
     """A made-up run in evaluate.py's format. right: the number of answers that are correct, the
     first ones, or the set of their indices."""
-    header = {
-        "task": task,
-        "version": TASKS[task].version,
-        "n": items,
-        "model": "miniature",
-        "method": method,
-        "num_heads": n,
-        "alpha": alpha,
-        "seed": 1234,
-        "mask": "output" if n else None,
-        "dtype": "float32",
-        "commit": "0123456789abcdef",
-        "max_new_tokens": None if TASKS[task].choice else TASKS[task].max_new_tokens,
-    }
+    header = dict(task=task, version=TASKS[task].version, n=items, method=method, alpha=alpha)
+    header |= dict(num_heads=n, mask="output" if n else None, model="miniature", seed=1234)
+    header |= dict(dtype="float32", commit="0123456789abcdef", max_new_tokens=length_of(task))
     lines = [{"header": header | more}]
     right = range(right) if isinstance(right, int) else right
     for i in range(items):
         h = 0.1 + 0.01 * (i % 7) + (0 if i in right else 0.05)
-        line = {"index": i, "question": f"q{i}", "references": ["Alaria"], "memory": ["Bodun"]}
-        line |= {"entropies": [h, h], "stop": "eos" if i in right else "length"}
-        lines.append(line | {"prediction": " Alaria." if i in right else " Bodun."})
+        line = dict(index=i, question=f"q{i}", references=["Alaria"], memory=["Bodun"])
+        stop, prediction = ("eos", " Alaria.") if i in right else ("length", " Bodun.")
+        lines.append(line | dict(entropies=[h, h], stop=stop, prediction=prediction))
     return write_lines(folder / f"{len([*folder.iterdir()])}.jsonl", lines)
 
 
@@ -74,9 +68,7 @@ def compress(path):
 
 
 def described(**header):
-    task = TASKS[header["task"]]
-    length = None if task.choice else task.max_new_tokens
-    default = {"model": LLAMA, "method": "decore-entropy", "max_new_tokens": length}
+    default = dict(model=LLAMA, method="decore-entropy", max_new_tokens=length_of(header["task"]))
     return stored.describe(default | header)
 
 
@@ -119,12 +111,18 @@ def add(tmp_path):
     return partial(write_run, tmp_path)
 
 
+@pytest.fixture
+def report(done, tmp_path):
+    """report(*options) → (stdout, stderr) of the report on tmp_path."""
+    return partial(done, evaluate.main, "report", tmp_path)
+
+
 def table(folder, title):
     """({(setup, column): text}, notes in one text) of the table of --all with this title."""
-    for name, rows, notes in tables.all_tables(runs_of(folder)):
+    for name, lines, notes in tables.all_tables(runs_of(folder)):
         if name.startswith(title):
             texts = {}
-            for row in rows:
+            for row in lines:
                 setup = row.get("setup") or row["method"]
                 texts |= {(setup, name.split(" (n")[0]): text for name, text in row.items()}
             return texts, " ".join(notes)
@@ -154,16 +152,15 @@ def test_the_paired_interval_is_that_of_plain_resampling_of_questions(add):
     assert result.interval == pytest.approx(tuple(100 * np.percentile(plain, [2.5, 97.5])), abs=2)
 
 
-def test_runs_are_compared_on_the_items_that_both_have(add, call, tmp_path):
+def test_runs_are_compared_on_the_items_that_both_have(add, report, tmp_path):
     masked, greedy = stored.read(add("masked", 1, right=12)), stored.read(add(items=15))
     add("masked", 2, items=15)
     row = short_of(tmp_path)["masked, N = 1"]
     assert (row.n, row.value) == (15, 80) and row.versus.difference == pytest.approx(-20)
     assert (row.versus.won, row.versus.lost, row.versus.p) == (0, 3, 0.25)
-    assert "greedy on them" not in call(evaluate.main, "report", tmp_path)[1]
+    assert "greedy on them" not in report()[0]
     add("masked", 3, items=12)  # greedy decoding answers other items
-    out = call(evaluate.main, "report", tmp_path)[1]
-    assert re.search(r"\| n +\|.* greedy on them ", out)
+    assert re.search(r"\| n +\|.* greedy on them ", report()[0])
     masked.lines = [line | {"prompt_sha256": "another prompt"} for line in masked.lines]
     assert results.compare([masked], [greedy], "exact_match") is None
 
@@ -177,12 +174,12 @@ def test_a_run_is_compared_with_greedy_decoding_of_its_own_sample_and_precision(
         write_lines(path, [json.loads(line) for line in [header, *(lines[i] for i in indices)]])
 
     first, second = range(20), range(12, 32)
-    sample(1, first, right=20, dtype="float32", product="packed")
-    sample(2, second, right=14, dtype="float32", product="packed")
-    sample(2, second, right=30, dtype="bfloat16", product="packed")
-    sample(2, second, right=31, dtype="float32", product="plain")
-    sample(2, second, "masked", 1, right=17, dtype="float32", product="packed")
-    sample(2, second, "masked", 1, right=17, dtype="float32", product="filled")
+    sample(1, first, right=20, product="packed")
+    sample(2, second, right=14, product="packed")
+    sample(2, second, right=30, product="packed", dtype="bfloat16")
+    sample(2, second, right=31, product="plain")
+    for product in ("packed", "filled"):
+        sample(2, second, "masked", 1, right=17, product=product)
     rows = short_of(tmp_path)
     label = "masked, N = 1, float32, {} products, sample of seed 2"
     assert len(rows) == 6 and label.format("filled") in rows
@@ -191,16 +188,21 @@ def test_a_run_is_compared_with_greedy_decoding_of_its_own_sample_and_precision(
     assert rows[label.format("filled")].versus is None
 
 
-@pytest.mark.parametrize("right, p, shown", [(14, 0.0625, False), (15, 0.03125, True)])
-def test_bold_is_what_mcnemars_test_shows(add, tmp_path, right, p, shown):
+@pytest.mark.parametrize(
+    "right, p, shown", [([14], 0.0625, False), ([15], 0.03125, True), ([15, 9], 0.03125, False)]
+)
+def test_bold_is_what_mcnemars_test_shows_corrected_for_the_number_of_rows(
+    add, tmp_path, right, p, shown
+):
     """Greedy decoding answers 9 of 40 items. Five more are too few, though the interval leaves
     out 0."""
     add(right=9)
-    add("masked", 1, right=right)
+    for n, number in enumerate(right, 1):
+        add("masked", n, right=number)
     row = short_of(tmp_path)["masked, N = 1"]
     assert (row.versus.p, row.shown) == (p, shown) and row.versus.interval[0] > 0
     [cells] = [cells for cells in table_cells(tmp_path) if cells["setup"] == row.label]
-    assert (cells["difference"] == f"**+{100 * (right - 9) / 40:.1f}**") == shown
+    assert (cells["difference"] == f"**+{100 * (right[0] - 9) / 40:.1f}**") == shown
 
 
 def table_cells(folder):
@@ -208,16 +210,7 @@ def table_cells(folder):
     return tables.short_table(key, rows)[1]
 
 
-def test_bold_is_corrected_for_the_number_of_rows(add, tmp_path):
-    add(right=9)
-    add("masked", 1, right=15)
-    add("masked", 2, right=9)
-    rows = short_of(tmp_path)
-    assert [row.versus.p for row in rows.values() if row.versus] == [0.03125, 1]
-    assert not any(row.shown for row in rows.values())
-
-
-def test_what_has_no_width_has_no_interval(add, call, tmp_path):
+def test_what_has_no_width_has_no_interval(add, tmp_path):
     """Three of three, an answer for each, no item that differs: not [100, 100] or +0.0 to +0.0."""
     add(items=3, right=3)
     add("masked", 1, items=3, right=3)
@@ -226,8 +219,7 @@ def test_what_has_no_width_has_no_interval(add, call, tmp_path):
     assert [rows[f"masked, N = {n}"].versus.interval for n in (1, 2)] == [None, None]
     assert table(tmp_path, GROUP)[0]["greedy", COLUMN] == "100.0 [43.9, 100.0]"  # Wilson's
     assert [cells["95 %"] for cells in table_cells(tmp_path)] == ["", "–", "–"]
-    [one] = [stored.read(write_run(tmp_path, items=1, right=1))]
-    assert results.own_interval(one, "exact_match") is None
+    assert results.own_interval(stored.read(add(items=1, right=1)), "exact_match") is None
 
 
 # Tables of scores
@@ -271,7 +263,7 @@ def test_rows_of_measures_are_compared_with_the_same_random_heads(add, tmp_path)
         assert rows[label].versus.difference == pytest.approx(-7.5)
 
 
-def test_memorised_and_exact_answers_stand_beside_contained_ones(add, call, tmp_path):
+def test_memorised_and_exact_answers_stand_beside_contained_ones(add, report, tmp_path):
     for method, right in (("greedy", 30), ("cad", 38)):
         path = add(method, task="nq-swap", model=LLAMA, right=right, alpha=None)
         path.write_text(path.read_text().replace(" Alaria.", " Alaria, as is said.", 6))
@@ -279,19 +271,17 @@ def test_memorised_and_exact_answers_stand_beside_contained_ones(add, call, tmp_
     names = ["answer contained", "exact match", "memory match"]
     assert [cells[name] for name in names] == ["75.0", "60.0", "25.0"]
     assert cells["paper"] == "60.62" and cad["difference"] == "**+20.0**"
-    _, out, _ = call(evaluate.main, "report", tmp_path)
+    out, _ = report()
     assert "answer contained: the answer contains a reference. The paper calls this EM" in out
     assert "gives the memorised answer to 10 of 40 items (25.0 %)" in out
     assert "Of 8 items won, counted over all runs, 8 replace a memorised answer." in out
 
 
-def test_the_verdict_says_what_is_shown_and_how_many_items_five_points_need(add, call, tmp_path):
+def test_the_verdict_says_what_is_shown_and_how_many_items_five_points_need(add, report):
     add(right=9)
-    add("masked", 1, right=0)
-    add("masked", 2, right=10)
-    add("masked", 3, right=8)
-    _, out, _ = call(evaluate.main, "report", tmp_path)
-    verdict = out.split("### Verdict\n\n")[1]
+    for n, right in enumerate((0, 10, 8), 1):
+        add("masked", n, right=right)
+    verdict = report()[0].split("### Verdict\n\n")[1]
     assert verdict.startswith("* **miniature, miniature.** Shown: masked, N = 1 (−22.5). ")
     assert "Not shown: the other 2 of 3 differences." in verdict
     assert "2 % of the items differ (median of the rows)" in verdict
@@ -307,11 +297,8 @@ def test_the_short_table_has_the_paper_metric_of_each_task():
 def test_texts_that_do_not_end_or_are_empty_and_their_entropies_are_shown(add, tmp_path):
     add()
     path = add("decore-entropy", 4, right=32)
-    empty = '"entropies": [0.1], "stop": "eos", "prediction": ""'
-    text = re.sub(
-        r'"entropies": \[0.1, 0.1\], "stop": "eos", "prediction": "[^"]*"', empty, path.read_text()
-    )
-    path.write_text(text)
+    empty = r'\1], "stop": "eos", "prediction": ""'
+    path.write_text(re.sub(r'(\[0.1), 0.1\], .*" Alaria\."', empty, path.read_text()))
     texts, notes = table(tmp_path, "Texts")
     method = "decore-entropy, N = 4"
     assert texts["greedy", "miniature % ended"] == "50.0 [35.0, 65.0]"
@@ -321,29 +308,31 @@ def test_texts_that_do_not_end_or_are_empty_and_their_entropies_are_shown(add, t
 
 
 def test_letters_a_word_are_counted_in_scripts_that_separate_words():
-    for text, letters in (
-        ("Бор и сад.", 8 / 3),
-        ("a 東京 city", 7 / 3),
-        ("青い石の下です。", None),
-    ):
+    for text, letters in {
+        "Бор и сад.": 8 / 3,
+        "a 東京 city": 7 / 3,
+        "青い石の下です。": None,
+    }.items():
         line = {"prediction": text, "entropies": [1.0]}
         assert stored.text_values(line)["letters"] == letters
 
 
-@pytest.mark.parametrize(
-    "task, header, text",
-    [
-        ("ifeval", {"method": "decore-static", "num_heads": 10, "alpha": 0.0}, "70.24† at N = ?"),
-        ("ifeval", {"method": "greedy", "model": "other"}, "–"),
-        ("ifeval", {"method": "greedy", "model": "honest_llama3_8B_instruct"}, "52.31"),  # ITI's
-        ("nq-swap", {"num_heads": 20, "model": "tiny", "like": LLAMA}, "65.55"),
-        ("nq-swap", {"num_heads": 17}, "66.08 at N = 10"),  # the N of main tables is inferred
-        ("popqa", {"num_heads": 10, "random_heads": "published"}, "25.96 ± 0.18†"),
-    ],
-)
+CELLS = """
+ifeval | {"method": "decore-static", "num_heads": 10, "alpha": 0.0} | 70.24† at N = ?
+ifeval | {"method": "greedy", "model": "other"} | –
+ifeval | {"method": "greedy", "model": "honest_llama3_8B_instruct"} | 52.31
+nq-swap | {"num_heads": 20, "model": "tiny", "like": "Meta-Llama-3-8B-Instruct"} | 65.55
+nq-swap | {"num_heads": 17} | 66.08 at N = 10
+popqa | {"num_heads": 10, "random_heads": "published"} | 25.96 ± 0.18†
+"""
+
+
+@pytest.mark.parametrize("task, header, text", rows(CELLS))
 def test_a_run_is_compared_with_the_papers_cell_of_its_setup(task, header, text):
+    """The honest model is ITI's; the N of main tables is inferred."""
     metric = {"ifeval": "prompt_strict_published"}.get(task, "answer_contained_published")
-    assert printed.text(printed.cell(described(task=task, **header), metric)) == text
+    cell = printed.cell(described(task=task, **json.loads(header)), metric)
+    assert printed.text(cell) == text
 
 
 def test_variants_are_labelled_and_compared_with_greedy_decoding_of_the_same_data(add, tmp_path):
@@ -355,10 +344,8 @@ def test_variants_are_labelled_and_compared_with_greedy_decoding_of_the_same_dat
     add("masked", 2, dtype="float32", demos={"paper": True}, **run)
     add(task="nq-open", model=LLAMA, data=OTHER)
     texts, notes = table(tmp_path, "Faithfulness")
-    of_setup = {}
-    for (setup, column), text in texts.items():
-        if column.endswith("answer contained") and text != "–":
-            of_setup[setup] = text
+    filled = {key: text for key, text in texts.items() if text != "–"}
+    of_setup = {key[0]: filled[key] for key in filled if key[1].endswith("answer contained")}
     demos = "demonstrations: file demos.jsonl ab12cd"
     assert "; paper 60.62 (−35.6)" in of_setup[f"greedy, bfloat16, {demos}"]
     assert of_setup[f"masked, N = 2, float32, {demos}"].startswith("**75.0**; +25.0 [")
@@ -435,29 +422,23 @@ def test_judged_answers_have_columns_without_rejections(add, tmp_path):
 # Settings
 
 
-MISTRAL = {"model": "Mistral-7B-Instruct-v0.3"}
+NAMED = """
+{"max_new_tokens": 50, "layout": "plain"} | layout plain, max new tokens 50; decore-entropy
+{"model": "Mistral-7B-Instruct-v0.3", "layout": "chat"} | layout chat; decore-entropy
+{"model": "Mistral-7B-Instruct-v0.3", "layout": "mistral", "template_args": {}} | ; decore-entropy
+{"method": "ad", "info_layer": 12} | ; ad, α = 0.5, layer 12
+{"method": "dola-low", "dola_layers": "halves"} | ; dola-low, halves layers
+{"method": "cad", "alpha": 2, "relative_top": 0.1} | ; cad, α = 2, relative top 0.1
+"""
 
 
-@pytest.mark.parametrize(
-    "header, text",
-    [
-        (
-            {"max_new_tokens": 50, "layout": "plain"},
-            "layout plain, max new tokens 50; decore-entropy",
-        ),
-        (MISTRAL | {"layout": "chat"}, "layout chat; decore-entropy"),
-        (MISTRAL | {"layout": "mistral", "template_args": {}}, "; decore-entropy"),
-        ({"method": "ad", "info_layer": 12}, "; ad, α = 0.5, layer 12"),
-        ({"method": "dola-low", "dola_layers": "halves"}, "; dola-low, halves layers"),
-        ({"method": "cad", "alpha": 2, "relative_top": 0.1}, "; cad, α = 2, relative top 0.1"),
-    ],
-)
+@pytest.mark.parametrize("header, text", rows(NAMED))
 def test_conditions_and_settings_are_named(header, text):
-    run = described(**{"task": "popqa"} | header)
+    run = described(task="popqa", **json.loads(header))
     assert f"{run.conditions}; {run.label}" == text
 
 
-def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, tmp_path, call):
+def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, report):
     add(right=10, max_new_tokens=50, command="evaluate.py --a")
     add("masked", 2, right=30, max_new_tokens=50)
     for mask in ("output", "query"):
@@ -465,76 +446,64 @@ def test_other_conditions_have_tables_of_their_own_and_other_options_lines(add, 
     for name in ("small", "tiny"):
         add("decore-entropy-lite", 2, amateur=f"models/{name}")
     add(model=f"mine/{ITI}")
-    _, out, _ = call(evaluate.main, "report", tmp_path, "--commands")
-    parts = dict(part.split("\n", 1) for part in out.split("### ")[1:])
-    setups = ["iti", "masked, N = 2", "masked, N = 2, query mask"]
-    setups += [f"decore-entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
-    for setup in setups:
+    parts = dict(part.split("\n", 1) for part in report("--commands")[0].split("### ")[1:])
+    setups = "iti", "masked, N = 2", "masked, N = 2, query mask"
+    amateurs = [f"decore-entropy-lite, N = 2, amateur {name}" for name in ("small", "tiny")]
+    for setup in (*setups, *amateurs):
         assert f"| {setup} " in parts["miniature: miniature"], setup
-    assert re.search(
-        r"\| masked, N = 2 .* \*\*\+50\.0", parts["miniature: miniature, max new tokens 50"]
-    )
+    fifty = parts["miniature: miniature, max new tokens 50"]
+    assert re.search(r"\| masked, N = 2 .* \*\*\+50\.0", fifty)
     assert "* `python evaluate.py --a`: 0.jsonl\n" in parts["Commands"]
 
 
-def test_csv_has_a_line_per_run_and_metric(add, call, tmp_path):
+def test_csv_has_a_line_per_run_and_metric(add, report):
     add("masked", 2, right=30)
     add()
-    _, out, _ = call(evaluate.main, "report", tmp_path, "--csv")
-    lines = {(line["run"], line["metric"]): line for line in csv.DictReader(io.StringIO(out))}
-    line = lines["0.jsonl", "exact_match"]
-    expected = {
-        "method": "masked",
-        "num_heads": "2",
-        "seed": "1234",
-        "n": "40",
-        "value": "75.0",
-        "low": "60.0",
-        "versus_difference": "25.0",
-        "versus_won": "10.0",
-        "versus_p": str(2 / 2**10),
-    }
-    assert expected.items() <= line.items()
-    assert float(lines["0.jsonl", "entropy"]["value"]) < 0.2
+    lines = [*csv.DictReader(io.StringIO(report("--csv")[0]))]
+    of_metric = {(line["run"], line["metric"]): line for line in lines}
+    line = of_metric["0.jsonl", "exact_match"]
+    names = "method num_heads seed n value low versus_difference versus_won versus_p"
+    values = f"masked 2 1234 40 75.0 60.0 25.0 10.0 {2 / 2**10}"
+    assert " ".join(line[name] for name in names.split()) == values
+    assert float(of_metric["0.jsonl", "entropy"]["value"]) < 0.2
 
 
 # Files and programs
 
 
-def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add, call, tmp_path):
+def test_an_unfinished_run_is_reported_and_a_shorter_one_of_its_setup_is_not(add, report):
     path = add()
     path.write_text(path.read_text()[:-40])  # as a kill leaves it
-    shorter = add(items=35)
-    compress(shorter)
-    status, out, err = call(evaluate.main, "report", tmp_path)
-    assert status == 0 and "1 of 1 runs: 0.jsonl is unfinished, 39 of 40." in out
+    compress(add(items=35))
+    out, err = report()
+    assert "1 of 1 runs: 0.jsonl is unfinished, 39 of 40." in out
     assert "1.jsonl.gz: the same setup as" in err
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (None, "its first line has no header"),
-        ({"task": "chess"}, "unknown task 'chess'"),
-        ({"method": 5.5}, "unknown method 5.5"),
-        ({"version": -1}, "made with version -1"),
-        ({"method": "cad", "alpha": "x"}, "'alpha' of its header is 'x'"),
-        ({"data": [5]}, "'int' object"),
-        ({"id": ["a", 1]}, 'line 2: id is ["a", 1]; it must be a text or a number'),
-        ({"entropies": ["x"]}, 'entropies is ["x"]; it must be a list of numbers'),
-    ],
-)
-def test_a_file_that_cannot_be_reported_costs_one_line(add, call, tmp_path, changes, words):
+DAMAGES = """
+null | its first line has no header
+{"task": "chess"} | unknown task 'chess'
+{"method": 5.5} | unknown method 5.5
+{"version": -1} | made with version -1
+{"method": "cad", "alpha": "x"} | 'alpha' of its header is 'x'
+{"data": [5]} | 'int' object
+{"id": ["a", 1]} | line 2: id is ["a", 1]; it must be a text or a number
+{"entropies": ["x"]} | entropies is ["x"]; it must be a list of numbers
+"""
+
+
+@pytest.mark.parametrize("changes, words", rows(DAMAGES))
+def test_a_file_that_cannot_be_reported_costs_one_line(add, report, changes, words):
     add("masked", 2)
     path = add()
-    header, first, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+    header, first, *rest = map(json.loads, path.read_text().splitlines())
+    changes = json.loads(changes)
     if changes:
         header["header"] |= changes
-        write_lines(path, [header, first | changes, *rest])
-    else:
-        write_lines(path, rest)
-    status, out, err = call(evaluate.main, "report", tmp_path, "--all")
-    assert status == 0 and "| masked, N = 2" in out
+        rest = [header, first | changes, *rest]
+    write_lines(path, rest)
+    out, err = report("--all")
+    assert "| masked, N = 2" in out
     assert err.startswith(f"skipped: {path}: ") and words in err and err.count("\n") == 1
 
 
@@ -561,9 +530,8 @@ def test_the_program_needs_a_library_only_where_it_uses_it(sweep):
     assert done.stdout.endswith("status 0\nFalse\n")
 
 
-def test_a_folder_without_runs_is_said(call, tmp_path):
-    status, _, err = call(evaluate.main, "report", tmp_path)
-    assert status == 2 and f"{tmp_path}: no runs to report" in err
+def test_a_folder_without_runs_is_said(refused, tmp_path):
+    assert f"{tmp_path}: no runs to report" in refused(evaluate.main, "report", tmp_path)
 
 
 # Figures
@@ -596,12 +564,12 @@ def boxes_of(path):
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning", "error::FutureWarning")
 @pytest.mark.parametrize("width", [7, 3.3])
 def test_each_text_of_a_figure_is_a_text_inside_the_page_and_beside_the_others(
-    call, sweep, with_memory, tmp_path, width
+    done, sweep, with_memory, tmp_path, width
 ):
     """The figures of made-up runs and of stored ones, with long names."""
     options = "--format", "svg", "--width", width, "--plots", tmp_path / "sweep"
-    status, out, _ = call(evaluate.main, "report", sweep, *options)
-    assert status == 0 and "/differences.svg)" in out and "/heads.svg)" in out
+    out, _ = done(evaluate.main, "report", sweep, *options)
+    assert "/differences.svg)" in out and "/heads.svg)" in out
     figures.draw_all(with_memory, tmp_path / "stored", "svg", width)
     for folder, kinds in ("sweep", "differences heads"), ("stored", "differences memory certainty"):
         assert sorted(path.stem for path in (tmp_path / folder).iterdir()) == sorted(kinds.split())
@@ -649,20 +617,19 @@ def test_a_setup_has_one_look_in_all_panels_and_equal_curves_all_show(with_memor
         assert tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) in pixels
 
 
-@pytest.mark.parametrize("options", [["--format", "svg"], ["--width", "3"]])
-def test_options_of_figures_need_a_folder_for_them(call, sweep, options):
-    for command in ["report", sweep], ["report", "heads"]:
-        status, _, err = call(evaluate.main, *command, *options)
-        assert status == 2 and f"{options[0]} has no effect without --plots" in err
+def test_options_of_figures_need_a_folder_for_them(refused, sweep):
+    for command, option in itertools.product((sweep, "heads"), ("--format=svg", "--width=3")):
+        err = refused(evaluate.main, "report", command, option)
+        assert f"{option.partition('=')[0]} has no effect without --plots" in err
 
 
-def test_tables_for_latex_have_their_signs_escaped(call, add, tmp_path):
+def test_tables_for_latex_have_their_signs_escaped(report, add):
     add(right=0)
     add("cad", alpha=0.5, right=40, data=[{"file": "50%_{a}&b\\c#1.csv"}])
     add("cad", alpha=0.5, right=40)
-    status, out, _ = call(evaluate.main, "report", tmp_path, "--latex")
+    out, _ = report("--latex")
     lines = [line for line in out.splitlines() if line[:1] != "%"]
-    assert status == 0 and lines[:2] == [r"\begin{tabular}{lrrrrrrr}", r"\hline"]
+    assert lines[:2] == [r"\begin{tabular}{lrrrrrrr}", r"\hline"]
     assert r"\textbf{+100.0}" in out and r"$\alpha$ = 0.5" in out and "###" not in out
     assert r"50\%\_\{a\}\&b\textbackslash{}c\#1.csv" in out
     assert {line.count(" & ") for line in lines if line.endswith(r"\\")} == {7}
@@ -736,35 +703,35 @@ def test_runs_without_data_for_a_figure_have_none(add, tmp_path):
     assert [kind for kind in figures.FIGURES if draw(kind, tmp_path)] == []
 
 
-def test_retrieval_scores_by_rank_are_the_papers(call):
-    status, out, err = call(evaluate.main, "report", "heads")
+def test_retrieval_scores_by_rank_are_the_papers(done):
+    out, err = done(evaluate.main, "report", "heads")
     lines = [re.findall(r"0\.\d{4}", line) for line in out.splitlines()[4:14]]
-    assert (status, err) == (0, "") and [*map(len, lines)] == [11] * 10
-    assert lines[::2] == lines[1::2]
+    assert err == "" and [*map(len, lines)] == [11] * 10 and lines[::2] == lines[1::2]
 
 
 def test_heads_in_common_are_counted_between_files_of_a_measure_and_measures_of_a_file(
-    call, tmp_path, monkeypatch
+    done, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("paper.report.heads.COMPARED", (1, 3))
     ranked = ["0-0", "0-1", "1-0", "1-1"]
+    files = []
     for name, copied in (("a", ranked), ("b", [*ranked[1:], "0-0"])):
-        scores = [dict(zip(heads, (0.9, 0.5, 0.3, 0.1))) for heads in (copied, ranked[::-1])]
-        content = dict(zip(("scores", "write"), scores))
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    a, b = (str(tmp_path / f"{name}.json") for name in "ab")
-    _, out, _ = call(evaluate.main, "report", "heads", a, b)
-    rows = [re.split(r" *\| *", line)[1:4] for line in out.split("### ")[2].splitlines()[4:8]]
-    assert rows == [
-        ["a copy and a write", "0", "2"],
-        ["a copy and b copy", "0", "2"],
-        ["a write and b write", "1", "3"],
-        ["b copy and b write", "0", "3"],
-    ]
+        copy, write = (dict(zip(heads, (0.9, 0.5, 0.3, 0.1))) for heads in (copied, ranked[::-1]))
+        files.append(write_lines(tmp_path / f"{name}.json", [dict(scores=copy, write=write)]))
+    report = partial(done, evaluate.main, "report", "heads", files[0])
+    lines = report(files[1])[0].split("### ")[2].splitlines()[4:8]
+    common = """
+a copy and a write | 0 | 2
+a copy and b copy | 0 | 2
+a write and b write | 1 | 3
+b copy and b write | 0 | 3
+"""
+    assert [re.split(r" *\| *", line)[1:4] for line in lines] == rows(common)
     (tmp_path / "sub").mkdir()
-    other = shutil.copy(a, tmp_path / "sub" / "a.json")  # of the same name
-    _, out, _ = call(evaluate.main, "report", "heads", a, other)
-    assert f"| {a} copy and {other} copy " in out and f"| {a} " in out.split("### ")[1]
+    other = shutil.copy(files[0], tmp_path / "sub")  # of the same name
+    out, _ = report(other)
+    assert f"| {files[0]} copy and {other} copy " in out
+    assert f"| {files[0]} " in out.split("### ")[1]
 
 
 def test_a_map_of_heads_has_layer_0_at_the_bottom_and_whole_numbers(tmp_path):

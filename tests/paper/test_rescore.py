@@ -7,10 +7,12 @@ import pytest
 import sentencepiece
 import torch
 
+import evaluate
 from model import Transformer
 from paper import judges
 from runtime.files import locked
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
+from tests.tables import rows
 
 T_I = "--judge --judge-models t,i"
 
@@ -29,20 +31,18 @@ def write_run(folder, *answers):
     return write_lines(folder / "r.jsonl", lines)
 
 
-def test_runs_and_folders_of_runs_are_scored_again(start, chat_model, data, tmp_path):
+def test_runs_and_folders_of_runs_are_scored_again(start, refused, chat_model, data, tmp_path):
     common = "--model", chat_model, "--method", "greedy", "--out", tmp_path
     _, [choice], _ = start(*common, *data["memotrap"])
     _, [text], _ = start(*common, *data["truthfulqa-gen"], "--max-new-tokens", 5)
     assert list(text["metrics"]) == ["rejection"]  # without a judge
-    _, [*rows, means], _ = start("rescore", "--rows", choice["run"])
+    _, [*lines, means], _ = start("rescore", "--rows", choice["run"])
     assert means == {"metrics": choice["metrics"], "n": 2}
-    assert [row["id"] for row in rows] == ["b-0", "b-1"]
-    assert sum(row["micro"] for row in rows) / 2 == means["metrics"]["micro"]
+    assert [line["id"] for line in lines] == ["b-0", "b-1"]
+    assert sum(line["micro"] for line in lines) / 2 == means["metrics"]["micro"]
     assert start("rescore", tmp_path)[1] == [choice, text]
-
     (tmp_path / "empty").mkdir()
-    status, _, err = start("rescore", tmp_path / "empty")
-    assert status == 2 and "empty holds no runs" in err
+    assert "empty holds no runs" in refused(evaluate.main, "rescore", tmp_path / "empty")
 
 
 def test_rows_of_another_program_are_scored(rescore, tmp_path):
@@ -52,38 +52,29 @@ def test_rows_of_another_program_are_scored(rescore, tmp_path):
     assert out == {"metrics": dict.fromkeys(names, 1.0), "n": 1}
 
 
-def test_an_empty_task_is_not_that_of_the_header(start, tmp_path):
-    status, _, err = start("rescore", "--task=", write_run(tmp_path, "a"))
-    assert status == 2 and "unknown task ''" in err
-
-
-ANSWER = {"prediction": "a", "references": ["a"]}
-MC = {"scores_true": [0], "scores_false": [-1], "best_position": -1}
 VERDICT = {"judge": "truth", "model": "t", "key": "k", "yes": 0.5}
+UNFIT = """
+--task triviaqa | {"prediction": "a", "references": []} | line 1: references is []; it must be
+--task nq-swap | {"prediction": "a", "references": ["a"], "memory": 5} | line 1: memory is 5
+--task truthfulqa-mc | {"scores_true": [0], "scores_false": [-1], "best_position": -1} | \
+    best_position is -1; it must be a whole number from 0
+--task triviaqa |  | holds no lines
+--rows | {"prediction": "a", "references": ["a"]} | give --task
+--rows | {"header": {"task": []}}\\n{"index": 0} | unknown task []
+--task= | {"header": {"task": "truthfulqa-gen"}}\\n{"index": 0} | unknown task ''
+--task triviaqa --judge | {"prediction": "a", "references": ["a"]} | --judge has no effect on triv
+--task truthfulqa-gen --judge-models t | {"prediction": "a"} | give two names
+--task truthfulqa-gen --judge-models o,i | {"prediction": "a", "question": "q"} | by t, not by o
+"""
 
 
-@pytest.mark.parametrize(
-    "options, lines, words",
-    [
-        ("--task triviaqa", [ANSWER | {"references": []}], "line 1: references is []; it must be"),
-        ("--task nq-swap", [ANSWER | {"memory": 5}], "line 1: memory is 5"),
-        ("--task truthfulqa-mc", [MC], "best_position is -1; it must be a whole number from 0"),
-        ("--task triviaqa", [], "holds no lines"),
-        ("", [ANSWER], "give --task"),
-        ("", [{"header": {"task": []}}, {"index": 0}], "unknown task []"),
-        ("--task triviaqa --judge", [ANSWER], "--judge has no effect on triviaqa"),
-        ("--task truthfulqa-gen --judge-models t", [ANSWER], "give two names"),
-        (
-            "--task truthfulqa-gen --judge-models o,i",
-            [ANSWER | {"question": "q"}],
-            "by t, not by o",
-        ),
-    ],
-)
-def test_what_cannot_be_scored_is_refused_in_one_line(rescore, tmp_path, options, lines, words):
+@pytest.mark.parametrize("options, line, words", rows(UNFIT))
+def test_what_cannot_be_scored_is_refused_in_one_line(refused, tmp_path, options, line, words):
     write_lines(tmp_path / "r.judged.jsonl", [VERDICT])
-    status, out, err = rescore(options, write_lines(tmp_path / "r.jsonl", lines))
-    assert (status, out, err.count("\n")) == (2, [], 1) and words in err
+    path = tmp_path / "r.jsonl"
+    path.write_text(line.replace(r"\n", "\n"))
+    err = refused(evaluate.main, "rescore", *options.split(), path)
+    assert err.count("\n") == 1 and words in err
 
 
 # Judges
@@ -172,13 +163,14 @@ def test_a_judge_stored_as_pickles_gives_its_probability_of_yes(pickled, rescore
         assert json.loads(line)["yes"] == pytest.approx(yes, rel=1e-4)  # float32 summation order
 
 
-def test_a_pickle_that_would_run_code_is_not_read(pickled, rescore, tmp_path):
+def test_a_pickle_that_would_run_code_is_not_read(pickled, refused, tmp_path):
     class Code:
         def __reduce__(self):
             return print, ("code was run",)
 
     evil = shutil.copytree(pickled, tmp_path / "evil")
     torch.save({"model.embed_tokens.weight": Code()}, evil / "pytorch_model.bin")
-    status, out, err = rescore(f"--judge-models {evil},i", write_run(tmp_path, "A."))
-    assert (status, out) == (2, []) and "code was run" not in err
+    options = "rescore", "--judge-models", f"{evil},i"
+    err = refused(evaluate.main, *options, write_run(tmp_path, "A."))
+    assert "code was run" not in err
     assert "evil cannot be loaded" in err and len(err.splitlines()[-1]) < 400

@@ -19,27 +19,15 @@ from paper.runfile import finish, open_run, packed_paths, read_run, remarks, unp
 from runtime.errors import InputError
 from runtime.files import append, draft, locked, write
 from tests.checkpoints import write_lines
+from tests.tables import rows
 
-HEADER = {
-    "task": "nq-swap",
-    "method": "cad",
-    "n": 3,
-    "limit": None,
-    "sample": None,
-    "command": "evaluate.py",
-    "alpha": 0.5,
-    "batch_size": "auto",
-    "draft": None,
-    "max_new_tokens": 5,
-    "device": "cpu (x86_64)",
-    "product": "plain",
-    "tp": 1,
-    "versions": {"torch": "2"},
-    "fingerprint": {"weights": "aa", "config.json": "bb"},
-    "template_args": {"a": {"b": 1}},
-    "commit": "c0ffee",
-    "date": "2026-01-01",
-}
+HEADER = json.loads("""
+{"task": "nq-swap", "method": "cad", "n": 3, "limit": null, "sample": null,
+"command": "evaluate.py", "alpha": 0.5, "batch_size": "auto", "draft": null, "max_new_tokens": 5,
+"device": "cpu (x86_64)", "product": "plain", "tp": 1, "versions": {"torch": "2"},
+"fingerprint": {"weights": "aa", "config.json": "bb"}, "template_args": {"a": {"b": 1}},
+"commit": "c0ffee", "date": "2026-01-01"}
+""")
 ITEMS = {i: {"index": i, "prompt_sha256": f"p{i}"} for i in range(3)}
 
 
@@ -96,43 +84,44 @@ def test_a_run_whose_header_lacks_settings_without_effect_continues(path):
         open_run(path, new | {"repetition_penalty": 1.05}, ITEMS)
 
 
-START = json.dumps({"header": HEADER}).encode() + b"\n"
+START = json.dumps({"header": HEADER}) + "\n"
+LINES = r"""
+{"index": 1, "alphas": [NaN]} | line 2: not JSON
+{"index": 1, "prediction": "\ud800"} | surrogate
+{"index": 1, "prediction": "\xff"} | line 2: not JSON in UTF-8
+[1] | a list instead of an object
+{"index": true} | line 2: index is true; it must be a whole number from 0
+{"prediction": "x"} | line 2: index is missing
+{"index": 1, "prompt_sha256": "x"} | line 2: item 1 is not that of the data
+{"index": 7} | line 2: item 7 is not that of the data
+"""
 LINES = [
-    (b'{"index": 1, "alphas": [NaN]}', "line 2: not JSON"),
-    (b'{"index": 1, "prediction": "\\ud800"}', "surrogate"),
-    (b'{"index": 1, "prediction": "\xff"}', "line 2: not JSON in UTF-8"),
-    (b'{"index": 1, "a": ' + b"[" * 100_000, "line 2: not JSON"),
-    (b"[1]", "a list instead of an object"),
-    (b'{"index": true}', "line 2: index is true; it must be a whole number from 0"),
-    (b'{"prediction": "x"}', "line 2: index is missing"),
-    (json.dumps(row(0)).encode(), "line 3: the same item as"),
-    (b'{"index": 1, "prompt_sha256": "x"}', "line 2: item 1 is not that of the data"),
-    (b'{"index": 7}', "line 2: item 7 is not that of the data"),
-    *[
-        (json.dumps(row(1, **change)).encode(), "line 2: item 1 has no complete answer")
-        for change in (dict(alphas=None), dict(alphas=[]), dict(prediction=1), dict(stop="x"))
-    ],
+    *rows(LINES),
+    ('{"index": 1, "a": ' + "[" * 100_000, "line 2: not JSON"),
+    (json.dumps(row(0)), "line 3: the same item as"),
 ]
-HEADERS = [
-    ({"alpha": 1.0}, "other settings (alpha: 0.5 there, 1.0 now)"),
-    ({"n": 2}, "other settings (n: 3 there, 2 now)"),
-    ({"dtype": "float16"}, 'other settings (dtype: null there, "float16" now)'),
-    ({"fingerprint": {"weights": "ab"}}, 'fingerprint.weights: "aa" there, "ab" now'),
-    ({"template_args": {"a": {"b": 2}}}, "(template_args.a.b: 1 there, 2 now)"),
-]
+for change in dict(alphas=None), dict(alphas=[]), dict(prediction=1), dict(stop="x"):
+    LINES.append((json.dumps(row(1, **change)), "line 2: item 1 has no complete answer"))
+HEADERS = """
+{"alpha": 1.0} | other settings (alpha: 0.5 there, 1.0 now)
+{"n": 2} | other settings (n: 3 there, 2 now)
+{"dtype": "float16"} | other settings (dtype: null there, "float16" now)
+{"fingerprint": {"weights": "ab"}} | fingerprint.weights: "aa" there, "ab" now
+{"template_args": {"a": {"b": 2}}} | (template_args.a.b: 1 there, 2 now)
+"""
 
 
 @pytest.mark.parametrize(
     "stored, new, words",
-    [(START + line, {}, words) for line, words in LINES]
-    + [(START, new, words) for new, words in HEADERS]
-    + [(b'{"id": 1}', {}, "not a run of evaluate.py")],
+    [(START + line, "{}", words) for line, words in LINES]
+    + [(START, new, words) for new, words in rows(HEADERS)]
+    + [('{"id": 1}', "{}", "not a run of evaluate.py")],
 )
 def test_a_file_that_does_not_fit_is_refused_and_not_changed(path, stored, new, words):
-    before = stored + b"\n" + json.dumps(row(0)).encode() + b"\n"
+    before = f"{stored}\n{json.dumps(row(0))}\n".encode().replace(rb"\xff", b"\xff")
     path.write_bytes(before)
     with pytest.raises(ValueError) as error:
-        open_run(path, HEADER | new, ITEMS)
+        open_run(path, HEADER | json.loads(new), ITEMS)
     message = str(error.value)
     assert words in message and "\n" not in message and len(message) < 400
     assert path.read_bytes() == before
@@ -181,7 +170,7 @@ def packed(path):
     return packed
 
 
-def test_packed_runs_are_read_like_a_folder_and_taken_out_as_they_were(packed, path, call):
+def test_packed_runs_are_read_like_a_folder_and_taken_out_as_they_were(packed, path, done, refused):
     inside = [packed / "a.true" / NAME, packed / "b" / NAME]
     assert packed_paths(packed) == inside and packed_paths(packed / "b") == inside[1:]
     for run, file in zip([*inside, packed / "b"], ("a.true.json", *["b.jsonl.gz"] * 2)):
@@ -189,11 +178,11 @@ def test_packed_runs_are_read_like_a_folder_and_taken_out_as_they_were(packed, p
         assert (header["data"], lines[0]["prediction"]) == ([{"file": file}], file)
         assert lines[1]["place"] == f"{run}, line 3"
     out = packed.parent / "out"
-    unpack = "unpack", packed.parent, out, "--only"
-    assert call(evaluate.main, *unpack, "b/*")[:2] == (0, f"1 runs in {out}\n")
-    assert call(evaluate.main, *unpack, "*.cad.*")[0] == 2 and not (out / "a.true").exists()
+    unpack = evaluate.main, "unpack", packed.parent, out, "--only"
+    assert done(*unpack, "b/*")[0] == f"1 runs in {out}\n"
+    assert refused(*unpack, "*.cad.*") and not (out / "a.true").exists()
     assert (out / "b" / NAME).read_bytes() == path.read_bytes()
-    assert "holds no packed run x*" in call(evaluate.main, *unpack, "x*")[2]
+    assert "holds no packed run x*" in refused(*unpack, "x*")
 
 
 def test_a_packed_file_that_does_not_hold_a_run_is_refused(packed):

@@ -11,80 +11,58 @@ import pandas
 import pyarrow
 import pytest
 
+import evaluate
 from paper.tasks import PAPER, TASKS, data, prompts
 from runtime.fields import located
 from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.tables import cells, rows
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
-DEMO = QA | {
-    "context": "<P> c </P>",
-    "cot_answer": "It is. So the answer is: 5.",
-    "direct_answer": "5",
-    "used_in_paper": True,
-}
+DEMO = QA | dict(context="<P> c </P>", cot_answer="It is. So the answer is: 5.")
+DEMO |= dict(direct_answer="5", used_in_paper=True)
 DEMOS = DEMO, DEMO | {"used_in_paper": False}, DEMO | {"question": "who lost", "answer": "Bob"}
-PASSAGE = {"title": " A title ", "text": "\n A text. ", "hasanswer": True, "isgold": True}
-ORACLE = {"question": "who got it", "answers": ["Ada", "Bea"], "ctxs": [PASSAGE]}
-SWAP = {
-    "question": "who",
-    "org_context": "o",
-    "org_answer": ["Old"],
-    "sub_context": "<P> {New} </P>",
-    "sub_answer": ["New"],
-}
-MUSIQUE = {
-    "id": "2hop__1",
-    "question": "Which?",
-    "answer": "X",
-    "answer_aliases": ["Y"],
-    "answerable": True,
-    "paragraphs": [
-        {"title": f"T{i}", "paragraph_text": f"p{i}", "is_supporting": i > 0} for i in range(3)
-    ],
-}
-TRUTHFUL = {
-    "Question": "Why?",
-    "Best Answer": "Because",
-    "Correct Answers": "Because; So.; ;Because.",
-    "Incorrect Answers": "No;Never.",
-}
-IFEVAL = {
-    "key": 1000,
-    "prompt": "Write. ",
+# Task, or the beginning of its name → file, row.
+ROWS = json.loads(r"""
+{"xsum": ["xsum-1000.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"}],
+"memotrap": ["1-proverb-ending.csv",
+    {"prompt": "Say \"no\": one two", "classes": "[' three.', ' four.']", "answer_index": "1"}],
+"ifeval": ["ifeval.arrow",
+    {"key": 1000, "prompt": "Write. ",
     "instruction_id_list": ["keywords:existence", "length_constraints"],
-    "kwargs": [
-        {"keywords": ["a", "b"], "num_words": None},
-        {"num_words": 0, "relation": "at least"},
-    ],
-}
-TRAP = {"prompt": 'Say "no": one two', "classes": "[' three.', ' four.']", "answer_index": "1"}
-ROWS = {  # task, or the beginning of its name → file, row
-    "xsum": ("xsum-1000.jsonl", {"document": "Doc.", "summary": "Sum.", "id": "7"}),
-    "memotrap": ("1-proverb-ending.csv", TRAP),
-    "ifeval": ("ifeval.arrow", IFEVAL),
-    "nq": ("nq-open-oracle.jsonl.gz", ORACLE),
-    "nq-swap": ("dev-0.parquet", SWAP),
-    "truthfulqa": ("TruthfulQA.csv", TRUTHFUL),
-    "triviaqa": (
-        "validation-0.parquet",
-        {"question": "Which?", "question_id": "tc_1", "answer": {"aliases": ["A", "B"]}},
-    ),
-    "popqa": (
-        "test.tsv",
-        {"id": 4, "question": "Job?", "possible_answers": '["politician", "pol"]'},
-    ),
-    "musique": ("musique_ans_v1.0_dev.jsonl", MUSIQUE),
-}
+    "kwargs": [{"keywords": ["a", "b"], "num_words": null},
+        {"num_words": 0, "relation": "at least"}]}],
+"nq": ["nq-open-oracle.jsonl.gz",
+    {"question": "who got it", "answers": ["Ada", "Bea"],
+    "ctxs": [{"title": " A title ", "text": "\n A text. ", "hasanswer": true, "isgold": true}]}],
+"nq-swap": ["dev-0.parquet",
+    {"question": "who", "org_context": "o", "org_answer": ["Old"],
+    "sub_context": "<P> {New} </P>", "sub_answer": ["New"]}],
+"truthfulqa": ["TruthfulQA.csv",
+    {"Question": "Why?", "Best Answer": "Because",
+    "Correct Answers": "Because; So.; ;Because.", "Incorrect Answers": "No;Never."}],
+"triviaqa": ["validation-0.parquet",
+    {"question": "Which?", "question_id": "tc_1", "answer": {"aliases": ["A", "B"]}}],
+"popqa": ["test.tsv",
+    {"id": 4, "question": "Job?", "possible_answers": "[\"politician\", \"pol\"]"}],
+"musique": ["musique_ans_v1.0_dev.jsonl",
+    {"id": "2hop__1", "question": "Which?", "answer": "X", "answer_aliases": ["Y"],
+    "answerable": true,
+    "paragraphs": [
+        {"title": "T0", "paragraph_text": "p0", "is_supporting": false},
+        {"title": "T1", "paragraph_text": "p1", "is_supporting": true},
+        {"title": "T2", "paragraph_text": "p2", "is_supporting": true}]}]}
+""")
+SWAP = ROWS["nq-swap"][1]
 
 
-def write(path, *rows):
+def write(path, *lines):
     """A data file of the kind that its name says → its path."""
-    table = pandas.DataFrame(rows)
+    table = pandas.DataFrame(lines)
     if path.suffix == ".parquet":
         table.to_parquet(path)
     elif path.suffix == ".arrow":
-        content = pyarrow.Table.from_pylist(list(rows))
+        content = pyarrow.Table.from_pylist(list(lines))
         with pyarrow.ipc.new_stream(path, content.schema) as stream:
             stream.write_table(content)
     elif path.suffix in (".csv", ".tsv"):
@@ -234,49 +212,35 @@ def test_prompts_are_those_of_the_published_runs(load, name):
     )
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("triviaqa", {"id": "tc_1", "references": ["A", "B"]}),
-        ("nq-swap", {"id": 0, "references": ["New"], "memory": ["Old"]}),
-        ("musique-cot-open", {"id": "2hop__1", "references": ["X", "Y"]}),
-        ("ifeval", {"id": 1000, "kwargs": [{"keywords": ["a", "b"]}, {"relation": "at least"}]}),
-        (
-            "memotrap",
-            {
-                "id": "proverb-ending-0",
-                "references": [" four."],
-                "candidates": [" four.", " three."],  # the true one first
-                "split": "proverb-ending",
-            },
-        ),
-        (
-            "truthfulqa-mc",
-            {
-                # Stripped, closed with a full stop, without the empty one, with the repeated one.
-                "references": ["Because.", "So.", "Because."],
-                "candidates": [" Because.", " So.", " Because.", " No.", " Never."],
-                "best_position": 0,
-            },
-        ),
-    ],
-)
+ITEMS = """
+"triviaqa" | {"id": "tc_1", "references": ["A", "B"]}
+"nq-swap" | {"id": 0, "references": ["New"], "memory": ["Old"]}
+"musique-cot-open" | {"id": "2hop__1", "references": ["X", "Y"]}
+"ifeval" | {"id": 1000, "kwargs": [{"keywords": ["a", "b"]}, {"relation": "at least"}]}
+"memotrap" | {"id": "proverb-ending-0", "references": [" four."], "split": "proverb-ending", \
+    "candidates": [" four.", " three."]}  # the true one first
+"truthfulqa-mc" | {"references": ["Because.", "So.", "Because."], "best_position": 0, \
+    "candidates": [" Because.", " So.", " Because.", " No.", " Never."]}  # stripped and closed
+"""
+
+
+@pytest.mark.parametrize("name, expected", cells(ITEMS))
 def test_items_hold_what_the_metrics_read(load, name, expected):
     item, _ = load(name)
     assert item | expected == item
 
 
-@pytest.mark.parametrize(
-    "name, fields, references",
-    [
-        ("nq-closed", {"answers": "Ada"}, ["Ada"]),
-        ("nq-swap", {"sub_answer": "New", "org_answer": "Old"}, ["New"]),
-        ("triviaqa", {"answer": {"aliases": "A"}}, ["A"]),
-        ("popqa", {"possible_answers": "cook"}, ["cook"]),
-        ("popqa", {"golden_answers": "cook"}, ["cook"]),
-        ("musique-direct-closed", {"answer_aliases": "Yes"}, ["X", "Yes"]),
-    ],
-)
+TEXTS = """
+"nq-closed" | {"answers": "Ada"} | ["Ada"]
+"nq-swap" | {"sub_answer": "New", "org_answer": "Old"} | ["New"]
+"triviaqa" | {"answer": {"aliases": "A"}} | ["A"]
+"popqa" | {"possible_answers": "cook"} | ["cook"]
+"popqa" | {"golden_answers": "cook"} | ["cook"]
+"musique-direct-closed" | {"answer_aliases": "Yes"} | ["X", "Yes"]
+"""
+
+
+@pytest.mark.parametrize("name, fields, references", cells(TEXTS))
 def test_a_text_in_place_of_a_list_is_one_answer(name, fields, references):
     _, row = row_of(name)
     item = TASKS[name].read(row | fields)
@@ -320,8 +284,8 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
 def test_triviaqas_demonstrations_are_the_first_rows_of_the_training_split_in_lower_case(
     tmp_path, monkeypatch
 ):
-    rows = [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)]
-    path = write(tmp_path / "train.jsonl", *rows)
+    lines = [{"question": f"Q{i}?", "answer": {"value": f"A{i}"}} for i in range(50)]
+    path = write(tmp_path / "train.jsonl", *lines)
     monkeypatch.setattr(data, "from_hub", lambda home: (path, {"revision": "c0ffee"}))
     demos, record = data.load_data(TASKS["triviaqa"], write_data("triviaqa", tmp_path))[2:]
     assert [demo["answer"] for demo in demos] == [f"a{i}" for i in range(8)]
@@ -330,12 +294,12 @@ def test_triviaqas_demonstrations_are_the_first_rows_of_the_training_split_in_lo
 
 def swaps(questions):
     """Three rows for each question, as in the real file."""
-    rows = []
+    lines = []
     for question in questions:
         for n in range(3):
             text = f"{question} {n}"
-            rows.append(SWAP | dict(question=question, sub_context=text, sub_answer=[text]))
-    return rows
+            lines.append(SWAP | dict(question=question, sub_context=text, sub_answer=[text]))
+    return lines
 
 
 def test_without_a_training_split_the_first_questions_are_demonstrations_and_are_not_scored(
@@ -348,6 +312,8 @@ def test_without_a_training_split_the_first_questions_are_demonstrations_and_are
     assert "".join(item["question"] for item in items) == "eeefff"
     assert [item["id"] for item in items] == list(range(12, 18))
     assert record == {"source": "first items", "paper": False} | records[0]
+    with pytest.raises(ValueError, match="no items besides 4 demonstrations"):
+        data.load_data(TASKS["nq-swap"], write(tmp_path / "dev.parquet", *swaps("abcd")))
     err = capsys.readouterr().err
     assert "18 items of dev.parquet, the paper scores 4,746" in err
     assert "4 demonstrations (first items dev.parquet), not the paper's" in err
@@ -365,8 +331,8 @@ def test_every_prefix_of_a_shuffle_holds_each_split_in_its_share():
 
 
 def test_popqa_shows_eight_of_its_first_nine_items_and_never_the_item_itself(tmp_path):
-    rows = [{"question": f"Job of {i}?", "possible_answers": f'["job {i}"]'} for i in range(12)]
-    items, _, demos, record = data.load_data(TASKS["popqa"], write(tmp_path / "p.tsv", *rows))
+    lines = [{"question": f"Job of {i}?", "possible_answers": f'["job {i}"]'} for i in range(12)]
+    items, _, demos, record = data.load_data(TASKS["popqa"], write(tmp_path / "p.tsv", *lines))
     assert [demo["answer"] for demo in demos] == [f"job {i}" for i in range(9)]
     assert record["source"] == "first items"
     assert [item.get("demonstration") for item in items] == [True] * 9 + [None] * 3
@@ -389,42 +355,47 @@ def test_the_papers_demonstrations_are_recognised_by_their_turns_in_any_file(tmp
     assert record == {"source": "fixed", "paper": True}
 
 
+WRONG_ROWS = """
+nq-closed | {"question": null} | line 2: question is null; it must be a text
+nq-open | {"ctxs": [{"isgold": true}, {"isgold": true}]} | the one gold passage, not 2
+musique-cot-open | {"answerable": false} | the full MuSiQue
+musique-cot-open | {} | musique-cot-open needs demos.jsonl: give it
+ifeval | {"kwargs": [{}]} | must hold 2 objects
+memotrap | {"classes": "[' a']"} | Python list of two strings
+truthfulqa-mc | {"Best Answer": "Z"} | 'Best Answer' is not among
+nq-swap --demos {file} | {} | context is missing
+"""
+
+
+@pytest.mark.parametrize("options, changes, words", rows(WRONG_ROWS))
+def test_rows_that_do_not_fit_their_task_are_refused_in_one_line(
+    refused, tmp_path, options, changes, words
+):
+    _, row = row_of(options.split()[0])
+    path = write(tmp_path / "1.jsonl", row, row | json.loads(changes))
+    options = f"--dry-run --data {{file}} --task {options}".format(file=path)
+    assert words in refused(evaluate.main, *options.split()).splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "options, file, content, words",
     [
-        (
-            "nq-closed",
-            "x.jsonl",
-            [ORACLE, {"query": 1}],
-            "line 2: question is null; it must be a text",
-        ),
         ("nq-closed", "x.jsonl.gz", gzip.compress(b"{}" * 2000)[:20], "a damaged gzip file"),
         ("nq-closed", "x.csv", b"a\n\xe9\n", "x.csv: not UTF-8 ('utf-8' codec"),
         ("nq-closed", "x.xlsx", b"x", "unknown kind of file; known: .csv"),
-        ("nq-open", "x.jsonl", [ORACLE | {"ctxs": [PASSAGE] * 2}], "the one gold passage, not 2"),
-        ("musique-cot-open", "x.jsonl", [MUSIQUE | {"answerable": False}], "the full MuSiQue"),
-        ("musique-cot-open", "x.jsonl", [MUSIQUE], "musique-cot-open needs demos.jsonl: give it"),
-        ("ifeval", "x.jsonl", [IFEVAL | {"kwargs": [{}]}], "must hold 2 objects"),
-        ("memotrap", "1.csv", [TRAP | {"classes": "[' a']"}], "Python list of two strings"),
-        ("truthfulqa-mc", "x.csv", [TRUTHFUL | {"Best Answer": "Z"}], "'Best Answer' is not among"),
-        ("nq-swap", "x.jsonl", swaps("abcd"), "no items besides 4 demonstrations"),
-        ("nq-swap --data {file} --demos {file}", "x.jsonl", [SWAP], "context is missing"),
-        ("nq-closed --demos {file}", "x.jsonl", [], "x.jsonl holds no demonstrations"),
+        ("nq-closed --demos {file}", "x.jsonl", b"", "x.jsonl holds no demonstrations"),
         ("triviaqa --data {folder}", "validation-1.parquet", b"", "several files fit triviaqa"),
         ("nqswap", "x.jsonl", b"", "unknown task 'nqswap', did you mean nq-swap?; known tasks: xs"),
     ],
 )
-def test_data_that_cannot_be_read_are_refused_in_one_line(
-    start, tmp_path, options, file, content, words
+def test_files_that_cannot_be_read_are_refused_in_one_line(
+    refused, tmp_path, options, file, content, words
 ):
     (tmp_path / "validation-2.parquet").write_bytes(b"")
     path = tmp_path / file
-    path.write_bytes(content) if isinstance(content, bytes) else write(path, *content)
-    if "--data" not in options:
-        options += " --data {file}"
-    options = f"--dry-run --task {options}".format(file=path, folder=tmp_path)
-    status, out, err = start(*options.split())
-    assert (status, out) == (2, []) and words in err.splitlines()[-1]
+    path.write_bytes(content)
+    options = f"--dry-run --data {{file}} --task {options}".format(file=path, folder=tmp_path)
+    assert words in refused(evaluate.main, *options.split()).splitlines()[-1]
 
 
 def test_an_error_of_a_library_becomes_one_line_with_its_place():
