@@ -14,61 +14,34 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-TINY = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    torch_dtype="float32",
-    bos_token_id=1,
-    eos_token_id=None,
-)
-BANDS = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
+from model import Transformer
+from tests.tables import facts, rows
 
-FAMILIES = {
-    "llama2": dict(TINY, model_type="llama", num_key_value_heads=4),
-    "llama3": dict(TINY, model_type="llama", rope_theta=500_000.0),
-    "llama3.1": dict(TINY, model_type="llama", rope_scaling=BANDS),
-    "llama3.2": dict(
-        TINY,
-        model_type="llama",
-        rope_scaling=dict(BANDS, factor=32.0),
-        tie_word_embeddings=True,
-        head_dim=8,
-    ),
-    # ITI edits the bias of o.
-    "llama3-iti": dict(TINY, model_type="llama", attention_bias=True),
-    "mistral": dict(
-        TINY, model_type="mistral", sliding_window=None, num_attention_heads=8, head_dim=12
-    ),
-    "mistral-window": dict(TINY, model_type="mistral", sliding_window=8),
-    "qwen2": dict(
-        TINY,
-        model_type="qwen2",
-        tie_word_embeddings=True,
-        sliding_window=8,
-        use_sliding_window=False,
-        max_window_layers=3,
-        rms_norm_eps=1e-6,
-    ),
-    "qwen2-window": dict(
-        TINY, model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=1
-    ),
-    "qwen3": dict(TINY, model_type="qwen3", head_dim=16, rope_theta=1_000_000.0),
-}
+TINY = facts("""
+hidden_size=32 intermediate_size=48 num_hidden_layers=3 num_attention_heads=4
+num_key_value_heads=2 vocab_size=96 max_position_embeddings=512 rms_norm_eps=1e-5
+rope_theta=10000.0 hidden_act="silu" tie_word_embeddings=false torch_dtype="float32"
+bos_token_id=1 eos_token_id=null
+""")
+BANDS = facts("""
+rope_type="llama3" factor=8.0 low_freq_factor=1.0 high_freq_factor=4.0
+original_max_position_embeddings=16
+""")
+GROUPS = {"SCALED": dict(rope_scaling=BANDS), "MORE": dict(rope_scaling=BANDS | dict(factor=32.0))}
+FAMILIES = """
+llama2 | model_type="llama" num_key_value_heads=4
+llama3 | model_type="llama" rope_theta=500000.0
+llama3.1 | model_type="llama" SCALED
+llama3.2 | model_type="llama" MORE tie_word_embeddings=true head_dim=8
+llama3-iti | model_type="llama" attention_bias=true
+mistral | model_type="mistral" sliding_window=null num_attention_heads=8 head_dim=12
+mistral-window | model_type="mistral" sliding_window=8
+qwen2 | model_type="qwen2" tie_word_embeddings=true sliding_window=8 use_sliding_window=false \
+    max_window_layers=3 rms_norm_eps=1e-6
+qwen2-window | model_type="qwen2" sliding_window=8 use_sliding_window=true max_window_layers=1
+qwen3 | model_type="qwen3" head_dim=16 rope_theta=1000000.0
+"""  # ITI edits the bias of o
+FAMILIES = {name: TINY | facts(words, GROUPS) for name, words in rows(FAMILIES)}
 
 
 def random_weights(c, seed=0):
@@ -130,6 +103,16 @@ def write_checkpoint(
     return folder
 
 
+def assert_close(tensor, expected, atol=1e-5, rtol=0):
+    """By default what another order of summation changes in float32."""
+    torch.testing.assert_close(tensor, expected, atol=atol, rtol=rtol)
+
+
+def tiny(folder, family="llama3", **changes):
+    """Our engine with a checkpoint that is written first."""
+    return Transformer.load(write_checkpoint(folder, family, **changes))
+
+
 def random_ids(*shape, seed=0, vocab_size=96):
     return np.random.RandomState(seed).randint(3, vocab_size, shape).tolist()
 
@@ -147,27 +130,6 @@ def write_tokenizer(folder, chat_template=None):
         config["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-# Contents of head files, and what each reader says of them.
-WRONG_HEAD_FILES = [
-    (b"[]", "must contain a JSON object"),
-    (b'{"scores": {"0-0": 1', "Expecting"),
-    (b'{"0-0":' * 5000, "recursion"),
-    (b"\xff", "codec can't decode byte 0xff"),
-    (b"{}", '"scores" must be an object'),
-    (b'{"0-0": [1, 2], "0-1": [3]}', "heads have [1, 2] samples"),
-    *((b'{"%s": 1}' % head, "must be a head") for head in (b"01-1", b"+0-1", b"0")),
-    ('{"1\u0660-1": 1}'.encode(), "must be a head"),  # a digit, but not an ASCII one
-    *(
-        (b'{"model": %s, "scores": {"0-0": 1}}' % model, '"model" must be the name')
-        for model in (b"5", b"null", b'["tiny"]')
-    ),
-    *(
-        (b'{"0-0": %s}' % score, "must be a head")
-        for score in (b"NaN", b"true", b'"0.9"', b"[]", b"[0.5, null]")
-    ),
-]
 
 
 def write_heads(path, seed=0):

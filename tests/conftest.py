@@ -10,7 +10,7 @@ import torch
 from cli.entry import run_program
 from model import Transformer
 from runtime.progress import Bar
-from tests.checkpoints import write_checkpoint, write_heads, write_lines, write_tokenizer
+from tests.checkpoints import tiny, write_checkpoint, write_heads, write_lines, write_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content | trim }}<|end|>{% endfor %}"
@@ -58,7 +58,7 @@ def start(call):
 
 @pytest.fixture(scope="session", params=["llama3", "mistral-window", "qwen2-window", "qwen3"])
 def model(request, tmp_path_factory):
-    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("m"), request.param))
+    return tiny(tmp_path_factory.mktemp("m"), request.param)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def passes(monkeypatch):
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
     """A tiny Llama 3 of 3 layers and 4 heads."""
-    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("llama") / "llama3", "llama3"))
+    return tiny(tmp_path_factory.mktemp("llama") / "llama3")
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def amateur(tmp_path_factory):
     """A smaller model of llama's vocabulary, of 2 layers and 2 heads."""
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     small = dict(num_hidden_layers=2, hidden_size=16, seed=5) | heads
-    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp("amateur"), "llama3", **small))
+    return tiny(tmp_path_factory.mktemp("amateur"), **small)
 
 
 @pytest.fixture(scope="session")

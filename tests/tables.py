@@ -17,3 +17,13 @@ def cells(text):
         values, _, why = line.partition("  # ")
         params.append(pytest.param(*map(json.loads, values.split(" | ")), id=why or None))
     return params
+
+
+def facts(text, groups=None):
+    """Fields of a configuration, as in `head_dim=8 rope_scaling=null`: values are JSON without
+    spaces. A word alone is the name of a group of fields."""
+    fields = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        fields |= {name: json.loads(value)} if value else groups[name]
+    return fields

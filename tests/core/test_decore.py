@@ -19,8 +19,9 @@ from hf import HFModel
 from model import Cache, Transformer
 from runtime.drafts import PARTS, Text
 from runtime.values import MASKS
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import random_ids, tiny, write_checkpoint
 from tests.families import random_model
+from tests.tables import rows
 
 HEADS = [(1, 0), (2, 3), (1, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -31,8 +32,9 @@ NEW = 10
 
 
 def log_softmax(z):
-    z = z.astype(np.float64) - z.max()
-    return z - np.log(np.exp(z).sum())
+    """Over the first axis."""
+    z = z.astype(np.float64) - z.max(0)
+    return z - np.log(np.exp(z).sum(0))
 
 
 def contrast(base, masked, method):
@@ -59,32 +61,29 @@ def logits_of_steps(model, prompt, new, heads, mask="output", mask_prompt=False)
     return model(torch.tensor([[prompt[-1]] + new]), cache, head_mask, mask)[0, 0].numpy()
 
 
+WAYS = [*product(MASKS, (False, True))]
 CASES = [
     Greedy(),
-    *(Masked(HEADS, *how) for how in product(MASKS, (False, True))),
-    *(DeCoRe(HEADS, *how, alpha=0.5) for how in product(MASKS, (False, True))),
-    *(DeCoRe(HEADS, *how) for how in product(MASKS, (False, True))),
+    *(Masked(HEADS, *how) for how in WAYS),
+    *(DeCoRe(HEADS, *how, alpha=0.5) for how in WAYS),
+    *(DeCoRe(HEADS, *how) for how in WAYS),
     DeCoRe(HEADS, alpha=-0.5),
     DeCoRe(HEADS, alpha_cap=0.7),
     DeCoRe(HEADS, alpha_cap=0.97, scale_alpha=True),
+    DeCoRe([(1, 1)], amateur=...),
+    DeCoRe([(0, 1), (1, 0)], mask_prompt=True, amateur=...),
 ]
-LITE = [DeCoRe([(1, 1)]), DeCoRe([(0, 1), (1, 0)], mask_prompt=True)]  # with an amateur
 
 
 @pytest.mark.parametrize("method", CASES, ids=str)
-def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, method):
-    check_with_numpy(model, model, method, method)
-
-
-@pytest.mark.parametrize("method", LITE, ids=str)
-def test_with_an_amateur_they_equal_the_numpy_version_too(model, amateur, method):
-    check_with_numpy(model, amateur, method, replace(method, amateur=amateur))
-
-
-def check_with_numpy(model, other, method, used):
+def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, method):
+    other = model
+    if getattr(method, "amateur", None):
+        other = amateur
+        method = replace(method, amateur=amateur)
     heads = getattr(method, "heads", ())
     how = getattr(method, "mask", "output"), getattr(method, "mask_prompt", False)
-    out = generate(model, PROMPTS, used, max_new_tokens=NEW)
+    out = generate(model, PROMPTS, method, max_new_tokens=NEW)
     for prompt, g in zip(PROMPTS, out, strict=True):
         assert g.stop == "length" and len(g.ids) == NEW
         base = logits_of_steps(model, prompt, g.ids, [])
@@ -139,7 +138,7 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
     free = generate(llama, PROMPTS, **how)
     end = free[1].ids[2]
     expected = [g.ids[: g.ids.index(end) + 1] if end in g.ids else g.ids for g in free]
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3", eos_token_id=[end]))
+    model = tiny(tmp_path, eos_token_id=[end])
     assert [g.ids for g in generate(model, PROMPTS, **how)] == expected
     assert generate(model, PROMPTS, eos_ids=(), **how) == free
     for form in (end, [end, end], {end}, torch.tensor(end)):
@@ -165,11 +164,9 @@ def test_the_default_dtype_of_torch_has_no_effect(llama, amateur):
         model = Transformer.load(llama.checkpoint.folder, dtype="float32")
         methods = [*METHODS.values(), CD(amateur)]
         how = dict(max_new_tokens=4, eos_ids=())
-        return [generate(model, PROMPTS, method, **how) for method in methods], [
-            score(model, PROMPTS[1], [3, 4], method)
-            for method in methods
-            if not isinstance(method, CAD)
-        ]
+        texts = [generate(model, PROMPTS, method, **how) for method in methods]
+        alone = [method for method in methods if not isinstance(method, CAD)]
+        return texts, [score(model, PROMPTS[1], [3, 4], method) for method in alone]
 
     expected = run()
     torch.set_default_dtype(torch.float16)
@@ -225,21 +222,17 @@ def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_give
     assert [len(g.ids) for g in early] == [1] * len(PROMPTS)
 
 
-DRAFTING = {**METHODS, "cd": CD, "lite": lambda model: DeCoRe([(0, 1)], amateur=model)}
-DRAFTING = {name: m for name, m in DRAFTING.items() if getattr(m, "shares_passes", True)}
+DRAFTING = [name for name, method in METHODS.items() if getattr(method, "shares_passes", False)]
 
 
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("name", [*DRAFTING, "cd", "lite"])
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypatch, engine, name):
     model = engine.load(llama.checkpoint.folder)
     steps = []
     prompt = random_ids(9, seed=1)
-    how = dict(ids=prompt, method=DRAFTING[name], max_new_tokens=24)
-    if name in ("cd", "lite"):
-        how["method"] = how["method"](amateur)
-    if name == "cad":
-        how["method"] = CAD(prompt[3:])
+    others = dict(cd=CD(amateur), lite=DeCoRe([(0, 1)], amateur=amateur), cad=CAD(prompt[3:]))
+    how = dict(ids=prompt, method=(METHODS | others)[name], max_new_tokens=24)
     free = generate(model, eos_ids=(), **how).ids
     read = Decoding.step
     monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
@@ -301,7 +294,7 @@ def test_where_wide_passes_are_dear_nothing_is_drafted_after_one_id(
 
 
 def test_texts_end_with_the_context_of_the_model_or_the_amateur(llama, tmp_path):
-    short = Transformer.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
+    short = tiny(tmp_path, max_position_embeddings=20)
     prompts = [random_ids(n) for n in (20, 18, 5)]
     for out in (
         generate(short, prompts, Greedy(), max_new_tokens=10**12),  # too many for a cache
@@ -342,7 +335,7 @@ def test_a_rule_of_ones_own_gives_alpha(llama):
 
 
 def test_logits_that_are_not_finite_are_an_error(tmp_path):
-    broken = Transformer.load(write_checkpoint(tmp_path, "llama3"))
+    broken = tiny(tmp_path)
     broken.norm.weight.data[0] = math.nan
     for function, *answer in (generate,), (score, [6]):
         with pytest.raises(ValueError, match="not finite"):
@@ -364,52 +357,53 @@ class Nan(DeCoRe):
 
 
 TWO = [[5, 6], [7]]
-MISTAKES = {  # in the arguments of `generate`, or with answer_ids of `score`
-    "prompt 2 of 2 is empty": dict(ids=[[5], []]),
-    "prompt 2 of 2 is 6; give": dict(ids=[[5], 6]),
-    "contains the id 96; .* knows 0 to 95": dict(ids=[96]),
-    "is .True.; give": dict(ids=[True]),
-    "is .True, 5.; give": dict(ids=[True, 5]),
-    "eos_ids is {True, 5}": dict(eos_ids={True, 5}),
-    "is 'text'; give token ids": dict(ids="text"),
-    "513 tokens; .* reads 512": dict(ids=[5] * 513),
-    "begins or ends in padding; give lists of ids": dict(ids=torch.tensor([[5, 2]])),
-    "the method is 'beam'; give a record, such as": dict(method="beam"),
-    "the method is <class .*; give a record, such as": dict(method=Greedy),
-    r"head 3-0 is outside .* \(3 layers, 4 heads\)": dict(method=Masked([(3, 0)])),
-    "head 1-0 is listed twice": dict(method=DeCoRe([(1, 0), (1, 0)])),
-    "heads are none; give one or more to mask": dict(method=Masked([])),
-    "heads are none; .* Greedy": dict(method=DeCoRe([]), answer_ids=[6]),
-    "α is nan: the method's rule gives it": dict(method=Nan(HEADS)),
-    "α is nan: the method's": dict(method=Nan(HEADS), answer_ids=[6]),
-    "max_new_tokens 0 is not a whole number of at": dict(max_new_tokens=0),
-    "best 97 is not a whole number of .* at most 96": dict(best=97),
-    "eos_ids is '2'": dict(eos_ids="2"),
-    "min_new_tokens 3 is not .* at least 0 and at most 2": dict(min_new_tokens=3, max_new_tokens=2),
-    "one vocabulary": dict(method=lite(64)),
-    "draft is for methods that are rows of passes; DoLa is": dict(method=DoLa(), draft=4),
-    "draft -1 is not a whole number": dict(draft=-1),
-    "13 tokens; short reads 12": dict(method=lite(), ids=[5] * 13),
-    "longest answer has 13 tokens; short reads 12": dict(method=lite(), answer_ids=[6] * 13),
-    r"Linear is not a model of ours.* HFModel\(model\)": dict(model=torch.nn.Linear(1, 1)),
-    "cad needs each prompt without its context": dict(method=CAD(), ids=TWO),
-    "context-free prompt 2 of 2 is empty": dict(method=CAD([[6], []]), ids=TWO),
-    "it got 1 for 2": dict(method=CAD([[6]]), ids=TWO),
-    "end in different tokens": dict(method=CAD([[6], [6]]), ids=TWO),
-    "context-free .* has 513 tokens": dict(method=CAD([[6], [7] * 450]), ids=TWO),
-    "info_layer 24 is outside .*layers 1 to 3": dict(method=AD()),
-    "the answer is empty": dict(answer_ids=[]),
-    "prompt with its longest answer has 513": dict(ids=[5] * 500, answer_ids=[5] * 14),
-    "an answer begins with 7": dict(answer_ids=[[6], [7, 8]]),
-    "2 prompts need as many lists of answers, not 1": dict(ids=[[5], [6]], answer_ids=[[[5]]]),
-}
+# Arguments of `generate`, or with answer_ids of `score`, and what is said of them.
+MISTAKES = r"""
+ids=[[5], []] | prompt 2 of 2 is empty
+ids=[[5], 6] | prompt 2 of 2 is 6; give
+ids=[96] | contains the id 96; .* knows 0 to 95
+ids=[True] | is .True.; give
+ids=[True, 5] | is .True, 5.; give
+eos_ids={True, 5} | eos_ids is {True, 5}
+ids="text" | is 'text'; give token ids
+ids=[5] * 513 | 513 tokens; .* reads 512
+ids=torch.tensor([[5, 2]]) | begins or ends in padding; give lists of ids
+method="beam" | the method is 'beam'; give a record, such as
+method=Greedy | the method is <class .*; give a record, such as
+method=Masked([(3, 0)]) | head 3-0 is outside .* \(3 layers, 4 heads\)
+method=DeCoRe([(1, 0), (1, 0)]) | head 1-0 is listed twice
+method=Masked([]) | heads are none; give one or more to mask
+method=DeCoRe([]), answer_ids=[6] | heads are none; .* Greedy
+method=Nan(HEADS) | α is nan: the method's rule gives it
+method=Nan(HEADS), answer_ids=[6] | α is nan: the method's
+max_new_tokens=0 | max_new_tokens 0 is not a whole number of at
+best=97 | best 97 is not a whole number of .* at most 96
+eos_ids="2" | eos_ids is '2'
+min_new_tokens=3, max_new_tokens=2 | min_new_tokens 3 is not .* at least 0 and at most 2
+method=lite(64) | one vocabulary
+method=DoLa(), draft=4 | draft is for methods that are rows of passes; DoLa is
+draft=-1 | draft -1 is not a whole number
+method=lite(), ids=[5] * 13 | 13 tokens; short reads 12
+method=lite(), answer_ids=[6] * 13 | longest answer has 13 tokens; short reads 12
+model=torch.nn.Linear(1, 1) | Linear is not a model of ours.* HFModel\(model\)
+method=CAD(), ids=TWO | cad needs each prompt without its context
+method=CAD([[6], []]), ids=TWO | context-free prompt 2 of 2 is empty
+method=CAD([[6]]), ids=TWO | it got 1 for 2
+method=CAD([[6], [6]]), ids=TWO | end in different tokens
+method=CAD([[6], [7] * 450]), ids=TWO | context-free .* has 513 tokens
+method=AD() | info_layer 24 is outside .*layers 1 to 3
+answer_ids=[] | the answer is empty
+ids=[5] * 500, answer_ids=[5] * 14 | prompt with its longest answer has 513
+answer_ids=[[6], [7, 8]] | an answer begins with 7
+ids=[[5], [6]], answer_ids=[[[5]]] | 2 prompts need as many lists of answers, not 1
+"""
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_each_mistake_has_its_message(llama, monkeypatch, words):
+@pytest.mark.parametrize("arguments, words", rows(MISTAKES))
+def test_each_mistake_has_its_message(llama, monkeypatch, arguments, words):
     monkeypatch.setattr(llama, "bos_id", 7)
     monkeypatch.setattr(llama, "pad_ids", (2,))
-    how = dict(model=llama, ids=[5], method=DeCoRe(HEADS)) | MISTAKES[words]
+    how = dict(model=llama, ids=[5], method=DeCoRe(HEADS)) | eval(f"dict({arguments})")
     function = generate
     if "answer_ids" in how:
         function = score
@@ -435,33 +429,33 @@ class Own(DeCoRe):
     alpha = 2
 
 
-SETTINGS = {  # that no record takes
-    "heads None are not a list": lambda: DeCoRe(None),
-    "'1'. are not a list": lambda: DeCoRe(["1-0", "1"]),
-    "'00-3'. are not a list": lambda: DeCoRe(["00-3"]),
-    "are not a list": lambda: DeCoRe([(1.5, 0)]),
-    "mask 'keys' is unknown": lambda: Masked(HEADS, mask="keys"),
-    "alpha_rule 'gian' is unknown; known: entropy, gain": lambda: DeCoRe((), alpha_rule="gian"),
-    "alpha nan is not a finite": lambda: DeCoRe(HEADS, alpha=math.nan),
-    "alpha_cap -1 is not .* at least 0": lambda: DeCoRe(HEADS, alpha_cap=-1),
-    "info_layer 1.5 is not a whole number": lambda: AD(1.5),
-    "info_layer True is not a whole number": lambda: AD(info_layer=True),
-    "half 'middle' is unknown": lambda: DoLa("middle"),
-    "dola_layers 'thirds' is unknown": lambda: DoLa(dola_layers="thirds"),
-    "relative_top 1.5 is not .* at most 1": lambda: DoLa(relative_top=1.5),
-    "repetition_penalty 0 is not": lambda: DoLa(repetition_penalty=0),
-    "DeCoRe has no setting 'alhpa'; it has heads, mask, .*alpha_cap": lambda: DeCoRe((), alhpa=1),
-    "Greedy has no setting 'heads'; it has none": lambda: Greedy(heads=()),
-    "Own.alpha would have no effect: write @dataclass": lambda: Own(HEADS),
-    "scale_alpha .* no effect on a constant alpha": lambda: DeCoRe((), alpha=1, scale_alpha=True),
-    "alpha_rule has no effect on a constant alpha": lambda: DeCoRe((), alpha=1, alpha_rule="gain"),
-}
+SETTINGS = """
+DeCoRe(None) | heads None are not a list
+DeCoRe(["1-0", "1"]) | '1'. are not a list
+DeCoRe(["00-3"]) | '00-3'. are not a list
+DeCoRe([(1.5, 0)]) | are not a list
+Masked(HEADS, mask="keys") | mask 'keys' is unknown
+DeCoRe((), alpha_rule="gian") | alpha_rule 'gian' is unknown; known: entropy, gain
+DeCoRe(HEADS, alpha=math.nan) | alpha nan is not a finite
+DeCoRe(HEADS, alpha_cap=-1) | alpha_cap -1 is not .* at least 0
+AD(1.5) | info_layer 1.5 is not a whole number
+AD(info_layer=True) | info_layer True is not a whole number
+DoLa("middle") | half 'middle' is unknown
+DoLa(dola_layers="thirds") | dola_layers 'thirds' is unknown
+DoLa(relative_top=1.5) | relative_top 1.5 is not .* at most 1
+DoLa(repetition_penalty=0) | repetition_penalty 0 is not
+DeCoRe((), alhpa=1) | DeCoRe has no setting 'alhpa'; it has heads, mask, .*alpha_cap
+Greedy(heads=()) | Greedy has no setting 'heads'; it has none
+Own(HEADS) | Own.alpha would have no effect: write @dataclass
+DeCoRe((), alpha=1, scale_alpha=True) | scale_alpha .* no effect on a constant alpha
+DeCoRe((), alpha=1, alpha_rule="gain") | alpha_rule has no effect on a constant alpha
+"""
 
 
-@pytest.mark.parametrize("words", SETTINGS)
-def test_a_record_refuses_unknown_settings_and_values(words):
+@pytest.mark.parametrize("call, words", rows(SETTINGS))
+def test_a_record_refuses_unknown_settings_and_values(call, words):
     with pytest.raises(ValueError, match=words):
-        SETTINGS[words]()
+        eval(call)
 
 
 def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
@@ -492,8 +486,8 @@ def test_a_method_whose_amateur_reads_less_ends_its_own_texts_only(llama, tmp_pa
 
 def test_an_amateur_with_less_padding_decodes_beside_others(tmp_path):
     size = dict(num_hidden_layers=2, vocab_size=298, seed=5)
-    model = Transformer.load(write_checkpoint(tmp_path / "m", "llama3", vocab_size=300))
-    amateur = Transformer.load(write_checkpoint(tmp_path / "a", "llama3", **size))
+    model = tiny(tmp_path / "m", vocab_size=300)
+    amateur = tiny(tmp_path / "a", **size)
     methods = [DeCoRe([(0, 1)], amateur=amateur, scale_alpha=True), DeCoRe(HEADS)]
     how = dict(max_new_tokens=NEW, eos_ids=[299], min_new_tokens=2)
     for method, out in zip(methods, side_by_side(model, PROMPTS, methods, **how), strict=True):

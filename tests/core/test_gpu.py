@@ -13,7 +13,7 @@ from heads import measures
 from heads.measures import effects
 from hf import HFModel
 from model import Cache, Transformer
-from tests.checkpoints import FAMILIES, random_ids, write_checkpoint
+from tests.checkpoints import FAMILIES, assert_close, random_ids, write_checkpoint
 from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, method_of
 
 pytestmark = [
@@ -38,7 +38,7 @@ def a_graph_that_is_not_used_is_an_error():
 def test_logits_and_tokens_on_cuda_are_those_of_the_cpu(folder, graph):
     cpu, cuda = Transformer.load(folder), Transformer.load(folder, device="cuda")
     ids = torch.tensor(random_ids(2, 40))
-    torch.testing.assert_close(cuda(ids.cuda()).cpu(), cpu(ids), atol=1e-4, rtol=0)  # other kernels
+    assert_close(cuda(ids.cuda()).cpu(), cpu(ids), 1e-4)  # other kernels
     for method in Greedy(), DeCoRe(HEADS), DeCoRe(HEADS, mask="query", alpha=0.5):
         expected = generate(cpu, PROMPTS, method, max_new_tokens=20)
         results = generate(cuda, PROMPTS, method, max_new_tokens=20, graph=graph)
@@ -64,7 +64,7 @@ def test_detection_scores_the_heads_as_the_cpu_does(folder):
     )
     for (ids, *scores), (expected_ids, *expected) in zip(cuda, cpu, strict=True):
         assert ids == expected_ids
-        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+        assert_close(scores, expected, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("engine", [Transformer, HFModel])

@@ -21,7 +21,7 @@ from heads.measures import effects
 from model import Transformer
 from runtime import attention
 from runtime.values import MASKS
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import assert_close, random_ids, tiny
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
@@ -65,7 +65,7 @@ def test_plain_products_equal_fused_attention(dtype, close, C):
     bias = torch.where(torch.rand(2, 1, 4, C) < 0.3, -torch.inf, 0.0).to(dtype)
     fused, none = attention.attention(q, k, v, bias)
     plain, probabilities = attention.attention(q, k, v, bias, return_probabilities=True)
-    torch.testing.assert_close(plain, fused, atol=close, rtol=0)
+    assert_close(plain, fused, close)
     assert none is None and probabilities.dtype == torch.float32  # from the scores on
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 3, 4))
 
@@ -163,7 +163,7 @@ def method_of(case, amateur=None):
 
 @pytest.fixture
 def model(tmp_path):
-    return Transformer.load(write_checkpoint(tmp_path, "mistral-window"))
+    return tiny(tmp_path, "mistral-window")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -193,7 +193,7 @@ def test_effects_are_measured_without_a_graph(model):
     expected = effects(model, PROMPTS, answers)
     with graphs_on_cpu(kind=None):  # recording one is an error
         found = effects(model, PROMPTS, answers)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert_close(found, expected, 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

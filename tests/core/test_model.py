@@ -11,7 +11,15 @@ import transformers
 
 from decore import make_head_mask, pad
 from model import Cache, Transformer
-from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.checkpoints import (
+    BANDS,
+    FAMILIES,
+    assert_close,
+    random_ids,
+    random_weights,
+    tiny,
+    write_checkpoint,
+)
 from tests.golden.make import FOLDER, PROMPTS
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
@@ -25,11 +33,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def model(family, tmp_path_factory):
-    return Transformer.load(write_checkpoint(tmp_path_factory.mktemp(family), family))
-
-
-def assert_close(tensor, expected, atol=ATOL):
-    torch.testing.assert_close(tensor, expected, atol=atol, rtol=0)
+    return tiny(tmp_path_factory.mktemp(family), family)
 
 
 # ------------------------------------------------------------------------------------- transformers
@@ -108,9 +112,7 @@ def test_the_prompt_is_stored_once(llama):
 
 
 def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
-    model = Transformer.load(
-        write_checkpoint(tmp_path, "mistral-window", max_position_embeddings=20_000)
-    )
+    model = tiny(tmp_path, "mistral-window", max_position_embeddings=20_000)
     ids = torch.tensor([random_ids(8_192)])
     cache = Cache(model, [8_192], 1)
     model.prefill(ids[:, :2048], cache)  # warm up
@@ -126,11 +128,11 @@ def test_prefill_needs_memory_linear_in_the_prompt(tmp_path):
 def test_masking_a_head_equals_zeroing_its_columns_of_the_output_projection(family, tmp_path):
     config, ids = FAMILIES[family], PROMPTS[2]
     weights = random_weights(config)
-    whole = Transformer.load(write_checkpoint(tmp_path / "whole", family, weights=weights))
+    whole = tiny(tmp_path / "whole", family, weights=weights)
     for layer, head in HEADS:
         columns = weights[f"model.layers.{layer}.self_attn.o_proj.weight"]  # [D, H·K]
         columns.unflatten(1, (config["num_attention_heads"], -1))[:, head] = 0
-    cut = Transformer.load(write_checkpoint(tmp_path / "cut", family, weights=weights))
+    cut = tiny(tmp_path / "cut", family, weights=weights)
     mask = make_head_mask([[], HEADS], whole)
     assert_close(whole(torch.tensor([ids]), head_mask=mask)[1], cut(torch.tensor([ids])))
     prompt = read(whole, [ids[:25]], len(ids) - 25)  # unmasked
@@ -164,7 +166,7 @@ def test_weights_are_float32_if_small_or_have_the_dtype_of_the_checkpoint_or_the
 
 
 def test_rotary_frequencies_stay_float32_whatever_the_weights_are(tmp_path):
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3.1"))
+    model = tiny(tmp_path, "llama3.1")
     before = model.frequencies.clone()
     model = model.to(torch.bfloat16)
     logits = model(torch.tensor([[5, 6]]), Cache(model, [0], 2))  # computes in bfloat16
@@ -172,7 +174,7 @@ def test_rotary_frequencies_stay_float32_whatever_the_weights_are(tmp_path):
 
 
 def test_shards_hold_the_same_model_and_a_missing_one_is_named(tmp_path):
-    one = Transformer.load(write_checkpoint(tmp_path / "one", "qwen3"))
+    one = tiny(tmp_path / "one", "qwen3")
     folder = write_checkpoint(tmp_path / "many", "qwen3", shards=3)
     many = Transformer.load(folder)
     assert all(map(torch.equal, one.parameters(), many.parameters()))
@@ -197,4 +199,4 @@ def test_weights_are_strict_both_ways(name, value, words, tmp_path):
     if value:
         weights[f"model.{name}"] = torch.tensor(value)
     with pytest.raises(ValueError, match=words):
-        Transformer.load(write_checkpoint(tmp_path, "llama3", weights=weights))
+        tiny(tmp_path, weights=weights)

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Core
 from runtime.checkpoint import Checkpoint
 from runtime.special import MISTRAL_WORDS
 from tests.checkpoints import write_tokenizer
-from tests.tables import rows
+from tests.tables import facts, rows
 from tokenizer import Tokenizer
 
 WORDS = (
@@ -52,26 +52,13 @@ def sentence_piece():
     pieces += sorted(set("abcdefghijklmnopqrstuvwxyzTFPG.,ößï\n文"))
     pieces += ["th", "▁th", "▁the", "▁▁"]
     merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("▁", "▁")]
-    core = Core(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=merges,
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    how = dict(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    core = Core(models.BPE(vocab=vocab, merges=merges, **how))
+    puts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    core.normalizer = normalizers.Sequence(puts)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     core.add_special_tokens(["<unk>"] + SPECIAL)
     return core
 
@@ -141,15 +128,6 @@ TEMPLATES = {
 {% endfor %}{% generation %}{% set inner = 1 %}{{ inner }}{% endgeneration %}{{ inner is defined }}
 """,
 }
-CONVERSATIONS = [
-    [{"role": "user", "content": " What is <b>the</b> capital? 中文 "}],
-    [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "the one"},
-        {"role": "assistant", "content": "<think>x</think>\n\nthe two "},
-        {"role": "user", "content": "the three"},
-    ],
-]
 
 
 def oracle(folder, template):
@@ -159,6 +137,10 @@ def oracle(folder, template):
         eos_token="</s>",
         chat_template=template,
     )
+
+
+def their_tokenizer(folder):
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 @pytest.fixture
@@ -181,6 +163,10 @@ def chat_of(system="Be <b>.", user="the one", **more):
     return [dict(role=role, content=text) for role, text in turns.items() if text]
 
 
+CONVERSATIONS = [
+    chat_of(None, " What is <b>the</b> capital? 中文 "),
+    chat_of("Be short.", assistant="<think>x</think>\n\nthe two ") + chat_of(None, "the three"),
+]
 REASONING = ["{{ m.reasoning_content }}{{ m.content }}", "{{ m.thinking }}{{ m | tojson }}"]
 REASONS = [
     [*chat_of(None), {"role": "assistant", name: "the two", "content": "the three"}]
@@ -189,15 +175,15 @@ REASONS = [
 FILTERS = ("e", "upper", "wordwrap(9)", "replace('e', 'i')")
 
 
+LONG = loop("<{{ m.role }}>{{ m.content }}", "m.content | length > 99")
+
+
 @pytest.mark.parametrize(
     "template, chat",
     [
-        *((loop(body), chat) for body in REASONING for chat in REASONS),
+        *itertools.product(map(loop, REASONING), REASONS),
         *((loop("<{{ m.role }}>{{ m.content | x }}".replace("x", x)), chat_of()) for x in FILTERS),
-        (
-            loop("<{{ m.role }}>{{ m.content }}", "m.content | length > 99"),
-            chat_of(*["the one " * 20] * 2),
-        ),
+        (LONG, chat_of(*["the one " * 20] * 2)),
     ],
 )
 def test_templates_write_reasoning_by_any_name_and_a_changed_or_long_system_text_in_its_turn(
@@ -290,56 +276,37 @@ def test_only_the_first_chat_of_its_roles_is_tried_with_other_texts(of, monkeypa
         tokenizer.render(chat_of(None, "user", assistant="no"))
 
 
-ANSWER = dict(continue_final_message=True)
-CHANGED = "does not keep the beginning of the answer, 'the river'"
+REFUSED = """
+User: {% for part in messages[0].parts %}{% endfor %} | omits message 1, whose role
+{{ messages[0].content }} | omits message 2, whose role is 'user'
+{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %} | omits message 3, \
+whose role is 'assistant'
+"""
 
 
-@pytest.mark.parametrize(
-    "template, chat, how, words",
-    [
-        *(
-            (loop(body), chat_of(None, None, assistant="the river"), ANSWER, CHANGED)
-            for body in (
-                "{{ m.content[:3] }}",
-                "{{ m.content | upper }}",
-                "{{ m | tojson }}{{ m.content }}",
-            )
-        ),
-        (
-            TEMPLATES["qwen3"],
-            CONVERSATIONS[1],
-            dict(template_args={"thinking": 1}),
-            "the chat template has no argument 'thinking'",
-        ),
-        *(
-            (loop("{{ m.content }}"), chat_of(None, [*PARTS, part]), {}, "only texts are read")
-            for part in ({"type": "image", "text": "x"}, {"type": "text"}, "x")
-        ),
-        (
-            "User: {% for part in messages[0].parts %}{% endfor %}",
-            CONVERSATIONS[0],
-            {},
-            "omits message 1, whose role",
-        ),
-        (
-            "{{ messages[0].content }}",
-            CONVERSATIONS[1],
-            {},
-            "omits message 2, whose role is 'user'",
-        ),
-        (
-            loop("{{ m.content }}", "m.role != 'assistant'"),
-            CONVERSATIONS[1],
-            {},
-            "omits message 3, whose role is 'assistant'",
-        ),
-    ],
-)
-def test_what_a_template_changes_or_omits_or_does_not_read_is_refused(
-    template, chat, how, words, of
-):
+@pytest.mark.parametrize("template, words", rows(REFUSED))
+def test_a_template_that_omits_a_message_is_refused(template, words, of):
     with pytest.raises(ValueError, match=words):
-        of(template).render(chat, **how)
+        of(template).render(CONVERSATIONS[1])
+
+
+CHANGES = ["{{ m.content[:3] }}", "{{ m.content | upper }}", "{{ m | tojson }}{{ m.content }}"]
+
+
+@pytest.mark.parametrize("body", CHANGES)
+def test_a_template_that_changes_the_beginning_of_an_answer_is_refused(body, of):
+    chat = chat_of(None, None, assistant="the river")
+    words = "does not keep the beginning of the answer, 'the river'"
+    with pytest.raises(ValueError, match=words):
+        of(loop(body)).render(chat, continue_final_message=True)
+
+
+def test_arguments_and_parts_that_a_template_does_not_read_are_refused(of):
+    with pytest.raises(ValueError, match="the chat template has no argument 'thinking'"):
+        of(TEMPLATES["qwen3"]).render(chat_of(), template_args={"thinking": 1})
+    for part in {"type": "image", "text": "x"}, {"type": "text"}, "x":
+        with pytest.raises(ValueError, match="only texts are read"):
+            of(loop("{{ m.content }}")).render(chat_of(None, [*PARTS, part]))
 
 
 def test_plain_text_has_the_bos_of_the_tokenizer_once_and_answers_have_none(core, tmp_path):
@@ -397,25 +364,22 @@ def test_a_stream_ends_before_a_stop_string_and_returns_nothing_that_may_become_
         tokenizer.stream(stop=("<|end|>\n",))
 
 
-@pytest.mark.parametrize(
-    "generation, token, config, eos",
-    [
-        ({"eos_token_id": [7, 9]}, "</s>", {"eos_token_id": [9, 5]}, (7, 9, 1, 5)),
-        ({"eos_token_id": -1}, "</s>", {"eos_token_id": 5}, (1, 5)),  # none, as in transformers
-        ({}, {"content": "</s>", "lstrip": False}, {"eos_token_id": 5}, (1, 5)),
-        (None, "<no-such-token>", {"eos_token_id": 0}, (0,)),
-    ],
-)
-def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_config(
-    generation, token, config, eos, tmp_path
-):
-    files = {"generation_config": generation, "config": config}
+# generation_config.json, eos_token of the tokenizer, eos_token_id of config.json → the end tokens.
+ENDS = """
+{"eos_token_id": [7, 9]} | "</s>" | [9, 5] | [7, 9, 1, 5]
+{"eos_token_id": -1} | "</s>" | 5 | [1, 5]
+{} | {"content": "</s>", "lstrip": false} | 5 | [1, 5]
+null | "<no-such-token>" | 0 | [0]
+"""  # −1 is none, as in transformers
+
+
+@pytest.mark.parametrize("row", rows(ENDS))
+def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_config(row, tmp_path):
+    generation, token, of_config, eos = map(json.loads, row)
+    files = {"generation_config": generation, "config": {"eos_token_id": of_config}}
     tokenizer = save(tmp_path, byte_level(), files, eos_token=token)
-    assert tokenizer.eos_ids == eos and Checkpoint(tmp_path).special_ids == (
-        tokenizer.bos_id,
-        eos,
-        eos,
-    )
+    assert [*tokenizer.eos_ids] == eos
+    assert Checkpoint(tmp_path).special_ids == (tokenizer.bos_id, (*eos,), (*eos,))
     assert Tokenizer.load(tmp_path, eos_ids=[4]).eos_ids == (4,)
 
 
@@ -447,24 +411,20 @@ def test_tokens_that_only_other_files_list_are_read_as_by_transformers(file, tmp
         content["model"]["vocab"] |= {text: i for i, text in enumerate(LISTED, first)}
         more["extra_special_tokens"] = {"tool_token": "<|tool|>"}
     tokenizer = save(tmp_path, Core.from_str(json.dumps(content)), files, bos=False, **more)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    theirs = their_tokenizer(tmp_path)
     text = f"<s>the {' river '.join(LISTED)} end"
     ids = tokenizer.encode(text)
     assert ids == theirs(text).input_ids and {first + 1, first + 2} < {*ids}
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    ends = (first + 2,)
-    assert tokenizer.eos_ids == ends and Checkpoint(tmp_path).special_ids[1:] == (
-        ends,
-        (first + 1,),
-    )
+    assert tokenizer.eos_ids == (first + 2,)
+    assert Checkpoint(tmp_path).special_ids[1:] == ((first + 2,), (first + 1,))
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_special_tokens_in_a_text_are_split_if_the_configuration_says_so(split, core, tmp_path):
     tokenizer = save(tmp_path, core, split_special_tokens=split)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ids = tokenizer.encode("the <|end|> river")
-    assert ids == theirs("the <|end|> river").input_ids
+    assert ids == their_tokenizer(tmp_path)("the <|end|> river").input_ids
     assert (core.token_to_id("<|end|>") in ids) != split
 
 
@@ -501,30 +461,28 @@ def mistral(pattern):
 
 ENGLISH = "The pH of NaOH, in mL, at eBay and GitHub"
 PLAIN_WORDS = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
-OLD = {"model_type": "mistral", "transformers_version": "4.50.0.dev0"}
+# Pattern, config.json, tokenizer_config.json → the number of tokens, whether there is a warning.
+MISTRALS = """
+plain | model_type="mistral" transformers_version="4.50.0.dev0" |  | 13 | yes
+plain | model_type="mistral" transformers_version="4.50.0.dev0" | fix_mistral_regex=true | 17 | no
+plain | model_type="mistral" |  | 13 | yes
+plain | model_type="mistral" transformers_version="5.0.0" | fix_mistral_regex=true | 13 | no
+plain | model_type="llama" transformers_version="4.50.0.dev0" | fix_mistral_regex=true | 13 | no
+mistral | model_type="mistral" transformers_version="4.50.0.dev0" |  | 17 | no
+"""
 
 
-@pytest.mark.parametrize(
-    "pattern, config, correct, tokens, warned",
-    [
-        (PLAIN_WORDS, OLD, None, 13, True),
-        (PLAIN_WORDS, OLD, True, 17, False),
-        (PLAIN_WORDS, {"model_type": "mistral"}, None, 13, True),
-        (PLAIN_WORDS, OLD | {"transformers_version": "5.0.0"}, True, 13, False),
-        (PLAIN_WORDS, OLD | {"model_type": "llama"}, True, 13, False),
-        (MISTRAL_WORDS, OLD, None, 17, False),
-    ],
-)
+@pytest.mark.parametrize("pattern, config, settings, tokens, warned", rows(MISTRALS))
 def test_mistrals_wrong_pattern_of_words_is_a_warning_or_corrected_as_by_transformers(
-    pattern, config, correct, tokens, warned, tmp_path, recwarn
+    pattern, config, settings, tokens, warned, tmp_path, recwarn
 ):
-    settings = {} if correct is None else {"fix_mistral_regex": correct}
-    tokenizer = save(tmp_path, mistral(pattern), {"config": config}, bos=False, **settings)
+    core = mistral(PLAIN_WORDS if pattern == "plain" else MISTRAL_WORDS)
+    tokenizer = save(tmp_path, core, {"config": facts(config)}, bos=False, **facts(settings))
     ids = tokenizer.encode(ENGLISH)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert ids == theirs(ENGLISH).input_ids and len(ids) == tokens
+    assert ids == their_tokenizer(tmp_path)(ENGLISH).input_ids and len(ids) == int(tokens)
     assert tokenizer.decode(ids) == ENGLISH
-    assert any('add "fix_mistral_regex": true' in str(w.message) for w in recwarn) == warned
+    warnings = [str(w.message) for w in recwarn]
+    assert any('add "fix_mistral_regex": true' in text for text in warnings) == (warned == "yes")
 
 
 PARTS_ALONE = """{% for m in messages %}{{ m['role'] | capitalize }}
@@ -567,8 +525,7 @@ def test_the_default_of_named_templates_is_that_of_transformers(setting, files, 
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     ours = save(tmp_path, byte_level(), chat_template=setting)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    text = theirs.apply_chat_template(CONVERSATIONS[0], tokenize=False)
+    text = their_tokenizer(tmp_path).apply_chat_template(CONVERSATIONS[0], tokenize=False)
     assert ours.render(CONVERSATIONS[0]) == text == "1" + CONVERSATIONS[0][0]["content"]
 
 
@@ -583,12 +540,11 @@ def test_a_token_that_only_the_tokenizers_class_sets_is_refused_where_the_templa
     files = {"config": {"model_type": "qwen2"}}
     template = "{{ unk_token }}{{ messages[0].content }}{{ pad_token if nothing }}"
     tokenizer = save(tmp_path, byte_level(), files, chat_template=template, **more)
-    chat = [{"role": "user", "content": "the one"}]
+    chat = chat_of(None)
     if expected:
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        assert (
-            tokenizer.render(chat) == theirs.apply_chat_template(chat, tokenize=False) == expected
-        )
+        text = theirs.apply_chat_template(chat, tokenize=False)
+        assert tokenizer.render(chat) == text == expected
     else:
         with pytest.raises(ValueError, match="the chat template writes unk_token, but"):
             tokenizer.render(chat)
@@ -633,7 +589,7 @@ def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_li
     (tmp_path / name).unlink(missing_ok=True)
     if content != "MISSING":
         (tmp_path / name).write_text(panicking_tokenizer() if content == "PANIC" else content)
-    messages = [{"role": "user", "content": "a <pad>"}, {"role": "user", "content": "\ud800"}]
+    messages = chat_of(None, "a <pad>") + chat_of(None, "\ud800")
     with pytest.raises((ValueError, OSError), match=words) as error:
         Tokenizer.load(tmp_path).encode_chat(messages)
     assert "\n" not in str(error.value) and capfd.readouterr().err == ""

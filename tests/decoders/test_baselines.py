@@ -12,11 +12,10 @@ import transformers
 from decoders.baselines import AD, CAD, CD, DoLa, exit_layers, most_divergent
 from decoders.scoring import score
 from decore import DeCoRe, generate
-from model import Transformer
-from tests.checkpoints import FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.checkpoints import FAMILIES, random_ids, random_weights, tiny
+from tests.core.test_decore import PROMPTS, log_softmax
 from tests.tables import rows
 
-PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]
 ANSWERS = [random_ids(n, seed=80 + n) for n in (4, 1, 7)]
 NEW = 6
@@ -51,11 +50,12 @@ def with_oracle(model):
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """deep(family, layers): a model of that many layers."""
-    return cache(
-        lambda family, layers: Transformer.load(
-            write_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=layers)
-        )
-    )
+
+    @cache
+    def load(family, layers):
+        return tiny(tmp_path_factory.mktemp(family), family, num_hidden_layers=layers)
+
+    return load
 
 
 @pytest.fixture(scope="module", params=["llama3", "mistral-window", "qwen2", "qwen3"])
@@ -80,11 +80,6 @@ def method_of(name, small, without):
 
 
 # ---------------------------------------------------------------------------- the decoders in numpy
-
-
-def log_softmax(z):
-    z = z - z.max(0)
-    return z - np.log(np.exp(z).sum(0))
 
 
 def divergence(log_p, log_q):
@@ -218,7 +213,7 @@ def test_rows_that_pad_a_vocabulary_take_no_part(tmp_path, make):
             weights[name] = torch.cat([weights[name], torch.full([padding, 32], 9.0)])
         folder = tmp_path / f"{seed}-{padding}"
         size = dict(vocab_size=200 + padding)
-        return Transformer.load(write_checkpoint(folder, "llama3", weights=weights, **size))
+        return tiny(folder, weights=weights, **size)
 
     results = []
     for of_model, of_amateur in ((0, 0), (2, 0), (0, 2)):

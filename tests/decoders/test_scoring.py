@@ -7,8 +7,7 @@ from decoders.baselines import DoLa
 from decoders.scoring import loglikelihoods, score
 from decoders.setup import Setup
 from decore import DeCoRe, Greedy, Masked, generate
-from model import Transformer
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import random_ids, tiny
 from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, logits_of_steps
 
 METHODS = [Greedy(), Masked(HEADS), DeCoRe(HEADS, alpha=0.8), DeCoRe(HEADS)]
@@ -62,7 +61,7 @@ def test_scoring_says_whether_greedy_decoding_gives_the_answer(llama, method):
 
 def test_dola_is_checked_with_the_layers_that_it_scores_with(tmp_path):
     """To generate, three layers with tied embeddings have no exit."""
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3", tie_word_embeddings=True))
+    model = tiny(tmp_path, tie_word_embeddings=True)
     halves = score(model, [5, 6], [7, 8], DoLa("low", dola_layers="halves"))
     for method in DoLa("low"), Setup.of("dola-low", choice=True).record():
         assert score(model, [5, 6], [7, 8], method) == halves

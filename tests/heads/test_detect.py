@@ -23,7 +23,15 @@ from heads import FOLDER, ablation, detect, load_heads, measures, needles, words
 from heads.sources import find_sources
 from hf import HFModel
 from model import Transformer
-from tests.checkpoints import random_ids, stand_in, write_checkpoint, write_lines, write_tokenizer
+from tests.checkpoints import (
+    assert_close,
+    random_ids,
+    stand_in,
+    tiny,
+    write_checkpoint,
+    write_lines,
+    write_tokenizer,
+)
 from tests.conftest import TEMPLATE
 from tests.tables import rows
 from tokenizer import Tokenizer
@@ -93,21 +101,13 @@ def score_run(model, prompt, needle, max_new_tokens, eos_ids=(), published=False
     return measures.head_scores(answer, prompt, needle, published), answer.ids
 
 
-@pytest.mark.parametrize("engine", ["own", "transformers"])
-@pytest.mark.parametrize(
-    "family, seed, published",
-    [
-        ("llama3-iti", 0, False),
-        ("qwen2", 0, True),
-        ("mistral-window", 0, False),
-        ("qwen3", 1, False),
-    ],
-)
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
+@pytest.mark.parametrize("family", ["llama3-iti", "mistral-window", "qwen2", "qwen3"])
 def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_that_generates_it(
-    tmp_path, engine, family, seed, published
+    tmp_path, engine, family
 ):
-    write_checkpoint(tmp_path, family, seed, vocab_size=12)
-    model = (Transformer if engine == "own" else HFModel).load(tmp_path)
+    published = family == "qwen2"
+    model = engine.load(write_checkpoint(tmp_path, family, family == "qwen3", vocab_size=12))
     # Ids 3 … 11 only, so no answer contains them all.
     prompt, needle = random_ids(40, vocab_size=12), (0, 36)
     reference = load_reference(tmp_path, torch.float64)
@@ -118,24 +118,23 @@ def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_t
         assert scores.max() > 0
         of_run = detect.score_run(model, prompt, needle, 16, (), published, measure)
         assert of_run[1] == ids and torch.equal(of_run[0], found[measure])
-        torch.testing.assert_close(found[measure], scores, atol=1e-5, rtol=1e-5)  # found in float32
+        assert_close(found[measure], scores, 1e-5, 1e-5)  # found in float32
     # Padding changes nothing.
     short = random_ids(23, vocab_size=12, seed=1)
     batch = measures.answer_batch(model, [short, prompt], [(2, 9), needle], 5)
     for answer, text, span in zip(batch, (short, prompt), ((2, 9), needle)):
         [alone] = measures.answer_batch(model, [text], [span], 5)
         assert answer.ids == alone.ids
-        torch.testing.assert_close(answer[1:], alone[1:], atol=1e-5, rtol=1e-5)
+        assert_close(answer[1:], alone[1:], 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("engine", ["own", "transformers"])
+@pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("family", ["llama3-iti", "mistral-window", "qwen2", "qwen3"])
 @torch.no_grad()
 def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the_norm(
     tmp_path, engine, family
 ):
-    write_checkpoint(tmp_path, family, vocab_size=12)
-    model = (Transformer if engine == "own" else HFModel).load(tmp_path)
+    model = engine.load(write_checkpoint(tmp_path, family, vocab_size=12))
     prompt = [*range(12), *random_ids(28, vocab_size=12)]
     # With the prompt as the needle, no key is left out or subtracted.
     found, [token] = score_run(model, prompt, (0, 40), 1)
@@ -156,11 +155,11 @@ def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the
     u = reference.lm_head.weight[token]
     parts = [found["write"].sum(), u @ stream["rest"]]
     assert min(abs(x) for x in parts) > 0.01
-    torch.testing.assert_close(sum(parts), u @ stream["last"], atol=1e-5, rtol=1e-5)
+    assert_close(sum(parts), u @ stream["last"], 1e-5, 1e-5)
 
 
 def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_published(tmp_path):
-    model = Transformer.load(write_checkpoint(tmp_path, "qwen2", vocab_size=8))
+    model = tiny(tmp_path, "qwen2", vocab_size=8)
     prompt = random_ids(40, vocab_size=8)
     ids = score_run(model, prompt, (1, 2), 12, published=True)[1]
     assert ids == [0, 4, 6, 1, 3, 4, 6, 1, 3, 6, 0, 4]
@@ -173,7 +172,7 @@ def test_an_answer_ends_with_an_end_token_or_the_complete_needle_unless_publishe
 @pytest.mark.parametrize("family", ["llama3", "mistral-window"])
 def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, family):
     heads = [(0, 1), (1, 0), (2, 2), (2, 3)]
-    model = Transformer.load(write_checkpoint(tmp_path, family))
+    model = tiny(tmp_path, family)
     for prompt in (random_ids(21, seed=1), random_ids(1, seed=2)):
         ids = generate(model, prompt, DeCoRe(heads), max_new_tokens=19, eos_ids=()).ids
         complete = torch.tensor([prompt + ids[:-1]])
@@ -189,28 +188,35 @@ def test_sources_are_where_transformers_puts_the_largest_probability(tmp_path, f
                 assert shares == sorted(shares, reverse=True)
 
 
+def put(tokenizer, books, length, depth=50, item=NEEDLE, **facts):
+    """(the ids before the needle's first, its text, those after it, its real depth) of a prompt."""
+    facts = dict(template=needles.TEMPLATE, template_args=None, seed=0) | facts
+    if isinstance(books, list):
+        books = needles.make_book(tokenizer, books, 0, length)
+    sample = needles.Sample(0, length, depth, 0)
+    ids, span, at = needles.make_prompt(sample, item, books, tokenizer, facts)
+    assert 0.9 * length < len(ids) <= length and abs(at - depth) <= needles.NEAR
+    text = tokenizer.core.decode(ids, skip_special_tokens=False)
+    return ids, tokenizer.decode(ids[slice(*span)]), at, *text.split(item.needle)
+
+
 @pytest.mark.parametrize("template_args", [None, {}])
 @pytest.mark.parametrize("depth", [0, 33, 100])
 def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_text(
     tokenizer, depth, template_args
 ):
     book = needles.make_book(tokenizer, BOOKS, 0, 3000)
-    sample = needles.Sample(0, 3000, depth, 0)
-    facts = dict(template="Text: " + needles.TEMPLATE, template_args=template_args, seed=0)
-    ids, span, at = prompt = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
-    before, after = tokenizer.core.decode(ids, skip_special_tokens=False).split(NEEDLE.needle)
+    facts = dict(template="Text: " + needles.TEMPLATE, template_args=template_args)
+    prompt = put(tokenizer, book, 3000, depth, **facts)
+    _, needle, at, before, after = prompt
     assert re.search(r'([.!?]"?\s+|: ?|^)$', before)
-    assert re.match(r"\s", after)
-    assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
-    assert abs(at - depth) <= needles.NEAR
+    assert re.match(r"\s", after) and needle == NEEDLE.real_needle
     if depth == 33:
-        other = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts | {"seed": 1})
-        assert other[2] != at
-    assert 2700 < len(ids) <= 3000
+        assert put(tokenizer, book, 3000, depth, **facts, seed=1)[2] != at
     # A prompt that is too long loses sentences until it fits: all of them if the estimate of its
     # tokens is too low.
     too_low = book[0], [(bounds[:60], [0] * 60) for bounds, _ in book[1]]
-    assert needles.make_prompt(sample, NEEDLE, too_low, tokenizer, facts) == prompt
+    assert put(tokenizer, too_low, 3000, depth, **facts) == prompt
 
 
 @pytest.mark.parametrize(
@@ -221,31 +227,23 @@ def test_the_needle_is_between_sentences_near_its_depth_and_its_tokens_are_its_t
         ("แม่น้ำไหล ลงสู่ทะเล ", r"\s+"),
         ("the river runs to the sea. ", r"sea\.\s+"),
         ("the river runs to the sea\n", r"sea\s+"),
-        ("river" * 999, None),
     ],
 )
-def test_a_haystack_of_any_script_fills_the_prompt_or_is_refused(tokenizer, text, end):
-    book = needles.make_book(tokenizer, [text * 9], 0, 1500)
-    sample = needles.Sample(0, 1500, 50, 0)
-    facts = dict(template=needles.TEMPLATE, template_args=None, seed=0)
-    if end is None:
-        with pytest.raises(ValueError, match="the prompt of 1500 tokens .* has 165; give other"):
-            needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
-        return
-    ids, span, at = needles.make_prompt(sample, NEEDLE, book, tokenizer, facts)
-    assert 1350 < len(ids) <= 1500 and abs(at - 50) <= needles.NEAR
-    assert tokenizer.decode(ids[slice(*span)]) == NEEDLE.real_needle
-    assert re.search(end + "$", tokenizer.decode(ids).split(NEEDLE.needle)[0])
+def test_a_haystack_of_any_script_fills_the_prompt(tokenizer, text, end):
+    _, needle, _, before, _ = put(tokenizer, [text * 9], 1500)
+    assert needle == NEEDLE.real_needle and re.search(end + "$", before)
+
+
+def test_a_haystack_without_sentences_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="the prompt of 1500 tokens .* has 165; give other"):
+        put(tokenizer, ["river" * 9000], 1500)
 
 
 def test_a_needle_is_located_also_after_letters_whose_small_ones_are_longer(tokenizer):
     """ "İ".lower() is two characters."""
     real = "MAVİ TAŞIN ALTINDA"
     item = needles.Needle("İİİİ: anahtarlar mavi taşın altında.", "Nerede?", real)
-    book = needles.make_book(tokenizer, BOOKS, 0, 500)
-    facts = dict(template=needles.TEMPLATE, template_args=None, seed=0)
-    ids, span, _ = needles.make_prompt(needles.Sample(0, 500, 50, 0), item, book, tokenizer, facts)
-    assert tokenizer.decode(ids[slice(*span)]) == "mavi taşın altında"
+    assert put(tokenizer, BOOKS, 500, item=item)[1] == "mavi taşın altında"
 
 
 def test_abbreviations_and_initials_do_not_end_a_sentence():
@@ -604,9 +602,6 @@ def test_the_table_has_exact_p_values_against_all_heads_and_the_most_similar_ran
         for i in range(10)
     ]
     assert "\n".join(ablation.table(records)) == EXPECTED
-    for lost, won, p in ((2, 8, 112 / 1024), (8, 19, 7011398 / 2**27), (3, 3, 1), (0, 0, 1)):
-        items = [(True, False)] * lost + [(False, True)] * won + [(True, True)] * 5
-        assert ablation.mcnemar(*zip(*items)) == pytest.approx(p, rel=1e-6)
 
 
 NO_COPIES = [{"right": True, "scores": {}, "write": {}, "mass": {}, "answer": ""}] * 3
@@ -624,22 +619,22 @@ def continued(path):
     return detect.stored_runs(path, {"seed": 0}, [([], place) for place in PLACES])
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (json.dumps(NEEDLE._asdict() | {"needle": ""}), "line 1: needs"),
-        ('{"header": {}}\n', "holds runs with another seed"),
-        ('{"header": [1]}\n', "line 1 is not the header"),
-        (SEED + FIRST + FIRST, "line 3 is not run 2 of 2"),
-        (SEED + FIRST + SECOND + SECOND, "line 4 is not run 3 of 2"),
-        (SEED + ODD, "line 2 is not run 1 of 2"),
-    ],
-)
-def test_a_file_that_holds_no_needles_or_other_runs_is_refused(tmp_path, text, message):
+OTHER_RUNS = """
+needles.read_needles | {"needle": "", "question": "?", "real_needle": "x"} | line 1: needs
+continued | {"header": {}} | holds runs with another seed
+continued | {"header": [1]} | line 1 is not the header
+continued | SEED + FIRST + FIRST | line 3 is not run 2 of 2
+continued | SEED + FIRST + SECOND + SECOND | line 4 is not run 3 of 2
+continued | SEED + ODD | line 2 is not run 1 of 2
+"""
+
+
+@pytest.mark.parametrize("reader, text, message", rows(OTHER_RUNS))
+def test_a_file_that_holds_no_needles_or_other_runs_is_refused(tmp_path, reader, text, message):
     path = tmp_path / "lines.jsonl"
-    path.write_text(text)
+    path.write_text(text if text.startswith("{") else eval(text))
     with pytest.raises(ValueError, match=message):
-        (needles.read_needles if "needs" in message else continued)(path)
+        eval(reader)(path)
 
 
 def test_runs_without_a_needle_or_a_copy_give_no_scores(llama):

@@ -1,25 +1,24 @@
 """The effect of heads: against finite differences and against masking each head alone."""
 
 import json
-from itertools import product
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import evaluate
 from cli import decode
 from cli import detect as needles_program
 from cli.options import MINIATURE
-from decore import Greedy, Masked, Row, Session, generate, make_head_mask, pad
+from decore import Greedy, Masked, Row, Session, generate, pad
 from heads.measures import effects
 from hf import HFModel
-from miniature.data import make_split
 from model import Transformer
 from paper import questions
 from paper.tasks import TASKS
 from paper.tasks.answers import first_sentence, same
 from runtime import pack
-from tests.checkpoints import random_ids, write_checkpoint, write_lines
+from tests.checkpoints import assert_close, random_ids, tiny, write_checkpoint, write_lines
 from tests.families import random_model
 from tests.tables import rows
 from tokenizer import Tokenizer
@@ -55,13 +54,15 @@ def preference(reference, factors, prompt, answer, memory):
     return d
 
 
-def heads_of(model):
-    return product(range(model.config.n_layers), range(model.config.n_heads))
-
-
 def one_by_one(L, H, value):
     """[L·H, L, H]: in each model one other head is multiplied by a value."""
     return 1 + (value - 1) * torch.eye(L * H, dtype=torch.float64).view(-1, L, H)
+
+
+def derivative(values, step):
+    """From those at −2, −1, 1 and 2 steps; exact up to step⁴."""
+    a, b, c, d = values
+    return (a - 8 * b + 8 * c - d) / (12 * step)
 
 
 @pytest.mark.parametrize("family", ["llama3.1", "mistral-window", "qwen2", "qwen3"])
@@ -72,51 +73,14 @@ def test_effects_are_the_finite_differences_of_the_head_mask(tmp_path, family):
     expected = []
     for texts in zip(PROMPTS, ANSWERS, MEMORIES):
         factors = torch.cat([one_by_one(L, H, 1 + n * STEP) for n in (-2, -1, 1, 2)])
-        a, b, c, d = preference(reference, factors, *texts).view(4, L, H)
-        expected.append((a - 8 * b + 8 * c - d) / (12 * STEP))  # exact up to STEP⁴
+        expected.append(derivative(preference(reference, factors, *texts).view(4, L, H), STEP))
     for engine in Transformer, HFModel:
         found = effects(engine.load(tmp_path), PROMPTS, ANSWERS, MEMORIES)
-        torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-3)
+        assert_close(found, torch.stack(expected), 1e-4, 1e-3)
     # Without a memory, of a needle.
     [found] = effects(Transformer.load(tmp_path), PROMPTS[:1], [PROMPTS[0][4:9]])
     [expected] = effects(HFModel.load(tmp_path), PROMPTS[:1], [PROMPTS[0][4:9]])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
-
-
-def test_effects_are_those_of_masking_each_head_where_the_logits_are_linear_in_it(tmp_path):
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3", num_hidden_layers=1))
-    model.layers[0].mlp.down.weight.zero_()
-    model.norm.eps = 1e6  # divides by a constant
-    model.norm.weight.mul_(1e3)
-    prompt, [answer], [memory] = PROMPTS[0], ANSWERS[1:2], [[90]]
-    rows = [[], *([(0, head)] for head in range(4)), [(0, head) for head in range(4)]]
-    with torch.no_grad():
-        cache = model.new_cache([len(prompt) - 1], 1, len(rows))
-        model.prefill(pad([prompt[:-1]]), cache)
-        logits = model(pad([prompt[-1:]]), cache, make_head_mask(rows, model))[:, 0, 0].double()
-    d = logits[:, answer[0]] - logits[:, memory[0]]
-    [found] = effects(model, [prompt], [answer], [memory])
-    assert found.abs().min() > 1e-3
-    torch.testing.assert_close(found[0], d[0] - d[1:-1], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(found.sum(), d[0] - d[-1], atol=1e-6, rtol=1e-4)
-
-
-def test_a_trained_model_s_effects_rank_heads_as_masking_each_alone_does():
-    model, tokenizer = Transformer.load(MINIATURE), Tokenizer.load(MINIATURE)
-    found = masked = 0
-    for item in make_split("conflict", 3, seed=1):
-        prompt = tokenizer.encode(item.prompt)
-        texts = []
-        for text, sign in ((item.answer, 1), (item.memory, -1)):
-            ids = tokenizer.encode(f"{item.prompt} {text}")
-            texts.append([ids[len(prompt) :]])
-            rows = [Row(model, [prompt], heads) for heads in ([], *([h] for h in heads_of(model)))]
-            log_p = Session(rows, 20).logits(pad([ids[len(prompt) - 1 : -1]]))[:, 0].log_softmax(-1)
-            log_p = log_p[:, range(len(texts[-1][0])), texts[-1][0]].double().sum(-1)
-            masked += sign * (log_p[0] - log_p[1:])
-        found += effects(model, [prompt], *texts)[0].flatten()
-    assert torch.corrcoef(torch.stack([found, masked]))[0, 1] > 0.85
-    assert {*found.topk(3).indices.tolist()} == {*masked.topk(3).indices.tolist()}
+    assert_close(found, expected, 1e-4, 1e-3)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -147,15 +111,15 @@ def test_effects_are_each_prompt_s_own_in_inference_mode_too_and_leave_the_cache
         ids = pad([prompt[-1:] for prompt in PROMPTS])
         logits = model(ids, cache)
         untouched = Session([Row(model, PROMPTS)], 8).cache
-        torch.testing.assert_close(logits, model(ids, untouched), atol=0, rtol=0)
+        assert_close(logits, model(ids, untouched), 0)
     for b, texts in enumerate(zip(PROMPTS, ANSWERS, MEMORIES)):
         [alone] = effects(model, *([ids] for ids in texts))
-        torch.testing.assert_close(found[b], alone, atol=1e-5, rtol=1e-4)
+        assert_close(found[b], alone, 1e-5, 1e-4)
     assert not effects(model, PROMPTS[:1], [[]]).any()
 
 
 def test_of_the_prompt_the_backward_pass_keeps_its_keys_and_which_of_them_are_seen(tmp_path):
-    model = Transformer.load(write_checkpoint(tmp_path, "llama3"))
+    model = tiny(tmp_path)
     kept, keys = [], []
     for n in (60, 480):
         sizes = {}
@@ -217,13 +181,14 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(
             for ids in prompt, closed[-1]:
                 ids += tokenizer.encode(row["begin"], bos=False)
             space = " "
-        texts = [tokenizer.encode(space + t, bos=False) for t in [row["answers"][0]]]
-        texts += [tokenizer.encode(space + t, bos=False) for t in row.get("memory", [])]
-        expected += effects(model, [prompt], *([text] for text in texts))[0] / len(CAPITALS)
+        texts = row["answers"][:1] + row.get("memory", [])
+        texts = [[tokenizer.encode(space + text, bos=False)] for text in texts]
+        expected += effects(model, [prompt], *texts)[0] / len(CAPITALS)
     status, content, err = detect("--batch-size", 2)
     assert status == 0, err
-    found = torch.tensor([content["effect"][f"{i}-{j}"] for i in range(3) for j in range(4)])
-    torch.testing.assert_close(found.double(), expected.flatten(), atol=2e-6, rtol=1e-3)
+    assert [*content["effect"]] == [f"{i}-{j}" for i in range(3) for j in range(4)]
+    found = torch.tensor([*content["effect"].values()])
+    assert_close(found.double(), expected.flatten(), 2e-6, 1e-3)
     assert content.keys() == {"model", "n_layers", "n_heads", "effect", "effect_facts"}
     facts = content["effect_facts"]
     best = divmod(expected.argmax().item(), 4)
@@ -237,22 +202,18 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(
         patch.setattr("decore.Masked", lambda heads: Greedy())
         assert detect("--limit", 2)[1]["effect_facts"]["kept"] == {"1": 1}
     assert facts["ids"] == [f"c{i}" for i in range(5)] and (facts["n"], facts["memories"]) == (5, 3)
-    scores = {"scores": {f"{i}-{j}": i / 9 for i in range(3) for j in range(4)}, "samples": 7}
-    path = tmp_path / "heads.json"
-    for stored, kept in (
-        (scores | {"model": model.name, "mass": {"0-0": 1.0}}, scores | {"mass": {"0-0": 1.0}}),
-        (scores["scores"], {"scores": scores["scores"]}),  # as the authors' files
+    scores = {head: 0.5 for head in content["effect"]}
+    stored = {"scores": scores, "samples": 7, "mass": {"0-0": 1.0}}
+    template = tmp_path / "prompt.txt"
+    template.write_text("{context}\nQ: {question}")
+    for before, kept in (
+        (stored | {"model": model.name}, stored),
+        (scores, {"scores": scores}),  # as the authors' files
     ):
-        write_lines(path, [stored])
-        status, again, err = detect("--limit", 1, "--template", template(tmp_path))
+        write_lines(tmp_path / "heads.json", [before])
+        status, again, err = detect("--limit", 1, "--template", template)
         assert status == 0 and kept.items() <= again.items(), err
         assert again["effect"] != content["effect"] and again["effect_facts"]["n"] == 1
-
-
-def template(folder):
-    path = folder / "prompt.txt"
-    path.write_text("{context}\nQ: {question}")
-    return path
 
 
 REFUSED = """
@@ -287,7 +248,7 @@ def test_a_file_of_another_model_is_refused(detect, tmp_path):
 
 
 def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is_named(
-    detect, start, done, chat_model, tmp_path
+    detect, done, chat_model, tmp_path
 ):
     rows = write_lines(tmp_path / "first.jsonl", [r | {"context": "x"} for r in CAPITALS[:2]])
     detect(origin=("--questions", rows))
@@ -295,11 +256,10 @@ def test_scored_questions_that_measured_the_heads_are_counted_and_the_measure_is
     argv = "--task", "qa", "--data", tmp_path / "capitals.jsonl", "--model", chat_model
     argv += "--heads", tmp_path / "heads.json", "--measure", "effect", "--num-heads", "1,2"
     argv += "--max-new-tokens", 1, "--out", tmp_path / "out"
-    status, _, err = start(*argv)
-    assert status == 0 and err.count("warning: 2 of 5 questions measured the heads of") == 1, err
-    assert err.count(said) == 1
-    status, _, err = start(*argv, "--skip", 2, "--out", tmp_path / "others")
-    assert status == 0 and "measured the heads" not in err
+    _, err = done(evaluate.main, *argv)
+    assert err.count("warning: 2 of 5 questions measured the heads of") == err.count(said) == 1
+    _, err = done(evaluate.main, *argv, "--skip", 2, "--out", tmp_path / "others")
+    assert "measured the heads" not in err
     argv = "--model", chat_model, "--prompt", "x", "--max-new-tokens", 1
     for heads, is_said in ((tmp_path, True), (chat_model, False)):
         more = ["--heads", heads / "heads.json", *["--measure", "effect"] * is_said]
@@ -315,15 +275,13 @@ def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_
     argv += ["--lengths", 60, "--depths", 2, "--runs", 4, "--min-success", 1]
     done(needles_program.main, *argv)
     by_needles = json.loads(out.read_text())
-    lines = [
-        {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}
-    ]
-    more = "--questions", write_lines(tmp_path / "q.jsonl", lines), "--out", out
+    line = {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}
+    more = "--questions", write_lines(tmp_path / "q.jsonl", [line]), "--out", out
     done(questions.main, *more)
     both = json.loads(out.read_text())
+    expected = dict(both)
     assert both.pop("effect") != by_needles.pop("effect") and both.pop("effect_facts")
     assert both == by_needles
-    expected = json.loads(out.read_text())
     for left_out in ((), by_needles):  # also if the questions came first
         write_lines(out, [{n: x for n, x in expected.items() if n not in left_out}])
         done(needles_program.main, *argv)
@@ -362,8 +320,6 @@ def test_families_of_transformers_have_the_gradient_of_their_own_mask(family):
         model.prefill(pad([prompt[:-1]]), cache)
         log_p = model(pad([[prompt[-1], *ids[:-1]]]), cache, head_mask)[:, 0].double()
         d = d + sign * log_p.log_softmax(-1)[:, range(len(ids)), ids].sum(-1)
-    a, b, c, d = d.view(4, -1)
-    expected = (a - 8 * b + 8 * c - d) / (12 * step)
     measured = torch.stack([found[head] for head in heads])
-    torch.testing.assert_close(measured, expected, atol=1e-3, rtol=1e-2)
+    assert_close(measured, derivative(d.view(4, -1), step), 1e-3, 1e-2)
     assert found.abs().sum() == measured.abs().sum() > 0.1

@@ -4,8 +4,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from itertools import chain, combinations
 
@@ -25,12 +23,14 @@ from heads import (
     published_random_heads,
     random_heads,
 )
-from heads.reader import find_file, find_measures, read_head_file, read_scores
+from heads.reader import find_file, find_measures, read_scores
 from hf import HFModel
 from model import Transformer
 from runtime.files import read_json
-from tests.checkpoints import WRONG_HEAD_FILES, stand_in, write_checkpoint, write_heads, write_lines
+from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines
+from tests.tables import rows
 
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
 # 40 layers of 8 heads
 RANKED = [(i // 8, i % 8) for i in np.random.RandomState(0).permutation(320).tolist()]
 BEST = {
@@ -48,18 +48,21 @@ def test_the_best_heads_of_the_papers_models_are_in_the_authors_order(name, n_la
     assert best.startswith(BEST[name, n_layers, n_heads])
 
 
+def stored(name):
+    return read_json(FOLDER / "scores" / f"{name}.json")
+
+
 def test_every_file_fits_its_row_of_the_readme():
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+)", readme, re.M)
-    for model, name, L, H, measure, samples in rows:
-        content = json.loads((FOLDER / "scores" / f"{name}.json").read_text())
+    lines = re.findall(r"^\| (\S+/(\S+)) \| (\d+)×(\d+) \| (\w+) \| (\d+)", README, re.M)
+    for model, name, L, H, measure, samples in lines:
+        content = stored(name)
         facts = [content[field] for field in ("model", "n_layers", "n_heads", "samples")]
         assert facts == [model, int(L), int(H), int(samples)]
         kinds = find_measures(FOLDER / "scores" / f"{name}.json")
         assert kinds[:3] == (["copy", "write", "mass"] if measure == "all" else ["copy"])
         for kind in kinds:
             assert load_heads(stand_in(int(L), int(H), model), measure=kind)
-    assert len(rows) == len(head_files()) - 2  # without the bundled models
+    assert len(lines) == len(head_files()) - 2  # without the bundled models
 
 
 @pytest.mark.parametrize("change", [0, 0.5])
@@ -94,7 +97,6 @@ COMPARED = [
 
 
 def test_the_overlaps_of_the_readme_are_those_of_the_files():
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
 
     def of(name, measure="copy"):
         return read_scores(find_file(name), measure)
@@ -103,18 +105,18 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
         a, b = ({*sorted(scores, key=scores.get, reverse=True)[:n]} for scores in rankings)
         return len(a & b)
 
-    rows = re.findall(r"\| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", readme, re.M)
-    for (number, *cells), names in zip(rows, COMPARED, strict=True):
+    lines = re.findall(r"\| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", README, re.M)
+    for (number, *cells), names in zip(lines, COMPARED, strict=True):
         pairs = [[of(name) for name in pair.split()] for pair in names.split(", ")]
         assert int(number) == len(pairs)
         for n, cell in zip((10, 20, 50), cells):
             common = [overlap(n, *pair) for pair in pairs]
             assert cell == f"{min(common)}–{max(common)}"
     of_measures = re.findall(
-        r"^\| (\S+) .*\| (\d+) of (\d+) \| (\d+) of (\d+) \| (.*) \|$", readme, re.M
+        r"^\| (\S+) .*\| (\d+) of (\d+) \| (\d+) of (\d+) \| (.*) \|$", README, re.M
     )
     for name, *cells, common in of_measures:
-        content = json.loads((FOLDER / "scores" / f"{name}.json").read_text())
+        content = stored(name)
         scores = [of(name, measure) for measure in ("copy", "write", "mass")]
         above = sum(score > 0.1 for score in scores[0].values())
         runs = content["samples"] / content["success_rate"]
@@ -123,9 +125,9 @@ def test_the_overlaps_of_the_readme_are_those_of_the_files():
         assert common == " | ".join(f"{a}, {b}" for a, b in pairs)
     assert len(of_measures) == 4
     pairs = r"(\d, \d) \| (\d, \d) \| (\d, \d)"
-    of_effect = re.findall(rf"^\| (\S+) \| (\d+) \| {pairs} \|$", readme, re.M)
+    of_effect = re.findall(rf"^\| (\S+) \| (\d+) \| {pairs} \|$", README, re.M)
     for name, n, *cells in of_effect:
-        assert int(n) == read_head_file(FOLDER / "scores" / f"{name}.json")["effect_facts"]["n"]
+        assert int(n) == stored(name)["effect_facts"]["n"]
         for cell, measure in zip(cells, ("copy", "write", "mass")):
             both = [read_scores(find_file(name), m) for m in ("effect", measure)]
             assert cell == f"{overlap(10, *both)}, {overlap(20, *both)}"
@@ -144,49 +146,47 @@ def compare(maps, sizes):
 
 
 def test_the_gradient_and_masking_of_the_readme_are_those_of_the_stored_results():
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     tokens = "first|all"
-    rows = re.findall(rf"^\| (\S+) \| (\d+) \| ({tokens}) \| ({tokens}) \| (.*) \|$", readme, re.M)
-    stored = read_json(FOLDER / "results" / "masking.json")
-    for name, n, gradient, masking, cells in rows:
-        content = stored[name]
+    lines = re.findall(rf"^\| (\S+) \| (\d+) \| ({tokens}) \| ({tokens}) \| (.*) \|$", README, re.M)
+    results = read_json(FOLDER / "results" / "masking.json")
+    for name, n, gradient, masking, cells in lines:
+        content = results[name]
         facts = content["facts"]
-        measured = read_json(FOLDER / "scores" / f"{name}.json")["effect_facts"]["ids"]
+        measured = stored(name)["effect_facts"]["ids"]
         assert facts["ids"] == measured[: int(n)] and facts["dtype"] == "float32"
         maps = content["gradient"][gradient], content["masking"][masking]
         r, of_ranks, shared = compare(maps, (1, 3, 5, 10))
         assert cells == f"{r:.3f} | {of_ranks:.3f} | {shared}"
-    assert stored.keys() == {name for name, *_ in rows}
-    assert len(rows) == 4 * len(stored)
+    assert results.keys() == {name for name, *_ in lines}
+    assert len(lines) == 4 * len(results)
 
 
 def test_effects_on_several_texts_compare_as_the_readme_says():
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| (\S+) \| (.+), (.+) \| (\d+), (\d+) \| (-?[\d.]+) \| ([\d, ]+) \|$", readme, re.M
+    lines = re.findall(
+        r"^\| (\S+) \| (.+), (.+) \| (\d+), (\d+) \| (-?[\d.]+) \| ([\d, ]+) \|$", README, re.M
     )
 
-    stored = read_json(FOLDER / "results" / "effects.json")
+    results = read_json(FOLDER / "results" / "effects.json")
 
     def of(name, texts):
         """(number of questions or needles, effect)"""
         if texts == "the file":
-            content = read_json(FOLDER / "scores" / f"{name}.json")
+            content = stored(name)
         elif texts == "implied":
             content = read_json(FOLDER / "results" / "masking.json")[name]
             return content["facts"]["n"], content["gradient"]["all"]
         else:
-            content = stored[f"{name}.{texts.lower()}"]
+            content = results[f"{name}.{texts.lower()}"]
         n = content["effect_facts"]["n"] if "effect_facts" in content else content["samples"]
         return n, content["effect"]
 
-    for name, a, b, n, m, *cells in rows:
+    for name, a, b, n, m, *cells in lines:
         (of_a, first), (of_b, second) = of(name, a), of(name, b)
         assert (int(n), int(m)) == (of_a, of_b)
         r, _, shared = compare((first, second), (3, 5, 10))
         assert cells == [f"{r:.2f}", shared]
-    used = {f"{name}.{x.lower()}" for name, a, b, *_ in rows for x in (a, b)}
-    assert stored.keys() <= used and len(rows) > 4
+    used = {f"{name}.{x.lower()}" for name, a, b, *_ in lines for x in (a, b)}
+    assert results.keys() <= used and len(lines) > 4
 
 
 def test_every_hub_name_of_a_model_finds_its_file():
@@ -288,40 +288,56 @@ def test_a_file_of_another_model_is_a_warning(recwarn):
         load_heads(stand_in(32, 32, "meta-llama/Meta-Llama-3-8B"), name="Mistral-7B-v0.3")
 
 
-SCORES = {"0-0": 0.5, "0-1": 0.25, "1-0": 0, "1-1": 1}
+# Contents of head files, and what is said of them.
+WRONG = r"""
+[] | must contain a JSON object
+{"scores": {"0-0": 1 | Expecting
+{} | "scores" must be an object
+{"0-0": [1, 2], "0-1": [3]} | heads have [1, 2] samples
+{"01-1": 1} | must be a head
+{"+0-1": 1} | must be a head
+{"0": 1} | must be a head
+{"1\u0660-1": 1} | must be a head
+{"model": 5, "scores": {"0-0": 1}} | "model" must be the name
+{"model": null, "scores": {"0-0": 1}} | "model" must be the name
+{"model": ["tiny"], "scores": {"0-0": 1}} | "model" must be the name
+{"0-0": NaN} | must be a head
+{"0-0": true} | must be a head
+{"0-0": "0.9"} | must be a head
+{"0-0": []} | must be a head
+{"0-0": [0.5, null]} | must be a head
+{"0-0": 1, "0-1": 1, "1-0": 1, "1-1": 1, "0-2": 1} | 5 heads instead of 2 layers of 2
+{"0-0": 1, "0-1": 1, "0-2": 1, "0-3": 1} | 4 heads instead of 2 layers of 2
+"""  # \u0660 is a digit, but not an ASCII one
 
 
 @pytest.mark.parametrize(
     "content, message",
-    [
-        *WRONG_HEAD_FILES,
-        (SCORES | {"0-2": 0}, "5 heads instead of 2 layers of 2"),
-        ({"0-0": 1, "0-1": 1, "0-2": 1, "0-3": 1}, "4 heads instead of 2 layers of 2"),
-    ],
+    [*rows(WRONG), ('{"0-0":' * 5000, "recursion"), ("\xff", "codec can't decode byte 0xff")],
 )
 def test_a_wrong_file_is_refused(tmp_path, content, message):
     path = tmp_path / "wrong.json"
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=f"^{path}") as error:
         load_heads(stand_in(2, 2), name=path)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "choose, message",
-    [
-        (lambda: load_heads(stand_in()), "tiny is neither a head file nor a model of"),
-        (lambda: load_heads(stand_in(), name="mistral-7b-v0.4"), "did you mean Mistral-7B-v0.3?"),
-        (lambda: load_heads(stand_in(4, 8, "miniature"), 33), "33 heads are too many"),
-        (lambda: random_heads(RANKED[:32], 17), "17 random heads are too many"),
-        (lambda: choose_heads(stand_in(), None, 13, "uniform"), "13 random heads are too many"),
-        (lambda: published_random_heads(20, 80, 4), "a layer has 4 heads"),
-        (lambda: published_random_heads(10, 3, 4), "10 heads are too many"),
-    ],
-)
-def test_heads_that_do_not_exist_are_refused(choose, message):
+REFUSED = """
+load_heads(stand_in()) | tiny is neither a head file nor a model of
+load_heads(stand_in(), name="mistral-7b-v0.4") | did you mean Mistral-7B-v0.3?
+load_heads(stand_in(4, 8, "miniature"), 33) | 33 heads are too many
+random_heads(RANKED[:32], 17) | 17 random heads are too many
+choose_heads(stand_in(), None, 13, "uniform") | 13 random heads are too many
+published_random_heads(20, 80, 4) | a layer has 4 heads
+published_random_heads(10, 3, 4) | 10 heads are too many
+"""
+
+
+@pytest.mark.parametrize("call, message", rows(REFUSED))
+def test_heads_that_do_not_exist_are_refused(call, message):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        choose()
+        eval(call)
     assert message in str(error.value)
 
 
@@ -341,15 +357,6 @@ def test_heads_can_be_listed_in_a_text_or_a_file(tmp_path):
         files[1].write_text(json.dumps(["2-3", wrong]))
         with pytest.raises(ValueError, match="are not a list of"):
             choose_heads(stand_in(), files[1])
-
-
-def test_the_reader_works_as_a_copy_beside_head_files(tmp_path):
-    """So integrations/ can publish it with a model."""
-    shutil.copy(FOLDER / "reader.py", tmp_path)
-    ranked = load_heads(stand_in(), name=write_heads(tmp_path / "Tiny.json"))
-    code = "import reader; print(reader.best_heads(reader.find_file('org/tiny'), 3, 4, 1))"
-    command = [sys.executable, "-c", code]
-    assert subprocess.check_output(command, cwd=tmp_path, text=True) == f"{ranked[:1]}\n"
 
 
 def test_random_heads_are_nested_and_hold_no_retrieval_head():
@@ -385,19 +392,14 @@ def test_published_random_heads_replay_the_sampler():
 
 
 def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     paths = sorted((FOLDER / "results").glob("*.jsonl"))
     for path in paths:
         header, *records = [json.loads(line) for line in path.read_text().splitlines()]
-        rows = "\n".join(ablation.table(records))
-        assert f"(results/{path.name})):\n\n{rows}\n" in readme
-        best = [f"{layer}-{head}" for layer, head in load_heads(stand_in_of(header), 3)]
+        table = "\n".join(ablation.table(records))
+        assert f"(results/{path.name})):\n\n{table}\n" in README
+        scores = read_scores(find_file(header["header"]["model"]))
+        best = sorted(scores, key=scores.get, reverse=True)[:3]
+        best = [f"{layer}-{head}" for layer, head in best]
         masked = header["header"]["masked"]
         assert all(heads[:3] == best for name, heads in masked.items() if name.endswith("copy"))
-    assert len(paths) == readme.count(".jsonl)):\n")
-
-
-def stand_in_of(header):
-    name = header["header"]["model"]
-    content = json.loads((FOLDER / "scores" / f"{name}.json").read_text())
-    return stand_in(content["n_layers"], content["n_heads"], name)
+    assert len(paths) == README.count(".jsonl)):\n")

@@ -3,15 +3,18 @@ copies of a model whose output projections have zeros for the masked heads."""
 
 import copy
 import importlib
+import itertools
 import json
 import math
 import pickle
 import sys
 import weakref
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
 
 import evaluate
 from cli import decode as program
@@ -22,21 +25,19 @@ from decoders.sweep import PromptsReadOnce
 from decore import DeCoRe, Greedy, Masked, contrast, entropy, generate, make_head_mask, pad
 from heads import measures
 from heads.sources import find_sources
+from hf import HFModel, attention, describe, read_config
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from runtime import pack, ranks
-from tests.checkpoints import FAMILIES as FAMILIES_OF_OURS
-from tests.checkpoints import random_ids, random_weights, write_checkpoint
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-
-from hf import HFModel, attention, describe, read_config  # noqa: E402
-from tests import families  # noqa: E402
-from tests.families import FAMILIES, NO_QUERY, WINDOWS, random_model, without_heads  # noqa: E402
+from runtime.values import MASKS
+from tests import checkpoints, families
+from tests.checkpoints import assert_close, random_ids, random_weights, write_checkpoint
+from tests.families import FAMILIES, NO_QUERY, random_model, without_heads
+from tests.tables import rows
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
-WAYS = [(mask, mask_prompt) for mask in ("output", "query") for mask_prompt in (False, True)]
+WAYS = [*itertools.product(MASKS, (False, True))]
 CASES = [
     Greedy(),
     *(Masked(HEADS, *how) for how in WAYS),
@@ -127,15 +128,12 @@ def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engin
 
 
 @pytest.mark.parametrize(
-    "family, known",
-    [
-        *((family, True) for family in "gemma3_text gpt2 phi3 gemma4_text".split()),
-        *((family, False) for family in "qwen3_next deepseek_v3".split()),
-    ],
+    "family", "gemma3_text gpt2 phi3 gemma4_text qwen3_next deepseek_v3".split()
 )
 @torch.no_grad()
-def test_a_head_writes_what_its_output_projection_adds_where_values_are_known(family, known):
+def test_a_head_writes_what_its_output_projection_adds_where_values_are_known(family):
     model = HFModel(random_model(family))
+    known = family not in ("qwen3_next", "deepseek_v3")
     prompt = PROMPTS[0]
     whole = [(0, len(prompt)), (0, 3)]  # no key of the first prompt is left out
     [answer, _] = measures.answer_batch(model, [prompt, PROMPTS[1]], whole, 1)
@@ -146,7 +144,7 @@ def test_a_head_writes_what_its_output_projection_adds_where_values_are_known(fa
         for o in model.output_projections():
             o.register_forward_hook(lambda o, args, y: expected.append(added(o, args[0], u)))
         model(pad([prompt]))
-        torch.testing.assert_close(answer.write[0], torch.stack(expected), atol=1e-4, rtol=1e-4)
+        assert_close(answer.write[0], torch.stack(expected), 1e-4, 1e-4)
 
 
 def added(o, x, u):
@@ -182,10 +180,10 @@ def test_other_families_decode_as_transformers_and_as_copies_without_the_heads(f
     options = dict(do_sample=False, max_new_tokens=3, eos_token_id=None, attention_mask=ones)
     text = model.hf.generate(torch.tensor([prompt]), **options)[0].tolist()
     assert prompt + generate(model, prompt, Greedy(), **FEW).ids == text
-    how = dict(heads=HEADS, mask_prompt=True)
-    batch = generate(model, PROMPTS, DeCoRe(**how), **FEW)
-    assert_equal(batch, [generate(model, ids, DeCoRe(**how), **FEW) for ids in PROMPTS])
-    for method in Masked(**how), DeCoRe(**how, alpha=0.5), DeCoRe(**how):
+    methods = [kind(HEADS, mask_prompt=True) for kind in (Masked, DeCoRe)]
+    batch = generate(model, PROMPTS, methods[1], **FEW)
+    assert_equal(batch, [generate(model, ids, methods[1], **FEW) for ids in PROMPTS])
+    for method in *methods, replace(methods[1], alpha=0.5):
         alpha = getattr(method, "alpha", -1)
         ids = generate(model, prompt, method, **FEW).ids
         base = log_p(model.hf, ids)
@@ -248,22 +246,20 @@ def test_facts_and_hidden_states_of_other_families_are_those_of_transformers(fam
     cache = model.new_cache([9], 5)
     model.prefill(ids[:, :9], cache)
     last, [early] = model.read_layers(ids[:, 9:], [1], cache)
-    torch.testing.assert_close(early[0], states[1][:, 9:], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(model.logits(last)[0], model(ids)[:, 9:], atol=1e-4, rtol=1e-4)
+    assert_close(early[0], states[1][:, 9:], 1e-4, 1e-4)
+    assert_close(model.logits(last)[0], model(ids)[:, 9:], 1e-4, 1e-4)
 
 
 # What is refused, and what a failure leaves behind
 
-GEMMA3N = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, laurel_rank=4)
-GEMMA3N |= WINDOWS | dict(num_kv_shared_layers=0, activation_sparsity_pattern=None)
+
+def wrap(family, sizes=""):
+    return HFModel(random_model(family, **families.facts(sizes, families.GROUPS)))
 
 
-def wrap(family, **sizes):
-    return HFModel(random_model(family, **sizes))
-
-
-def load(folder, **changes):
-    weights = random_weights(FAMILIES_OF_OURS["llama3"])
+def load(folder, changes):
+    weights = random_weights(checkpoints.FAMILIES["llama3"])
+    changes = families.facts(changes)
     return HFModel.load(write_checkpoint(folder, weights=weights, **changes))
 
 
@@ -279,53 +275,35 @@ def load_pickle(folder):
     HFModel.load(folder)
 
 
-@pytest.mark.parametrize(
-    "refuse, words",
-    [
-        (lambda _: wrap("mamba"), "mamba (mamba): no layer has an attention"),
-        (
-            lambda _: wrap_renamed(),
-            "the cache does not reach its attention in transformers " + transformers.__version__,
-        ),
-        (
-            lambda _: HFModel(families.round_together(random_model("gemma2"))),
-            "mlp.down_proj (Rounded) computes a text differently beside others",
-        ),
-        (
-            lambda _: wrap("jamba", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1),
-            "jamba (jamba): a padded batch with a cache gives other logits",
-        ),
-        (
-            lambda _: generate(wrap("lfm2"), PROMPTS, DeCoRe([(1, 0), (0, 2)])),
-            "lfm2: layer 0 has 0 heads",
-        ),
-        (
-            lambda _: generate(wrap("phi", qk_layernorm=True), PROMPTS, DeCoRe(HEADS, "query")),
-            "phi: layer 1 has no query projection whose heads stay apart",
-        ),
-        (
-            lambda _: generate(wrap("gemma3n_text", **GEMMA3N), PROMPTS, DoLa("high")),
-            "gemma3n_text: the layers cannot be read, as dola-high does",
-        ),
-        (
-            lambda _: wrap("gemma2")(torch.tensor([[5]]), head_mask=torch.ones(1, 2, 4)),
-            "[R, L, H] = [1, 2, 4]; gemma2 has L = 3, H = 4",
-        ),
-        (lambda folder: load(folder, model_type="t5"), "is not a causal language model"),
-        (load_pickle, "Pickles (.bin, .pt, .pth) are not read"),
-        (lambda folder: load(folder, attention_bias="x"), "'attention_bias' expected bool"),
-        (lambda folder: load(folder, hidden_act="nope"), "(KeyError: 'nope'); are its files"),
-        (
-            lambda folder: load(folder, intermediate_size=7),
-            "down_proj.weight is [32, 48]; config.json requires [32, 7]",
-        ),
-        (lambda folder: load(folder, num_hidden_layers=2), "unused ['model.layers.2."),
-        (lambda folder: load(folder, num_hidden_layers=4), "has 4 layers, the safetensors files"),
-    ],
-)
-def test_what_cannot_be_masked_or_read_is_refused_in_one_line(refuse, words, tmp_path):
+REFUSED = """
+wrap("mamba") | mamba (mamba): no layer has an attention
+wrap_renamed() | the cache does not reach its attention in transformers VERSION
+HFModel(families.round_together(random_model("gemma2"))) | mlp.down_proj (Rounded) computes a \
+text differently beside others
+wrap("jamba", "mamba_d_state=8 attn_layer_period=2 attn_layer_offset=1") | jamba (jamba): a \
+padded batch with a cache gives other logits
+generate(wrap("lfm2"), PROMPTS, DeCoRe([(1, 0), (0, 2)])) | lfm2: layer 0 has 0 heads
+generate(wrap("phi", "qk_layernorm=true"), PROMPTS, DeCoRe(HEADS, "query")) | phi: layer 1 has no \
+query projection whose heads stay apart
+generate(wrap("gemma3n_text", "WINDOWS hidden_size_per_layer_input=8 laurel_rank=4 \
+vocab_size_per_layer_input=96 num_kv_shared_layers=0 activation_sparsity_pattern=null"), PROMPTS, \
+DoLa("high")) | gemma3n_text: the layers cannot be read, as dola-high does
+wrap("gemma2")(torch.tensor([[5]]), head_mask=torch.ones(1, 2, 4)) | [R, L, H] = [1, 2, 4]; \
+gemma2 has L = 3, H = 4
+load(folder, 'model_type="t5"') | is not a causal language model
+load_pickle(folder) | Pickles (.bin, .pt, .pth) are not read
+load(folder, 'attention_bias="x"') | 'attention_bias' expected bool
+load(folder, 'hidden_act="nope"') | (KeyError: 'nope'); are its files
+load(folder, "intermediate_size=7") | down_proj.weight is [32, 48]; config.json requires [32, 7]
+load(folder, "num_hidden_layers=2") | unused ['model.layers.2.
+load(folder, "num_hidden_layers=4") | has 4 layers, the safetensors files
+"""
+
+
+@pytest.mark.parametrize("call, words", rows(REFUSED.replace("VERSION", transformers.__version__)))
+def test_what_cannot_be_masked_or_read_is_refused_in_one_line(call, words, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        refuse(tmp_path)
+        eval(call, globals() | {"folder": tmp_path})
     message = explain(error.value)
     assert words in message and "\n" not in message
 
@@ -380,16 +358,18 @@ def test_a_copy_of_an_hf_model_is_a_model_of_its_own():
     assert generate(other, PROMPTS[0], DeCoRe(HEADS), **N).ids != expected[0].ids
 
 
-def with_lora(hf):
+def with_peft(kind, hf, **options):
     peft = pytest.importorskip("peft", reason="pip install peft")
+    return peft.get_peft_model(hf, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+
+
+def with_lora(hf):
     options = dict(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
-    return peft.get_peft_model(hf, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    return with_peft("LoraConfig", hf, **options)
 
 
 def with_prompt(hf):
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    return peft.get_peft_model(hf, config)
+    return with_peft("PromptTuningConfig", hf, num_virtual_tokens=3)
 
 
 @pytest.mark.parametrize("wrapper", [torch.compile, with_lora])
@@ -474,27 +454,25 @@ def test_the_engines_agree_on_the_ids_that_begin_end_and_pad_texts(chat_model):
         assert (model.bos_id, model.eos_ids, model.pad_ids) == (256, (257,), (257,))
 
 
-def test_a_run_has_the_same_answers_with_both_engines(call, data, chat_model, tmp_path):
+def test_a_run_has_the_same_answers_with_both_engines(done, data, chat_model, tmp_path):
     model = ["--heads", chat_model / "heads.json", "--model", chat_model, "--max-new-tokens", 6]
-    headers, runs = [], []
+    runs = []
     for engine in [], ["--transformers"]:
         out = tmp_path / f"runs{len(runs)}"
-        status, _, err = call(evaluate.main, *data["nq-swap"], *model, "--out", out, *engine)
-        assert status == 0, err
+        done(evaluate.main, *data["nq-swap"], *model, "--out", out, *engine)
         [path] = out.glob("*.jsonl")
-        header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-        headers.append(header["header"])
+        header, *lines = map(json.loads, path.read_text().splitlines())
         runs.append([line["ids"] for line in lines])
+        assert header["header"]["engine"] == ("transformers" if engine else "own")
     assert runs[0] == runs[1]
-    assert [header["engine"] for header in headers] == ["own", "transformers"]
-    assert headers[1]["versions"]["transformers"] == transformers.__version__
+    assert header["header"]["versions"]["transformers"] == transformers.__version__
 
 
-def test_transformers_needs_its_package(call, monkeypatch):
+def test_transformers_needs_its_package(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "hf")
-    status, _, err = call(program.main, "--prompt", "x", "--transformers")
-    assert status == 2 and err.endswith("needs transformers: pip install transformers\n")
+    err = refused(program.main, "--prompt", "x", "--transformers")
+    assert err.endswith("needs transformers: pip install transformers\n")
 
 
 @pytest.mark.skipif(

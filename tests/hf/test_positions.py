@@ -2,27 +2,22 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from decoders.scoring import score
 from decore import DeCoRe, Greedy, generate
-from tests.checkpoints import random_ids
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-
-from hf import HFModel  # noqa: E402
-from hf.positions import position_problem  # noqa: E402
-from integrations.custom_generate import generate as custom_generate  # noqa: E402
-from tests.families import EXPERTS, random_model  # noqa: E402
+from hf import HFModel
+from hf.positions import position_problem
+from integrations.custom_generate import generate as custom_generate
+from tests.checkpoints import assert_close, random_ids
+from tests.families import EXPERTS, random_model
+from tests.tables import facts, rows
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
-LONGROPE = dict(
-    rope_type="longrope",
-    short_factor=[1.0, 1.1, 1.2, 1.3],
-    long_factor=[4.0, 5.0, 6.0, 7.0],
-    rope_theta=10000.0,
-    original_max_position_embeddings=16,
-    factor=16.0,
-)
+LONGROPE = facts("""
+rope_type="longrope" short_factor=[1.0,1.1,1.2,1.3] long_factor=[4.0,5.0,6.0,7.0]
+rope_theta=10000.0 original_max_position_embeddings=16 factor=16.0
+""")
 MODELS = {
     "phi3": {},  # its `generate` drops the cache when a text passes the limit
     "phimoe": EXPERTS,
@@ -69,15 +64,12 @@ def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
     out = decode_inside(hf, prompts)
     assert out.sequences[:, len(prompts[0]) :].tolist() == [g.ids for g in expected]
     alphas = torch.tensor([g.alphas for g in expected])
-    torch.testing.assert_close(out.alphas, alphas, atol=1e-4, rtol=0)
+    assert_close(out.alphas, alphas, 1e-4)
     answer = BELOW[1]
     with torch.no_grad():
         log_p = hf(torch.tensor([prompts[0] + answer])).logits[0].log_softmax(-1)
     plain = sum(log_p[len(prompts[0]) - 1 + i, token].item() for i, token in enumerate(answer))
     assert score(model, prompts[0], answer, Greedy()) == pytest.approx(plain, abs=1e-3)
-
-
-ALONE = "this prompt with its answer passes that"
 
 
 def answer_inside(hf, prompts):
@@ -92,23 +84,23 @@ def score_answer(hf, prompts):
     score(HFModel(hf), prompts, [[BELOW[0][:6]]] * len(prompts), DeCoRe(HEADS))
 
 
+REFUSED = """
+scaled("phi3") | 12 | this prompt with its answer passes that
+scaled("llama") | 12 | this prompt with its answer passes that
+scaled("llama") | 17 | this prompt with its answer passes that
+dynamic() | 12 | this prompt with its answer passes that
+dynamic() | 20 | this prompt with its answer passes that
+scaled("phi3") | 20 7 | a part of this batch is longer
+"""
+
+
 @pytest.mark.parametrize("decode", [answer, answer_inside, score_answer])
-@pytest.mark.parametrize(
-    "model, lengths, words",
-    [
-        (lambda: scaled("phi3"), [12], ALONE),
-        (lambda: scaled("llama"), [12], ALONE),
-        (lambda: scaled("llama"), [17], ALONE),
-        (dynamic, [12], ALONE),
-        (dynamic, [20], ALONE),
-        (lambda: scaled("phi3"), [20, 7], "a part of this batch is longer"),
-    ],
-)
+@pytest.mark.parametrize("model, lengths, words", rows(REFUSED))
 def test_texts_on_both_sides_of_the_limit_are_refused_before_the_first_token(
     decode, model, lengths, words
 ):
     with pytest.raises(ValueError, match="scales positions beyond 16 tokens") as error:
-        decode(model(), [random_ids(n) for n in lengths])
+        decode(eval(model), [random_ids(int(n)) for n in lengths.split()])
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -142,6 +134,6 @@ def test_loading_in_a_dtype_does_not_round_them(dtype, tmp_path, recwarn):
 
 @pytest.mark.parametrize("total, fits", [(16, True), (17, False)])
 def test_the_last_token_is_not_read(total, fits):
-    config = transformers.LlamaConfig(rope_parameters=LONGROPE, hidden_size=32)
+    config = LlamaConfig(rope_parameters=LONGROPE, hidden_size=32)
     problem = position_problem(config, [9], [total], "tiny")
     assert problem is None if fits else problem.startswith("tiny scales")

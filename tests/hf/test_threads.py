@@ -6,16 +6,13 @@ from functools import partial
 import pytest
 import torch
 
+import integrations
 from decoders.baselines import DoLa
 from decore import DeCoRe, Greedy, Masked, generate
+from hf import HFModel
+from hf.attention import eager
 from tests.checkpoints import random_ids
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-
-import integrations  # noqa: E402
-from hf import HFModel  # noqa: E402
-from hf.attention import eager  # noqa: E402
-from tests.families import random_model  # noqa: E402
+from tests.families import random_model
 
 PROMPT = random_ids(30, seed=1)
 ONES = torch.ones(1, 30, dtype=torch.long)

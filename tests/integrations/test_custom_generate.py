@@ -3,27 +3,24 @@
 import copy
 import json
 import math
-import re
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import decore
 from decore import DeCoRe, Masked
 from heads import load_heads
+from hf import HFModel
 from model import Transformer
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
-
-from hf import HFModel  # noqa: E402
-from runtime.values import MASKS  # noqa: E402
-from tests.checkpoints import WRONG_HEAD_FILES  # noqa: E402
-from tests.families import EXPERTS, FAMILIES, NO_QUERY, random_model, round_together  # noqa: E402
-from tests.tables import rows  # noqa: E402
+from runtime.values import MASKS
+from tests import families
+from tests.checkpoints import assert_close
+from tests.families import random_model
+from tests.tables import facts, rows
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
@@ -33,23 +30,14 @@ FOLDER = dict(
     trust_remote_code=True,
     heads=HEADS,
 )
-CASES = [
-    {},
-    dict(scale_alpha=True),
-    dict(alpha_cap=0.7),
-    dict(method="masked"),
-    dict(method="decore-static"),
-    dict(method="decore-static", alpha=1.5),
+CASES = [  # with the record for `decore.generate`
+    ({}, DeCoRe(HEADS)),
+    (dict(scale_alpha=True), DeCoRe(HEADS, scale_alpha=True)),
+    (dict(alpha_cap=0.7), DeCoRe(HEADS, alpha_cap=0.7)),
+    (dict(method="masked"), Masked(HEADS)),
+    (dict(method="decore-static"), DeCoRe(HEADS, alpha=0.5)),
+    (dict(method="decore-static", alpha=1.5), DeCoRe(HEADS, alpha=1.5)),
 ]
-RECORDS = [  # the same for `decore.generate`
-    DeCoRe(HEADS),
-    DeCoRe(HEADS, scale_alpha=True),
-    DeCoRe(HEADS, alpha_cap=0.7),
-    Masked(HEADS),
-    DeCoRe(HEADS, alpha=0.5),
-    DeCoRe(HEADS, alpha=1.5),
-]
-GAIN = [dict(alpha_rule="gain"), dict(alpha_rule="gain", alpha_cap=0.2, scale_alpha=True)]
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +56,15 @@ def new_tokens(model, prompts=PROMPTS[:1], **more):
     return generate(model, prompts, **more)[:, len(prompts[0]) :].tolist()
 
 
-@pytest.mark.parametrize("family", sorted({"llama", *FAMILIES}))
+@pytest.mark.parametrize("family", sorted({"llama", *families.FAMILIES}))
 def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
     model = random_model(family)
     reference = HFModel(model)
     cases = [({}, DeCoRe(HEADS)), (dict(method="masked"), Masked(HEADS))]
-    if family not in NO_QUERY:
+    if family not in families.NO_QUERY:
         cases.append((dict(mask="query"), DeCoRe(HEADS, "query")))
     if family in ("llama", "gemma2"):  # what follows the logits is the same for all families
-        for more, method in zip(CASES, RECORDS, strict=True):
+        for more, method in CASES:
             cases += [(more | dict(mask=mask), replace(method, mask=mask)) for mask in MASKS]
     for more, method in cases:
         expected = decore.generate(reference, PROMPTS, method, max_new_tokens=5, eos_ids=())
@@ -84,7 +72,7 @@ def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
         assert out.sequences[:, len(PROMPTS[0]) :].tolist() == [g.ids for g in expected]
         for name in "alphas", "entropies":
             values = torch.tensor([getattr(g, name) for g in expected])
-            torch.testing.assert_close(getattr(out, name), values, atol=1e-4, rtol=0)
+            assert_close(getattr(out, name), values, 1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])
@@ -107,28 +95,28 @@ def test_drafts_from_the_text_change_no_token_and_save_passes(family, options, m
         drafted, fewer = decoded(**ends, prompt_lookup_num_tokens=4)
         assert plain.sequences.tolist() == drafted.sequences.tolist() and fewer < n
         for name in "alphas", "entropies":
-            torch.testing.assert_close(plain[name], drafted[name], atol=1e-4, rtol=0)
+            assert_close(plain[name], drafted[name], 1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(repetition_penalty=1.05),
-        dict(repetition_penalty=1.3),
-        dict(encoder_repetition_penalty=1.5),
-        dict(exponential_decay_length_penalty=(2, 1.5), eos_token_id=5),
-        dict(do_sample=True, min_p=0.05, temperature=0.7),
-        dict(do_sample=True, top_k=9, top_p=0.9, repetition_penalty=1.2),
-        dict(do_sample=True, typical_p=0.9, epsilon_cutoff=1e-3),
-    ],
-    ids=str,
-)
+PROCESSORS = """
+repetition_penalty=1.05
+repetition_penalty=1.3
+encoder_repetition_penalty=1.5
+exponential_decay_length_penalty=[2,1.5] eos_token_id=5
+do_sample=true min_p=0.05 temperature=0.7
+do_sample=true top_k=9 top_p=0.9 repetition_penalty=1.2
+do_sample=true typical_p=0.9 epsilon_cutoff=1e-3
+"""
+
+
+@pytest.mark.parametrize("options", PROCESSORS.split("\n")[1:-1])
 def test_with_an_alpha_of_zero_every_processor_gives_the_tokens_of_plain_generate(llama, options):
     plain = dict(custom_generate=None, trust_remote_code=None, heads=None)
     texts = []
     for more in plain, dict(method="decore-static", alpha=0.0):
         torch.manual_seed(1)
-        texts.append(new_tokens(llama, PROMPTS, **options, max_new_tokens=30, **more))
+        more |= dict(max_new_tokens=30)
+        texts.append(new_tokens(llama, PROMPTS, **facts(options), **more))
     assert texts[0] == texts[1]
 
 
@@ -138,7 +126,7 @@ def test_tokens_with_logits_of_minus_infinity_are_left_out():
         lambda _, args, z: z.masked_fill(torch.arange(96) >= 60, -torch.inf)
     )
     reference = HFModel(model)
-    for settings, method in list(zip(CASES, RECORDS, strict=True))[:5]:
+    for settings, method in CASES[:5]:
         expected = decore.generate(reference, PROMPTS, method, max_new_tokens=8, eos_ids=())
         assert new_tokens(model, PROMPTS, **settings) == [g.ids for g in expected]
 
@@ -228,19 +216,14 @@ def own_loop(model):
     model.__class__ = Own
 
 
-def rounded_together(model):
-    round_together(model)
-
-
 def static_cache(model):
-    return dict(past_key_values=transformers.StaticCache(config=model.config, max_cache_len=32))
+    return dict(past_key_values=StaticCache(config=model.config, max_cache_len=32))
 
 
 def encoder_decoder(model):
     model.config.is_encoder_decoder = True
 
 
-ROUNDED = r"layers.[012].mlp.down_proj \(Rounded\) computes a text differently beside"
 # Options that are JSON, and what is said of them.
 REFUSED = """
 {"num_beams": 2} | works only with num_beams=1
@@ -267,42 +250,34 @@ REFUSED = """
 """
 
 
-def of_family(family, sizes=None, **options):
-    """Options with a model of its own."""
-    return lambda _: dict(model=random_model(family, **sizes or {}), **options)
+# Options of a model that is changed first, or of another one.
+OF_A_MODEL = r"""
+dict(inputs_embeds=torch.ones(1, 12, 32)) | inputs_embeds
+dict(assistant_model=model) | works only with assistant_model=None
+static_cache(model) | DeCoRe needs a plain DynamicCache
+bypassed(model) | layer 1 has 0 heads
+shared(model) | layer 1 has 0 heads
+replaced_cache(model) | LlamaForCausalLM has replaced its cache while decoding
+own_loop(model) | Own has a loop of its own
+dict(model=families.round_together(model)) | layers.[012].mlp.down_proj \(Rounded\) computes a text
+dict(model=random_model("phi", qk_layernorm=True), mask="query") | layer 1 has no query projection
+dict(model=random_model("phi3"), mask="query") | 1 has no query projection
+dict(model=random_model("lfm2"), heads=[(0, 1)]) | layer 0 has 0 heads
+dict(model=random_model("openai-gpt")) | no layer has an attention
+dict(model=random_model("minimax", **families.EXPERTS)) | MiniMax uses cache of its own
+encoder_decoder(model) | a causal language model
+"""
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        *((json.loads(options), words) for options, words in rows(REFUSED)),
-        (dict(inputs_embeds=torch.ones(1, 12, 32)), "inputs_embeds"),
-        (lambda model: dict(assistant_model=model), "works only with assistant_model=None"),
-        (static_cache, "DeCoRe needs a plain DynamicCache"),
-        (bypassed, "layer 1 has 0 heads"),
-        (shared, "layer 1 has 0 heads"),
-        (replaced_cache, "LlamaForCausalLM has replaced its cache while decoding"),
-        (own_loop, "Own has a loop of its own"),
-        (rounded_together, ROUNDED),
-        (
-            of_family("phi", dict(qk_layernorm=True), mask="query"),
-            "layer 1 has no query projection",
-        ),
-        (of_family("phi3", mask="query"), "1 has no query projection"),
-        (of_family("lfm2", heads=[(0, 1)]), "layer 0 has 0 heads"),
-        (of_family("openai-gpt"), "no layer has an attention"),
-        (of_family("minimax", EXPERTS), "MiniMax uses cache of its own"),
-        (encoder_decoder, "a causal language model"),
-    ],
-)
+@pytest.mark.parametrize("options, words", rows(REFUSED) + rows(OF_A_MODEL))
 def test_what_cannot_keep_its_meaning_is_refused_in_a_line(llama, options, words):
-    model = llama
-    if callable(options):
-        model = copy.deepcopy(llama)
-        options = options(model) or {}
-    model = options.pop("model", model)
+    model = copy.deepcopy(llama)
+    if options.startswith("{"):
+        options = json.loads(options)
+    else:
+        options = eval(options) or {}
     with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
-        new_tokens(model, **options)
+        new_tokens(**dict(model=model) | options)
     assert "\n" not in str(error.value) and len(str(error.value)) < 240
 
 
@@ -317,7 +292,8 @@ SCORES |= {f"{layer}-{head}": 9 for layer, head in HEADS}
 def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
     path = tmp_path / "heads.json"
     path.write_text(json.dumps(scores))
-    assert new_tokens(llama, heads=path, num_heads=3) == new_tokens(llama)
+    for heads in dict(heads=path, num_heads=3), dict(heads="1-0,1-3,2-2"):
+        assert new_tokens(llama, **heads) == new_tokens(llama)
     # Equal scores: in the order of the file.
     assert new_tokens(llama, heads=str(path), num_heads=2) == new_tokens(llama, heads=HEADS[:2])
 
@@ -325,15 +301,14 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
 @pytest.mark.parametrize(
     "content, more, words",
     [
-        *((content, {}, words) for content, words in WRONG_HEAD_FILES),
         (SCORES | {"3-0": 1}, dict(num_heads=1), "13 heads"),
         (SCORES, dict(measure="write"), '"write" must be an object'),
     ],
 )
 def test_a_wrong_head_file_is_refused_with_its_path(llama, tmp_path, content, more, words):
     path = tmp_path / "heads.json"
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises(ValueError, match=f"{path}.*{re.escape(words)}"):
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{path}.*{words}"):
         new_tokens(llama, heads=path, **more)
 
 
@@ -345,20 +320,18 @@ def test_other_measures_of_a_file_choose_other_heads(llama, tmp_path, measure):
     assert new_tokens(llama, heads=path, measure=measure, num_heads=3) == new_tokens(llama)
 
 
-def test_heads_may_be_one_text(llama):
-    assert new_tokens(llama, heads="1-0,1-3,2-2") == new_tokens(llama)
-
-
 def test_alpha_may_be_the_gain_of_entropy():
     model = random_model("gemma2")
-    prompts = PROMPTS[:1]
-    alphas = []
-    for more in {}, dict(method="masked"), *GAIN:
-        out = generate(model, prompts, return_dict_in_generate=True, **GREEDY | more)
-        alphas.append((out.alphas[0, 0].item(), out.entropies[0, 0].item()))
-    (_, h), (_, h_masked), (gain, _), (capped, _) = alphas
+
+    def first(**more):
+        out = generate(model, return_dict_in_generate=True, **more)
+        return out.alphas[0, 0].item(), out.entropies[0, 0].item()
+
+    gain, h = first(alpha_rule="gain")
+    _, h_masked = first(method="masked")
     assert gain == pytest.approx(h_masked - h, abs=1e-5)
-    assert capped == pytest.approx(min((h_masked - h) / math.log(96), 0.2), abs=1e-5)
+    capped, _ = first(alpha_rule="gain", alpha_cap=0.2, scale_alpha=True)
+    assert capped == pytest.approx(min(gain / math.log(96), 0.2), abs=1e-5)
 
 
 def test_head_files_are_found_by_the_name_of_the_model():

@@ -1,5 +1,6 @@
 """Files of gguf's own writer become checkpoints with the same values and ids, for both engines."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -16,7 +17,8 @@ from heads import find_heads
 from hf import HFModel
 from integrations import gguf as conversion
 from model import Transformer
-from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights
+from tests.checkpoints import BANDS, FAMILIES, assert_close, random_ids, random_weights
+from tests.tables import rows
 from tokenizer import Tokenizer
 
 BYTES = sorted(splits.ByteLevel.alphabet())
@@ -92,14 +94,26 @@ def write_file(
 
 
 @pytest.fixture
-def convert(tmp_path, call):
-    """convert(*arguments, **those of write_file) → (the values, OUT, status, standard error)."""
+def convert(tmp_path, done):
+    """convert(*arguments, **those of write_file) → (the values, OUT, standard error)."""
 
     def run(*arguments, **more):
         values = write_file(tmp_path / "a.gguf", **more)
         out = tmp_path / "new" / "out"
-        status, _, err = call(conversion.main, tmp_path / "a.gguf", out, *arguments)
-        return values, out, status, err
+        return values, out, done(conversion.main, tmp_path / "a.gguf", out, *arguments)[1]
+
+    return run
+
+
+@pytest.fixture
+def refuse(tmp_path, refused):
+    """refuse(**arguments of write_file) → the line of the error; nothing is written."""
+
+    def run(**more):
+        write_file(tmp_path / "a.gguf", **more)
+        err = refused(conversion.main, tmp_path / "a.gguf", tmp_path / "new" / "out")
+        assert [*(tmp_path / "new").iterdir()] == []
+        return err.splitlines()[-1]
 
     return run
 
@@ -128,8 +142,7 @@ OTHER = {"lm_head.weight": torch.randn(264, 64, generator=torch.Generator().manu
 )
 def test_both_engines_read_the_values_of_the_file(options, dtype, tied, scaling, convert):
     name = str(dtype).removeprefix("torch.")
-    values, out, status, err = convert(*["--dtype", name] * (name != "bfloat16"), **options)
-    assert status == 0
+    values, out, err = convert(*["--dtype", name] * (name != "bfloat16"), **options)
     values.pop("rope_freqs.weight", None)
     if tied:
         last = values.pop("lm_head.weight", None)
@@ -142,7 +155,7 @@ def test_both_engines_read_the_values_of_the_file(options, dtype, tied, scaling,
     assert all(torch.equal(stored[name], w.to(dtype)) for name, w in values.items())
     ours, theirs = Transformer.load(out), HFModel.load(out)
     ids = torch.tensor([random_ids(40)])
-    torch.testing.assert_close(ours(ids), theirs(ids), atol=5e-5, rtol=0)  # summation order
+    assert_close(ours(ids), theirs(ids), 5e-5)  # summation order
     assert f"torch.{ours.config.dtype}" == str(dtype) and ours.config.rope_scaling == scaling
     assert ours.config.tied_embeddings == theirs.config.tied_embeddings == tied
 
@@ -165,28 +178,21 @@ def spell(text):
     ],
 )
 def test_words_are_split_by_the_rule_of_the_file(pre, text, ids, convert):
-    _, out, status, err = convert(**{"tokenizer.ggml.pre": pre})
+    _, out, err = convert(**{"tokenizer.ggml.pre": pre})
     ids = [i for x in ids for i in ([x] if isinstance(x, int) else spell(x))]
     assert Tokenizer.load(out).encode(text) == ids
     assert AutoTokenizer.from_pretrained(out)(text).input_ids == ids
-    unknown = pre in ("surprise", None)
-    assert (status, f"warning: {out.parents[1]}/a.gguf: the pre-tokenizer {pre!r}" in err) == (
-        0,
-        unknown,
-    )
+    warning = f"warning: {out.parents[1]}/a.gguf: the pre-tokenizer {pre!r}"
+    assert (warning in err) == (pre in ("surprise", None))
 
 
 @pytest.mark.parametrize("prefix, pieces", [(None, ["▁▁", "▁a"]), (False, ["▁", "▁a"])])
 def test_a_space_is_put_before_sentence_pieces_as_in_llama_cpp(prefix, pieces, convert):
     add = {"tokenizer.ggml.add_space_prefix": prefix}
-    _, out, status, _ = convert(tokenizer=SENTENCE_PIECE, **add)
+    _, out, _ = convert(tokenizer=SENTENCE_PIECE, **add)
     ids = [1, *map(SENTENCE_PIECE["tokens"].index, pieces)]
-    assert status == 0
-    assert (
-        Tokenizer.load(out).encode("  a")
-        == AutoTokenizer.from_pretrained(out)("  a").input_ids
-        == ids
-    )
+    assert Tokenizer.load(out).encode("  a") == ids
+    assert AutoTokenizer.from_pretrained(out)("  a").input_ids == ids
 
 
 def test_ends_the_template_and_names_of_padding(convert):
@@ -199,28 +205,35 @@ def test_ends_the_template_and_names_of_padding(convert):
     assert tokenizer.decode([263]) == ""  # fills the embedding
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (
-            {"llama.rope.scaling.type": "yarn"},
-            "llama.rope.scaling.type is 'yarn'; use the original",
-        ),
-        (dict(tensors={"rope_freqs.weight": FACTORS + 1}), "not the factors of Llama 3.1"),
-        ({"general.architecture": "surprise"}, "surprise"),
-        ({"llama.block_count": 4}, "it claims 4 layers and has 3; download it again"),
-    ],
-)
-def test_files_that_would_give_another_model_are_refused(options, words, convert):
-    _, out, status, err = convert(**options)
-    line = err.splitlines()[-1]
-    assert status == 2 and line.startswith("gguf.py: error: ") and words in line
-    assert list(out.parent.iterdir()) == []
+# Entries of a file's metadata, and what is said of them.
+REFUSED = """
+{"llama.rope.scaling.type": "yarn"} | llama.rope.scaling.type is 'yarn'; use the original
+{"general.architecture": "surprise"} | surprise
+{"llama.block_count": 4} | it claims 4 layers and has 3; download it again
+{"tokenizer.ggml.model": null} | it has no tokenizer.ggml.model; use a file that llama.cpp reads
+{"tokenizer.ggml.tokens": null} | it has no tokenizer.ggml.tokens; use a file that llama.cpp reads
+{"tokenizer.ggml.token_type": null} | it has no tokenizer.ggml.token_type; use a file that
+{"tokenizer.ggml.merges": null} | it has no tokenizer.ggml.merges; use a file that llama.cpp reads
+{"width": 32, "llama.attention.key_length": 32, "llama.attention.value_length": 32} | \
+k_proj.weight is [64, 64], but transformers reads [32
+{"arch": "qwen2", "width": 32, "qwen2.attention.key_length": 32, \
+"qwen2.attention.value_length": 32} | k_proj.bias is [64], but transformers reads [32
+"""
+
+
+@pytest.mark.parametrize("options, words", rows(REFUSED))
+def test_files_that_would_give_another_model_are_refused(options, words, refuse):
+    line = refuse(**json.loads(options))
+    assert line.startswith("gguf.py: error: ") and words in line
+
+
+def test_other_rotary_factors_than_llama_3_1_s_are_refused(refuse):
+    assert "not the factors of Llama 3.1" in refuse(tensors={"rope_freqs.weight": FACTORS + 1})
 
 
 def test_tensors_that_are_not_read_are_a_warning(convert):
-    *_, status, err = convert(tensors={"surprise.weight": torch.ones(32)})
-    assert (status, "a.gguf has tensors that transformers does not read" in err) == (0, True)
+    *_, err = convert(tensors={"surprise.weight": torch.ones(32)})
+    assert "a.gguf has tensors that transformers does not read" in err
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5 3B Instruct", None])
@@ -234,73 +247,61 @@ def test_the_heads_of_the_model_are_found_whatever_the_folder_is_called(name, tm
         assert path.stem == "Qwen2.5-3B-Instruct"
 
 
-@pytest.mark.parametrize(
-    "arch, tensor", [("llama", "weight is [64, 64]"), ("qwen2", "bias is [64]")]
-)
-def test_a_head_width_that_transformers_does_not_read_is_refused(arch, tensor, convert):
-    widths = {f"{arch}.attention.key_length": 32, f"{arch}.attention.value_length": 32}
-    *_, status, err = convert(arch=arch, width=32, **widths)
-    words = f"k_proj.{tensor}, but transformers reads [32"
-    assert status == 2 and words in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "key", [f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type", "merges")]
-)
-def test_a_missing_entry_is_named(key, convert):
-    *_, status, err = convert(**{key: None})
-    assert status == 2 and err.endswith(f"it has no {key}; use a file that llama.cpp reads\n")
-
-
-def test_layers_without_tensors_are_refused_before_the_model_is_made(convert, monkeypatch):
+def test_layers_without_tensors_are_refused_before_the_model_is_made(refuse, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    *_, status, err = convert(**{"llama.block_count": 100_000})
-    assert status == 2 and err.endswith("claims 100000 layers and has 3; download it again\n")
+    assert "claims 100000 layers and has 3; download" in refuse(**{"llama.block_count": 100_000})
 
 
-def test_damaged_files_parts_of_files_and_folders_in_use_are_refused(call, tmp_path, monkeypatch):
+# FILE and OUT, and what is said of them.
+IN_USE = """
+a.gguf | . | exists; choose a new or an empty folder
+a.gguf | a.gguf | exists; choose a new or an empty folder
+a.gguf | disk | disk is the current folder, or one where a disk is mounted
+a-00001-of-00002.gguf | out | is one of several parts
+b0.gguf | out | b0.gguf is cut off, or not a GGUF file
+b1.gguf | out | b1.gguf is cut off, or not a GGUF file
+b20.gguf | out | b20.gguf is cut off, or not a GGUF file
+b500.gguf | out | b500.gguf is cut off, or not a GGUF file
+b990.gguf | out | b990.gguf is cut off, or not a GGUF file
+/dev/null | out | /dev/null is not a file
+mine | out | mine is not a file
+c.gguf | out | c.gguf: no such file
+"""
+
+
+def test_damaged_files_parts_of_files_and_folders_in_use_are_refused(
+    refused, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
     write_file(tmp_path / "a.gguf")
     content = (tmp_path / "a.gguf").read_bytes()
-    for i, share in enumerate([0, 0.001, 0.02, 0.5, 0.99]):
-        (tmp_path / f"b{i}.gguf").write_bytes(content[: int(len(content) * share)])
+    for share in 0, 1, 20, 500, 990:  # thousandths
+        (tmp_path / f"b{share}.gguf").write_bytes(content[: len(content) * share // 1000])
     (tmp_path / "mine").mkdir()
     files = {*tmp_path.iterdir()}
-    for file, out, words in [
-        ("a.gguf", "", "exists; choose a new or an empty folder"),
-        ("a.gguf", "a.gguf", "exists; choose a new or an empty folder"),
-        ("a.gguf", "disk", "disk is the current folder, or one where a disk is mounted"),
-        ("a-00001-of-00002.gguf", "out", "is one of several parts"),
-        *((f"b{i}.gguf", "out", f"b{i}.gguf is cut off, or not a GGUF file") for i in range(5)),
-        ("/dev/null", "out", "/dev/null is not a file"),
-        ("mine", "out", "mine is not a file"),
-        ("c.gguf", "out", "c.gguf: no such file"),
-    ]:
-        status, _, err = call(conversion.main, tmp_path / file, tmp_path / out)
-        assert status == 2 and words in err and err.count("\n") == 1
+    for file, out, words in rows(IN_USE):
+        err = refused(conversion.main, tmp_path / file, tmp_path / out)
+        assert words in err and err.count("\n") == 1
     monkeypatch.chdir(tmp_path / "mine")
     monkeypatch.setattr(conversion, "read_file", None)  # refused first
     for out in ".", tmp_path / "mine":
-        status, _, err = call(conversion.main, tmp_path / "a.gguf", out)
-        assert status == 2 and "mine is the current folder" in err
+        assert "mine is the current folder" in refused(conversion.main, tmp_path / "a.gguf", out)
     assert {*tmp_path.iterdir()} == files
 
 
-def test_an_empty_folder_behind_a_link_is_filled(call, tmp_path):
+def test_an_empty_folder_behind_a_link_is_filled(done, tmp_path):
     write_file(tmp_path / "a.gguf")
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    assert call(conversion.main, tmp_path / "a.gguf", tmp_path / "link")[0] == 0
+    done(conversion.main, tmp_path / "a.gguf", tmp_path / "link")
     assert (tmp_path / "there" / "tokenizer.json").exists() and (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("engine", [[], ["--transformers"]])
-def test_programs_say_how_to_convert_a_file(engine, call, tmp_path):
+def test_programs_say_how_to_convert_a_file(engine, refused, tmp_path):
     file = tmp_path / "My Model-Q4_K_M.gguf"
     file.touch()
-    status, _, err = call(program.main, "--model", file, "--prompt", "x", *engine)
+    err = refused(program.main, "--model", file, "--prompt", "x", *engine)
     command = f"python -m integrations.gguf '{file}' 'My Model'"
-    assert (status, err.partition(": ")[2]) == (
-        2,
-        f"error: {file} is not a checkpoint folder; make one: {command}\n",
-    )
+    message = f"error: {file} is not a checkpoint folder; make one: {command}\n"
+    assert err.partition(": ")[2] == message

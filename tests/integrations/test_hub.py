@@ -13,12 +13,10 @@ import torch
 
 from heads.reader import best_heads
 from integrations import hub
+from integrations.custom_generate.generate import generate
 from tests.checkpoints import write_heads
-
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-from integrations.custom_generate.generate import generate  # noqa: E402
-from tests.families import random_model  # noqa: E402
-from tests.tables import rows  # noqa: E402
+from tests.families import random_model
+from tests.tables import rows
 
 PROMPT = [5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90]
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
@@ -52,11 +50,8 @@ def test_the_folder_decodes_alone_as_the_clone_does(folder, tmp_path):
     ]
     empty = tmp_path / "empty"
     empty.mkdir()
-    hidden = {
-        "PYTHONPATH": "",
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    modules = str(tmp_path / "modules")
+    hidden = dict(PYTHONPATH="", HF_MODULES_CACHE=modules, HF_HUB_OFFLINE="1")
     arguments = tmp_path / "Tiny", folder, json.dumps(GREEDY), json.dumps(PROMPT)
     run = subprocess.run(
         [sys.executable, "-c", ALONE, *map(str, arguments)],
@@ -95,10 +90,10 @@ def test_the_folder_wants_the_versions_of_transformers_that_are_tested():
     assert tested == ",".join(lines[2:]).replace(",transformers", ",")
 
 
-def test_the_program_says_where_the_folder_goes_next(call, tmp_path):
+def test_the_program_says_where_the_folder_goes_next(done, tmp_path):
     out = tmp_path / "a b"
-    status, text, _ = call(hub.main, out, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct")
-    assert status == 0 and text == f"{out} is written; next: hf upload USER/REPOSITORY '{out}'\n"
+    text, _ = done(hub.main, out, "--model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert text == f"{out} is written; next: hf upload USER/REPOSITORY '{out}'\n"
 
 
 REFUSED = """

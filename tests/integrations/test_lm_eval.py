@@ -34,6 +34,7 @@ from tests.tables import rows
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "own-data.md").read_text()
 BEGIN, END = "<|begin|>", "<|end|>"
 HEADS = [(0, 1), (2, 3)]
 CHOICES = [
@@ -50,48 +51,40 @@ PROMPTS = [
     "Long: " + "words " * 90,
     "你好?",
 ]
-LIMITS = dict(
-    until=["k", "\n", "Qz", "w"], max_gen_toks=24, do_sample=False
-)  # none within a special token
+# None of the stops is within a special token.
+LIMITS = dict(until=["k", "\n", "Qz", "w"], max_gen_toks=24, do_sample=False)
 
 
 def run(lm, kind, arguments):
     """Calls a method of the harness's interface on requests with these arguments."""
-    return getattr(lm, kind)(
-        [Instance(kind, {}, args, i) for i, args in enumerate(arguments)], disable_tqdm=True
-    )
+    requests = [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+    return getattr(lm, kind)(requests, disable_tqdm=True)
 
 
 def write(folder, family):
     write_checkpoint(folder, family, vocab_size=259, bos_token_id=256, eos_token_id=257)
     write_tokenizer(folder, TEMPLATE)
     if family == "qwen2":  # Qwen's tokenizers begin no text with BOS
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({"eos_token": END, "chat_template": TEMPLATE})
-        )
+        config = {"eos_token": END, "chat_template": TEMPLATE}
+        write_lines(folder / "tokenizer_config.json", [config])
     else:
-        core = Core.from_file(str(folder / "tokenizer.json"))
-        core.post_processor = processors.TemplateProcessing(
-            single=f"{BEGIN} $A", special_tokens=[(BEGIN, 256)]
-        )
-        core.save(str(folder / "tokenizer.json"))
+        core = Core.from_file(f"{folder}/tokenizer.json")
+        begin = dict(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 256)])
+        core.post_processor = processors.TemplateProcessing(**begin)
+        core.save(f"{folder}/tokenizer.json")
     return folder
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2"])  # with and without BOS
 def test_every_value_equals_that_of_hf(tmp_path, family):
     folder = write(tmp_path / family, family)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype="float32", attn_implementation="eager"
-    )
-    special = {} if family == "qwen2" else dict(bos_token=BEGIN)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        eos_token=END,
-        pad_token=END,
-        chat_template=TEMPLATE,
-        **special,
-    )
+    how = dict(dtype="float32", attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+    special = dict(eos_token=END, pad_token=END, chat_template=TEMPLATE)
+    if family != "qwen2":
+        special["bos_token"] = BEGIN
+    file = f"{folder}/tokenizer.json"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file, **special)
     own = Transformer.load(folder), Tokenizer.load(folder)
     models = (
         HarnessModel(*own, Greedy(), batch_size=4),
@@ -121,11 +114,9 @@ def test_every_value_equals_that_of_hf(tmp_path, family):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A model with its tokenizer, and an amateur with the same."""
-    folders = [
-        write(tmp_path_factory.mktemp("m") / name, "llama3") for name in ("large", "amateur")
-    ]
-    model, amateur = (Transformer.load(folder) for folder in folders)
-    return model, Tokenizer.load(folders[0]), amateur
+    folder = write(tmp_path_factory.mktemp("small"), "llama3")
+    model, amateur = Transformer.load(folder), Transformer.load(folder)
+    return model, Tokenizer.load(folder), amateur
 
 
 MAKE = {
@@ -159,9 +150,8 @@ def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
     folder = write(tmp_path / "m", "qwen2")
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
-    vocabulary["er"] = vocabulary.pop(
-        max(vocabulary, key=vocabulary.get)
-    )  # a byte that no text has
+    byte = max(vocabulary, key=vocabulary.get)  # that no text has
+    vocabulary["er"] = vocabulary.pop(byte)
     content["model"]["merges"] = [["e", "r"]]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
@@ -218,14 +208,20 @@ def test_options_of_tasks_without_effect_are_read_and_a_chat_without_its_prompt_
         lm.apply_chat_template([], False)
 
 
+def write_example(folder, items, old="", new=""):
+    """Write the example of docs/own-data.md with these items → their path. old, new: a change."""
+    [example] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    [reader] = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
+    path = write_lines(folder / "conflict.jsonl", items)
+    example = example.replace("conflict.jsonl", str(path)).replace(old, new)
+    (folder / "conflict.yaml").write_text(example)
+    (folder / "rows.py").write_text(reader)
+    return path
+
+
 @pytest.mark.parametrize("answers", [["2026-11-28", "1999-01-01"], ["007", "12"], ["None", "NA"]])
 def test_the_example_of_the_page_keeps_answers_as_they_are_typed(answers, tmp_path):
-    page = (ROOT / "docs" / "own-data.md").read_text()
-    [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    [reader] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-    items = write_lines(tmp_path / "my.jsonl", [dict(prompt="Q", answer=a) for a in answers])
-    (tmp_path / "rows.py").write_text(reader)
-    (tmp_path / "conflict.yaml").write_text(example.replace("conflict.jsonl", str(items)))
+    write_example(tmp_path, [dict(prompt="Q", answer=a) for a in answers])
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["conflict"])
     [task] = tasks["tasks"].values()
     assert [task.doc_to_target(doc) for doc in task.test_docs()] == [f" {a}" for a in answers]
@@ -238,18 +234,9 @@ UTILS = "import evaluate\nload = evaluate.load\n\ndef ask(doc):\n    return doc[
 
 def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(tmp_path, start):
     """Tasks may import the library `evaluate`, which is not our evaluate.py."""
-    page = (ROOT / "docs" / "own-data.md").read_text()
-    [example] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    items = write_lines(
-        tmp_path / "conflict.jsonl", [item._asdict() for item in make_split("conflict", 24)]
-    )
     (tmp_path / "utils.py").write_text(UTILS)
-    [reader] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-    example = example.replace("conflict.jsonl", str(items)).replace(
-        '"{{prompt}}"', "!function utils.ask"
-    )
-    (tmp_path / "conflict.yaml").write_text(example)
-    (tmp_path / "rows.py").write_text(reader)
+    items = [item._asdict() for item in make_split("conflict", 24)]
+    items = write_example(tmp_path, items, '"{{prompt}}"', "!function utils.ask")
     method = ["--method", "decore-entropy"]
     tasks = ["--tasks", "conflict", "--include_path", tmp_path, "--batch_size", "12"]
     results = []
@@ -270,4 +257,4 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
     _, [out], _ = start("--task", "miniature", "--data", items, *method, "--out", tmp_path / "runs")
     number = out["metrics"]["exact_match"]
     assert own["results"]["conflict"]["exact_match,none"] == number
-    assert f"match is {number:.2f} with DeCoRe entropy" in page
+    assert f"match is {number:.2f} with DeCoRe entropy" in PAGE

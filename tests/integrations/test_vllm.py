@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from tests.integrations.vllm_tokens import HEADS, METHODS, N
+from tests.tables import rows
 
 ROOT = Path(__file__).parents[2]
 os.environ |= dict(
@@ -52,6 +53,7 @@ OPTIONS = dict(
 )
 IN_PROCESS = dict(enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False)
 PLAIN = {"decore": False}
+GREEDY = dict(temperature=0, max_tokens=N, ignore_eos=True, detokenize=False)
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 # Model Runner V2 is made for GPUs: here its Triton kernels are interpreted.
 RUNNER_V2 = """
@@ -69,6 +71,13 @@ json.dump(tokens, open("v2.json", "w"))
 """
 
 
+def refused(folder, words, **options):
+    """The engine does not start, and says why in one line."""
+    one_line = rf"\A.*{words}.*\Z"
+    with pytest.raises(ValueError, match=one_line), start(folder / "llama3", **options):
+        pass
+
+
 @contextmanager
 def start(folder, on=True, settings=None, **options):
     settings = {"decore": {"heads": HEADS} | (settings or {})} if on else {}
@@ -83,7 +92,7 @@ def start(folder, on=True, settings=None, **options):
 def decode(llm, prompts, plain=(), **more):
     """Greedy decoding of the contrasted logits, and without DeCoRe for the plain prompts."""
     inputs = [dict(prompt_token_ids=prompt) for prompt in [*prompts, *plain]]
-    more |= dict(temperature=0, max_tokens=N, ignore_eos=True, detokenize=False)
+    more |= GREEDY
     params = [SamplingParams(**more)] * len(prompts)
     params += [SamplingParams(**more, extra_args=PLAIN)] * len(plain)
     return [list(o.outputs[0].token_ids) for o in llm.generate(inputs, params, use_tqdm=False)]
@@ -130,12 +139,11 @@ def test_requests_choose_method_alpha_and_heads_side_by_side(folder, ours):
         changes[name] = of_request({"method": "decore-entropy"} | settings)
     changes |= {"static": {}, "greedy": PLAIN}
     del changes["query"]
-    more = dict(temperature=0, max_tokens=N, ignore_eos=True, detokenize=False)
     inputs, params, expected = [], [], []
     for i, prompt in enumerate(ours["prompts"]):
         for name, change in changes.items():
             inputs.append(dict(prompt_token_ids=prompt))
-            params.append(SamplingParams(**more, extra_args=change))
+            params.append(SamplingParams(**GREEDY, extra_args=change))
             expected.append(ours[name][i])
     with start(folder / "llama3", settings=METHODS["static"], max_num_batched_tokens=48) as llm:
         out = llm.generate(inputs, params, use_tqdm=False)
@@ -266,29 +274,26 @@ def test_model_runner_v2_chooses_our_tokens(folder, ours):
 # ------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(pipeline_parallel_size=2), "parallel_config.pipeline_parallel_size: see docs"),
-        (dict(load_format="tensorizer"), "load_format: see docs"),
-        (dict(speculative_config=DRAFTS | dict(method="ngram_gpu")), "other than ngram: see docs"),
-        (dict(settings={"head": 1}), "decore head: Extra inputs"),
-        (dict(settings={"heads": [[9, 9]]}), "give a head file, or pairs from"),
-        (dict(settings={"alpha": 1}), "alpha has no effect on decore-entropy"),
-        (
-            dict(settings={"alpha_rule": "gain", "method": "decore-static"}),
-            "alpha_rule has no effect on decore-static",
-        ),
-        (dict(settings={"num_heads": 0}), "decore num_heads: "),
-        (dict(settings={"num_heads": 2}), "num_heads and measure have no effect without"),
-        (dict(settings={"measure": "all"}), "measure: Input should be 'copy', 'write', 'mass'"),
-        (dict(settings={"heads": [[True, 0]]}), "decore heads.*: Input should be a valid"),
-    ],
-)
+REFUSED = """
+{"pipeline_parallel_size": 2} | parallel_config.pipeline_parallel_size: see docs
+{"load_format": "tensorizer"} | load_format: see docs
+{"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3}} | other than ngram: \
+see docs
+{"settings": {"head": 1}} | decore head: Extra inputs
+{"settings": {"heads": [[9, 9]]}} | give a head file, or pairs from
+{"settings": {"alpha": 1}} | alpha has no effect on decore-entropy
+{"settings": {"alpha_rule": "gain", "method": "decore-static"}} | alpha_rule has no effect on \
+decore-static
+{"settings": {"num_heads": 0}} | decore num_heads:
+{"settings": {"num_heads": 2}} | num_heads and measure have no effect without
+{"settings": {"measure": "all"}} | measure: Input should be 'copy', 'write', 'mass'
+{"settings": {"heads": [[true, 0]]}} | decore heads.*: Input should be a valid
+"""
+
+
+@pytest.mark.parametrize("options, words", rows(REFUSED))
 def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, words):
-    one_line = rf"\A.*{words}.*\Z"
-    with pytest.raises(ValueError, match=one_line), start(folder / "llama3", **options):
-        pass
+    refused(folder, words, **json.loads(options))
 
 
 def test_a_measure_of_a_head_file_chooses_the_heads(tmp_path):
@@ -372,8 +377,7 @@ def test_the_plugin_does_not_install_vllm_over_a_build_of_another_name():
 
 def test_other_versions_of_vllm_do_not_start(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with pytest.raises(ValueError, match="vLLM <0.34,>=0.32, not 0.99.0"), start(folder / "llama3"):
-        pass
+    refused(folder, "vLLM <0.34,>=0.32, not 0.99.0")
 
 
 def test_a_version_that_was_only_read_says_so(folder, monkeypatch, caplog):
@@ -392,16 +396,13 @@ def test_an_engine_without_a_name_that_the_plugin_needs_does_not_start(
     folder, monkeypatch, file, name
 ):
     monkeypatch.setitem(decore_vllm.NAMES, file, name)
-    words = rf"vLLM 0\.32\.0\S* does not have: use vLLM 0\.32 \({file}: {name}\)"
-    with pytest.raises(ValueError, match=words), start(folder / "llama3"):
-        pass
+    refused(folder, rf"vLLM 0\.32\.0\S* does not have: use vLLM 0\.32 \({file}: {name}\)")
 
 
 def test_an_attention_that_writes_its_cache_itself_is_refused(folder, monkeypatch):
     """vLLM 0.33 has such a model; its layers pass no keys to attention."""
     monkeypatch.setattr(Attention, "kv_cache_update_bypass", True, raising=False)
-    with pytest.raises(ValueError, match="cannot mask heads"), start(folder / "llama3"):
-        pass
+    refused(folder, "cannot mask heads")
 
 
 def test_heads_are_listed_in_every_form(tmp_path):
@@ -414,10 +415,11 @@ def test_heads_are_listed_in_every_form(tmp_path):
 def test_the_plugin_holds_the_head_files_and_their_reader():
     reader = (ROOT / "heads" / "reader.py").read_text()
     assert inspect.getsource(decore_heads) == reader
-    copies = {path.name: path.read_text() for path in decore_heads.FOLDER.glob("*.json")}
-    assert copies == {
-        path.name: path.read_text() for path in (ROOT / "heads/scores").glob("*.json")
-    }
+    copies, files = (
+        {path.name: path.read_text() for path in folder.glob("*.json")}
+        for folder in (decore_heads.FOLDER, ROOT / "heads/scores")
+    )
+    assert copies == files
 
 
 def test_a_server_without_heads_ends_with_one_line(folder):
@@ -536,25 +538,25 @@ def test_requests_to_a_server_choose_their_settings(post, ours, method):
     assert answers(post(prompt=ours["prompts"][-1], vllm_xargs=settings)) == [ours[method][-1]]
 
 
-@pytest.mark.parametrize(
-    "body, words",
-    [
-        (dict(vllm_xargs={"decore": "off"}), "decore='off' of a request: give false"),
-        (dict(vllm_xargs={"decore": 0, "decore_alpha_cap": 1}), "alpha_cap has no effect on"),
-        (dict(vllm_xargs={"decore_alpha": 1}), "alpha has no effect on decore-entropy"),
-        (dict(vllm_xargs={"decore_alpha_cap": -1}), "alpha_cap: Input should be greater"),
-        (dict(vllm_xargs={"decore_method": "cad"}), "method: Input should be 'decore-entropy'"),
-        (dict(vllm_xargs={"decore_heads": "9-9"}), "heads ((9, 9),): give a head file, or pairs"),
-        (dict(vllm_xargs={"decore_heads": "/etc/passwd"}), "heads of a request must be pairs"),
-        (dict(vllm_xargs={"decore_heads": 1}), "heads of a request must be pairs"),
-        (dict(vllm_xargs={"decore_heads": ["1"]}), "decore heads"),
-        (dict(vllm_xargs={"decore_mask": "query"}), "a request cannot set mask, only alpha, "),
-        (dict(use_beam_search=True), "does not work with beam search"),
-    ],
-)
+REFUSED_REQUESTS = """
+{"vllm_xargs": {"decore": "off"}} | decore='off' of a request: give false
+{"vllm_xargs": {"decore": 0, "decore_alpha_cap": 1}} | alpha_cap has no effect on
+{"vllm_xargs": {"decore_alpha": 1}} | alpha has no effect on decore-entropy
+{"vllm_xargs": {"decore_alpha_cap": -1}} | alpha_cap: Input should be greater
+{"vllm_xargs": {"decore_method": "cad"}} | method: Input should be 'decore-entropy'
+{"vllm_xargs": {"decore_heads": "9-9"}} | heads ((9, 9),): give a head file, or pairs
+{"vllm_xargs": {"decore_heads": "/etc/passwd"}} | heads of a request must be pairs
+{"vllm_xargs": {"decore_heads": 1}} | heads of a request must be pairs
+{"vllm_xargs": {"decore_heads": ["1"]}} | decore heads
+{"vllm_xargs": {"decore_mask": "query"}} | a request cannot set mask, only alpha,
+{"use_beam_search": true} | does not work with beam search
+"""
+
+
+@pytest.mark.parametrize("body, words", rows(REFUSED_REQUESTS))
 def test_requests_that_do_not_fit_are_answered_with_one_line(post, body, words):
     with pytest.raises(urllib.error.HTTPError) as error:
-        post(prompt=[1], **body)
+        post(prompt=[1], **json.loads(body))
     answer = json.load(error.value)["error"]
     assert answer["code"] == 400
     assert answer["message"].startswith("decore") and words in answer["message"]

@@ -42,17 +42,14 @@ METHODS = {
     "heads": dict(heads=[(0, 0), (1, 2), (2, 1)]),
     "query": dict(mask="query"),
 }
-RECORDS = {  # the same for `generate`
-    "greedy": Greedy(),
-    "masked": Masked(HEADS),
-    "entropy": DeCoRe(HEADS),
-    "static": DeCoRe(HEADS, alpha=0.7),
-    "cap": DeCoRe(HEADS, alpha_cap=0.4),
-    "scale": DeCoRe(HEADS, scale_alpha=True),
-    "gain": DeCoRe(HEADS, alpha_rule="gain", alpha_cap=0.02),
-    "heads": DeCoRe([(0, 0), (1, 2), (2, 1)]),
-    "query": DeCoRe(HEADS, mask="query"),
-}
+ENTROPY = DeCoRe(HEADS)
+
+
+def record(method="decore-entropy", heads=HEADS, **settings):
+    """The same for `generate`."""
+    if method == "greedy":
+        return Greedy()
+    return (Masked if method == "masked" else DeCoRe)(heads, **settings)
 
 
 def main(folder):
@@ -65,12 +62,12 @@ def main(folder):
     random_model("qwen3_moe", **SIZES).save_pretrained(folder / "qwen3_moe")
     llama = Transformer.load(folder / "llama3")
     result = {"prompts": prompts}
-    for name, method in RECORDS.items():
-        result[name] = decode(llama, prompts, method)
+    for name, settings in METHODS.items():
+        result[name] = decode(llama, prompts, record(**settings))
     result["longer"] = [p + t for p, t in zip(prompts, result["entropy"])]
     result["continued"] = decode(llama, result["longer"])
     pairs = [(p[:-9], p[-9:]) for p in prompts if len(p) > 20]
-    result["scores"] = [score(llama, p, a, DeCoRe(HEADS)) for p, a in pairs]
+    result["scores"] = [score(llama, p, a, ENTROPY) for p, a in pairs]
     for family in FAMILIES:
         result[family] = decode(Transformer.load(folder / family), prompts)
     result["qwen3_moe"] = decode(HFModel.load(folder / "qwen3_moe"), prompts)
@@ -83,7 +80,7 @@ def main(folder):
     (folder / "tokens.json").write_text(json.dumps(result))
 
 
-def decode(model, prompts, method=RECORDS["entropy"]):
+def decode(model, prompts, method=ENTROPY):
     out = generate(model, prompts, method, max_new_tokens=N, eos_ids=())
     return [answer.ids for answer in out]
 

@@ -18,45 +18,43 @@ import pytest
 from heads.reader import plain_name
 from runtime.checkpoint import checkpoint_folder
 from runtime.files import checkpoint_name
+from tests.tables import rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TEXT = [
-    "additional_chat_templates/default.jinja",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
+TEXT = """additional_chat_templates/default.jinja chat_template.jinja config.json
+generation_config.json model.safetensors.index.json tokenizer.json tokenizer_config.json""".split()
 WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-OTHERS = [
-    "pytorch_model.bin",
-    "consolidated.safetensors",
-    "original/consolidated.00.pth",
-    "original/params.json",
-    "onnx/model.safetensors",
-    "README.md",
-    "tokenizer.model",
-]
+OTHERS = """pytorch_model.bin consolidated.safetensors original/consolidated.00.pth
+original/params.json onnx/model.safetensors README.md tokenizer.model""".split()
 FILES = [*TEXT, *WEIGHTS, *OTHERS]
 HASH = hashlib.sha256(b"d.jsonl").hexdigest()
-CASES = {  # arguments of checkpoint_folder or of HubFile
-    "text": ("open/model", False),
-    "all": ("open/model", True),
-    "pinned": ("open/model@v2", False),
-    "half": ("open/model-half", False),
-    "gated": ("gated/model", False),
-    "error": ("down/model", False),
-    "commit": ("open/data", "data/dev.parquet", COMMIT),
-    "hash": ("open/data", "d.jsonl", "main", HASH),
-    "other hash": ("open/data", "d.jsonl", "main", "0" * 64),
-    "no data": ("other/data", "d.jsonl", COMMIT),
-    "stop": (),
-    "cached": ("open/model", True),
-    "not cached": ("open/other", True),
-    "no weights": ("open/model-half", True),
-}
+# Arguments of checkpoint_folder or of HubFile; after `stop` there is no connection.
+CASES = f"""
+text | ["open/model", false]
+all | ["open/model", true]
+pinned | ["open/model@v2", false]
+half | ["open/model-half", false]
+gated | ["gated/model", false]
+error | ["down/model", false]
+commit | ["open/data", "data/dev.parquet", "{COMMIT}"]
+hash | ["open/data", "d.jsonl", "main", "{HASH}"]
+other hash | ["open/data", "d.jsonl", "main", "{"0" * 64}"]
+no data | ["other/data", "d.jsonl", "{COMMIT}"]
+stop | []
+cached | ["open/model", true]
+not cached | ["open/other", true]
+no weights | ["open/model-half", true]
+"""
+CASES = {name: json.loads(arguments) for name, arguments in rows(CASES)}
+# What is said of those that fail; the reason of the first four comes first, in a few words.
+FAILED = """
+gated | HF_TOKEN
+error | 500
+not cached | connection
+no weights | no connection
+other hash | --data FILE
+no data | --data FILE
+"""
 CLIENT = """
 import json, os, sys, urllib.request
 from runtime.checkpoint import checkpoint_folder
@@ -151,19 +149,11 @@ def test_downloads_take_only_the_files_that_are_read_and_failures_are_one_line(t
     assert not [path for path in server.paths if path.endswith(tuple(OTHERS))]
     assert (lines["commit"], lines["hash"]) == (f"data/dev.parquet {COMMIT}", f"d.jsonl {COMMIT}")
     assert any(path.endswith(f"/resolve/{COMMIT}/data/dev.parquet") for path in server.paths)
-    words = {"gated": "HF_TOKEN", "error": "500", "not cached": "connection"}
-    words |= {"no weights": "no connection"}
-    words |= {"other hash": "--data FILE", "no data": "--data FILE"}
-    for name, word in words.items():
-        assert CASES[name][0] in lines[name] and word in lines[name] and "\n" not in lines[name]
-    for name in (
-        "gated",
-        "error",
-        "not cached",
-        "no weights",
-    ):  # the reason comes first, in a few words
-        reason, _, rest = lines[name].partition(":")
-        assert CASES[name][0] in rest and len(lines[name]) <= 200
+    for name, words in rows(FAILED):
+        assert CASES[name][0] in lines[name] and words in lines[name] and "\n" not in lines[name]
+        if "data" not in name and "hash" not in name:
+            _, _, rest = lines[name].partition(":")
+            assert CASES[name][0] in rest and len(lines[name]) <= 200
 
 
 def test_a_name_with_a_revision_is_the_model_of_that_name():

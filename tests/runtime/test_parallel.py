@@ -3,6 +3,7 @@
 Every family is run by ranks that are threads, as a sum of gloo's takes milliseconds; one family by
 processes. torchrun starts once."""
 
+import io
 import json
 import os
 import subprocess
@@ -36,6 +37,7 @@ from tests.core.test_gpu_on_cpu import (
     method_of,
 )
 from tests.ranks import on_processes, on_threads
+from tests.tables import rows
 
 MODELS = {
     family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"
@@ -191,34 +193,26 @@ def test_all_ranks_replay_graphs_or_none_does(processes, one_rank):
 
 
 def test_decore_prints_the_same_and_its_mistakes_once_with_torchrun(
-    folder, call, monkeypatch, tmp_path
+    folder, done, monkeypatch, tmp_path
 ):
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     (tmp_path / "program.py").write_text(OF_TORCHRUN)
-    programs = [
-        command_line(folder, "--prompt-file", "-"),
-        command_line(folder, "--num-heads", "99"),  # ends in an error
-    ]
+    right = command_line(folder, "--prompt-file", "-")
+    programs = json.dumps([right, command_line(folder, "--num-heads", "99")])
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, *torchrun, tmp_path / "program.py", json.dumps(programs)],
-        cwd=root,
-        env=os.environ | dict(PYTHONPATH=str(root)),
-        input="and another",
-        capture_output=True,
-        text=True,
-        timeout=240,
+    how = dict(cwd=root, env=os.environ | dict(PYTHONPATH=str(root)), timeout=240)
+    how |= dict(input="and another", capture_output=True, text=True)
+    command = [sys.executable, *torchrun, tmp_path / "program.py", programs]
+    printed = subprocess.run(command, **how)
+    monkeypatch.setattr("sys.stdin", io.StringIO("and another"))
+    alone, _ = done(program.main, *right[1:])
+    ids, expected = (
+        [json.loads(line)["ids"] for line in text.splitlines()] for text in (printed.stdout, alone)
     )
-    (tmp_path / "input").write_text("and another")
-    with (tmp_path / "input").open() as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        _, alone, _ = call(program.main, *command_line(folder, "--prompt-file", "-")[1:])
-    expected = [json.loads(line)["ids"] for line in alone.splitlines()]
-    printed = [json.loads(line)["ids"] for line in done.stdout.splitlines()]
-    assert len(expected) == 2 and printed == expected
-    assert done.stderr.count("tokens/s") == 1
-    [mistake] = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert done.returncode != 0 and "99" in mistake
+    assert len(expected) == 2 and ids == expected
+    assert printed.stderr.count("tokens/s") == 1
+    [mistake] = [line for line in printed.stderr.splitlines() if "error: " in line]
+    assert printed.returncode != 0 and "99" in mistake
 
 
 def test_an_error_of_the_network_is_one_line_with_the_reason():
@@ -229,42 +223,36 @@ def test_an_error_of_the_network_is_one_line_with_the_reason():
         call(all_reduce, torch.ones(1))
 
 
-def set_ranks(monkeypatch, **names):
-    """The environment that torchrun sets."""
-    for name, value in (dict.fromkeys(TORCHRUN, 0) | names).items():
-        monkeypatch.setenv(name, str(value))
+# The device that is asked for, the local rank, how many GPUs torch finds → the rank's device.
+DEVICES = """
+cuda:1 | 0 | 2 | cuda:1
+cuda | 1 | 2 | cuda:1
+cpu | 1 | 2 | cpu
+cuda | 2 | 1 | cuda:0
+"""  # the last one as with one visible GPU for each process
 
 
-@pytest.mark.parametrize(
-    "device, local, gpus, expected",
-    [
-        ("cuda:1", 0, 2, "cuda:1"),
-        ("cuda", 1, 2, "cuda:1"),
-        ("cpu", 1, 2, "cpu"),
-        ("cuda", 2, 1, "cuda:0"),  # as with one visible GPU for each process
-        ("cuda", 2, 2, None),
-    ],
-)
+@pytest.mark.parametrize("device, local, gpus, expected", rows(DEVICES))
 def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus, expected):
     current = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpus))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    set_ranks(monkeypatch, WORLD_SIZE=4, LOCAL_RANK=local)
-    if expected is None:
-        with pytest.raises(ValueError, match="GPU 2 is not on this machine: torch finds 2"):
-            rank_device(device)
-    else:
-        assert rank_device(device) == torch.device(expected)
-        assert current == [torch.device(expected)] * (device != "cpu")
+    for name, value in (dict.fromkeys(TORCHRUN, 0) | dict(WORLD_SIZE=4, LOCAL_RANK=local)).items():
+        monkeypatch.setenv(name, str(value))
+    assert rank_device(device) == torch.device(expected)
+    assert current == [torch.device(expected)] * (device != "cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="GPU 2 is not on this machine: torch finds 2"):
+        rank_device("cuda")
 
 
 def test_a_model_that_does_not_divide_is_refused_with_the_reason(llama):
-    cases = {
-        "6 query heads": dict(n_heads=6),
-        "50 feed-forward width": dict(d_ff=50),
-        "6 key/value heads": dict(n_heads=12, n_kv_heads=6),
-    }
-    for reason, changes in cases.items():
+    for changes, reason in (
+        (dict(n_heads=6), "6 query heads"),
+        (dict(d_ff=50), "50 feed-forward width"),
+        (dict(n_heads=12, n_kv_heads=6), "6 key/value heads"),
+    ):
         with pytest.raises(ValueError, match=f"4 ranks cannot share {reason}"):
             check_split(replace(llama.config, **changes), 4)
 

@@ -10,11 +10,6 @@ from runtime import statistics
 from runtime.statistics import averages, holm, interval, items_needed, sampled, wilson
 
 
-def columns(values):
-    values = np.array(values, dtype=float)
-    return [(values, np.ones(len(values)))]
-
-
 def test_averages_are_those_of_resampled_questions():
     """Also if the metric is a ratio of sums, as the rate of IFEval's instructions."""
     generator = np.random.default_rng(3)
@@ -38,7 +33,8 @@ def test_averages_are_those_of_resampled_questions():
     "values, questions", [([1, 1, 1], "abc"), ([0.1] * 7, "abcdefg"), ([1, 0], "aa"), ([1], "a")]
 )
 def test_an_interval_without_width_is_none(values, questions):
-    assert interval(averages([columns(values)], [*questions])[:, 0]) is None
+    column = np.array(values, dtype=float), np.ones(len(values))
+    assert interval(averages([[column]], [*questions])[:, 0]) is None
 
 
 @pytest.mark.parametrize("n", [2, 3, 50])
@@ -47,9 +43,6 @@ def test_the_ends_of_wilsons_interval_are_1_96_standard_errors_away(n, share):
     for end in wilson(share, n):
         error = math.sqrt(end * (1 - end) / n)
         assert abs(end - share) == pytest.approx(1.959964 * error, abs=1e-6)
-
-
-def test_one_item_has_no_interval():
     assert wilson(1.0, 1) is None
 
 
@@ -90,24 +83,15 @@ def mcnemar(won, lost):
     return min(1, 2 * tail / 2 ** (won + lost))
 
 
-@pytest.mark.parametrize(
-    "won, lost, p",
-    [
-        (2, 8, 0.109375),
-        (7, 1, 0.0703125),
-        (0, 5, 0.0625),
-        (0, 6, 0.03125),
-        (5, 5, 1),
-        (0, 0, 1),
-        (19, 8, 7011398 / 2**27),
-        (700, 640, mcnemar(700, 640)),
-    ],
-)
-def test_of_two_runs_with_right_and_wrong_items_p_is_mcnemars(won, lost, p):
+COUNTS = (2, 8), (7, 1), (0, 5), (0, 6), (5, 5), (0, 0), (19, 8), (700, 640)
+
+
+@pytest.mark.parametrize("won, lost", COUNTS)
+def test_of_two_runs_with_right_and_wrong_items_p_is_mcnemars(won, lost):
     one, other = pair(won, lost)
-    items = range(len(one))
-    assert statistics.p_value([one], [other], items) == pytest.approx(p)
-    assert statistics.p_value([other], [one], items) == pytest.approx(mcnemar(won, lost))
+    for runs in (one, other), (other, one):
+        p = statistics.p_value(*([run] for run in runs), range(len(one)))
+        assert p == pytest.approx(mcnemar(won, lost))
 
 
 def test_p_of_a_large_difference_is_0_at_worst():
@@ -164,6 +148,10 @@ def test_a_script_gets_difference_interval_and_p_of_runs_or_draws():
     assert statistics.paired(won, lost, ["one"] * 34) == (pytest.approx(difference), None, 1)
 
 
+def test_mcnemars_p_as_worked_out_by_hand():
+    assert (mcnemar(2, 8), mcnemar(0, 6), mcnemar(19, 8)) == (0.109375, 0.03125, 7011398 / 2**27)
+
+
 def test_holms_correction_as_worked_out_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.7]) == [1, 1] and holm([]) == []
@@ -171,6 +159,7 @@ def test_holms_correction_as_worked_out_by_hand():
 
 @pytest.mark.parametrize("differing", [0.1, 0.2])
 def test_the_items_needed_find_the_difference_in_four_of_five_samples(differing):
+    assert items_needed(0.01) == items_needed(0.05)  # five points need five per cent that differ
     n = items_needed(differing)
     generator = np.random.default_rng(1)
     shares = (differing + 0.05) / 2, (differing - 0.05) / 2, 1 - differing
@@ -178,7 +167,3 @@ def test_the_items_needed_find_the_difference_in_four_of_five_samples(differing)
     for won, lost, _ in generator.multinomial(n, shares, size=1000).tolist():
         found.append(mcnemar(won, lost) < 0.05)
     assert np.mean(found) == pytest.approx(0.8, abs=0.04)
-
-
-def test_a_difference_of_five_points_needs_five_per_cent_that_differ():
-    assert items_needed(0.01) == items_needed(0.05)

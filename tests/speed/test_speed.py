@@ -10,8 +10,6 @@ from speed import decode, gpu
 from speed.shapes import SHAPES, random_model, spread_heads
 from tests.checkpoints import stand_in
 
-pytest.importorskip("transformers")
-
 TINY = "--shape tiny --prompt 40 --new 4 --rounds 1".split()
 
 
