@@ -66,8 +66,8 @@ class Texts:
 
 
 def sources_below(line, tokenizer, width):
-    """Text below an answer, without sources nothing: for each of its words, the words of the prompt
-    that the heads attended to most. Of many words it shows those with the largest shares.
+    """Text below an answer, if it has sources: for each of its words, the words of the prompt that
+    the heads attended to most. Of many words it shows those with the largest shares.
 
     line: an object of --json."""
     if "sources" not in line:
@@ -77,6 +77,7 @@ def sources_below(line, tokenizer, width):
     for word, positions in words(tokenizer, line["prompt_ids"]):
         word_of |= dict.fromkeys(positions, word)
     rows = []  # (the largest share, a line)
+    silent = 0  # words whose tokens have no sources
     for word, positions in words(tokenizer, ids):
         shares = Counter()
         tokens = [line["sources"][p] for p in positions if line["sources"][p]]
@@ -86,12 +87,20 @@ def sources_below(line, tokenizer, width):
                     shares[word_of[position]] += share / len(tokens)
         best = shares.most_common(SHOWN)
         if best:
-            sources = ", ".join(f"{source} {share:.0%}" for source, share in best)
-            rows.append((best[0][1], f"\n{'':{width}}  {word} ← {sources}"))
+            sources = [f"{source} {share:.0%}" for source, share in best]
+            if len(shares) > len(best):
+                sources.append(f"{len(shares) - len(best)} more")
+            rows.append((best[0][1], f"\n{'':{width}}  {word} ← {', '.join(sources)}"))
+        else:
+            silent += 1
     shown = nlargest(LINES, range(len(rows)), key=lambda i: rows[i][0])
     below = "".join(rows[i][1] for i in sorted(shown))
-    hidden = len(rows) - len(shown)
-    return below + (f"\n{'':{width}}  … and {hidden} more words" if hidden else "")
+    if len(rows) > len(shown):
+        below += f"\n{'':{width}}  … and {len(rows) - len(shown)} more words"
+    if silent:
+        why = "the heads attended to special tokens or blanks"
+        below += f"\n{'':{width}}  {silent} of {silent + len(rows)} words have no source: {why}"
+    return below
 
 
 def words(tokenizer, ids):

@@ -254,7 +254,7 @@ def test_an_alpha_that_stays_high_is_reported_with_its_remedy(call, base):
 
 def test_sources_stand_below_each_answer_word_by_word(call):
     _, out, _ = call(main, "--prompt-file", EXAMPLE, "--sources")
-    assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%\n"
+    assert out == " Dasholm.\n  Dasholm. ← Dasholm. 75%, is 8%, on 4%, 2 more\n"
 
 
 def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
@@ -264,6 +264,8 @@ def test_tokens_without_sources_do_not_count_in_the_shares_of_a_word():
     sources = [[]] * (len(ids) - 1) + [[(last, 1.0)]]
     line = dict(prompt_ids=prompt, ids=ids, stop="length", sources=sources)
     assert len(ids) > 1 and sources_below(line, tokenizer, 0) == "\n  Dasholm ← Dasholm 100%"
+    silent = "\n  1 of 1 words have no source: the heads attended to special tokens or blanks"
+    assert sources_below(line | {"sources": [[]] * len(ids)}, tokenizer, 0) == silent
 
 
 def test_of_many_words_the_most_telling_sources_are_shown_and_the_rest_counted(call, monkeypatch):
