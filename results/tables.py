@@ -59,7 +59,7 @@ def runs_of(path):
         if kind == "qa":
             rows = (header["known"] or {}).get("rows", "")
             kind = f"{'closed.' * bool(header['closed_book'])}{data.split('.', 1)[-1]}.{rows}"
-            kind = "turn." * ("<|im_start|>" in header["template"]) + kind
+            kind = "turn." * ("I have read it." in header["template"]) + kind
         found[kind, run.setup.file_name].append(run)
     return found
 
@@ -285,6 +285,32 @@ def random():
     return by_model([*labels, *(f"masked: {label}" for label in labels)], column)
 
 
+def drawn():
+    """The chosen heads, masked, and their rank among twenty draws from all heads but them."""
+
+    def column(model):
+        setup = run_of(model, "chosen", FALSE).with_settings(**MASKED).setup
+        runs = runs_of(f"memory/test/{model}")
+        others = stored.replace(setup, random_heads="others", measure=None)
+        draws = runs.get((FALSE, others.file_name))
+        if not draws:
+            return []
+        n, (ours, *theirs) = on_common_items([*runs[FALSE, setup.file_name], *draws])
+        ends = " / ".join(map(unsigned, np.quantile(theirs, [0, 0.5, 1])))
+        lower = f"{sum(x < ours for x in theirs)} of {len(theirs)}"
+        return [heading(model, n), unsigned(ours), ends, lower]
+
+    labels = "chosen heads", "draws: least / median / largest", "draws that leave less"
+    return by_model(labels, column)
+
+
+def on_common_items(runs):
+    """(their number, the share of the passage's answers of each run, in per cent)."""
+    common = set.intersection(*(set(run.items) for run in runs))
+    values = [[run.items[key][1]["passage"] for key in common] for run in runs]
+    return len(common), 100 * np.mean(values, 1)
+
+
 TESTS = (  # of the plan
     ("chosen", "greedy"),
     ("default", "greedy"),
@@ -345,16 +371,15 @@ PLANNED = (
 
 def fresh_runs(model, condition):
     """{method: run} of a condition; {} unless all of its methods have run."""
-    folder = "which/turn" if condition == "an earlier turn" else "which"
-    runs = runs_of(f"{folder}/{model}")
+    runs = runs_of("which/turn" if condition == "an earlier turn" else f"which/{model}")
     methods = COMPARED | {role: re.escape(setup) for role, setup in SETUPS[model].items()}
     found = {
         method: run
         for method in COMPARED
-        for (kind, setup), [run] in runs.items()
-        if kind == CONDITIONS[condition]
-        and re.fullmatch(methods[method], setup)
-        and len(run.lines) == run.header["n"]
+        for (kind, setup), of in runs.items()
+        if kind == CONDITIONS[condition] and re.fullmatch(methods[method], setup)
+        for run in of
+        if run.header["model"] == model and len(run.lines) == run.header["n"]
     }
     n = 4 if condition == "no passage" else len(COMPARED)
     return found if len(found) == n else {}
@@ -368,11 +393,12 @@ def cad():
         runs = runs_of(f"memory/choose/{model}")
         grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
         chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
-        setups = {"greedy", chosen, *grid}
-        shares = {x: [right(runs[kind, x], "") for kind in (FALSE, TRUE)] for x in setups}
+        setups = "greedy", chosen, *grid
+        found = [on_common_items([runs[kind, x][0] for x in setups]) for kind in (FALSE, TRUE)]
+        shares = dict(zip(setups, zip(*(of for _, of in found))))
         allowed = [x for x in grid if shares[x][1] >= shares["greedy"][1] - 2]
         best = max(allowed, key=lambda x: shares[x][0])
-        cells = [heading(model, len(runs[FALSE, "greedy"][0].lines))]
+        cells = [heading(model, found[0][0])]
         for setup in ("greedy", chosen, of_two, best):
             text = " / ".join(map(unsigned, shares[setup]))
             cells.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
@@ -381,24 +407,53 @@ def cad():
     return by_model(["greedy", "chosen", "CAD, of two", "CAD, of twelve"], column)
 
 
+def metric_of(condition):
+    return "memory" if condition == "no passage" else "passage"
+
+
 def right(runs, condition):
     """The share of right answers in all answers of runs, in per cent."""
-    metric = "memory" if condition == "no passage" else "passage"
+    metric = metric_of(condition)
     return 100 * np.mean([values[metric] for run in runs for values in run.values])
 
 
 def fresh():
     """Conflict, agreement, irrelevant: the shares of right answers by method and model."""
+    return fresh_shares([*CONDITIONS][:3])
 
+
+def fresh_more():
+    """The same of documents, no passage, an earlier turn."""
+    return fresh_shares([*CONDITIONS][4:])
+
+
+def fresh_shares(conditions):
     def column(model):
-        of = {x: runs for x in [*CONDITIONS][:3] if (runs := fresh_runs(model, x))}
-        cells = [heading(model, len(of["conflict"]["greedy"].lines))] if of else []
-        for method in COMPARED if of else ():
-            shares = (unsigned(right([runs[method]], x)) for x, runs in of.items())
+        of = {x: runs for x in conditions if (runs := fresh_runs(model, x))}
+        if not of:
+            return []
+        cells = [heading(model, len([*of.values()][0]["greedy"].lines))]
+        for method in COMPARED:
+            found = ((runs.get(method), x) for x, runs in of.items())
+            shares = (unsigned(right([run], x)) if run else "–" for run, x in found)
             cells.append(" / ".join(shares))
         return cells
 
     return by_model(COMPARED, column)
+
+
+def fresh_differences():
+    """Each method against greedy decoding, over the models of `which`."""
+    rows = [["", *[*COMPARED][1:6]]]
+    for condition in CONDITIONS:
+        of = [runs for model in MODELS if (runs := fresh_runs(model, condition))]
+        metric = metric_of(condition)
+        row = [condition]
+        for method in rows[0][1:]:
+            pairs = [(runs[method], runs["greedy"]) for runs in of if method in runs]
+            row.append(compare(pairs, metric)[0] if pairs else "")
+        rows.append(row)
+    return rows
 
 
 def fresh_listed():
@@ -441,8 +496,8 @@ def which():
 
 TABLES = {
     table.__name__: table
-    for table in (moved, costs, listed, where, random, planned, cad, fresh, fresh_listed)
-    + (fresh_tests, which)
+    for table in (moved, costs, listed, where, random, drawn, planned, cad, fresh, fresh_more)
+    + (fresh_listed, fresh_differences, fresh_tests, which)
 }
 
 
