@@ -52,7 +52,7 @@ def runs_of(path):
     closed.implied.false.known, memotrap."""
     found = defaultdict(list)
     for place in stored.run_files(ROOT / "results" / f"{path}.jsonl.xz"):
-        run = stored.read(place)
+        run = stored.read(place, texts="transfer" in path)  # XSum's `ended`
         header = run.header
         data = Path(header["data"][0]["file"]).stem
         kind = header["task"]
@@ -392,6 +392,8 @@ def cad():
     def column(model):
         runs = runs_of(f"memory/choose/{model}")
         grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
+        if len(grid) < 12:
+            return None
         chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
         setups = "greedy", chosen, *grid
         found = [on_common_items([runs[kind, x][0] for x in setups]) for kind in (FALSE, TRUE)]
@@ -528,7 +530,7 @@ def explored():
             ranking = "random heads" if setup.random_heads else setup.measure or "copy"
             label = "CAD" if setup.method == "cad" else ranking
             look = {"c": figures.COLOURS[COLOURS[label]], "label": label}
-            look |= {"marker": MARKERS[setup.alpha], "s": 8 + 2 * (setup.num_heads or 10)}
+            look |= {"marker": MARKERS.get(setup.alpha, "P"), "s": 8 + 2 * (setup.num_heads or 10)}
             if setup.method == "masked":
                 look |= {"marker": "x", "label": None}
             elif setup.method == "greedy":
@@ -543,7 +545,8 @@ def explored():
     note = (
         f"{len(runs)} runs; area: N; circle: α is the entropy, also capped or by gain; triangle, "
     )
-    note += "square, diamond: α = 0.5, 1, 2; cross: masked alone; in a ring: the chosen and CAD's"
+    note += "square, diamond: α = 0.5, 1, 2; plus: CAD's other α; cross: masked alone; "
+    note += "in a ring: the chosen and CAD's"
     size = dict(width=figures.WIDTH, heights=[2.4, 2.4], columns=2)
     return figures.figure_of(panels, draw, runs, note, **size)
 

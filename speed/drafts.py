@@ -39,7 +39,7 @@ RATIOS = {
 
 def parse(argv):
     p = options.make_parser()
-    p.set_defaults(draft=8)
+    p.set_defaults(draft=16)
     add = p.add_argument_group("drafts").add_argument
     add("--rounds", type=positive, default=3)
     add("--first", type=number(int, 1), default=None, metavar="N", help="prompts of the sample")
