@@ -51,7 +51,7 @@ def of_text(line):
 def test_values_of_stored_runs_are_those_of_a_second_computation(path):
     places = stored.run_files(RESULTS / path)
     for place in places:
-        run = stored.read(place)
+        run = stored.read(place, texts=True)
         assert len(run.lines) == len(run.values) > 0
         for line, values in zip(run.lines, run.values):
             expected = VALUES.get(run.task, lambda line: {})(line)
@@ -69,5 +69,5 @@ def test_tables_of_a_page_are_those_of_the_stored_runs(path):
     assert tables.filled(page) == page
 
 
-def test_the_figure_has_all_runs_that_chose():
-    assert "488 runs" in tables.explored().get_supxlabel()
+def test_the_figure_has_all_runs_of_explore():
+    assert "528 runs" in tables.explored().get_supxlabel()
