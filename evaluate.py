@@ -104,6 +104,8 @@ def sweep(how, wanted, lenient=False):
 
     ranks = Ranks(how.tp, how.device)
     checkpoint, tokenizer, of_amateur = models.read_models(how)
+    if lenient:
+        plan.say_size(how, checkpoint)
     fitting = fitting_runs(how, wanted, checkpoint, of_amateur, lenient)
     model, amateur = models.load_models(checkpoint, of_amateur, how, ranks.shard)
     runs = make_runs(how, fitting, model, amateur, ranks)

@@ -8,6 +8,7 @@ and the model is asked about it. It answers greedily. A head's score is the mean
 answer is right. measures.py says what a run measures; needles.py makes the prompts."""
 
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from functools import cache
@@ -22,6 +23,7 @@ from runtime.progress import Bar
 
 SUCCESS = 0.5  # an answer is right if its recall is larger
 EARLY = 20  # after so many runs, print how many answers are right
+LONG = 0.25  # hours that are announced after the first runs
 REMEDY = "choose another --out, or delete it"
 
 
@@ -40,6 +42,9 @@ def run_all(model, prompts, facts, path, run, min_success):
     rank, size = model.shard.rank, facts["batch_size"]
     records = model.shard.broadcast(None if rank else stored_runs(path, facts, prompts))
     counts = dict(total=len(prompts), initial=len(records), unit="run")
+    lengths = [len(ids) for ids, _ in prompts]
+    start = time.monotonic()
+    first = len(records)
     with Bar(**counts, disable=rank > 0) as bar:
         for i in range(len(records), len(prompts), size):
             if i - size < EARLY <= i:
@@ -51,6 +56,12 @@ def run_all(model, prompts, facts, path, run, min_success):
                 files.append(path, batch)
             records += batch
             bar.add(len(batch))
+            if i == first:
+                seconds = (time.monotonic() - start) / sum(lengths[first : len(records)])
+                hours = seconds * sum(lengths[len(records) :]) / 3600
+                if hours >= LONG:
+                    text = f"about {hours:.1f} hours are left; --runs N makes fewer runs"
+                    bar.write(text, file=sys.stderr)
     return records
 
 

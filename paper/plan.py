@@ -11,7 +11,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 from decoders.setup import METHODS, OPTIONS, Setup
-from heads import head_file
+from heads.reader import head_file, read_scores
 from paper.benchmark import in_batches, load_benchmark
 from paper.printed import NAMES, cells, headline, table
 from paper.report.stored import ITI
@@ -154,7 +154,8 @@ def show(runs, how):
     by_task = defaultdict(list)
     for run in runs:
         by_task[run.task].append(run)
-    items, tokens, missing = {}, {}, {}
+    say_size(how, model)
+    items, tokens, missing, fetched = {}, {}, {}, {}
     for task in by_task:
         items[task] = min(task.n, how.limit or how.sample or task.n)
         missing[task] = metrics.problems(task)
@@ -170,9 +171,10 @@ def show(runs, how):
             if model:
                 tokens[task] = prompt_tokens(bench.encoded, how.batch_size)
         if problem:
-            get = f"python evaluate.py fetch {how.data} --task {task.name}"
-            missing[task].insert(0, f"{problem}: {get}")
+            fetched[task] = str(problem)
     if how.json:
+        for task, problem in fetched.items():
+            missing[task].insert(0, f"{problem}: {fetch_command(how, [task])}")
         for run in runs:
             lacks = missing[run.task] + missing_heads(run, how)
             print(json.dumps(json_of(run, items[run.task], lacks), ensure_ascii=False))
@@ -181,8 +183,25 @@ def show(runs, how):
     for number, run in enumerate(runs, 1):
         print(f"{number:4}  {line_of(run)}")
     print_tasks(by_task, items, tokens, how.batch_size)
-    lacks = [text for run in runs for text in missing[run.task] + missing_heads(run, how)]
+    lacks = [*fetched.values(), *([fetch_command(how, fetched)] if fetched else [])]
+    lacks += [text for run in runs for text in missing[run.task] + missing_heads(run, how)]
     print("Missing:" if lacks else "Nothing is missing.", *dict.fromkeys(lacks), sep="\n  ")
+
+
+def fetch_command(how, tasks):
+    return f"python evaluate.py fetch {how.data} --task {','.join(task.name for task in tasks)}"
+
+
+def say_size(how, model):
+    """Print if N is that of a model of another size. model: `cli.models.Facts`, or None."""
+    like = how.like and head_file(how.like)
+    theirs = len(read_scores(like)) if like else 0
+    ours = model.config.n_layers * model.config.n_heads if model else 0
+    if theirs and ours and theirs != ours:
+        print(
+            f"N is the paper's for the {theirs:,} heads of {how.like}; {model.name} has {ours:,}",
+            file=sys.stderr,
+        )
 
 
 def missing_heads(run, how):

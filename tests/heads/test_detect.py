@@ -464,9 +464,11 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
 
 
 def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answers_are_counted(
-    done, tmp_path
+    done, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(detect, "LONG", 0)
     _, err = done(program.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
+    assert err.count("about 0.0 hours are left; --runs N makes fewer runs\n") == 1
     assert re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == ["20"]
     facts = json.loads((tmp_path / "h.json").read_text())["facts"]
     shipped = json.loads((FOLDER / "scores" / "miniature.json").read_text())["facts"]

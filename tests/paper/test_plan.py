@@ -105,7 +105,10 @@ def test_the_plan_says_what_is_missing_and_the_command_that_gets_it(
         f"no head scores of {chat_model.name}: python -m heads.detect --model {chat_model} "
         f"--out heads/scores/{chat_model.name}.json",
     ]
-    assert re.findall(r"(?m)^nq-swap +(\d+) +(\d+) ", paper(*options)[0]) == [("7", "40")]
+    out, err = paper(*options)
+    assert re.findall(r"(?m)^nq-swap +(\d+) +(\d+) ", out) == [("7", "40")]
+    assert out.count("python evaluate.py fetch") == 1 and f"fetch {folder} --task " in out
+    assert f"N is the paper's for the 1,024 heads of {BASE}; {chat_model.name} has 12\n" in err
 
 
 def test_runs_have_the_settings_of_the_published_ones(paper, monkeypatch):
