@@ -61,6 +61,14 @@ def model(request, tmp_path_factory):
     return tiny(tmp_path_factory.mktemp("m"), request.param)
 
 
+@pytest.fixture(params=["own", "transformers"])
+def engine(request):
+    """The class of models: ours, or that of transformers."""
+    if request.param == "own":
+        return Transformer
+    return pytest.importorskip("hf").HFModel
+
+
 @pytest.fixture
 def moves(monkeypatch):
     """By how much bars have moved, each time."""

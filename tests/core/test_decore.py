@@ -196,7 +196,6 @@ def test_ids_that_may_not_end_a_text_keep_their_probability_in_the_step(llama):
 
 
 @pytest.mark.parametrize("name", [*METHODS, "cd"])
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(
     llama, amateur, tmp_path, engine, name
 ):
@@ -226,7 +225,6 @@ DRAFTING = [name for name, method in METHODS.items() if getattr(method, "shares_
 
 
 @pytest.mark.parametrize("name", [*DRAFTING, "cd", "lite"])
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypatch, engine, name):
     model = engine.load(llama.checkpoint.folder)
     steps = []
@@ -473,7 +471,6 @@ def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
         assert first.ids == together[0][0].ids
 
 
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_a_method_whose_amateur_reads_less_ends_its_own_texts_only(llama, tmp_path, engine):
     short = engine.load(write_checkpoint(tmp_path, "llama3", max_position_embeddings=20))
     methods = [Greedy(), DeCoRe([(0, 1)], amateur=short)]

@@ -21,8 +21,6 @@ from cli.options import MINIATURE
 from decore import DeCoRe, generate
 from heads import FOLDER, ablation, detect, load_heads, measures, needles, words
 from heads.sources import find_sources
-from hf import HFModel
-from model import Transformer
 from tests.checkpoints import (
     assert_close,
     random_ids,
@@ -101,7 +99,6 @@ def score_run(model, prompt, needle, max_new_tokens, eos_ids=(), published=False
     return measures.head_scores(answer, prompt, needle, published), answer.ids
 
 
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("family", ["llama3-iti", "mistral-window", "qwen2", "qwen3"])
 def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_that_generates_it(
     tmp_path, engine, family
@@ -128,7 +125,6 @@ def test_a_run_scores_heads_by_the_definitions_and_pairs_a_token_with_the_step_t
         assert_close(answer[1:], alone[1:], 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("family", ["llama3-iti", "mistral-window", "qwen2", "qwen3"])
 @torch.no_grad()
 def test_writes_of_all_heads_and_the_rest_of_the_stream_are_the_logit_before_the_norm(

@@ -84,7 +84,6 @@ def test_effects_are_the_finite_differences_of_the_head_mask(tmp_path, family):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("kind", [pack.Packed, pack.Filled, pack.Blocked])
 def test_packed_layers_have_the_gradients_of_plain_ones(tmp_path, monkeypatch, engine, kind):
     write_checkpoint(tmp_path, "qwen2")  # biases, and an embedding that is the head too
@@ -101,7 +100,6 @@ def test_packed_layers_have_the_gradients_of_plain_ones(tmp_path, monkeypatch, e
         assert abs(found.norm() / expected.norm() - 1) < (1e-5 if least > 0.99 else 0.1)
 
 
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_effects_are_each_prompt_s_own_in_inference_mode_too_and_leave_the_cache(tmp_path, engine):
     write_checkpoint(tmp_path, "mistral-window")
     with torch.inference_mode():  # everything that is made here is an inference tensor

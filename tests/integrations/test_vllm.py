@@ -64,7 +64,7 @@ driver = types.SimpleNamespace(is_active=lambda: True)
 triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
 from tests.integrations import test_vllm
 prompts = json.load(open("tokens.json"))["prompts"]
-with test_vllm.start("llama3") as llm:
+with test_vllm.start(".") as llm:
     assert llm.llm_engine.vllm_config.use_v2_model_runner
     tokens = test_vllm.decode(llm, prompts, prompts)
 json.dump(tokens, open("v2.json", "w"))
@@ -74,15 +74,15 @@ json.dump(tokens, open("v2.json", "w"))
 def refused(folder, words, **options):
     """The engine does not start, and says why in one line."""
     one_line = rf"\A.*{words}.*\Z"
-    with pytest.raises(ValueError, match=one_line), start(folder / "llama3", **options):
+    with pytest.raises(ValueError, match=one_line), start(folder, **options):
         pass
 
 
 @contextmanager
-def start(folder, on=True, settings=None, **options):
+def start(folder, family="llama3", on=True, settings=None, **options):
     settings = {"decore": {"heads": HEADS} | (settings or {})} if on else {}
     options = OPTIONS | IN_PROCESS | options
-    llm = LLM(str(folder), additional_config=settings, **options)
+    llm = LLM(f"{folder}/{family}", additional_config=settings, **options)
     yield llm
     del llm
     gc.collect()
@@ -128,7 +128,7 @@ def ours(folder):
 def test_engines_choose_our_tokens_and_plain_requests_greedy_ones(folder, ours, method):
     prompts = ours["prompts"]
     options = dict(settings=METHODS[method], max_num_batched_tokens=48)  # prompts in chunks
-    with start(folder / "llama3", **options) as llm:
+    with start(folder, **options) as llm:
         assert decode(llm, prompts, prompts) == ours[method] + ours["greedy"]
 
 
@@ -145,14 +145,14 @@ def test_requests_choose_method_alpha_and_heads_side_by_side(folder, ours):
             inputs.append(dict(prompt_token_ids=prompt))
             params.append(SamplingParams(**GREEDY, extra_args=change))
             expected.append(ours[name][i])
-    with start(folder / "llama3", settings=METHODS["static"], max_num_batched_tokens=48) as llm:
+    with start(folder, settings=METHODS["static"], max_num_batched_tokens=48) as llm:
         out = llm.generate(inputs, params, use_tqdm=False)
     assert [list(o.outputs[0].token_ids) for o in out] == expected
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "qwen3", "qwen3_moe"])
 def test_families_choose_our_tokens(folder, ours, family):
-    with start(folder / family) as llm:
+    with start(folder, family) as llm:
         assert decode(llm, ours["prompts"]) == ours[family]
 
 
@@ -162,19 +162,19 @@ def test_a_trained_model_writes_our_tokens_with_the_heads_of_its_name(ours):
     prompts, tokens, greedy = ours["trained"]
     assert tokens != greedy
     options = dict(settings=dict(heads=None), kv_cache_memory_bytes=1 << 28)
-    with start(os.environ["DECORE_WEIGHTS"], **options) as llm:
+    with start(os.environ["DECORE_WEIGHTS"], "", **options) as llm:
         assert decode(llm, prompts, prompts) == tokens + greedy
 
 
 def test_preempted_requests_choose_our_tokens(folder, ours):
-    with start(folder / "llama3", num_gpu_blocks_override=10) as llm:
+    with start(folder, num_gpu_blocks_override=10) as llm:
         assert decode(llm, ours["prompts"]) == ours["entropy"]
         assert metric(llm, "num_preemptions") > 0
 
 
 def test_cached_prefixes_hold_keys_of_the_same_masking(folder, ours):
     prompts = ours["prompts"]
-    with start(folder / "llama3", enable_prefix_caching=True) as llm:
+    with start(folder, enable_prefix_caching=True) as llm:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         for prompt, score in zip(prompts[2:], ours["scores"], strict=True):
             [out] = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)
@@ -232,7 +232,7 @@ def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch)
         passes.append(len(input_ids))
         return forward(self, input_ids, *args, **kw)
 
-    with start(folder / "llama3", enable_prefix_caching=False) as llm:
+    with start(folder, enable_prefix_caching=False) as llm:
         monkeypatch.setattr(LlamaForCausalLM, "forward", spy)
         prompt = ours["prompts"][-1]
         decode(llm, [prompt])
@@ -245,12 +245,12 @@ def test_prompts_are_read_once_and_plain_requests_too(folder, ours, monkeypatch)
 def test_plain_requests_have_the_logits_of_stock_vllm_and_half_its_cache(folder, ours):
     prompts = ours["prompts"]
     penalty = dict(repetition_penalty=1.7)  # depends on the sign of logits
-    with start(folder / "llama3", on=False) as llm:
+    with start(folder, on=False) as llm:
         stock = decode(llm, prompts, **penalty)
         blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     del llm
     assert stock != ours["greedy"]
-    with start(folder / "llama3") as llm:
+    with start(folder) as llm:
         # Eight requests run at once: four with DeCoRe, and the first four without.
         assert decode(llm, prompts[4:], prompts, **penalty)[4:] == stock
         assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == blocks // 2
@@ -259,7 +259,7 @@ def test_plain_requests_have_the_logits_of_stock_vllm_and_half_its_cache(folder,
 def test_drafts_of_n_grams_do_not_change_tokens(folder, ours, monkeypatch):
     """In a process of its own: vLLM cannot start another engine after this one."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with start(folder / "llama3", speculative_config=DRAFTS) as llm:
+    with start(folder, speculative_config=DRAFTS) as llm:
         assert decode(llm, ours["prompts"]) == ours["entropy"]
         assert metric(llm, "spec_decode_num_drafts") > 0
 
@@ -319,7 +319,7 @@ def test_an_alpha_of_zero_is_stock_vllm_under_every_penalty(folder, ours):
     penalties = dict(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3)
     penalties |= dict(min_tokens=3, logit_bias={5: 2.0})
     settings = dict(method="decore-static", alpha=0.0)
-    with start(folder / "llama3", settings=settings) as llm:
+    with start(folder, settings=settings) as llm:
         prompts = ours["prompts"][:4]
         tokens = decode(llm, prompts, prompts, **penalties)
         assert tokens[:4] == tokens[4:]
@@ -327,7 +327,7 @@ def test_an_alpha_of_zero_is_stock_vllm_under_every_penalty(folder, ours):
 
 def test_a_request_for_decore_is_refused_by_an_engine_without_it(folder):
     prompt = dict(prompt_token_ids=[1])
-    with start(folder / "llama3", on=False) as llm:
+    with start(folder, on=False) as llm:
         for given in {"decore": 1}, {"decore_alpha_cap": 1}, {"decore_heads": [[0, 1]]}:
             params = SamplingParams(extra_args=given | {"other": 1}, detokenize=False)
             with pytest.raises(VLLMValidationError, match=f"without it: {[*given][0]} has no"):
@@ -364,7 +364,7 @@ def test_the_plugins_tensors_survive_a_sleep_of_level_2(folder, ours, monkeypatc
         worker.reload_weights()
 
     prompt = ours["prompts"][-1]
-    with start(folder / "llama3", enable_prefix_caching=False) as llm:
+    with start(folder, enable_prefix_caching=False) as llm:
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
         for _ in range(2):
             assert decode(llm, [prompt]) == ours["entropy"][-1:]
@@ -443,7 +443,7 @@ def test_each_setting_that_would_give_other_tokens_is_refused_by_name():
 
 def test_requests_whose_prompts_grow_are_refused(folder):
     prompt = dict(prompt_token_ids=[1])
-    with start(folder / "llama3") as llm:
+    with start(folder) as llm:
         process = llm.llm_engine.input_processor.process_inputs
         with pytest.raises(VLLMValidationError, match="streamed inputs"):
             process("name", prompt, SamplingParams(), llm.supported_tasks, resumable=True)
@@ -457,11 +457,11 @@ def test_requests_whose_prompts_grow_are_refused(folder):
 def test_caches_of_eight_bits_hold_the_masked_model_as_well_as_the_base(folder, ours, monkeypatch):
     """Without masked heads, the masked model is the base model."""
     prompts = ours["prompts"]
-    with start(folder / "llama3", on=False, kv_cache_dtype="fp8") as llm:
+    with start(folder, on=False, kv_cache_dtype="fp8") as llm:
         stock = decode(llm, prompts)
     del llm
     monkeypatch.setattr(decore_vllm, "choose_heads", lambda *_: [])
-    with start(folder / "llama3", settings=dict(method="masked"), kv_cache_dtype="fp8") as llm:
+    with start(folder, settings=dict(method="masked"), kv_cache_dtype="fp8") as llm:
         assert decode(llm, prompts, prompts) == stock + stock
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from decore import DeCoRe, generate
 from hf import HFModel
-from model import Linear, Transformer
+from model import Linear
 from runtime import pack
 from runtime.pack import Blocked, Filled, Packed
 from tests.checkpoints import random_ids, write_checkpoint
@@ -19,7 +19,6 @@ needs_onednn = pytest.mark.skipif(
 
 @needs_onednn
 @pytest.mark.parametrize("kind", [Packed, Filled, Blocked])
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("family", ["llama3", "llama3-iti", "qwen2"])
 def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, family)

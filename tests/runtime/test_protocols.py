@@ -2,14 +2,11 @@
 
 from inspect import isfunction, signature
 
-import pytest
 import torch
 
 from decoders.baselines import AD, CD, DoLa
 from decoders.sweep import SideBySide
 from decore import DeCoRe, Greedy
-from hf import HFModel
-from model import Transformer
 from runtime.protocols import Decoding, Method, Model
 
 
@@ -24,7 +21,6 @@ def check(thing, protocol):
             assert parameters[: len(expected)] == expected, name
 
 
-@pytest.mark.parametrize("engine", [Transformer, HFModel])
 def test_both_engines_methods_and_decodings_have_the_members_of_their_protocols(llama, engine):
     model = engine.load(llama.checkpoint.folder)
     check(model, Model)
