@@ -108,6 +108,10 @@ def assert_close(tensor, expected, atol=1e-5, rtol=0):
     torch.testing.assert_close(tensor, expected, atol=atol, rtol=rtol)
 
 
+def ids_of(generations):
+    return [g.ids for g in generations]
+
+
 def tiny(folder, family="llama3", **changes):
     """Our engine with a checkpoint that is written first."""
     return Transformer.load(write_checkpoint(folder, family, **changes))

@@ -19,7 +19,7 @@ from hf import HFModel
 from model import Cache, Transformer
 from runtime.drafts import PARTS, Text
 from runtime.values import MASKS
-from tests.checkpoints import random_ids, tiny, write_checkpoint
+from tests.checkpoints import ids_of, random_ids, tiny, write_checkpoint
 from tests.families import random_model
 from tests.tables import rows
 
@@ -41,10 +41,11 @@ def contrast(base, masked, method):
     """Scores, α and entropy of Eq. 7 and 8 from two rows of logits."""
     alone = type(method) is Masked
     base, masked = log_softmax(masked if alone else base), log_softmax(masked)
-    h = -(np.exp(base) * base).sum()
+    h, h_masked = (-(np.exp(log_p) * log_p).sum() for log_p in (base, masked))
     alpha = 0
     if isinstance(method, DeCoRe):
-        alpha = h / (np.log(len(base)) if method.scale_alpha else 1)
+        alpha = h_masked - h if method.alpha_rule == "gain" else h
+        alpha /= np.log(len(base)) if method.scale_alpha else 1
         alpha = alpha if method.alpha is None else method.alpha
         alpha = min(alpha, math.inf if method.alpha_cap is None else method.alpha_cap)
     return (1 + alpha) * base - alpha * masked, alpha, h
@@ -72,6 +73,9 @@ CASES = [
     DeCoRe(HEADS, alpha_cap=0.97, scale_alpha=True),
     DeCoRe([(1, 1)], amateur=...),
     DeCoRe([(0, 1), (1, 0)], mask_prompt=True, amateur=...),
+    *(DeCoRe(HEADS, mask, alpha_rule="gain") for mask in MASKS),
+    DeCoRe(HEADS, alpha_rule="gain", alpha_cap=0.01),
+    DeCoRe([(0, 1), (1, 0)], alpha_rule="gain", scale_alpha=True, amateur=...),
 ]
 
 
@@ -102,7 +106,7 @@ def test_the_plain_loop_gives_the_tokens_and_alphas_of_generate(model, prompts):
     steps = zip(*decore(model, prompts, HEADS, NEW))
     tokens, alphas = (torch.cat(x, 1).tolist() for x in steps)
     out = generate(model, prompts, DeCoRe(HEADS), max_new_tokens=NEW)
-    assert tokens == [g.ids for g in out] and alphas == [g.alphas for g in out]
+    assert tokens == ids_of(out) and alphas == [g.alphas for g in out]
 
 
 FORMS = [
@@ -139,11 +143,11 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
     end = free[1].ids[2]
     expected = [g.ids[: g.ids.index(end) + 1] if end in g.ids else g.ids for g in free]
     model = tiny(tmp_path, eos_token_id=[end])
-    assert [g.ids for g in generate(model, PROMPTS, **how)] == expected
+    assert ids_of(generate(model, PROMPTS, **how)) == expected
     assert generate(model, PROMPTS, eos_ids=(), **how) == free
     for form in (end, [end, end], {end}, torch.tensor(end)):
         out = generate(llama, PROMPTS, eos_ids=form, **how)
-        assert [g.ids for g in out] == expected
+        assert ids_of(out) == expected
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
 
 
@@ -216,7 +220,7 @@ def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_give
             ids.append(process(torch.tensor([ids]), scores).argmax().item())
         expected.append(ids[len(prompt) :])
     out = generate(model, PROMPTS, eos_ids=ends, min_new_tokens=4, **how)
-    assert [g.ids for g in out] == expected and min(map(len, expected)) > 4
+    assert ids_of(out) == expected and min(map(len, expected)) > 4
     early = generate(model, PROMPTS, eos_ids=ends, **how)
     assert [len(g.ids) for g in early] == [1] * len(PROMPTS)
 
@@ -418,7 +422,7 @@ def test_a_method_with_a_start_of_its_own_shares_no_passes_and_no_other_is_greed
 
     assert not isinstance(DeCoRe(HEADS), Greedy)
     own, _ = side_by_side(llama, PROMPTS, [Starts(HEADS), DeCoRe(HEADS)], max_new_tokens=NEW)
-    assert [g.ids for g in own] == [g.ids for g in generate(llama, PROMPTS, Greedy(), NEW)]
+    assert ids_of(own) == ids_of(generate(llama, PROMPTS, Greedy(), NEW))
     with pytest.raises(ValueError, match="Starts is not"):
         generate(llama, PROMPTS[0], Starts(HEADS), draft=4)
 
@@ -464,7 +468,7 @@ def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
         together = side_by_side(model, PROMPTS, methods, max_new_tokens=NEW)
         for method, out in zip(methods, together, strict=True):
             alone = generate(model, PROMPTS, method, max_new_tokens=NEW)
-            assert [g.ids for g in out] == [g.ids for g in alone], method
+            assert ids_of(out) == ids_of(alone), method
             for g, one in zip(out, alone):
                 assert g.alphas == pytest.approx(one.alphas, abs=1e-5)
         [first] = side_by_side(model, PROMPTS[0], methods[:1], max_new_tokens=NEW)  # of one prompt
@@ -478,7 +482,7 @@ def test_a_method_whose_amateur_reads_less_ends_its_own_texts_only(llama, tmp_pa
     how = dict(max_new_tokens=30, eos_ids=())
     long, cut = side_by_side(llama, prompts, methods, **how)
     assert [len(g.ids) for g in long] == [30, 30] and [len(g.ids) for g in cut] == [2, 15]
-    assert [g.ids for g in cut] == [g.ids for g in generate(llama, prompts, methods[1], **how)]
+    assert ids_of(cut) == ids_of(generate(llama, prompts, methods[1], **how))
 
 
 def test_an_amateur_with_less_padding_decodes_beside_others(tmp_path):
@@ -489,5 +493,5 @@ def test_an_amateur_with_less_padding_decodes_beside_others(tmp_path):
     how = dict(max_new_tokens=NEW, eos_ids=[299], min_new_tokens=2)
     for method, out in zip(methods, side_by_side(model, PROMPTS, methods, **how), strict=True):
         alone = generate(model, PROMPTS, method, **how)
-        assert [g.ids for g in out] == [g.ids for g in alone]
+        assert ids_of(out) == ids_of(alone)
         assert out[0].alphas == pytest.approx(alone[0].alphas, abs=1e-5)

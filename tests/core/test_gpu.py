@@ -13,7 +13,7 @@ from heads import measures
 from heads.measures import effects
 from hf import HFModel
 from model import Cache, Transformer
-from tests.checkpoints import FAMILIES, assert_close, random_ids, write_checkpoint
+from tests.checkpoints import FAMILIES, assert_close, ids_of, random_ids, write_checkpoint
 from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, method_of
 
 pytestmark = [
@@ -42,7 +42,7 @@ def test_logits_and_tokens_on_cuda_are_those_of_the_cpu(folder, graph):
     for method in Greedy(), DeCoRe(HEADS), DeCoRe(HEADS, mask="query", alpha=0.5):
         expected = generate(cpu, PROMPTS, method, max_new_tokens=20)
         results = generate(cuda, PROMPTS, method, max_new_tokens=20, graph=graph)
-        assert [g.ids for g in results] == [g.ids for g in expected], method
+        assert ids_of(results) == ids_of(expected), method
 
 
 def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
@@ -53,7 +53,7 @@ def test_a_recorded_step_decodes_the_same_tokens(tmp_path):
     for case in CASES:
         how = dict(method=method_of(case, amateur), max_new_tokens=20)
         plain, graph = (generate(model, PROMPTS, graph=graph, **how) for graph in (False, True))
-        assert [g.ids for g in graph] == [g.ids for g in plain], case
+        assert ids_of(graph) == ids_of(plain), case
 
 
 def test_detection_scores_the_heads_as_the_cpu_does(folder):

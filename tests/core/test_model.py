@@ -21,6 +21,7 @@ from tests.checkpoints import (
     write_checkpoint,
 )
 from tests.golden.make import FOLDER, PROMPTS
+from tests.tables import rows
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 ATOL = 1e-5  # float32: sums in another order; logits are of the order of 2
@@ -183,20 +184,20 @@ def test_shards_hold_the_same_model_and_a_missing_one_is_named(tmp_path):
         Transformer.load(folder)
 
 
-@pytest.mark.parametrize(
-    "name, value, words",
-    [
-        ("norm.weight", None, r"missing \['model.norm.weight'\], unused \[\]"),
-        ("norm.bias", [0.0] * 32, r"missing \[\], unused \['model.norm.bias'\]"),
-        ("norm.weight", [0.0] * 31, r"model.norm.weight is F32 \[31\]; .* BF16 \[32\]"),
-        ("norm.weight", [0.0] * 31 + [math.nan], "model.norm.weight is not finite"),
-        ("norm.weight", [math.inf] + [0.0] * 31, "model.norm.weight is not finite"),
-    ],
-)
-def test_weights_are_strict_both_ways(name, value, words, tmp_path):
+STRICT = r"""
+norm.weight | [] | missing \['model.norm.weight'\], unused \[\]
+norm.bias | [0.0] * 32 | missing \[\], unused \['model.norm.bias'\]
+norm.weight | [0.0] * 31 | model.norm.weight is F32 \[31\]; .* BF16 \[32\]
+norm.weight | [0.0] * 31 + [math.nan] | model.norm.weight is not finite
+norm.weight | [math.inf] + [0.0] * 31 | model.norm.weight is not finite
+"""
+
+
+@pytest.mark.parametrize("name, values, words", rows(STRICT))
+def test_weights_are_strict_both_ways(name, values, words, tmp_path):
     weights = random_weights(FAMILIES["llama3"])
     weights.pop(f"model.{name}", None)
-    if value:
-        weights[f"model.{name}"] = torch.tensor(value)
+    if values != "[]":
+        weights[f"model.{name}"] = torch.tensor(eval(values, dict(math=math)))
     with pytest.raises(ValueError, match=words):
         tiny(tmp_path, weights=weights)

@@ -9,26 +9,16 @@ import pytest
 
 from decoders.setup import CHOOSING, METHODS, OPTIONS, SETTINGS, SOURCES, Method, Setup, settings_of
 from paper.runfile import packed_paths, read_run
+from tests.tables import facts
 
 STORED = sorted(Path(__file__).parents[2].glob("results/*/*.jsonl.xz"))
-VALUES = {  # two that are not the default
-    "num_heads": (3, 10),
-    "measure": ("write", "mass"),
-    "random_heads": ("uniform", "others", "published"),
-    "seed": (1, 2),
-    "alpha": (0.1234567, 0.1234568),
-    "alpha_cap": (0.5, 0.1),
-    "scale_alpha": (True,),
-    "alpha_rule": ("gain",),
-    "mask": ("query",),
-    "mask_prompt": (True,),
-    "amateur": ("a/b", "a/c"),
-    "relative_top": (0.0, 0.3),
-    "info_layer": (3, 4),
-    "renormalise": (False,),
-    "dola_layers": ("capped", "halves"),
-    "repetition_penalty": (1.05, 1.1),
-}
+# Two of each that are not the default.
+VALUES = facts("""
+num_heads=[3,10] measure=["write","mass"] random_heads=["uniform","others","published"] seed=[1,2]
+alpha=[0.1234567,0.1234568] alpha_cap=[0.5,0.1] scale_alpha=[true] alpha_rule=["gain"]
+mask=["query"] mask_prompt=[true] amateur=["a/b","a/c"] relative_top=[0.0,0.3] info_layer=[3,4]
+renormalise=[false] dola_layers=["capped","halves"] repetition_penalty=[1.05,1.1]
+""")
 
 
 def setups_of(method, choice):

@@ -31,7 +31,7 @@ from model import Transformer
 from runtime import pack, ranks
 from runtime.values import MASKS
 from tests import checkpoints, families
-from tests.checkpoints import assert_close, random_ids, random_weights, write_checkpoint
+from tests.checkpoints import assert_close, ids_of, random_ids, random_weights, write_checkpoint
 from tests.families import FAMILIES, NO_QUERY, random_model, without_heads
 from tests.tables import rows
 
@@ -63,7 +63,7 @@ def engines(request, tmp_path_factory):
 
 
 def assert_equal(ours, theirs):
-    assert [g.ids for g in ours] == [g.ids for g in theirs]
+    assert ids_of(ours) == ids_of(theirs)
     for g, h in zip(ours, theirs):
         assert g.alphas == pytest.approx(h.alphas, abs=1e-4)
         assert g.entropies == pytest.approx(h.entropies, abs=1e-4)

@@ -9,7 +9,7 @@ from decore import DeCoRe, Greedy, generate
 from hf import HFModel
 from hf.positions import position_problem
 from integrations.custom_generate import generate as custom_generate
-from tests.checkpoints import assert_close, random_ids
+from tests.checkpoints import assert_close, ids_of, random_ids
 from tests.families import EXPERTS, random_model
 from tests.tables import facts, rows
 
@@ -57,12 +57,12 @@ def test_texts_on_one_side_of_the_limit_decode_as_each_alone(family, prompts):
     for p in prompts:
         text = hf.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **GREEDY)
         alone.append(text[0, len(p) :].tolist())
-    assert [g.ids for g in generate(model, prompts, Greedy(), **N)] == alone
+    assert ids_of(generate(model, prompts, Greedy(), **N)) == alone
     out = decode_inside(hf, prompts, method="decore-static", alpha=0.0)
     assert out.sequences[:, len(prompts[0]) :].tolist() == alone
     expected = generate(model, prompts, DeCoRe(HEADS), **N)
     out = decode_inside(hf, prompts)
-    assert out.sequences[:, len(prompts[0]) :].tolist() == [g.ids for g in expected]
+    assert out.sequences[:, len(prompts[0]) :].tolist() == ids_of(expected)
     alphas = torch.tensor([g.alphas for g in expected])
     assert_close(out.alphas, alphas, 1e-4)
     answer = BELOW[1]

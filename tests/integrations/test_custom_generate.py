@@ -18,7 +18,7 @@ from hf import HFModel
 from model import Transformer
 from runtime.values import MASKS
 from tests import families
-from tests.checkpoints import assert_close
+from tests.checkpoints import assert_close, ids_of
 from tests.families import random_model
 from tests.tables import facts, rows
 
@@ -69,7 +69,7 @@ def test_a_padded_batch_gives_the_numbers_of_hf_model(family):
     for more, method in cases:
         expected = decore.generate(reference, PROMPTS, method, max_new_tokens=5, eos_ids=())
         out = generate(model, PROMPTS, max_new_tokens=5, return_dict_in_generate=True, **more)
-        assert out.sequences[:, len(PROMPTS[0]) :].tolist() == [g.ids for g in expected]
+        assert out.sequences[:, len(PROMPTS[0]) :].tolist() == ids_of(expected)
         for name in "alphas", "entropies":
             values = torch.tensor([getattr(g, name) for g in expected])
             assert_close(getattr(out, name), values, 1e-4)
@@ -128,7 +128,7 @@ def test_tokens_with_logits_of_minus_infinity_are_left_out():
     reference = HFModel(model)
     for settings, method in CASES[:5]:
         expected = decore.generate(reference, PROMPTS, method, max_new_tokens=8, eos_ids=())
-        assert new_tokens(model, PROMPTS, **settings) == [g.ids for g in expected]
+        assert new_tokens(model, PROMPTS, **settings) == ids_of(expected)
 
 
 def test_a_configuration_without_a_cache_decodes_with_one(llama):

@@ -9,7 +9,7 @@ from hf import HFModel
 from model import Linear
 from runtime import pack
 from runtime.pack import Blocked, Filled, Packed
-from tests.checkpoints import random_ids, write_checkpoint
+from tests.checkpoints import ids_of, random_ids, write_checkpoint
 from tests.tables import rows
 
 needs_onednn = pytest.mark.skipif(
@@ -37,7 +37,7 @@ def test_a_packed_model_chooses_the_same_tokens(family, engine, kind, tmp_path, 
     ]
     prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
     method = DeCoRe([(1, 0), (2, 2)])
-    ids, expected = ([g.ids for g in generate(m, prompts, method, 12)] for m in (packed, plain))
+    ids, expected = (ids_of(generate(m, prompts, method, 12)) for m in (packed, plain))
     assert ids == expected
 
 

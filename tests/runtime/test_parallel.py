@@ -26,7 +26,14 @@ from runtime.checkpoint import Checkpoint
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device
 from runtime.ranks import TORCHRUN
 from runtime.weights import named_tensors
-from tests.checkpoints import FAMILIES, random_ids, write_checkpoint, write_heads, write_tokenizer
+from tests.checkpoints import (
+    FAMILIES,
+    ids_of,
+    random_ids,
+    write_checkpoint,
+    write_heads,
+    write_tokenizer,
+)
 from tests.core.test_gpu_on_cpu import (
     CASES,
     HEADS,
@@ -64,7 +71,7 @@ def results(folder, name, shard=None, cases=("decore-entropy",)):
     }
     for case in cases:
         texts = generate(model, PROMPTS, method_of(case, amateur), max_new_tokens=4)
-        out[case] = [text.ids for text in texts], [text.alphas for text in texts]
+        out[case] = ids_of(texts), [text.alphas for text in texts]
     return out
 
 
@@ -78,7 +85,7 @@ def graphs(folder):
             warnings.simplefilter("always")
             texts = generate(model, PROMPTS, DeCoRe(HEADS), max_new_tokens=4, graph=True)
         reasons = [str(w.message) for w in messages if "graph" in str(w.message)]
-        out.append((reasons, [text.ids for text in texts]))
+        out.append((reasons, ids_of(texts)))
     return out
 
 

@@ -26,7 +26,7 @@ from heads.measures import prefilled
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
-from tests.checkpoints import assert_close
+from tests.checkpoints import assert_close, ids_of
 from tests.core.test_decore import contrast, log_softmax
 from tests.decoders.test_baselines import with_oracle
 from tokenizer import Tokenizer
@@ -152,9 +152,9 @@ def test_scores_of_answers_are_those_of_the_equations_in_float64(
 def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tmp_path):
     """Ours, ours on three ranks (it has nine heads), HFModel, and custom_generate."""
     how = dict(heads=HEADS, max_new_tokens=24)
-    ours = [g.ids for g in generate(expert.model, prompts, DeCoRe(HEADS), 24)]
+    ours = ids_of(generate(expert.model, prompts, DeCoRe(HEADS), 24))
     assert "silver compass" in tokenizer.decode(ours[0])
-    assert [g.ids for g in generate(hf, prompts, DeCoRe(HEADS), 24)] == ours
+    assert ids_of(generate(hf, prompts, DeCoRe(HEADS), 24)) == ours
     for prompt, ids in zip(prompts, ours):
         inputs = torch.tensor([prompt])
         out = hf.hf.generate(
