@@ -5,6 +5,7 @@ latest earlier place are a draft of its next tokens. One pass reads the last tok
 long as the method chooses the drafted tokens, the pass has their scores already; the tokens after
 that are taken back."""
 
+import math
 import warnings
 
 import torch
@@ -108,5 +109,5 @@ class Text:
             start = self.places.get((*self.ids[-n:],))
             if start is not None:
                 period = len(self.ids) - start
-                return [self.ids[start + i % period] for i in range(round(most * part))]
+                return [self.ids[start + i % period] for i in range(math.ceil(most * part))]
         return []

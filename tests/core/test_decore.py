@@ -279,7 +279,7 @@ def test_a_draft_is_what_followed_the_last_ids_at_their_latest_earlier_place():
             if starts:
                 break
         after = ids[starts[-1] :]
-        assert text.draft(8) == (after * 8)[: round(8 * PARTS[n])]
+        assert text.draft(8) == (after * 8)[: math.ceil(8 * PARTS[n])]
     assert Text([5, 6], PARTS).draft(8) == []
 
 
