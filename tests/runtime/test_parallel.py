@@ -3,7 +3,6 @@
 Every family is run by ranks that are threads, as a sum of gloo's takes milliseconds; one family by
 processes. torchrun starts once."""
 
-import io
 import json
 import os
 import subprocess
@@ -211,8 +210,10 @@ def test_decore_prints_the_same_and_its_mistakes_once_with_torchrun(
     how |= dict(input="and another", capture_output=True, text=True)
     command = [sys.executable, *torchrun, tmp_path / "program.py", programs]
     printed = subprocess.run(command, **how)
-    monkeypatch.setattr("sys.stdin", io.StringIO("and another"))
-    alone, _ = done(program.main, *right[1:])
+    (tmp_path / "input").write_text("and another")
+    with (tmp_path / "input").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        alone, _ = done(program.main, *right[1:])
     ids, expected = (
         [json.loads(line)["ids"] for line in text.splitlines()] for text in (printed.stdout, alone)
     )
