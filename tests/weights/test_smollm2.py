@@ -13,11 +13,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from cli import decode as program
+from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.scoring import score
 from decore import DeCoRe, Greedy, Masked, generate
 from heads import load_heads, random_heads
@@ -26,9 +29,8 @@ from heads.measures import prefilled
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
-from tests.checkpoints import assert_close, ids_of
 from tests.core.test_decore import contrast, log_softmax
-from tests.decoders.test_baselines import with_oracle
+from tests.decoders.test_baselines import next_scores, with_oracle
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -68,10 +70,16 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
-    """Prompts with a passage, of different lengths."""
-    message = {"role": "user", "content": f"{PASSAGE}\n{QUESTION}"}
-    plain = tokenizer.encode(f"{PASSAGE}\n{TEXTS[0]}")
-    return [tokenizer.encode_chat([message]), plain]
+    """(prompts with a passage, the same without it), of different lengths."""
+
+    def encode(*passages):
+        message = {"role": "user", "content": "\n".join([*passages, QUESTION])}
+        return [
+            tokenizer.encode_chat([message]),
+            tokenizer.encode("\n".join([*passages, TEXTS[0]])),
+        ]
+
+    return encode(PASSAGE), encode()
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +88,30 @@ def expert():
 
 
 @pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """An amateur: the first ten layers."""
+    folder = tmp_path_factory.mktemp("small")
+    c = json.loads((FOLDER / "config.json").read_text()) | dict(num_hidden_layers=10)
+    (folder / "config.json").write_text(json.dumps(c))
+    weights = load_file(FOLDER / "model.safetensors")
+    first = {n: w for n, w in weights.items() if "layers" not in n or int(n.split(".")[2]) < 10}
+    save_file(first, folder / "model.safetensors")
+    return with_oracle(Transformer.load(folder, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
 def hf():
     return HFModel.load(FOLDER, dtype="float32")
 
 
-METHODS = [Greedy(), Masked(HEADS), DeCoRe(HEADS, alpha=0.5), DeCoRe(HEADS)]
+MASKING = {"masked": Masked(HEADS), "static": DeCoRe(HEADS, alpha=0.5), "entropy": DeCoRe(HEADS)}
+OTHERS = ("greedy", "cd", "cad", "dola-low", "dola-high", "ad")
+
+
+def method_of(name, small, without):
+    of_all = {"greedy": Greedy(), "cd": CD(small.model), "cad": CAD(without), "ad": AD()}
+    of_all |= {"dola-low": DoLa("low"), "dola-high": DoLa("high")}
+    return (MASKING | of_all)[name]
 
 
 def free_port():
@@ -116,26 +143,40 @@ def test_logits_are_those_of_transformers_in_every_script_and_at_2000_tokens(exp
         with torch.inference_mode():
             expected = hf.hf(ids, logits_to_keep=100).logits
         # Logits of up to 44 in float32.
-        assert_close(expert.model(ids)[:, -100:], expected, 5e-4)
+        torch.testing.assert_close(expert.model(ids)[:, -100:], expected, atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_tokens_of_a_padded_batch_are_those_of_the_equations_in_float64(method, expert, prompts):
-    out = generate(expert.model, prompts, method, max_new_tokens=NEW, eos_ids=())
-    for prompt, g in zip(prompts, out, strict=True):
+@pytest.mark.parametrize("name", [*MASKING, *OTHERS])
+def test_tokens_of_a_padded_batch_are_those_of_the_equations_in_float64(
+    name, expert, small, prompts
+):
+    method = method_of(name, small, prompts[1])
+    out = generate(expert.model, prompts[0], method, max_new_tokens=NEW, eos_ids=())
+    for prompt, without, g in zip(*prompts, out, strict=True):
         text, first = prompt + g.ids, len(prompt) - 1
-        logits, masked = expert.read(*text)[0], masked_logits(expert.oracle, text, first)
+        logits, _ = expert.read(*text)
+        if name in MASKING:
+            masked = masked_logits(expert.oracle, text, first)
         for i, token in enumerate(g.ids):
-            scores, *numbers = contrast(logits[first + i], masked[first + i], method)
-            assert (g.alphas[i], g.entropies[i]) == pytest.approx(numbers, abs=1e-3)
+            log_p = log_softmax(logits[first + i])
+            if name in MASKING:
+                scores, *numbers = contrast(logits[first + i], masked[first + i], method)
+                assert (g.alphas[i], g.entropies[i]) == pytest.approx(numbers, abs=1e-3)
+            elif name == "greedy":
+                scores = log_p
+            else:
+                pair = text, expert, small, without + g.ids
+                scores = next_scores(name, first + i, *pair, len(prompt), info_layer=24)
+                top = 0 if name in ("cd", "cad") else 0.1
+                scores = np.where(np.exp(log_p) >= top * np.exp(log_p).max(), scores, -np.inf)
             assert token == scores.argmax()
 
 
-@pytest.mark.parametrize("method", METHODS[1:], ids=str)
+@pytest.mark.parametrize("method", MASKING.values(), ids=MASKING)
 def test_scores_of_answers_are_those_of_the_equations_in_float64(
     method, expert, prompts, tokenizer
 ):
-    prompt = prompts[0]
+    prompt = prompts[0][0]
     answers = [tokenizer.encode(text, bos=False) for text in (" a silver compass", " gold", "銀")]
     expected = []
     for answer in answers:
@@ -152,10 +193,10 @@ def test_scores_of_answers_are_those_of_the_equations_in_float64(
 def test_every_engine_writes_the_same_answers(expert, hf, prompts, tokenizer, tmp_path):
     """Ours, ours on three ranks (it has nine heads), HFModel, and custom_generate."""
     how = dict(heads=HEADS, max_new_tokens=24)
-    ours = ids_of(generate(expert.model, prompts, DeCoRe(HEADS), 24))
+    ours = [g.ids for g in generate(expert.model, prompts[0], DeCoRe(HEADS), 24)]
     assert "silver compass" in tokenizer.decode(ours[0])
-    assert ids_of(generate(hf, prompts, DeCoRe(HEADS), 24)) == ours
-    for prompt, ids in zip(prompts, ours):
+    assert [g.ids for g in generate(hf, prompts[0], DeCoRe(HEADS), 24)] == ours
+    for prompt, ids in zip(prompts[0], ours):
         inputs = torch.tensor([prompt])
         out = hf.hf.generate(
             inputs,
