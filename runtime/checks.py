@@ -323,6 +323,12 @@ def parse_heads(heads, model):
     return pairs
 
 
+def check_step(model, score, alpha, h):
+    """InputError for the numbers of a token that no text can have."""
+    check_not_nan(alpha, h)
+    check_finite(model, score, h)
+
+
 def check_not_nan(alpha, h):
     """InputError for an α that is NaN, although the entropy h is a number."""
     if math.isnan(alpha) and h < math.inf:

@@ -39,8 +39,8 @@ def step_of(decoding, prompts, limit, draft, graph):
 
 
 def parts_for(models):
-    """The `PARTS` of a text. Plain products in float32 take twice as long for four vectors as for
-    two: more than a draft after one id saves."""
+    """The `PARTS` of a text. On an Intel with AVX-512, plain products in float32 take twice as long
+    for four vectors as for two: more than a draft after one id saves. Others were not measured."""
     dear = any(m.product == "plain" and m.dtype == torch.float32 for m in models)
     return {n: part for n, part in PARTS.items() if n > 1 or not dear}
 

@@ -65,9 +65,15 @@ def spread_heads(config, n=10):
 
 
 def transformers_model(model, shape):
-    """The same model in transformers, with the same weights in memory. shape: its config.json."""
+    """The same model in transformers. Random weights are shared; those of a checkpoint are read
+    again, as ours may be packed. shape: its config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    if model.checkpoint:
+        folder = model.checkpoint.folder
+        hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+        hf_model.generation_config = GenerationConfig()
+        return hf_model.to(model.device).eval()
     config = AutoConfig.for_model(**shape)
     with torch.device("meta"):
         hf_model = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
