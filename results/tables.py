@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results.md and README.md from the stored runs, below their markers.
+"""Writes the tables of the pages from the stored runs, below their markers.
 
 python -m results.tables
 python -m results.tables figure    # docs/explore.png as well"""
@@ -6,7 +6,7 @@ python -m results.tables figure    # docs/explore.png as well"""
 import re
 import sys
 from collections import defaultdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from paper.tasks import answers
 from runtime import statistics
 
 ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "README.md", ROOT / "docs" / "results.md"
+PAGES = [ROOT / page for page in ("README.md", "docs/results.md", "docs/results-more.md")]
 ROLES = "default", "by copy", "by effect", "chosen", "CAD"
 SHOWN = "default", "chosen", "CAD"
 SETUPS = {  # model → what played each role
@@ -41,6 +41,55 @@ SETUPS = {  # model → what played each role
 SETUPS = {model: dict(zip(ROLES, names.split())) for model, names in SETUPS.items()}
 MODELS = [*SETUPS][:4]
 FALSE, TRUE, LISTED = "implied.false.known", "implied.true.known", "listed.false.known"
+CLOSED = f"closed.{FALSE}"
+COSTS = {  # kind → title, metric
+    CLOSED: ("no passage", "memory"),
+    "nq-open": ("NQ-Open", "answer_contained"),
+    "memotrap": ("MemoTrap", "micro"),
+    "nq-swap": ("NQ-Swap", "answer_contained"),
+}
+TESTS = (  # of plan.md
+    ("chosen", "greedy"),
+    ("default", "greedy"),
+    ("chosen", "CAD"),
+    ("by effect", "by copy"),
+)
+TRANSFERRED = {  # task → metrics
+    **{kind: [COSTS[kind][1]] for kind in ("nq-swap", "nq-open", "memotrap")},
+    "truthfulqa-mc": ["mc2"],
+    "xsum": ["rougeL", "ended"],
+}
+MASKED = dict(method="masked") | dict.fromkeys(STATIC)
+DRAWS = {  # → sampler, what differs from the chosen setup
+    "DeCoRe, five draws": ("uniform", {}),
+    "masked, five draws": ("uniform", MASKED),
+    "masked, twenty draws of any others": ("others", MASKED),
+}
+STUDENT = {5: 2.776445, 20: 2.093024}  # number of draws → Student's t of 95 %, two-sided
+
+# Of which/plan.md
+COMPARED = {  # → the setup's name
+    **{name: name for name in ("greedy", "default", "chosen")},
+    "rule": r"decore-static\.n\d+\.a2",
+    **{f"CAD, α = {alpha}": rf"cad\.a{alpha}" for alpha in (0.5, 1)},
+    **{f"CAD, α = {alpha}, plausible": rf"cad\.a{alpha}\.top0\.1" for alpha in (0.5, 1)},
+}
+CONDITIONS = {  # → kind
+    "conflict": "conflict.known",
+    "agreement": "agreement.known",
+    "irrelevant": "irrelevant.known",
+    "listed": "listed.known",
+    "documents": "documents.known",
+    "no passage": "closed.conflict.known",
+    "an earlier turn": "turn.conflict.known",
+}
+FRESH_TESTS = (
+    ("rule", "default"),
+    ("chosen", "greedy"),
+    ("rule", "greedy"),
+    ("CAD, α = 1", "greedy"),
+    ("chosen", "CAD, α = 1"),
+)
 
 
 # Stored runs
@@ -49,19 +98,19 @@ FALSE, TRUE, LISTED = "implied.false.known", "implied.true.known", "listed.false
 @cache
 def runs_of(path):
     """{(kind, setup): runs} of a packed file: one, or draws of random heads. kind: such as FALSE,
-    closed.implied.false.known, memotrap."""
-    found = defaultdict(list)
+    CLOSED, memotrap."""
+    runs = defaultdict(list)
     for place in stored.run_files(ROOT / "results" / f"{path}.jsonl.xz"):
         run = stored.read(place, texts="transfer" in path)  # XSum's `ended`
         header = run.header
-        data = Path(header["data"][0]["file"]).stem
         kind = header["task"]
         if kind == "qa":
+            data = Path(header["data"][0]["file"]).stem
             rows = (header["known"] or {}).get("rows", "")
             kind = f"{'closed.' * bool(header['closed_book'])}{data.split('.', 1)[-1]}.{rows}"
             kind = "turn." * ("I have read it." in header["template"]) + kind
-        found[kind, run.setup.file_name].append(run)
-    return found
+        runs[kind, run.setup.file_name].append(run)
+    return runs
 
 
 def run_of(model, role, kind, folder="memory/test"):
@@ -69,21 +118,39 @@ def run_of(model, role, kind, folder="memory/test"):
     return runs_of(f"{folder}/{model}").get((kind, SETUPS[model].get(role, role)), [None])[0]
 
 
+def first_settings(model):
+    """A model as it was tested on other tasks and on lists: Qwen 0.5B had its first settings."""
+    return f"first/{model}" if "0.5B" in model else model
+
+
+def fresh_runs(model, condition):
+    """{method of COMPARED: run}. CAD needs a passage."""
+    packed = runs_of("which/turn" if condition == "an earlier turn" else f"which/{model}")
+    methods = COMPARED | {role: re.escape(setup) for role, setup in SETUPS[model].items()}
+    return {
+        method: run
+        for method in COMPARED
+        for (kind, setup), runs in packed.items()
+        if kind == CONDITIONS[condition] and re.fullmatch(methods[method], setup)
+        for run in runs
+        if run.header["model"] == model
+    }
+
+
 def sources(run):
     """What each answer gives: passage, memory, neither or blank."""
     return np.array([max(answers.SOURCES, key=values.get) for values in run.values])
 
 
-def short(model):
-    words = {"2.5-Coder": "", "-Instruct": "", "-135M": "", "gemma-3-270m": "Gemma"}
-    first, _, model = model.rpartition("/")
-    for old, new in words.items():
-        model = model.replace(old, new)
-    return model.replace("-", " ") + ", first" * bool(first)
+def right(runs, metric="passage"):
+    """The share of right answers in all answers of runs, in per cent."""
+    return 100 * np.mean([values[metric] for run in runs for values in run.values])
 
 
-def heading(model, n):
-    return f"{short(model)} (n = {n})"
+def on_common_items(runs):
+    """1 where an answer is the passage's, else 0: [runs, items that all have]."""
+    keys = [key for key in runs[0].items if all(key in run.items for run in runs)]
+    return np.array([[run.items[key][1]["passage"] for key in keys] for run in runs])
 
 
 @cache
@@ -95,7 +162,7 @@ def seen():
 
 
 def compare(pairs, metric="passage"):
-    """(text, p) of the runs of [(run, other)] against the others, over all of their items:
+    """(text, p, n) of the runs of [(run, other)] against the others, over all of their items:
     "+5.7 (+2.3 to +9.0), 21 : 4", in points, with a paired 95 % interval, items won and lost.
     NQ-Swap is without the questions that were published before."""
     ours, theirs, questions = [], [], []
@@ -121,11 +188,21 @@ def compare_roles(models, one, two, kind=FALSE):
 # Tables: rows of cells, of which the first has the headings
 
 
+def short(model):
+    words = {"2.5-Coder": "", "-Instruct": "", "-135M": "", "gemma-3-270m": "Gemma"}
+    first, _, model = model.rpartition("/")
+    for old, new in words.items():
+        model = model.replace(old, new)
+    return model.replace("-", " ") + ", first" * bool(first)
+
+
+def heading(model, n):
+    return f"{short(model)} (n = {n})"
+
+
 def by_model(labels, column, models=MODELS):
-    """A table with a column for each model. column(model): its heading, and a cell for each label;
-    None leaves the model out."""
-    columns = filter(None, map(column, models))
-    return [list(row) for row in zip(["", *labels], *columns, strict=True)]
+    """A table with a column for each model. column(model): its heading, a cell for each label."""
+    return [list(row) for row in zip(["", *labels], *filter(None, map(column, models)))]
 
 
 def family(models, pairs, test, others=()):
@@ -138,6 +215,15 @@ def family(models, pairs, test, others=()):
         texts.append(f"{f'**{value}**' if adjusted < 0.05 else value} {rest}, p {p_text(p)}")
     n = len(models)
     return [[" − ".join(pair), *texts[i * n : (i + 1) * n]] for i, pair in enumerate(pairs)]
+
+
+def settings():
+    """The setup that played each role, as reports name it."""
+
+    def column(model):
+        return [short(model), *(run_of(model, role, FALSE).label for role in SHOWN)]
+
+    return by_model(SHOWN, column)
 
 
 def moved():
@@ -158,25 +244,16 @@ def moved():
     return by_model([*moves, *(f"right passages: {role}" for role in SHOWN)], column)
 
 
-COSTS = {  # kind → name, metric
-    TRUE: ("right passage", "passage"),
-    "closed.implied.false.known": ("no passage", "memory"),
-    "nq-open": ("NQ-Open", "answer_contained"),
-    "memotrap": ("MemoTrap", "micro"),
-    "nq-swap": ("NQ-Swap", "answer_contained"),
-}
-TRANSFER = [f"{'first/' * ('0.5B' in model)}{model}" for model in MODELS]
-
-
 def costs():
-    """Differences to greedy decoding where a passage is right, missing, or of another task."""
+    """Differences to greedy decoding where no passage is needed, and on other tasks."""
     rows = [["", *map(short, MODELS), "together"]]
     for kind, (title, metric) in COSTS.items():
         for role in SHOWN:
             groups = []
-            for model, other in zip(MODELS, TRANSFER):
-                where = (model, kind) if "known" in kind else (other, kind, "transfer")
-                pair = [run_of(where[0], name, *where[1:]) for name in (role, "greedy")]
+            for model in MODELS:
+                where = [kind] if kind == CLOSED else [kind, "transfer"]
+                model = model if kind == CLOSED else first_settings(model)
+                pair = [run_of(model, name, *where) for name in (role, "greedy")]
                 groups.append([pair] * all(pair))
             groups.append(sum(groups, []))
             cells = [compare(group, metric) if group else ("", None, "") for group in groups]
@@ -186,17 +263,105 @@ def costs():
     return rows
 
 
+def where():
+    """Items that the chosen setting wins and loses, by wording, kind and certainty."""
+    wordings = {name(fact): int(order(f"implied {name(fact)}"), 16) % 3 for fact in load("confirm")}
+    labels = [*(f"cities, wording {i}" for i in (1, 2, 3)), "US cities", "other kinds"]
+    quarters = [f"{q} quarter of certainty" for q in ("least", "second", "third", "most")]
+
+    def column(model):
+        run, greedy = (run_of(model, role, FALSE) for role in ("chosen", "greedy"))
+        signs = np.array([a["passage"] - b["passage"] for a, b in zip(run.values, greedy.values)])
+        groups = defaultdict(list)
+        for i, line in enumerate(run.lines):
+            kind = line["id"].split(":")[0]
+            label = {"US city": "US cities", "city": f"cities, wording {wordings[line['id']] + 1}"}
+            groups[label.get(kind, "other kinds")].append(i)
+        certainties = [line["memory_log_p"] for line in run_of(model, "greedy", CLOSED).lines]
+        groups |= zip(quarters, np.array_split(np.argsort(certainties, kind="stable"), 4))
+        cells = [short(model)]
+        for label in (*labels, *quarters):
+            of = signs[groups[label]]
+            cells.append(f"{(of > 0).sum()} : {(of < 0).sum()} of {len(of)}")
+        return cells
+
+    return by_model([*labels, *quarters], column)
+
+
+def draws_of(model, sampler, change):
+    """Whether an answer is the passage's: of the chosen heads [items], of as many random ones
+    [draws, items]."""
+    setup = run_of(model, "chosen", FALSE).with_settings(**change).setup
+    drawn = stored.replace(setup, random_heads=sampler, measure=None)
+    runs = runs_of(f"memory/test/{model}")
+    ranked, *draws = on_common_items([*runs[FALSE, setup.file_name], *runs[FALSE, drawn.file_name]])
+    return ranked, np.array(draws)
+
+
+def random():
+    """Ranked heads against draws of random ones. The interval is Student's, over both the draws
+    and the items."""
+
+    def column(model):
+        cells = [short(model)]
+        for sampler, change in DRAWS.values():
+            ranked, draws = draws_of(model, sampler, change)
+            if not len(draws):
+                cells += [""] * 4
+                continue
+            gains = ranked - draws
+            K, n = gains.shape
+            spread = gains.mean(1).var(ddof=1) / K + gains.mean(0).var(ddof=1) / n
+            shares = np.quantile(100 * draws.mean(1), [0, 0.5, 1])
+            cells += [str(n), unsigned(100 * ranked.mean()), " / ".join(map(unsigned, shares))]
+            half = unsigned(100 * STUDENT[K] * spread**0.5)
+            cells.append(f"{signed(100 * gains.mean())} ± {half}")
+        return cells
+
+    labels = "chosen heads", "draws: least / median / largest", "difference"
+    return by_model([x for title in DRAWS for x in (f"**{title}**, n", *labels)], column)
+
+
+def cad():
+    """The settings that the plan's rule chooses on explore: the passage's answers in conflict /
+    right ones in agreement."""
+
+    def column(model):
+        runs = runs_of(f"memory/choose/{model}")
+        grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
+        if len(grid) < 12:
+            return None
+        chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
+        setups = "greedy", chosen, *grid
+        values = [on_common_items([runs[kind, x][0] for x in setups]) for kind in (FALSE, TRUE)]
+        shares = dict(zip(setups, zip(*(100 * of.mean(1) for of in values))))
+        allowed = [x for x in grid if shares[x][1] >= shares["greedy"][1] - 2]
+        best = max(allowed, key=lambda x: shares[x][0])
+        cells = [heading(model, values[0].shape[1])]
+        for setup in ("greedy", chosen, of_two, best):
+            text = " / ".join(map(unsigned, shares[setup]))
+            cells.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
+        return cells
+
+    return by_model(["greedy", "chosen", "CAD, of two", "CAD, of twelve"], column)
+
+
 def listed():
     """Answers where seven sentences of one form give values of seven subjects."""
     forms = {kind: of["listed"] for kind, of in WORDINGS.items()}
     others = others_in(questions("confirm", "listed", "false"), load("confirm"), forms, name)
     roles = "greedy", *SHOWN
+    models = [first_settings(model) for model in MODELS]
+    runs = {model: {role: run_of(model, role, LISTED) for role in roles} for model in models}
+    return outcomes(runs, others)
 
-    def column(model):
-        runs = [run_of(model, role, LISTED) for role in roles]
-        return [heading(model, len(runs[0].lines)), *(outcomes(run, others) for run in runs)]
 
-    return by_model(roles, column, TRANSFER)
+def fresh_listed():
+    """The same of fresh facts."""
+    forms = {kind: [of["listed"]] for kind, of in fresh_facts.KINDS.items()}
+    rows = fresh_facts.questions("listed")
+    others = others_in(rows, fresh_facts.load(), forms, fresh_facts.name)
+    return outcomes({model: fresh_runs(model, "listed") for model in MODELS}, others)
 
 
 def others_in(rows, facts, forms, name):
@@ -214,292 +379,91 @@ def others_in(rows, facts, forms, name):
     }
 
 
-def outcomes(run, others):
-    """Shares of answers: right / another sentence's / memory / neither."""
-    given = sources(run)
-    for i in np.flatnonzero(given == "neither"):
-        answer = answers.first_line(run.lines[i]["prediction"])
-        if answers.source_of(answer, others[run.lines[i]["id"]], []) == "passage":
-            given[i] = "another"
-    shares = [(given == kind).mean() for kind in ("passage", "another", "memory")]
-    return " / ".join(unsigned(100 * x) for x in (*shares, 1 - sum(shares)))
+def outcomes(runs, others):
+    """Shares of answers: right / another sentence's / memory / neither. runs: by model and
+    method."""
 
-
-def where():
-    """Items that the chosen setting wins and loses, by wording, kind and certainty."""
-    wordings = {name(fact): int(order(f"implied {name(fact)}"), 16) % 3 for fact in load("confirm")}
-    labels = [*(f"cities, wording {i}" for i in (1, 2, 3)), "US cities", "other kinds"]
-    quarters = [f"{q} quarter of certainty" for q in ("least", "second", "third", "most")]
+    def cell(run):
+        kinds = sources(run)
+        for i in np.flatnonzero(kinds == "neither"):
+            answer = answers.first_line(run.lines[i]["prediction"])
+            if answers.source_of(answer, others[run.lines[i]["id"]], []) == "passage":
+                kinds[i] = "another"
+        shares = [(kinds == kind).mean() for kind in ("passage", "another", "memory")]
+        return " / ".join(unsigned(100 * x) for x in (*shares, 1 - sum(shares)))
 
     def column(model):
-        run, greedy = (run_of(model, role, FALSE) for role in ("chosen", "greedy"))
-        closed = run_of(model, "greedy", f"closed.{FALSE}")
-        signs = np.array([a["passage"] - b["passage"] for a, b in zip(run.values, greedy.values)])
-        groups = defaultdict(list)
-        for i, line in enumerate(run.lines):
-            kind = line["id"].split(":")[0]
-            label = {"US city": "US cities", "city": f"cities, wording {wordings[line['id']] + 1}"}
-            groups[label.get(kind, "other kinds")].append(i)
-        certainty = np.argsort([line["memory_log_p"] for line in closed.lines], kind="stable")
-        groups |= zip(quarters, np.array_split(certainty, 4))
-        cells = [short(model)]
-        for label in (*labels, *quarters):
-            of = signs[groups[label]]
-            cells.append(f"{(of > 0).sum()} : {(of < 0).sum()} of {len(of)}")
-        return cells
+        of = runs[model]
+        return [heading(model, len(of["greedy"].lines)), *map(cell, of.values())]
 
-    return by_model([*labels, *quarters], column)
-
-
-def against_random(model, **change):
-    """(values of the chosen heads [n], of five draws of as many random ones [5, n])."""
-    setup = run_of(model, "chosen", FALSE).with_settings(**change).setup
-    drawn = stored.replace(setup, random_heads="uniform", measure=None)
-    runs = runs_of(f"memory/test/{model}")
-    values = [[of["passage"] for of in run.values] for run in runs[FALSE, drawn.file_name]]
-    [ranked] = runs[FALSE, setup.file_name]
-    return np.array([of["passage"] for of in ranked.values]), np.array(values)
-
-
-MASKED = dict(method="masked") | dict.fromkeys(STATIC)
-T4 = 2.776445  # Student's t of 95 %, two-sided, for five draws
-
-
-def random():
-    """Ranked heads against draws of random ones. The interval is Student's, over both the draws
-    and the items."""
-
-    def column(model):
-        cells = [heading(model, len(run_of(model, "chosen", FALSE).lines))]
-        for change in ({}, MASKED):
-            ranked, draws = against_random(model, **change)
-            gains = ranked - draws
-            K, n = gains.shape
-            spread = gains.mean(1).var(ddof=1) / K + gains.mean(0).var(ddof=1) / n
-            shares = ", ".join(unsigned(100 * share) for share in draws.mean(1))
-            cells += [unsigned(100 * ranked.mean()), shares]
-            cells.append(f"{signed(100 * gains.mean())} ± {unsigned(100 * T4 * spread**0.5)}")
-        return cells
-
-    labels = "chosen heads", "random heads, five draws", "difference"
-    return by_model([*labels, *(f"masked: {label}" for label in labels)], column)
-
-
-def drawn():
-    """The chosen heads, masked, and their rank among twenty draws from all heads but them."""
-
-    def column(model):
-        setup = run_of(model, "chosen", FALSE).with_settings(**MASKED).setup
-        runs = runs_of(f"memory/test/{model}")
-        others = stored.replace(setup, random_heads="others", measure=None)
-        draws = runs.get((FALSE, others.file_name))
-        if not draws:
-            return []
-        n, (ours, *theirs) = on_common_items([*runs[FALSE, setup.file_name], *draws])
-        ends = " / ".join(map(unsigned, np.quantile(theirs, [0, 0.5, 1])))
-        lower = f"{sum(x < ours for x in theirs)} of {len(theirs)}"
-        return [heading(model, n), unsigned(ours), ends, lower]
-
-    labels = "chosen heads", "draws: least / median / largest", "draws that leave less"
-    return by_model(labels, column)
-
-
-def on_common_items(runs):
-    """(their number, the share of the passage's answers of each run, in per cent)."""
-    common = set.intersection(*(set(run.items) for run in runs))
-    values = [[run.items[key][1]["passage"] for key in common] for run in runs]
-    return len(common), 100 * np.mean(values, 1)
-
-
-TESTS = (  # of the plan
-    ("chosen", "greedy"),
-    ("default", "greedy"),
-    ("chosen", "CAD"),
-    ("by effect", "by copy"),
-)
-TRANSFERRED = {  # of the transfer
-    **{kind: [COSTS[kind][1]] for kind in ("nq-swap", "nq-open", "memotrap")},
-    **{"truthfulqa-mc": ["mc2"], "xsum": ["rougeL", "ended"]},
-}
+    return by_model(runs[MODELS[0]], column, [*runs])
 
 
 def planned():
-    """The plan's tests of conflict. Bold: shown over all p of the plan, those of random heads and
-    of other tasks among them."""
+    """The tests of plan.md in conflict, in one family with those of random heads and of other
+    tasks."""
     others = []
     for model in SETUPS:
-        for change in ({}, MASKED):
-            others.append(statistics.paired(*against_random(model, **change))[2])
+        for sampler, change in [*DRAWS.values()][:2]:
+            others.append(statistics.paired(*draws_of(model, sampler, change))[2])
         for kind, metrics in TRANSFERRED.items():
             for one, two in (*((x, "greedy") for x in ROLES[1:3]), ("by effect", "default")):
                 pair = [run_of(model, role, kind, "transfer") for role in (one, two)]
                 others += [compare([pair], metric)[1] for metric in metrics if all(pair)]
     headings = [heading(m, len(run_of(m, "greedy", FALSE).lines)) for m in SETUPS]
     rows = family(SETUPS, TESTS, lambda model, *pair: compare_roles([model], *pair), others)
-    together = [compare_roles(MODELS[1:], *pair)[0] for pair in TESTS]
-    return [
-        ["", *headings, "the Qwen models and Gemma together"],
-        *([*row, text] for row, text in zip(rows, together)),
-    ]
-
-
-# Fresh kinds of facts
-
-
-COMPARED = {  # of results/which/plan.md → the setup's name
-    **{name: name for name in ("greedy", "default", "chosen")},
-    "rule": r"decore-static\.n\d+\.a2",
-    **{f"CAD, α = {alpha}": rf"cad\.a{alpha}" for alpha in (0.5, 1)},
-    **{f"CAD, α = {alpha}, plausible": rf"cad\.a{alpha}\.top0\.1" for alpha in (0.5, 1)},
-}
-CONDITIONS = {  # → kind
-    **{
-        name: f"{name}.known"
-        for name in ("conflict", "agreement", "irrelevant", "listed", "documents")
-    },
-    "no passage": "closed.conflict.known",
-    "an earlier turn": "turn.conflict.known",
-}
-PLANNED = (
-    ("rule", "default"),
-    ("chosen", "greedy"),
-    ("rule", "greedy"),
-    ("CAD, α = 1", "greedy"),
-    ("chosen", "CAD, α = 1"),
-)
-
-
-def fresh_runs(model, condition):
-    """{method: run} of a condition; {} unless all of its methods have run."""
-    runs = runs_of("which/turn" if condition == "an earlier turn" else f"which/{model}")
-    methods = COMPARED | {role: re.escape(setup) for role, setup in SETUPS[model].items()}
-    found = {
-        method: run
-        for method in COMPARED
-        for (kind, setup), of in runs.items()
-        if kind == CONDITIONS[condition] and re.fullmatch(methods[method], setup)
-        for run in of
-        if run.header["model"] == model and len(run.lines) == run.header["n"]
-    }
-    n = 4 if condition == "no passage" else len(COMPARED)
-    return found if len(found) == n else {}
-
-
-def cad():
-    """The settings that the rule of the plan chooses on explore: the passage's answers in conflict
-    / right ones in agreement."""
-
-    def column(model):
-        runs = runs_of(f"memory/choose/{model}")
-        grid = [setup for kind, setup in runs if kind == FALSE and setup.startswith("cad.")]
-        if len(grid) < 12:
-            return None
-        chosen, of_two = SETUPS[model]["chosen"], SETUPS[model]["CAD"]
-        setups = "greedy", chosen, *grid
-        found = [on_common_items([runs[kind, x][0] for x in setups]) for kind in (FALSE, TRUE)]
-        shares = dict(zip(setups, zip(*(of for _, of in found))))
-        allowed = [x for x in grid if shares[x][1] >= shares["greedy"][1] - 2]
-        best = max(allowed, key=lambda x: shares[x][0])
-        cells = [heading(model, found[0][0])]
-        for setup in ("greedy", chosen, of_two, best):
-            text = " / ".join(map(unsigned, shares[setup]))
-            cells.append(text + f" ({setup.removeprefix('cad.')})" * (setup in grid))
-        return cells
-
-    return by_model(["greedy", "chosen", "CAD, of two", "CAD, of twelve"], column)
-
-
-def metric_of(condition):
-    return "memory" if condition == "no passage" else "passage"
-
-
-def right(runs, condition):
-    """The share of right answers in all answers of runs, in per cent."""
-    metric = metric_of(condition)
-    return 100 * np.mean([values[metric] for run in runs for values in run.values])
-
-
-def fresh():
-    """Conflict, agreement, irrelevant: the shares of right answers by method and model."""
-    return fresh_shares([*CONDITIONS][:3])
-
-
-def fresh_more():
-    """The same of documents, no passage, an earlier turn."""
-    return fresh_shares([*CONDITIONS][4:])
-
-
-def fresh_shares(conditions):
-    def column(model):
-        of = {x: runs for x in conditions if (runs := fresh_runs(model, x))}
-        if not of:
-            return []
-        cells = [heading(model, len([*of.values()][0]["greedy"].lines))]
-        for method in COMPARED:
-            found = ((runs.get(method), x) for x, runs in of.items())
-            shares = (unsigned(right([run], x)) if run else "–" for run, x in found)
-            cells.append(" / ".join(shares))
-        return cells
-
-    return by_model(COMPARED, column)
-
-
-def fresh_differences():
-    """Each method against greedy decoding, over the models of `which`."""
-    rows = [["", *[*COMPARED][1:6]]]
-    for condition in CONDITIONS:
-        of = [runs for model in MODELS if (runs := fresh_runs(model, condition))]
-        metric = metric_of(condition)
-        row = [condition]
-        for method in rows[0][1:]:
-            pairs = [(runs[method], runs["greedy"]) for runs in of if method in runs]
-            row.append(compare(pairs, metric)[0] if pairs else "")
-        rows.append(row)
-    return rows
-
-
-def fresh_listed():
-    """The outcomes of fresh facts, listed."""
-    forms = {kind: [of["listed"]] for kind, of in fresh_facts.KINDS.items()}
-    rows = fresh_facts.questions("listed")
-    others = others_in(rows, fresh_facts.load(), forms, fresh_facts.name)
-
-    def column(model):
-        runs = fresh_runs(model, "listed")
-        cells = [heading(model, len(runs["greedy"].lines))] if runs else []
-        return cells + [outcomes(runs[method], others) for method in COMPARED if runs]
-
-    return by_model(COMPARED, column)
+    for row, pair in zip(rows, TESTS):
+        row.append(compare_roles(MODELS[1:], *pair)[0])
+    return [["", *headings, "the Qwen models and Gemma together"], *rows]
 
 
 def fresh_tests():
-    runs = {model: found for model in MODELS if (found := fresh_runs(model, "conflict"))}
-    rows = family([*runs], PLANNED, lambda model, *pair: compare([[runs[model][x] for x in pair]]))
-    return [["", *map(short, runs)], *rows]
+    """The tests of which/plan.md."""
+    runs = {model: fresh_runs(model, "conflict") for model in MODELS}
+
+    def test(model, *pair):
+        return compare([[runs[model][method] for method in pair]])
+
+    return [["", *map(short, MODELS)], *family(MODELS, FRESH_TESTS, test)]
 
 
-def which():
-    """Right answers by condition and method, over the models of which all methods have run."""
-    rows = [["right answers, %", *COMPARED]]
+def by_condition(cell, groups, methods=tuple(COMPARED)):
+    """A row for each condition and group of models. cell(pairs, metric): of a method's runs, each
+    with that of greedy decoding."""
+    rows = [["", *methods]]
     for condition in CONDITIONS:
-        of = {model: runs for model in MODELS if (runs := fresh_runs(model, condition))}
-        if of:
-            n = sum(len(runs["greedy"].lines) for runs in of.values())
-            row = [f"{condition} (n = {n}: {', '.join(map(short, of))})"]
-            for method in COMPARED:
-                runs = [found[method] for found in of.values() if method in found]
-                row.append(unsigned(right(runs, condition)) if runs else "")
+        metric = "memory" if condition == "no passage" else "passage"
+        for models in groups:
+            runs = [fresh_runs(model, condition) for model in models]
+            n = sum(len(of["greedy"].lines) for of in runs)
+            names = [short(model) for model in models if len(models) == 1]
+            row = [", ".join([condition, *names]) + f" (n = {n})"]
+            for method in methods:
+                pairs = [(of[method], of["greedy"]) for of in runs if method in of]
+                row.append(cell(pairs, metric) if pairs else "")
             rows.append(row)
     return rows
+
+
+def share(pairs, metric):
+    return unsigned(right([run for run, _ in pairs], metric))
+
+
+def difference(pairs, metric):
+    return compare(pairs, metric)[0]
 
 
 # Pages and figure
 
 
+ONE_BY_ONE = [[model] for model in MODELS]
 TABLES = {
-    table.__name__: table
-    for table in (moved, costs, listed, where, random, drawn, planned, cad, fresh, fresh_more)
-    + (fresh_listed, fresh_differences, fresh_tests, which)
+    **{table.__name__: table for table in (settings, moved, costs, where)},
+    **{table.__name__: table for table in (random, cad, listed, fresh_listed)},
+    **{table.__name__: table for table in (planned, fresh_tests)},
+    "which": partial(by_condition, share, [MODELS]),
+    "fresh": partial(by_condition, share, ONE_BY_ONE),
+    "fresh_differences": partial(by_condition, difference, [MODELS], [*COMPARED][1:6]),
 }
 
 
@@ -508,13 +472,26 @@ def filled(page):
     parts = re.split(r"(<!-- \w+ -->\n)(?:\|.*\n)*", page)
     for i in range(1, len(parts), 2):
         head, *rows = TABLES[parts[i].split()[1]]()
-        lines = [head, ["---"] * len(head), *rows] if head[1:] and rows else []
-        parts[i] += "".join(f"| {' | '.join(row)} |\n" for row in lines)
+        for row in [head, ["---"] * len(head), *rows]:
+            parts[i] += f"| {' | '.join(row)} |\n"
     return "".join(parts)
 
 
-COLOURS = {"copy": 0, "effect": 1, "random heads": 2, "CAD": 3}
+LABELS = ["copy", "effect", "random heads", "CAD"]  # in the order of figures.COLOURS
 MARKERS = {None: "o", 0.5: "^", 1.0: "s", 2.0: "D"}  # by α; None: the entropy
+
+
+def look_of(setup):
+    """How a run of explore is drawn: arguments of `scatter`."""
+    if setup.method == "greedy":
+        return dict(c="#000000", marker="*", s=60, label="greedy")
+    label = "random heads" if setup.random_heads else setup.measure or "copy"
+    if setup.method == "cad":
+        label = "CAD"
+    look = dict(c=figures.COLOURS[LABELS.index(label)], s=8 + 2 * (setup.num_heads or 10))
+    if setup.method == "masked":
+        return look | dict(marker="x")
+    return look | dict(marker=MARKERS.get(setup.alpha, "P"), label=label)
 
 
 def explored():
@@ -522,31 +499,23 @@ def explored():
     panels = [(short(model), model, runs_of(f"memory/choose/{model}")) for model in MODELS]
 
     def draw(ax, model, runs):
-        for kind, found in runs:
+        for kind, setup in runs:
             if kind != FALSE:
                 continue
-            setup = runs[FALSE, found][0].setup
-            x, y = (right(runs[kind, found], "") for kind in (TRUE, FALSE))
-            ranking = "random heads" if setup.random_heads else setup.measure or "copy"
-            label = "CAD" if setup.method == "cad" else ranking
-            look = {"c": figures.COLOURS[COLOURS[label]], "label": label}
-            look |= {"marker": MARKERS.get(setup.alpha, "P"), "s": 8 + 2 * (setup.num_heads or 10)}
-            if setup.method == "masked":
-                look |= {"marker": "x", "label": None}
-            elif setup.method == "greedy":
-                look = {"c": "#000000", "marker": "*", "s": 60, "label": "greedy"}
+            x, y = right(runs[TRUE, setup]), right(runs[FALSE, setup])
+            look = look_of(runs[FALSE, setup][0].setup)
             ax.scatter(x, y, alpha=0.7, linewidths=0.7, **look)
-            if found in [*SETUPS[model].values()][3:]:
+            if setup in [SETUPS[model]["chosen"], SETUPS[model]["CAD"]]:
                 ax.scatter(x, y, s=160, c="none", edgecolors="#000000", linewidths=0.7)
         labels = "right answers where the passage is right, %", "the passage's, in conflict, %"
         ax.set(xlabel=labels[0], ylabel=labels[1])
 
     runs = [run for *_, of in panels for draws in of.values() for run in draws]
     note = (
-        f"{len(runs)} runs; area: N; circle: α is the entropy, also capped or by gain; triangle, "
+        f"{len(runs)} runs; area: N; circle: α is the entropy, also capped or by gain; "
+        "triangle, square, diamond: α = 0.5, 1, 2; plus: CAD's other α; cross: masked alone; "
+        "in a ring: the chosen and CAD's"
     )
-    note += "square, diamond: α = 0.5, 1, 2; plus: CAD's other α; cross: masked alone; "
-    note += "in a ring: the chosen and CAD's"
     size = dict(width=figures.WIDTH, heights=[2.4, 2.4], columns=2)
     return figures.figure_of(panels, draw, runs, note, **size)
 
