@@ -19,6 +19,11 @@ def cells(text):
     return params
 
 
+def each(names, text, read=rows):
+    """Runs a test with each row of a table. names: of its arguments, as for `parametrize`."""
+    return pytest.mark.parametrize(names, read(text))
+
+
 def facts(text, groups=None):
     """Fields of a configuration, as in `head_dim=8 rope_scaling=null`: values are JSON without
     spaces. A word alone is the name of a group of fields."""

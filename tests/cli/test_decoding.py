@@ -18,7 +18,7 @@ from heads import FOLDER, load_heads
 from heads.sources import find_sources
 from model import Transformer
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
-from tests.tables import rows
+from tests.tables import each, rows
 from tokenizer import Tokenizer
 
 SHORT = ["--max-new-tokens", "6"]
@@ -199,7 +199,7 @@ end with an assistant's turn, so "begin" has no place
 """
 
 
-@pytest.mark.parametrize("line, words", rows(LINES))
+@each("line, words", LINES)
 def test_a_line_that_is_not_a_prompt_is_named(refused, base, tmp_path, line, words):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "a", "without_context": "b"}}\n{line}\n')

@@ -21,7 +21,7 @@ from runtime.drafts import PARTS, Text
 from runtime.values import MASKS
 from tests.checkpoints import ids_of, random_ids, tiny, write_checkpoint
 from tests.families import random_model
-from tests.tables import rows
+from tests.tables import each
 
 HEADS = [(1, 0), (2, 3), (1, 2)]
 PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
@@ -401,7 +401,7 @@ ids=[[5], [6]], answer_ids=[[[5]]] | 2 prompts need as many lists of answers, no
 """
 
 
-@pytest.mark.parametrize("arguments, words", rows(MISTAKES))
+@each("arguments, words", MISTAKES)
 def test_each_mistake_has_its_message(llama, monkeypatch, arguments, words):
     monkeypatch.setattr(llama, "bos_id", 7)
     monkeypatch.setattr(llama, "pad_ids", (2,))
@@ -454,7 +454,7 @@ DeCoRe((), alpha=1, alpha_rule="gain") | alpha_rule has no effect on a constant 
 """
 
 
-@pytest.mark.parametrize("call, words", rows(SETTINGS))
+@each("call, words", SETTINGS)
 def test_a_record_refuses_unknown_settings_and_values(call, words):
     with pytest.raises(ValueError, match=words):
         eval(call)

@@ -21,7 +21,7 @@ from tests.checkpoints import (
     write_checkpoint,
 )
 from tests.golden.make import FOLDER, PROMPTS
-from tests.tables import rows
+from tests.tables import each
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 ATOL = 1e-5  # float32: sums in another order; logits are of the order of 2
@@ -193,7 +193,7 @@ norm.weight | [math.inf] + [0.0] * 31 | model.norm.weight is not finite
 """
 
 
-@pytest.mark.parametrize("name, values, words", rows(STRICT))
+@each("name, values, words", STRICT)
 def test_weights_are_strict_both_ways(name, values, words, tmp_path):
     weights = random_weights(FAMILIES["llama3"])
     weights.pop(f"model.{name}", None)

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Core
 from runtime.checkpoint import Checkpoint
 from runtime.special import MISTRAL_WORDS
 from tests.checkpoints import write_tokenizer
-from tests.tables import facts, rows
+from tests.tables import each, facts
 from tokenizer import Tokenizer
 
 WORDS = (
@@ -284,7 +284,7 @@ whose role is 'assistant'
 """
 
 
-@pytest.mark.parametrize("template, words", rows(REFUSED))
+@each("template, words", REFUSED)
 def test_a_template_that_omits_a_message_is_refused(template, words, of):
     with pytest.raises(ValueError, match=words):
         of(template).render(CONVERSATIONS[1])
@@ -373,7 +373,7 @@ null | "<no-such-token>" | 0 | [0]
 """  # −1 is none, as in transformers
 
 
-@pytest.mark.parametrize("row", rows(ENDS))
+@each("row", ENDS)
 def test_end_tokens_are_those_of_the_generation_config_the_tokenizer_and_the_config(row, tmp_path):
     generation, token, of_config, eos = map(json.loads, row)
     files = {"generation_config": generation, "config": {"eos_token_id": of_config}}
@@ -472,7 +472,7 @@ mistral | model_type="mistral" transformers_version="4.50.0.dev0" |  | 17 | no
 """
 
 
-@pytest.mark.parametrize("pattern, config, settings, tokens, warned", rows(MISTRALS))
+@each("pattern, config, settings, tokens, warned", MISTRALS)
 def test_mistrals_wrong_pattern_of_words_is_a_warning_or_corrected_as_by_transformers(
     pattern, config, settings, tokens, warned, tmp_path, recwarn
 ):
@@ -581,7 +581,7 @@ chat_template.jinja | {{ messages[0].content }}{{ messages[1].content }} | half 
 """
 
 
-@pytest.mark.parametrize("name, content, words", rows(DAMAGED))
+@each("name, content, words", DAMAGED)
 def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_line(
     name, content, words, tmp_path, capfd
 ):

@@ -14,7 +14,7 @@ from decoders.scoring import score
 from decore import DeCoRe, generate
 from tests.checkpoints import FAMILIES, random_ids, random_weights, tiny
 from tests.core.test_decore import PROMPTS, log_softmax
-from tests.tables import rows
+from tests.tables import each
 
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]
 ANSWERS = [random_ids(n, seed=80 + n) for n in (4, 1, 7)]
@@ -199,7 +199,7 @@ EXITS = """
 """
 
 
-@pytest.mark.parametrize("layers, tied, half, rule, expected", rows(EXITS))
+@each("layers, tied, half, rule, expected", EXITS)
 def test_exit_layers_are_those_of_the_published_runs(layers, tied, half, rule, expected):
     config = SimpleNamespace(n_layers=int(layers), tied_embeddings=bool(tied))
     assert [*map(str, exit_layers(SimpleNamespace(config=config), half, rule))] == expected.split()

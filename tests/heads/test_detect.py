@@ -31,7 +31,7 @@ from tests.checkpoints import (
     write_tokenizer,
 )
 from tests.conftest import TEMPLATE
-from tests.tables import rows
+from tests.tables import each
 from tokenizer import Tokenizer
 
 NEEDLE = needles.Needle(
@@ -363,7 +363,7 @@ SCRIPTS = """
 """
 
 
-@pytest.mark.parametrize("needle, right, wrong", rows(SCRIPTS))
+@each("needle, right, wrong", SCRIPTS)
 def test_a_needle_of_any_script_is_found(needle, right, wrong):
     assert detect.recall_of(needle, right) > detect.SUCCESS
     assert detect.recall_of(needle, wrong) <= detect.SUCCESS
@@ -521,7 +521,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("more, message", rows(REFUSED))
+@each("more, message", REFUSED)
 def test_bad_options_are_refused_before_weights_are_read(
     refused, chat_model, tmp_path, more, message
 ):
@@ -598,7 +598,7 @@ continued | SEED + ODD | line 2 is not run 1 of 2
 """
 
 
-@pytest.mark.parametrize("reader, text, message", rows(OTHER_RUNS))
+@each("reader, text, message", OTHER_RUNS)
 def test_a_file_that_holds_no_needles_or_other_runs_is_refused(tmp_path, reader, text, message):
     path = tmp_path / "lines.jsonl"
     path.write_text(text if text.startswith("{") else eval(text))

@@ -20,7 +20,7 @@ from paper.tasks.answers import first_sentence, same
 from runtime import pack
 from tests.checkpoints import assert_close, random_ids, tiny, write_checkpoint, write_lines
 from tests.families import random_model
-from tests.tables import rows
+from tests.tables import each
 from tokenizer import Tokenizer
 
 PROMPTS = [random_ids(23, seed=1), random_ids(1, seed=2), random_ids(70, seed=3)]
@@ -229,7 +229,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("options, message", rows(REFUSED))
+@each("options, message", REFUSED)
 def test_questions_that_measure_nothing_are_refused(detect, tmp_path, options, message):
     far = write_lines(tmp_path / "f.jsonl", [CAPITALS[0], CAPITALS[1] | {"context": "far " * 700}])
     options = options.replace("FEW", f"{tmp_path}/capitals.jsonl").replace("LONG", str(far))

@@ -28,7 +28,7 @@ from hf import HFModel
 from model import Transformer
 from runtime.files import read_json
 from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines
-from tests.tables import rows
+from tests.tables import each, rows
 
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 # 40 layers of 8 heads
@@ -334,7 +334,7 @@ published_random_heads(10, 3, 4) | 10 heads are too many
 """
 
 
-@pytest.mark.parametrize("call, message", rows(REFUSED))
+@each("call, message", REFUSED)
 def test_heads_that_do_not_exist_are_refused(call, message):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         eval(call)

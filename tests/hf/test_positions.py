@@ -11,7 +11,7 @@ from hf.positions import position_problem
 from integrations.custom_generate import generate as custom_generate
 from tests.checkpoints import assert_close, ids_of, random_ids
 from tests.families import EXPERTS, random_model
-from tests.tables import facts, rows
+from tests.tables import each, facts
 
 HEADS = [(1, 0), (1, 3), (2, 2)]
 LONGROPE = facts("""
@@ -95,7 +95,7 @@ scaled("phi3") | 20 7 | a part of this batch is longer
 
 
 @pytest.mark.parametrize("decode", [answer, answer_inside, score_answer])
-@pytest.mark.parametrize("model, lengths, words", rows(REFUSED))
+@each("model, lengths, words", REFUSED)
 def test_texts_on_both_sides_of_the_limit_are_refused_before_the_first_token(
     decode, model, lengths, words
 ):

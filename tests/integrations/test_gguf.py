@@ -18,7 +18,7 @@ from hf import HFModel
 from integrations import gguf as conversion
 from model import Transformer
 from tests.checkpoints import BANDS, FAMILIES, assert_close, random_ids, random_weights
-from tests.tables import rows
+from tests.tables import each, rows
 from tokenizer import Tokenizer
 
 BYTES = sorted(splits.ByteLevel.alphabet())
@@ -221,7 +221,7 @@ k_proj.weight is [64, 64], but transformers reads [32
 """
 
 
-@pytest.mark.parametrize("options, words", rows(REFUSED))
+@each("options, words", REFUSED)
 def test_files_that_would_give_another_model_are_refused(options, words, refuse):
     line = refuse(**json.loads(options))
     assert line.startswith("gguf.py: error: ") and words in line

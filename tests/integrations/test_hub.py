@@ -16,7 +16,7 @@ from integrations import hub
 from integrations.custom_generate.generate import generate
 from tests.checkpoints import write_heads
 from tests.families import random_model
-from tests.tables import rows
+from tests.tables import each
 
 PROMPT = [5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90]
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
@@ -106,7 +106,7 @@ NEW --model tests/golden | is not a model's name on the Hub
 """
 
 
-@pytest.mark.parametrize("arguments, words", rows(REFUSED))
+@each("arguments, words", REFUSED)
 def test_what_cannot_be_built_is_refused_and_nothing_is_written(
     refused, tmp_path, arguments, words
 ):

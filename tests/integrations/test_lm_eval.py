@@ -30,7 +30,7 @@ from miniature.data import make_split
 from model import Transformer
 from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
-from tests.tables import rows
+from tests.tables import each
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +190,7 @@ command | --tasks x --template-args {"a":1} | has no effect without --apply_chat
 """
 
 
-@pytest.mark.parametrize("kind, text, words", rows(REFUSED))
+@each("kind, text, words", REFUSED)
 def test_what_cannot_be_run_is_refused_in_one_line(small, kind, text, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["integrations.lm_eval", *text.split()])
     monkeypatch.setattr(sys, "path", sys.path[:])

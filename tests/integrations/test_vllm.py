@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests.integrations.vllm_tokens import HEADS, METHODS, N
-from tests.tables import rows
+from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
 os.environ |= dict(
@@ -291,7 +291,7 @@ decore-static
 """
 
 
-@pytest.mark.parametrize("options, words", rows(REFUSED))
+@each("options, words", REFUSED)
 def test_engines_and_settings_that_do_not_fit_do_not_start(folder, options, words):
     refused(folder, words, **json.loads(options))
 
@@ -553,7 +553,7 @@ REFUSED_REQUESTS = """
 """
 
 
-@pytest.mark.parametrize("body, words", rows(REFUSED_REQUESTS))
+@each("body, words", REFUSED_REQUESTS)
 def test_requests_that_do_not_fit_are_answered_with_one_line(post, body, words):
     with pytest.raises(urllib.error.HTTPError) as error:
         post(prompt=[1], **json.loads(body))

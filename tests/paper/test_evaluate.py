@@ -35,7 +35,7 @@ from tests.checkpoints import read_lines, write_checkpoint, write_lines, write_t
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
-from tests.tables import rows
+from tests.tables import each
 from tokenizer import Tokenizer
 
 GREEDY = ["--method", "greedy", "--max-new-tokens", "5"]
@@ -273,7 +273,7 @@ SWEEPS = """
 """
 
 
-@pytest.mark.parametrize("options, names, draws", rows(SWEEPS))
+@each("options, names, draws", SWEEPS)
 def test_a_sweep_runs_every_combination_once_under_its_own_name(
     start, model, data, tmp_path, options, names, draws
 ):
@@ -307,7 +307,7 @@ transformers | memotrap | --mask output | 4
 """
 
 
-@pytest.mark.parametrize("engine, task, masking, reads", rows(SHARED))
+@each("engine, task, masking, reads", SHARED)
 def test_a_sweep_reads_its_prompts_once_and_writes_what_single_runs_do(
     start, model, data, tmp_path, monkeypatch, engine, task, masking, reads
 ):
@@ -455,7 +455,7 @@ b/o.py:Mine | mine | h | /o.py:Mine are both called mine
 """
 
 
-@pytest.mark.parametrize("name, method, alpha, words", rows(UNFIT))
+@each("name, method, alpha, words", UNFIT)
 def test_a_decoder_of_ones_own_that_cannot_be_used_is_named(
     refusal, model, data, tmp_path, monkeypatch, name, method, alpha, words
 ):
@@ -533,7 +533,7 @@ paper --data {m} --like Meta-Llama-3-8B-Instruct | \
 """
 
 
-@pytest.mark.parametrize("command, words", rows(MISTAKES))
+@each("command, words", MISTAKES)
 def test_a_mistake_is_one_line_before_the_first_run(refusal, places, tmp_path, command, words):
     last = refusal(*shlex.split(command.format(**places)))
     assert last.startswith("evaluate.py: error: ")

@@ -15,7 +15,7 @@ from paper.report import results, stored
 from paper.runfile import make_header
 from paper.tasks import TASKS, model_metrics
 from tests.checkpoints import write_lines
-from tests.tables import rows
+from tests.tables import each, rows
 
 FILE = {"file": "a.json", "sha256": 64 * "a"}
 OTHER = {"file": "b.json", "sha256": 64 * "b"}
@@ -119,7 +119,7 @@ def write_run(path, header, right=4):
     return write_lines(path, lines)
 
 
-@pytest.mark.parametrize("name, same, other, expected", rows(FIELDS))
+@each("name, same, other, expected", FIELDS)
 def test_two_runs_that_differ_in_one_field(header, tmp_path, capsys, name, same, other, expected):
     """The runs are named by their paths, and what is left out by a line with both and the field."""
     first = header | {"method": "masked", "decoder": None} | value(same)

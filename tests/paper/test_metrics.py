@@ -11,7 +11,7 @@ import torch
 
 from paper.tasks import TASKS, metrics, model_metrics
 from paper.tasks.model_metrics import FACTKB, ROBERTA
-from tests.tables import cells
+from tests.tables import cells, each
 
 
 def one(task, **line):
@@ -43,9 +43,7 @@ SHORT_ANSWERS = r"""
 """
 
 
-@pytest.mark.parametrize(
-    "task, prediction, reference, exact, contained, published", cells(SHORT_ANSWERS)
-)
+@each("task, prediction, reference, exact, contained, published", SHORT_ANSWERS, cells)
 def test_short_answers_as_worked_out_by_hand(
     task, prediction, reference, exact, contained, published
 ):
@@ -82,7 +80,7 @@ CUT_OUT = r"""
 """
 
 
-@pytest.mark.parametrize("prediction, extracted", cells(CUT_OUT))
+@each("prediction, extracted", CUT_OUT, cells)
 def test_musique_answers_are_cut_out_as_published(prediction, extracted):
     assert metrics.musique_answer(prediction) == extracted
 
@@ -142,7 +140,7 @@ ROUGE = """
 """
 
 
-@pytest.mark.parametrize("prediction, reference, expected", cells(ROUGE))
+@each("prediction, reference, expected", ROUGE, cells)
 def test_rouge_as_worked_out_by_hand(prediction, reference, expected):
     values = one("xsum", prediction=prediction, references=[reference])
     assert values["rougeL"] == pytest.approx(expected)
@@ -279,7 +277,7 @@ CLEANED = r"""
 """
 
 
-@pytest.mark.parametrize("prediction, cleaned", cells(CLEANED))
+@each("prediction, cleaned", CLEANED, cells)
 def test_generated_answers_are_cleaned_as_published(prediction, cleaned):
     assert metrics.clean(prediction) == cleaned
 

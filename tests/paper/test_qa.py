@@ -26,7 +26,7 @@ from paper import fetch, running
 from paper.report import figures, results, stored
 from paper.tasks import TASKS, answers, data, metrics, prompts, with_prompt
 from tests.checkpoints import read_lines, write_lines
-from tests.tables import cells, rows
+from tests.tables import cells, each, rows
 from tokenizer import Tokenizer
 
 QA = TASKS["qa"]
@@ -131,7 +131,7 @@ q.xlsx | x | unknown kind of file; known: .csv, .tsv (a spreadsheet is saved as 
 """
 
 
-@pytest.mark.parametrize("file, content, words", rows(WRONG_FILES))
+@each("file, content, words", WRONG_FILES)
 def test_a_file_that_is_not_right_is_refused_in_one_line(refusal, tmp_path, file, content, words):
     path = tmp_path / file
     path.write_bytes(codecs.decode(content, "unicode_escape").encode("latin-1"))
@@ -212,7 +212,7 @@ Read.\n\n# {context}\n\nQ {question} {{x}}\n | Read.\n\n# C\n\nQ Who? {x} | Read
 """
 
 
-@pytest.mark.parametrize("cells", rows(TEMPLATES))
+@each("cells", TEMPLATES)
 def test_a_template_without_context_lacks_the_line_of_the_context(tmp_path, cells):
     template, expected, without = (cell.replace(r"\n", "\n") for cell in cells)
     (tmp_path / "t.txt").write_text(template)
@@ -238,7 +238,7 @@ a } {question} | Single '}'
 """
 
 
-@pytest.mark.parametrize("template, words", rows(WRONG_TEMPLATES))
+@each("template, words", WRONG_TEMPLATES)
 def test_a_template_that_is_not_right_is_refused(refusal, tmp_path, template, words):
     path = tmp_path / "t.txt"
     path.write_text(template.replace(r"\n", "\n"))
@@ -325,7 +325,7 @@ BY_HAND = r"""
 """
 
 
-@pytest.mark.parametrize("prediction, references, contained, f1", cells(BY_HAND))
+@each("prediction, references, contained, f1", BY_HAND, cells)
 def test_answers_as_worked_out_by_hand(prediction, references, contained, f1):
     line = {"prediction": prediction, "references": references.split(";")}
     [values] = metrics.compute(QA, [line])
@@ -440,7 +440,7 @@ WRONG_FIELDS = """
 """
 
 
-@pytest.mark.parametrize("changes, words", rows(WRONG_FIELDS))
+@each("changes, words", WRONG_FIELDS)
 def test_memory_and_begin_that_are_not_right_are_refused(refusal, tmp_path, changes, words):
     last = refusal(write_lines(tmp_path / "q.jsonl", [CAPITAL | json.loads(changes)]))
     assert "line 1: " in last and words in last
@@ -496,7 +496,7 @@ SOURCES = r"""
 """
 
 
-@pytest.mark.parametrize("answer, kind", cells(SOURCES))
+@each("answer, kind", SOURCES, cells)
 def test_an_answer_is_the_passages_the_memorised_one_neither_or_blank(answer, kind):
     line = {"prediction": answer, "references": ["Valencia"]}
     [without] = metrics.compute(QA, [line])

@@ -27,7 +27,7 @@ from paper.report import figures, results, stored, tables
 from paper.tasks import TASKS, metrics
 from runtime import statistics
 from tests.checkpoints import write_lines
-from tests.tables import rows
+from tests.tables import each, rows
 
 STORED = Path(__file__).parents[2] / "results/memory/test/gemma-3-270m.jsonl.xz"
 TASK, GROUP, COLUMN = "miniature", "Other tasks", "miniature exact match"
@@ -327,7 +327,7 @@ popqa | {"num_heads": 10, "random_heads": "published"} | 25.96 ± 0.18†
 """
 
 
-@pytest.mark.parametrize("task, header, text", rows(CELLS))
+@each("task, header, text", CELLS)
 def test_a_run_is_compared_with_the_papers_cell_of_its_setup(task, header, text):
     """The honest model is ITI's; the N of main tables is inferred."""
     metric = {"ifeval": "prompt_strict_published"}.get(task, "answer_contained_published")
@@ -432,7 +432,7 @@ NAMED = """
 """
 
 
-@pytest.mark.parametrize("header, text", rows(NAMED))
+@each("header, text", NAMED)
 def test_conditions_and_settings_are_named(header, text):
     run = described(task="popqa", **json.loads(header))
     assert f"{run.conditions}; {run.label}" == text
@@ -492,7 +492,7 @@ null | its first line has no header
 """
 
 
-@pytest.mark.parametrize("changes, words", rows(DAMAGES))
+@each("changes, words", DAMAGES)
 def test_a_file_that_cannot_be_reported_costs_one_line(add, report, changes, words):
     add("masked", 2)
     path = add()

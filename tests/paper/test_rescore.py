@@ -12,7 +12,7 @@ from model import Transformer
 from paper import judges
 from runtime.files import locked
 from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
-from tests.tables import rows
+from tests.tables import each
 
 T_I = "--judge --judge-models t,i"
 
@@ -68,7 +68,7 @@ UNFIT = """
 """
 
 
-@pytest.mark.parametrize("options, line, words", rows(UNFIT))
+@each("options, line, words", UNFIT)
 def test_what_cannot_be_scored_is_refused_in_one_line(refused, tmp_path, options, line, words):
     write_lines(tmp_path / "r.judged.jsonl", [VERDICT])
     path = tmp_path / "r.jsonl"

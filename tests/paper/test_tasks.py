@@ -15,7 +15,7 @@ import evaluate
 from paper.tasks import PAPER, TASKS, data, prompts
 from runtime.fields import located
 from tests.checkpoints import write_checkpoint, write_tokenizer
-from tests.tables import cells, rows
+from tests.tables import cells, each
 from tokenizer import Tokenizer
 
 QA = {"question": "who won", "answer": "Ann"}
@@ -224,7 +224,7 @@ ITEMS = """
 """
 
 
-@pytest.mark.parametrize("name, expected", cells(ITEMS))
+@each("name, expected", ITEMS, cells)
 def test_items_hold_what_the_metrics_read(load, name, expected):
     item, _ = load(name)
     assert item | expected == item
@@ -240,7 +240,7 @@ TEXTS = """
 """
 
 
-@pytest.mark.parametrize("name, fields, references", cells(TEXTS))
+@each("name, fields, references", TEXTS, cells)
 def test_a_text_in_place_of_a_list_is_one_answer(name, fields, references):
     _, row = row_of(name)
     item = TASKS[name].read(row | fields)
@@ -367,7 +367,7 @@ nq-swap --demos {file} | {} | context is missing
 """
 
 
-@pytest.mark.parametrize("options, changes, words", rows(WRONG_ROWS))
+@each("options, changes, words", WRONG_ROWS)
 def test_rows_that_do_not_fit_their_task_are_refused_in_one_line(
     refused, tmp_path, options, changes, words
 ):

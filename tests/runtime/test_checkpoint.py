@@ -16,7 +16,7 @@ from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.config import rope_frequencies
 from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
-from tests.tables import facts, rows
+from tests.tables import each, facts, rows
 
 
 def configuration(folder, family, **changes):
@@ -61,7 +61,7 @@ below high_freq_factor 4.0
 """
 
 
-@pytest.mark.parametrize("changes, words", rows(REFUSED))
+@each("changes, words", REFUSED)
 def test_an_unsupported_or_malformed_field_is_named_in_one_line(changes, words, tmp_path):
     changes = json.loads(changes)
     if changes is not None:

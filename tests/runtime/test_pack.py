@@ -10,7 +10,7 @@ from model import Linear
 from runtime import pack
 from runtime.pack import Blocked, Filled, Packed
 from tests.checkpoints import ids_of, random_ids, write_checkpoint
-from tests.tables import rows
+from tests.tables import each
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -68,7 +68,7 @@ other | DEFAULT |  | bfloat16 | Linear | Linear
 """
 
 
-@pytest.mark.parametrize("maker, instructions, flags, dtype, small, large", rows(PRODUCTS))
+@each("maker, instructions, flags, dtype, small, large", PRODUCTS)
 @needs_onednn
 def test_the_product_follows_from_processor_and_dtype(
     monkeypatch, maker, instructions, flags, dtype, small, large

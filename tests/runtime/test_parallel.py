@@ -43,7 +43,7 @@ from tests.core.test_gpu_on_cpu import (
     method_of,
 )
 from tests.ranks import on_processes, on_threads
-from tests.tables import rows
+from tests.tables import each
 
 MODELS = {
     family: (family, {}) for family in FAMILIES if "window" not in family and family != "llama3.1"
@@ -240,7 +240,7 @@ cuda | 2 | 1 | cuda:0
 """  # the last one as with one visible GPU for each process
 
 
-@pytest.mark.parametrize("device, local, gpus, expected", rows(DEVICES))
+@each("device, local, gpus, expected", DEVICES)
 def test_every_rank_has_its_own_gpu_or_an_error(monkeypatch, device, local, gpus, expected):
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpus))
