@@ -3,7 +3,6 @@ tokens."""
 
 import math
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor
 
-from decoders.baselines import AD, CAD, CD, DoLa
+from decoders.baselines import AD, CAD, DoLa  # noqa: F401 (of the tables)
 from decoders.scoring import score
 from decoders.sweep import side_by_side
 from decore import Decoding, DeCoRe, Greedy, Masked, decore, generate, make_head_mask
@@ -21,10 +20,9 @@ from runtime.drafts import PARTS, Text
 from runtime.values import MASKS
 from tests.checkpoints import ids_of, random_ids, tiny, write_checkpoint
 from tests.families import random_model
+from tests.methods import CASES, DRAFTING, HEADS, MASKING, PROMPTS, method_of
 from tests.tables import each
 
-HEADS = [(1, 0), (2, 3), (1, 2)]
-PROMPTS = [random_ids(n, seed=n) for n in (3, 17, 1, 30)]
 NEW = 10
 
 
@@ -62,12 +60,8 @@ def logits_of_steps(model, prompt, new, heads, mask="output", mask_prompt=False)
     return model(torch.tensor([[prompt[-1]] + new]), cache, head_mask, mask)[0, 0].numpy()
 
 
-WAYS = [*product(MASKS, (False, True))]
-CASES = [
-    Greedy(),
-    *(Masked(HEADS, *how) for how in WAYS),
-    *(DeCoRe(HEADS, *how, alpha=0.5) for how in WAYS),
-    *(DeCoRe(HEADS, *how) for how in WAYS),
+OF_EQUATIONS = [
+    *MASKING,
     DeCoRe(HEADS, alpha=-0.5),
     DeCoRe(HEADS, alpha_cap=0.7),
     DeCoRe(HEADS, alpha_cap=0.97, scale_alpha=True),
@@ -79,7 +73,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("method", CASES, ids=str)
+@pytest.mark.parametrize("method", OF_EQUATIONS, ids=str)
 def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, method):
     other = model
     if getattr(method, "amateur", None):
@@ -96,6 +90,8 @@ def test_tokens_alphas_and_entropies_equal_the_numpy_version(model, amateur, met
             scores, a, h = contrast(base[i], masked[i], method)
             assert token == scores.argmax()
             assert (g.alphas[i], g.entropies[i]) == pytest.approx((a, h), abs=1e-5)  # float32
+    if getattr(method, "alpha_rule", None) == "gain" and other is model:
+        assert min(alpha for g in out for alpha in g.alphas) < 0
 
 
 # -------------------------------------------------------------------------------------- invariances
@@ -128,7 +124,7 @@ def test_ids_and_heads_may_come_in_any_form_of_whole_numbers(llama, form):
         assert generate(llama, form([[5, 6], [7, 8]]), method, 3) == batch
     sums = score(llama, form([5, 6]), form([7, 8]), method)
     assert sums == score(llama, [5, 6], [7, 8], method)
-    for heads in ["1-0", "2-3", "1-2"], [form(h) for h in HEADS], iter(HEADS):
+    for heads in ["1-0", "1-3", "2-2"], [form(h) for h in HEADS], iter(HEADS):
         assert generate(llama, [5, 6], DeCoRe(heads), 3) == plain
 
 
@@ -151,22 +147,10 @@ def test_texts_end_with_an_end_id_of_the_checkpoint_or_the_call_and_the_rest_of_
         assert [g.stop for g in out] == ["eos" if end in g.ids else "length" for g in out]
 
 
-METHODS = {
-    "greedy": Greedy(),
-    "masked": Masked(HEADS),
-    "decore-static": DeCoRe(HEADS, alpha=0.5),
-    "decore-entropy": DeCoRe(HEADS),
-    "cad": CAD([p[-1:] for p in PROMPTS]),
-    "dola-low": DoLa("low"),
-    "dola-high": DoLa("high"),
-    "ad": AD(info_layer=2),
-}
-
-
 def test_the_default_dtype_of_torch_has_no_effect(llama, amateur):
     def run():
         model = Transformer.load(llama.checkpoint.folder, dtype="float32")
-        methods = [*METHODS.values(), CD(amateur)]
+        methods = [method_of(case, amateur) for case in CASES]
         how = dict(max_new_tokens=4, eos_ids=())
         texts = [generate(model, PROMPTS, method, **how) for method in methods]
         alone = [method for method in methods if not isinstance(method, CAD)]
@@ -199,18 +183,18 @@ def test_ids_that_may_not_end_a_text_keep_their_probability_in_the_step(llama):
     assert all(step.base.isfinite().all() for step in steps) and len(steps) == 2
 
 
-@pytest.mark.parametrize("name", [*METHODS, "cd"])
+@pytest.mark.parametrize("case", CASES)
 def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_gives(
-    llama, amateur, tmp_path, engine, name
+    llama, amateur, tmp_path, engine, case
 ):
-    method = CD(amateur) if name == "cd" else METHODS[name]
+    method = method_of(case, amateur)
     model = engine.load(write_checkpoint(tmp_path, "llama3"))
     how = dict(method=method, max_new_tokens=NEW)
     free = generate(model, PROMPTS, eos_ids=(), **how)
     ends = sorted({g.ids[i] for g in free for i in (0, 2, 5)})  # those that would come early
     expected = []
     for prompt in PROMPTS:
-        own = CAD([prompt[-1:]]) if name == "cad" else method
+        own = CAD([[5, *prompt[-1:]]]) if case == "cad" else method
         decoding = own.start(model, [prompt], NEW)
         process = MinNewTokensLengthLogitsProcessor(len(prompt), 4, ends, device="cpu")
         ids = list(prompt)
@@ -225,16 +209,13 @@ def test_min_new_tokens_gives_the_tokens_that_the_processor_of_transformers_give
     assert [len(g.ids) for g in early] == [1] * len(PROMPTS)
 
 
-DRAFTING = [name for name, method in METHODS.items() if getattr(method, "shares_passes", False)]
-
-
-@pytest.mark.parametrize("name", [*DRAFTING, "cd", "lite"])
-def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypatch, engine, name):
+@pytest.mark.parametrize("case", DRAFTING)
+def test_drafts_change_nothing_but_the_number_of_passes(llama, amateur, monkeypatch, engine, case):
     model = engine.load(llama.checkpoint.folder)
     steps = []
     prompt = random_ids(9, seed=1)
-    others = dict(cd=CD(amateur), lite=DeCoRe([(0, 1)], amateur=amateur), cad=CAD(prompt[3:]))
-    how = dict(ids=prompt, method=(METHODS | others)[name], max_new_tokens=24)
+    method = CAD(prompt[3:]) if case == "cad" else method_of(case, amateur)
+    how = dict(ids=prompt, method=method, max_new_tokens=24)
     free = generate(model, eos_ids=(), **how).ids
     read = Decoding.step
     monkeypatch.setattr(Decoding, "step", lambda *args: steps.append(1) or read(*args))
@@ -461,9 +442,7 @@ def test_a_record_refuses_unknown_settings_and_values(call, words):
 
 
 def test_methods_side_by_side_decode_as_each_alone(llama, amateur):
-    methods = [*METHODS.values(), DeCoRe(HEADS, mask="query"), DeCoRe(HEADS, mask_prompt=True)]
-    methods += [DeCoRe([(0, 1)], amateur=amateur), CD(amateur)]
-    methods += [DoLa("high", repetition_penalty=1.3)]
+    methods = [method_of(case, amateur) for case in CASES]
     for model in llama, HFModel.load(llama.checkpoint.folder):
         together = side_by_side(model, PROMPTS, methods, max_new_tokens=NEW)
         for method, out in zip(methods, together, strict=True):

@@ -14,7 +14,7 @@ from heads.measures import effects
 from hf import HFModel
 from model import Cache, Transformer
 from tests.checkpoints import FAMILIES, assert_close, ids_of, random_ids, write_checkpoint
-from tests.core.test_gpu_on_cpu import CASES, HEADS, PROMPTS, method_of
+from tests.methods import CASES, HEADS, PROMPTS, method_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,9 +70,10 @@ def test_detection_scores_the_heads_as_the_cpu_does(folder):
 @pytest.mark.parametrize("engine", [Transformer, HFModel])
 @pytest.mark.parametrize("dtype, least", [("float32", 1 - 1e-6), ("bfloat16", 0.98)])
 def test_the_effects_of_heads_on_cuda_are_those_of_the_cpu(folder, engine, dtype, least):
-    answers, memories = [random_ids(n) for n in (3, 1, 4)], [random_ids(2, seed=7), [], [5]]
+    memories = [random_ids(2, seed=7), [], [5]]
+    texts = PROMPTS[1:], [random_ids(n) for n in (3, 1, 4)], memories
     expected, found = (
-        effects(kind.load(folder, device=device, dtype=of), PROMPTS, answers, memories).flatten()
+        effects(kind.load(folder, device=device, dtype=of), *texts).flatten()
         for kind, device, of in ((Transformer, "cpu", "float32"), (engine, "cuda", dtype))
     )
     assert torch.corrcoef(torch.stack([found, expected]))[0, 1] > least

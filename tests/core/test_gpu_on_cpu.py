@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from decoders.baselines import AD, CAD, CD, DoLa
 from decoders.sweep import side_by_side
 from decore import DeCoRe, Greedy, Masked, generate
 from heads.measures import effects
@@ -22,9 +21,7 @@ from model import Transformer
 from runtime import attention
 from runtime.values import MASKS
 from tests.checkpoints import assert_close, random_ids, tiny
-
-HEADS = [(1, 0), (1, 3), (2, 2)]
-PROMPTS = [random_ids(n, seed=n) for n in (9, 1, 20)]
+from tests.methods import CASES, DRAFTING, HEADS, PROMPTS, method_of
 
 # ---------------------------------------------------------------------------------------- attention
 
@@ -141,26 +138,6 @@ def graphs_on_cpu(kind=RecordedOnCPU):
         yield
 
 
-METHODS = {
-    "greedy": Greedy(),
-    "masked": Masked(HEADS),
-    "decore-static": DeCoRe(HEADS, alpha=0.5),
-    "decore-entropy": DeCoRe(HEADS),
-    "decore-entropy, query": DeCoRe(HEADS, mask="query"),
-    "decore-entropy, masked prompt": DeCoRe(HEADS, mask_prompt=True),
-    "cad": CAD([[5, *p[-1:]] for p in PROMPTS]),
-    "dola-low": DoLa("low"),
-    "dola-high": DoLa("high", repetition_penalty=1.3),
-    "ad": AD(info_layer=2),
-}
-CASES = [*METHODS, "decore-entropy, amateur", "cd"]
-
-
-def method_of(case, amateur=None):
-    lite = {"decore-entropy, amateur": DeCoRe([(0, 1)], amateur=amateur), "cd": CD(amateur)}
-    return (METHODS | lite)[case]
-
-
 @pytest.fixture
 def model(tmp_path):
     return tiny(tmp_path, "mistral-window")
@@ -172,17 +149,16 @@ def test_a_recorded_step_decodes_the_same_tokens(model, amateur, case):
     expected = generate(model, PROMPTS, method, max_new_tokens=5)
     with graphs_on_cpu():
         assert generate(model, PROMPTS, method, max_new_tokens=5, graph=True) == expected
-    if getattr(method, "shares_passes", False) and case != "cad":
-        expected = generate(model, PROMPTS[1] * 2, method, max_new_tokens=16)
+    if case in DRAFTING and case != "cad":
+        expected = generate(model, PROMPTS[2] * 2, method, max_new_tokens=16)
         with graphs_on_cpu():  # two: of one token, and of a draft
-            out = generate(model, PROMPTS[1] * 2, method, max_new_tokens=16, draft=3)
+            out = generate(model, PROMPTS[2] * 2, method, max_new_tokens=16, draft=3)
         assert out.ids == expected.ids
         assert out.alphas == pytest.approx(expected.alphas, abs=1e-4)
 
 
 def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, amateur):
-    cases = [case for case in CASES if not case.startswith(("dola", "ad"))]
-    methods = [method_of(case, amateur) for case in cases]
+    methods = [method_of(case, amateur) for case in DRAFTING]
     expected = side_by_side(model, PROMPTS, methods, max_new_tokens=5)
     with graphs_on_cpu():
         assert side_by_side(model, PROMPTS, methods, max_new_tokens=5) == expected
@@ -190,9 +166,9 @@ def test_a_recorded_step_of_methods_side_by_side_decodes_the_same_tokens(model, 
 
 def test_effects_are_measured_without_a_graph(model):
     answers = [random_ids(3, seed=4), [5], random_ids(4, seed=6)]
-    expected = effects(model, PROMPTS, answers)
+    expected = effects(model, PROMPTS[1:], answers)
     with graphs_on_cpu(kind=None):  # recording one is an error
-        found = effects(model, PROMPTS, answers)
+        found = effects(model, PROMPTS[1:], answers)
     assert_close(found, expected, 1e-6, 1e-5)
 
 

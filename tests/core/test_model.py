@@ -21,9 +21,9 @@ from tests.checkpoints import (
     write_checkpoint,
 )
 from tests.golden.make import FOLDER, PROMPTS
+from tests.methods import HEADS
 from tests.tables import each
 
-HEADS = [(1, 0), (1, 3), (2, 2)]
 ATOL = 1e-5  # float32: sums in another order; logits are of the order of 2
 
 

@@ -8,7 +8,7 @@ from decoders.scoring import score
 from decore import DeCoRe, Greedy, generate
 from model import common_prefix
 from tests.checkpoints import random_ids
-from tests.core.test_gpu_on_cpu import CASES, HEADS, method_of
+from tests.methods import CASES, HEADS, method_of
 
 PREFIX = random_ids(150, seed=1)
 PROMPTS = [

@@ -13,7 +13,8 @@ from decoders.baselines import AD, CAD, CD, DoLa, exit_layers, most_divergent
 from decoders.scoring import score
 from decore import DeCoRe, generate
 from tests.checkpoints import FAMILIES, random_ids, random_weights, tiny
-from tests.core.test_decore import PROMPTS, log_softmax
+from tests.core.test_decore import log_softmax
+from tests.methods import PROMPTS
 from tests.tables import each
 
 WITHOUT = [random_ids(n, seed=40 + n) + p[-1:] for n, p in zip((1, 4, 0, 8), PROMPTS)]

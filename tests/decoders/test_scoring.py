@@ -8,7 +8,8 @@ from decoders.scoring import loglikelihoods, score
 from decoders.setup import Setup
 from decore import DeCoRe, Greedy, Masked, generate
 from tests.checkpoints import random_ids, tiny
-from tests.core.test_decore import HEADS, PROMPTS, contrast, log_softmax, logits_of_steps
+from tests.core.test_decore import contrast, log_softmax, logits_of_steps
+from tests.methods import HEADS, PROMPTS
 
 METHODS = [Greedy(), Masked(HEADS), DeCoRe(HEADS, alpha=0.8), DeCoRe(HEADS)]
 

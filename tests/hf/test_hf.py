@@ -3,7 +3,6 @@ copies of a model whose output projections have zeros for the masked heads."""
 
 import copy
 import importlib
-import itertools
 import json
 import math
 import pickle
@@ -29,21 +28,13 @@ from hf import HFModel, attention, describe, read_config
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from runtime import pack, ranks
-from runtime.values import MASKS
 from tests import checkpoints, families
 from tests.checkpoints import assert_close, ids_of, random_ids, random_weights, write_checkpoint
 from tests.families import FAMILIES, NO_QUERY, random_model, without_heads
-from tests.tables import rows
+from tests.methods import HEADS, MASKING
+from tests.tables import each
 
-HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [random_ids(14, seed=1), random_ids(5, seed=2), random_ids(11, seed=3)]
-WAYS = [*itertools.product(MASKS, (False, True))]
-CASES = [
-    Greedy(),
-    *(Masked(HEADS, *how) for how in WAYS),
-    *(DeCoRe(HEADS, *how, alpha=0.5) for how in WAYS),
-    *(DeCoRe(HEADS, *how) for how in WAYS),
-]
 BASELINES = [
     CAD([prompt[2:] for prompt in PROMPTS]),
     DoLa("low", "halves"),
@@ -70,7 +61,7 @@ def assert_equal(ours, theirs):
 
 
 def test_both_engines_decode_the_same_tokens_by_every_method(engines):
-    for method in CASES + BASELINES:
+    for method in MASKING + BASELINES:
         assert_equal(*(generate(model, PROMPTS, method, **N) for model in engines))
         if type(method) is not CAD:  # a prompt of one token
             assert_equal(*(generate(model, [[7]], method, **FEW) for model in engines))
@@ -78,7 +69,7 @@ def test_both_engines_decode_the_same_tokens_by_every_method(engines):
 
 def test_both_engines_score_alike(engines):
     answers = [[3, 4, 5, 6, 8], [7, 3], [60]]
-    for method in [*CASES, *BASELINES[1:], CAD(PROMPTS[0][4:])]:
+    for method in [*MASKING, *BASELINES[1:], CAD(PROMPTS[0][4:])]:
         ours, theirs = (score(m, PROMPTS[0], answers, method) for m in engines)
         assert ours == pytest.approx(theirs, abs=2e-4)
 
@@ -109,7 +100,7 @@ def restricted(model, change):
 @pytest.mark.parametrize("kind", [Greedy, Masked, DeCoRe, CD, CAD, DoLa, AD])
 def test_tokens_with_logits_of_minus_infinity_are_as_if_they_did_not_exist(engines, kind):
     size = 90  # of a vocabulary of 96
-    methods = [method for method in CASES[::4] + BASELINES[:4] if type(method) is kind]
+    methods = [method for method in MASKING[::4] + BASELINES[:4] if type(method) is kind]
     for engine in engines:
         padded = restricted(engine, lambda z: z.masked_fill(torch.arange(96) >= size, -math.inf))
         cut = restricted(engine, lambda z: z[..., :size])
@@ -300,7 +291,7 @@ load(folder, "num_hidden_layers=4") | has 4 layers, the safetensors files
 """
 
 
-@pytest.mark.parametrize("call, words", rows(REFUSED.replace("VERSION", transformers.__version__)))
+@each("call, words", REFUSED.replace("VERSION", transformers.__version__))
 def test_what_cannot_be_masked_or_read_is_refused_in_one_line(call, words, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         eval(call, globals() | {"folder": tmp_path})

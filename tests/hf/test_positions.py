@@ -11,9 +11,9 @@ from hf.positions import position_problem
 from integrations.custom_generate import generate as custom_generate
 from tests.checkpoints import assert_close, ids_of, random_ids
 from tests.families import EXPERTS, random_model
+from tests.methods import HEADS
 from tests.tables import each, facts
 
-HEADS = [(1, 0), (1, 3), (2, 2)]
 LONGROPE = facts("""
 rope_type="longrope" short_factor=[1.0,1.1,1.2,1.3] long_factor=[4.0,5.0,6.0,7.0]
 rope_theta=10000.0 original_max_position_embeddings=16 factor=16.0

@@ -20,9 +20,9 @@ from runtime.values import MASKS
 from tests import families
 from tests.checkpoints import assert_close, ids_of
 from tests.families import random_model
+from tests.methods import HEADS
 from tests.tables import facts, rows
 
-HEADS = [(1, 0), (1, 3), (2, 2)]
 PROMPTS = [[5, 9, 17, 33, 60, 3, 8, 44, 71, 20, 11, 90], [7, 30, 31, 32], [40]]
 GREEDY = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, use_cache=True)
 FOLDER = dict(

@@ -33,15 +33,8 @@ from tests.checkpoints import (
     write_heads,
     write_tokenizer,
 )
-from tests.core.test_gpu_on_cpu import (
-    CASES,
-    HEADS,
-    PROMPTS,
-    Full,
-    RecordedOnCPU,
-    graphs_on_cpu,
-    method_of,
-)
+from tests.core.test_gpu_on_cpu import Full, RecordedOnCPU, graphs_on_cpu
+from tests.methods import CASES, HEADS, PROMPTS, method_of
 from tests.ranks import on_processes, on_threads
 from tests.tables import each
 
@@ -58,15 +51,15 @@ def results(folder, name, shard=None, cases=("decore-entropy",)):
     """Everything about a model that must not depend on the number of ranks."""
     model = Transformer.load(folder / name, shard=shard)
     amateur = Transformer.load(folder / "amateur", shard=shard)
-    ids = torch.tensor([PROMPTS[2]])
+    ids = torch.tensor([PROMPTS[1]])
     head_mask = make_head_mask([[], HEADS], model)
     answers = [random_ids(3, seed=1), random_ids(2, seed=2)]
     out = {
         "logits": model(ids).tolist(),
         "rows": model(ids, head_mask=head_mask).tolist(),
         "score": score(model, PROMPTS[0], answers, DeCoRe(HEADS)),
-        "effects": effects(model, PROMPTS[1:], answers, answers[::-1]).tolist(),
-        "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[2]], [(2, 8)], 3)[0][1:]],
+        "effects": effects(model, PROMPTS[:2], answers, answers[::-1]).tolist(),
+        "heads": [x.tolist() for x in answer_batch(model, [PROMPTS[1]], [(2, 8)], 3)[0][1:]],
     }
     for case in cases:
         texts = generate(model, PROMPTS, method_of(case, amateur), max_new_tokens=4)
