@@ -88,7 +88,7 @@ def write_checkpoint(
     """Write config.json and safetensors, with an index if there are several shards → the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(FAMILIES[family], **changes)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     weights = weights or random_weights(config, seed)
     weights = {name: w.to(dtype).contiguous() for name, w in weights.items()}
     if shards == 1:
@@ -99,7 +99,7 @@ def write_checkpoint(
     for file in names:
         save_file({n: w for n, w in weights.items() if where[n] == file}, folder / file)
     index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(folder / "model.safetensors.index.json", index)
     return folder
 
 
@@ -132,7 +132,7 @@ def write_tokenizer(folder, chat_template=None):
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     if chat_template:
         config["chat_template"] = chat_template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(folder / "tokenizer_config.json", config)
     return folder
 
 
@@ -147,6 +147,11 @@ def stand_in(n_layers=3, n_heads=4, name="tiny"):
     return SimpleNamespace(
         name=name, checkpoint=None, config=SimpleNamespace(n_layers=n_layers, n_heads=n_heads)
     )
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
+    return path
 
 
 def write_lines(path, rows):

@@ -17,7 +17,14 @@ from decore import DeCoRe, generate
 from heads import FOLDER, load_heads
 from heads.sources import find_sources
 from model import Transformer
-from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines, write_tokenizer
+from tests.checkpoints import (
+    stand_in,
+    write_checkpoint,
+    write_heads,
+    write_json,
+    write_lines,
+    write_tokenizer,
+)
 from tests.tables import each, rows
 from tokenizer import Tokenizer
 
@@ -353,7 +360,7 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     model = write_model(tmp_path / "chat", THINKING)
     path = tmp_path / "chat.json"
     chat = turns(system="S", user="a", assistant="b") + turns(user="c")
-    path.write_text(json.dumps(chat))
+    write_json(path, chat)
     encode = Tokenizer.load(model[1]).encode
     user = "<|turn|>user:b<|end|><|turn|>assistant:"
     text = "".join(f"<|turn|>{turn['role']}:{turn['content']}<|end|>" for turn in chat)
@@ -369,7 +376,7 @@ def test_prompts_of_chat_models_pass_the_template_unless_raw_and_a_file_is_a_cha
     refusal = partial(refused, main, *model, "--messages", path)
     assert "--system has no effect on --prompt-ids and --messages" in refusal("--system=S")
     chat[1]["content"] = [dict(type="text", text="a")]
-    path.write_text(json.dumps(dict(messages=chat, id=7)))
+    write_json(path, dict(messages=chat, id=7))
     [line] = objects(*model, *FLAGS, "--messages", path)
     assert line["prompt_ids"] == encode(text) and line["id"] == 7 and line["messages"] == chat
     for text, words in rows(CHATS):

@@ -22,8 +22,9 @@ from tokenizers import (
 from tokenizers import Tokenizer as Core
 
 from runtime.checkpoint import Checkpoint
+from runtime.files import read_json
 from runtime.special import MISTRAL_WORDS
-from tests.checkpoints import write_tokenizer
+from tests.checkpoints import write_json, write_tokenizer
 from tests.tables import each, facts
 from tokenizer import Tokenizer
 
@@ -81,7 +82,7 @@ def save(folder, core, files=None, bos=True, **tokenizer_config):
     tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>"} | tokenizer_config
     for name, content in ({"tokenizer_config": tokenizer_config} | (files or {})).items():
         if content is not None:
-            (folder / f"{name}.json").write_text(json.dumps(content))
+            write_json(folder / f"{name}.json", content)
     return Tokenizer.load(folder)
 
 
@@ -598,10 +599,10 @@ def test_a_damaged_file_or_a_template_that_fails_or_leaves_the_sandbox_is_one_li
 def test_a_post_processor_that_adds_an_absent_token_is_refused_in_words(tmp_path):
     """The library panics when it encodes, not when it reads the file."""
     path = write_tokenizer(tmp_path) / "tokenizer.json"
-    content = json.loads(path.read_text())
+    content = read_json(path)
     single = [{"SpecialToken": {"id": "<gone>", "type_id": 0}}]
     single.append({"Sequence": {"id": "A", "type_id": 0}})
     kind = {"type": "TemplateProcessing", "single": single, "pair": single}
-    path.write_text(json.dumps(content | {"post_processor": kind | {"special_tokens": {}}}))
+    write_json(path, content | {"post_processor": kind | {"special_tokens": {}}})
     with pytest.raises(ValueError, match=f"tokenizers .* cannot read {path}"):
         Tokenizer.load(tmp_path)

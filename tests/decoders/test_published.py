@@ -10,7 +10,6 @@ on and everywhere. scores.json: the published multiple-choice scores.
 No output of the authors' `DeCoReEntropyGain` is stored: test_decore compares it with its formula,
 α = H(masked) − H(base), then the cap."""
 
-import json
 import math
 from pathlib import Path
 
@@ -20,13 +19,13 @@ from decoders.baselines import AD, CAD, DoLa
 from decoders.scoring import score
 from decore import DeCoRe, Greedy, Masked, generate
 from model import Transformer
+from runtime.files import read_json
 
 FOLDER = Path(__file__).parents[1] / "golden" / "published"
 DECODED = {
-    name: json.loads((FOLDER / name / "decoders.json").read_text())
-    for name in ("llama_small", "mistral_full")
+    name: read_json(FOLDER / name / "decoders.json") for name in ("llama_small", "mistral_full")
 }
-SCORED = json.loads((FOLDER / "mistral_full" / "scores.json").read_text())
+SCORED = read_json(FOLDER / "mistral_full" / "scores.json")
 MODELS = {name: Transformer.load(FOLDER / name) for name in DECODED}
 GENERATED = [(name, case) for name, golden in DECODED.items() for case in golden["cases"]]
 SUMS = [(item, name) for item in SCORED["items"] for name in item["scores"]]

@@ -21,12 +21,15 @@ from cli.options import MINIATURE
 from decore import DeCoRe, generate
 from heads import FOLDER, ablation, detect, load_heads, measures, needles, words
 from heads.sources import find_sources
+from runtime.files import read_json
 from tests.checkpoints import (
     assert_close,
     random_ids,
+    read_lines,
     stand_in,
     tiny,
     write_checkpoint,
+    write_json,
     write_lines,
     write_tokenizer,
 )
@@ -414,7 +417,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
             for measure in ("write", "mass", "effect"):  # other batches round differently
                 assert run.pop(measure) == pytest.approx(expected.pop(measure), abs=1e-5)
             assert run == expected
-    content, records = json.loads(path.read_text()), [json.loads(line) for line in lines]
+    content, records = read_json(path), [json.loads(line) for line in lines]
     assert {*load_heads(stand_in(4, 8, "miniature"), 3, path)} == {(2, 0), (2, 1), (3, 1)}
     right = [record["scores"].get("2-0", 0) for record in records if record["recall"] > 0.5]
     assert (content["samples"], len(right), content["success_rate"]) == (7, 7, 0.875)
@@ -424,7 +427,7 @@ def test_an_interrupted_detection_continues_and_a_finished_one_is_kept(
     runs.unlink()
     err = refused(program.main, *SHORT, "--out", path)
     assert f"--out {path} exists, and its runs" in err
-    assert json.loads(path.read_text()) == content
+    assert read_json(path) == content
     monkeypatch.setattr(program, "run_batch", Mock(side_effect=KeyboardInterrupt))
     status, _, err = call(program.main, *SHORT, "--out", tmp_path / "other.json")
     assert status == 130 and "the same command continues" in err
@@ -437,8 +440,8 @@ def test_the_bundled_file_s_texts_are_the_miniature_s_and_the_first_twenty_answe
     _, err = done(program.main, *LONG, "--runs", 24, "--out", tmp_path / "h.json")
     assert err.count("about 0.0 hours are left; --runs N makes fewer runs\n") == 1
     assert re.findall(r"so far, (?:1\d|20) of (\d+) answers are right\n", err) == ["20"]
-    facts = json.loads((tmp_path / "h.json").read_text())["facts"]
-    shipped = json.loads((FOLDER / "scores" / "miniature.json").read_text())["facts"]
+    facts = read_json(tmp_path / "h.json")["facts"]
+    shipped = read_json(FOLDER / "scores" / "miniature.json")["facts"]
     different = {name for name in facts | shipped if facts.get(name) != shipped.get(name)}
     assert {"runs"} <= different <= {"runs", "device", "dtype", "versions"}
 
@@ -450,7 +453,7 @@ def test_needles_are_counted_without_heads_run_by_run_and_an_interrupted_count_c
     for sizes in ("1,3", "3"):
         path = tmp_path / "new folder" / f"{sizes}.jsonl"
         out, _ = done(program.main, *SHORT, "--masked", sizes, "--out", path)
-        header, *lines[sizes] = map(json.loads, path.read_text().splitlines())
+        header, *lines[sizes] = read_lines(path)
         assert out.splitlines()[:-2] == ablation.table(lines[sizes])
         assert out.endswith(f"\n\n8 of 8 answers are right; wrote {path}\n")
     assert header["header"]["masked"]["3 copy"] == ["3-1", "2-1", "2-0"]
@@ -474,11 +477,11 @@ def run_names(sizes):
 
 
 def test_only_the_measures_of_the_head_file_are_counted(done, tmp_path):
-    copy = json.loads((FOLDER / "scores" / "miniature.json").read_text())["scores"]
-    heads = write_lines(tmp_path / "copy.json", [dict(reversed(copy.items()))])
+    copy = read_json(FOLDER / "scores" / "miniature.json")["scores"]
+    heads = write_json(tmp_path / "copy.json", dict(reversed(copy.items())))
     path = tmp_path / "counts.jsonl"
     done(program.main, *SHORT, "--masked", 2, "--heads", heads, "--runs", 1, "--out", path)
-    masked = json.loads(path.read_text().splitlines()[0])["header"]["masked"]
+    masked = read_lines(path)[0]["header"]["masked"]
     assert ", ".join(masked) == "2 copy, 2 random 0, 2 random 1, 2 random 2"
 
 

@@ -1,7 +1,5 @@
 """The effect of heads: against finite differences and against masking each head alone."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,7 +16,16 @@ from paper import questions
 from paper.tasks import TASKS
 from paper.tasks.answers import first_sentence, same
 from runtime import pack
-from tests.checkpoints import assert_close, random_ids, tiny, write_checkpoint, write_lines
+from runtime.files import read_json
+from tests.checkpoints import (
+    assert_close,
+    random_ids,
+    read_lines,
+    tiny,
+    write_checkpoint,
+    write_json,
+    write_lines,
+)
 from tests.families import random_model
 from tests.tables import each
 from tokenizer import Tokenizer
@@ -157,7 +164,7 @@ def detect(call, chat_model, tmp_path):
     def run(*options, origin=("--questions", path)):
         argv = *origin, "--model", chat_model, "--out", out, *options
         status, _, err = call(questions.main, *argv)
-        return status, json.loads(out.read_text()) if out.exists() else None, err
+        return status, read_json(out) if out.exists() else None, err
 
     return run
 
@@ -208,7 +215,7 @@ def test_questions_give_the_mean_effect_and_leave_other_scores(
         (stored | {"model": model.name}, stored),
         (scores, {"scores": scores}),  # as the authors' files
     ):
-        write_lines(tmp_path / "heads.json", [before])
+        write_json(tmp_path / "heads.json", before)
         status, again, err = detect("--limit", 1, "--template", template)
         assert status == 0 and kept.items() <= again.items(), err
         assert again["effect"] != content["effect"] and again["effect_facts"]["n"] == 1
@@ -239,7 +246,7 @@ def test_questions_that_measure_nothing_are_refused(detect, tmp_path, options, m
 
 def test_a_file_of_another_model_is_refused(detect, tmp_path):
     for other in ({"model": "other"}, {"model": "chat0", "n_layers": 5}):
-        write_lines(tmp_path / "heads.json", [other])
+        write_json(tmp_path / "heads.json", other)
         status, content, err = detect()
         words = f"({other.get('n_layers', 3)} layers of 4), not of chat0 (3 layers of 4)"
         assert status == 2 and content == other and words in err.splitlines()[-1]
@@ -272,30 +279,30 @@ def test_needles_keep_the_effect_on_questions_and_questions_leave_the_scores_of_
     argv += ["--needles", folder / "needles.jsonl", "--haystack", folder / "haystack.jsonl"]
     argv += ["--lengths", 60, "--depths", 2, "--runs", 4, "--min-success", 1]
     done(needles_program.main, *argv)
-    by_needles = json.loads(out.read_text())
+    by_needles = read_json(out)
     line = {"question": "The capital of A is", "context": "The capital of A is B.", "answers": "B"}
     more = "--questions", write_lines(tmp_path / "q.jsonl", [line]), "--out", out
     done(questions.main, *more)
-    both = json.loads(out.read_text())
+    both = read_json(out)
     expected = dict(both)
     assert both.pop("effect") != by_needles.pop("effect") and both.pop("effect_facts")
     assert both == by_needles
     for left_out in ((), by_needles):  # also if the questions came first
         write_lines(out, [{n: x for n, x in expected.items() if n not in left_out}])
         done(needles_program.main, *argv)
-        assert json.loads(out.read_text()) == expected
+        assert read_json(out) == expected
     # Stored runs of earlier versions have no effect.
     runs = tmp_path / "heads.json.runs.jsonl"
-    header, *records = map(json.loads, runs.read_text().splitlines())
+    header, *records = read_lines(runs)
     write_lines(runs, [header, *({**r, "effect": None} for r in records)])
     assert call(needles_program.main, *argv)[0] == 2
     for record in records:
         del record["effect"]
     write_lines(runs, [header, *records])
-    write_lines(out, [by_needles])
+    write_json(out, by_needles)
     _, err = done(needles_program.main, *argv)
     assert "effect is left out: miniature has no gradient, or the stored" in err
-    assert json.loads(out.read_text()) == by_needles
+    assert read_json(out) == by_needles
 
 
 @pytest.mark.parametrize(

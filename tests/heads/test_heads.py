@@ -27,7 +27,7 @@ from heads.reader import find_file, find_measures, read_scores
 from hf import HFModel
 from model import Transformer
 from runtime.files import read_json
-from tests.checkpoints import stand_in, write_checkpoint, write_heads, write_lines
+from tests.checkpoints import read_lines, stand_in, write_checkpoint, write_heads, write_lines
 from tests.tables import each, rows
 
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
@@ -394,7 +394,7 @@ def test_published_random_heads_replay_the_sampler():
 def test_the_needles_of_the_readme_are_those_of_the_stored_runs():
     paths = sorted((FOLDER / "results").glob("*.jsonl"))
     for path in paths:
-        header, *records = [json.loads(line) for line in path.read_text().splitlines()]
+        header, *records = read_lines(path)
         table = "\n".join(ablation.table(records))
         assert f"(results/{path.name})):\n\n{table}\n" in README
         scores = read_scores(find_file(header["header"]["model"]))

@@ -3,7 +3,6 @@ copies of a model whose output projections have zeros for the masked heads."""
 
 import copy
 import importlib
-import json
 import math
 import pickle
 import sys
@@ -28,8 +27,17 @@ from hf import HFModel, attention, describe, read_config
 from integrations.custom_generate import generate as custom_generate
 from model import Transformer
 from runtime import pack, ranks
+from runtime.files import read_json
 from tests import checkpoints, families
-from tests.checkpoints import assert_close, ids_of, random_ids, random_weights, write_checkpoint
+from tests.checkpoints import (
+    assert_close,
+    ids_of,
+    random_ids,
+    random_weights,
+    read_lines,
+    write_checkpoint,
+    write_json,
+)
 from tests.families import FAMILIES, NO_QUERY, random_model, without_heads
 from tests.methods import HEADS, MASKING
 from tests.tables import each
@@ -383,10 +391,10 @@ def test_other_wrappers_are_named(wrapper):
 def test_a_kernel_that_config_json_asks_for_is_not_needed(family, tmp_path):
     random_model(family).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path)
     for part in config, config.get("text_config", {}):
         part["_attn_implementation"] = "flash_attention_2"
-    path.write_text(json.dumps(config))
+    write_json(path, config)
     assert HFModel.load(tmp_path).hf.config._attn_implementation == "sdpa"
 
 
@@ -452,7 +460,7 @@ def test_a_run_has_the_same_answers_with_both_engines(done, data, chat_model, tm
         out = tmp_path / f"runs{len(runs)}"
         done(evaluate.main, *data["nq-swap"], *model, "--out", out, *engine)
         [path] = out.glob("*.jsonl")
-        header, *lines = map(json.loads, path.read_text().splitlines())
+        header, *lines = read_lines(path)
         runs.append([line["ids"] for line in lines])
         assert header["header"]["engine"] == ("transformers" if engine else "own")
     assert runs[0] == runs[1]

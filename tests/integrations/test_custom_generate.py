@@ -18,7 +18,7 @@ from hf import HFModel
 from model import Transformer
 from runtime.values import MASKS
 from tests import families
-from tests.checkpoints import assert_close, ids_of
+from tests.checkpoints import assert_close, ids_of, write_json
 from tests.families import random_model
 from tests.methods import HEADS
 from tests.tables import facts, rows
@@ -291,7 +291,7 @@ SCORES |= {f"{layer}-{head}": 9 for layer, head in HEADS}
 )
 def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
     path = tmp_path / "heads.json"
-    path.write_text(json.dumps(scores))
+    write_json(path, scores)
     for heads in dict(heads=path, num_heads=3), dict(heads="1-0,1-3,2-2"):
         assert new_tokens(llama, **heads) == new_tokens(llama)
     # Equal scores: in the order of the file.
@@ -307,7 +307,7 @@ def test_the_best_heads_of_a_file_are_masked(llama, tmp_path, scores):
 )
 def test_a_wrong_head_file_is_refused_with_its_path(llama, tmp_path, content, more, words):
     path = tmp_path / "heads.json"
-    path.write_text(json.dumps(content))
+    write_json(path, content)
     with pytest.raises(ValueError, match=f"{path}.*{words}"):
         new_tokens(llama, heads=path, **more)
 

@@ -28,7 +28,8 @@ from integrations import lm_eval as harness
 from integrations.lm_eval_model import HarnessModel
 from miniature.data import make_split
 from model import Transformer
-from tests.checkpoints import write_checkpoint, write_lines, write_tokenizer
+from runtime.files import read_json
+from tests.checkpoints import write_checkpoint, write_json, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.tables import each
 from tokenizer import Tokenizer
@@ -66,7 +67,7 @@ def write(folder, family):
     write_tokenizer(folder, TEMPLATE)
     if family == "qwen2":  # Qwen's tokenizers begin no text with BOS
         config = {"eos_token": END, "chat_template": TEMPLATE}
-        write_lines(folder / "tokenizer_config.json", [config])
+        write_json(folder / "tokenizer_config.json", config)
     else:
         core = Core.from_file(f"{folder}/tokenizer.json")
         begin = dict(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 256)])
@@ -148,12 +149,12 @@ def test_a_decoder_gives_what_score_and_generate_give(small, name):
 
 def test_an_answer_that_merges_with_its_context_is_tokenised_alone(tmp_path):
     folder = write(tmp_path / "m", "qwen2")
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = read_json(folder / "tokenizer.json")
     vocabulary = content["model"]["vocab"]
     byte = max(vocabulary, key=vocabulary.get)  # that no text has
     vocabulary["er"] = vocabulary.pop(byte)
     content["model"]["merges"] = [["e", "r"]]
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    write_json(folder / "tokenizer.json", content)
     model, tokenizer = Transformer.load(folder), Tokenizer.load(folder)
     lm = HarnessModel(model, tokenizer, Greedy())
     for pair, parts in [
@@ -247,7 +248,7 @@ def test_the_example_of_the_page_gives_the_number_of_evaluate_with_both_engines(
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "miniature ({'method': " in done.stdout
-        results.append(json.loads(next(out.rglob("results_*.json")).read_text()))
+        results.append(read_json(next(out.rglob("results_*.json"))))
     own, hf = results
     assert own["results"] == hf["results"]
     configs = [result["config"]["model_args"] for result in results]

@@ -4,7 +4,6 @@
 
 runs in the project's own environment: vLLM brings versions of its own."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from heads import load_heads
 from heads.needles import HAYSTACK
 from hf import HFModel
 from model import Transformer
-from tests.checkpoints import random_ids, write_checkpoint, write_tokenizer
+from tests.checkpoints import random_ids, write_checkpoint, write_json, write_tokenizer
 from tests.families import random_model
 from tokenizer import Tokenizer
 
@@ -58,7 +57,7 @@ def main(folder):
     for family, name in FAMILIES.items():
         changes = SIZES | dict(architectures=[name])
         write_tokenizer(write_checkpoint(folder / family, family, **changes))
-        (folder / family / "generation_config.json").write_text(json.dumps(SAMPLING))
+        write_json(folder / family / "generation_config.json", SAMPLING)
     random_model("qwen3_moe", **SIZES).save_pretrained(folder / "qwen3_moe")
     llama = Transformer.load(folder / "llama3")
     result = {"prompts": prompts}
@@ -77,7 +76,7 @@ def main(folder):
         prompts = [text[:n] for n in LENGTHS]
         tokens = decode(model, prompts, DeCoRe(load_heads(model, 10)))
         result["trained"] = prompts, tokens, decode(model, prompts, Greedy())
-    (folder / "tokens.json").write_text(json.dumps(result))
+    write_json(folder / "tokens.json", result)
 
 
 def decode(model, prompts, method=ENTROPY):

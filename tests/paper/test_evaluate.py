@@ -31,6 +31,7 @@ from paper.tasks import PAPER, TASKS, metrics
 from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
 from runtime.checkpoint import Checkpoint
+from runtime.files import read_json
 from tests.checkpoints import read_lines, write_checkpoint, write_lines, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
@@ -278,7 +279,7 @@ def test_a_sweep_runs_every_combination_once_under_its_own_name(
     start, model, data, tmp_path, options, names, draws
 ):
     """draws: different sets of heads, none included."""
-    scores = json.loads(Path(model[3]).read_text())
+    scores = read_json(Path(model[3]))
     reverse = dict(zip(scores, [*scores.values()][::-1]))
     measured = write(tmp_path / "measured.json", {"scores": scores, "mass": reverse})
     places = {"model": model[1], "name": Path(model[1]).name, "heads": model[3]}

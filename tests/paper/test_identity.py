@@ -14,7 +14,8 @@ from paper.options import make_parser
 from paper.report import results, stored
 from paper.runfile import make_header
 from paper.tasks import TASKS, model_metrics
-from tests.checkpoints import write_lines
+from runtime.files import read_json
+from tests.checkpoints import write_json, write_lines
 from tests.tables import each, rows
 
 FILE = {"file": "a.json", "sha256": 64 * "a"}
@@ -212,10 +213,10 @@ def test_values_that_other_code_computed_are_computed_again(header, tmp_path, mo
     monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)  # all is slow
     stored.read(path)
     store = tmp_path / "a.scores.json"
-    entry = json.loads(store.read_text())
+    entry = read_json(store)
     for values in entry["values"]:
         values["substring_match"] = values.pop("answer_contained")
-    write_lines(store, [entry])
+    write_json(store, entry)
     assert "answer_contained" not in stored.read(path).values[0]
     with monkeypatch.context() as patch:
         patch.setattr("paper.report.stored.metrics.__file__", __file__)  # another code

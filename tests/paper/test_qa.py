@@ -25,7 +25,7 @@ from model import Transformer
 from paper import fetch, running
 from paper.report import figures, results, stored
 from paper.tasks import TASKS, answers, data, metrics, prompts, with_prompt
-from tests.checkpoints import read_lines, write_lines
+from tests.checkpoints import read_lines, write_json, write_lines
 from tests.tables import cells, each, rows
 from tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def write_questions(path, questions=ROWS, separator=","):
         ]
         pandas.DataFrame(questions).assign(answers=texts).to_parquet(path)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(questions))
+        write_json(path, questions)
     elif path.suffix == ".jsonl":
         write_lines(path, questions)
     else:

@@ -26,7 +26,7 @@ from paper import printed
 from paper.report import figures, results, stored, tables
 from paper.tasks import TASKS, metrics
 from runtime import statistics
-from tests.checkpoints import write_lines
+from tests.checkpoints import read_lines, write_lines
 from tests.tables import each, rows
 
 STORED = Path(__file__).parents[2] / "results/memory/test/gemma-3-270m.jsonl.xz"
@@ -386,7 +386,7 @@ def test_runs_of_several_measures_and_head_files_are_labelled_and_random_heads_a
 
 def test_macro_needs_all_of_memotraps_splits_and_missing_ones_are_noted(add, tmp_path):
     path = add(task="memotrap", items=8, sample=8, sample_seed=1)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     for number, line in enumerate(lines[1:]):
         split = sorted(metrics.SPLITS)[number % 3]
         line |= {"scores_true": [number], "scores_false": [4], "split": split}
@@ -496,7 +496,7 @@ null | its first line has no header
 def test_a_file_that_cannot_be_reported_costs_one_line(add, report, changes, words):
     add("masked", 2)
     path = add()
-    header, first, *rest = map(json.loads, path.read_text().splitlines())
+    header, first, *rest = read_lines(path)
     changes = json.loads(changes)
     if changes:
         header["header"] |= changes

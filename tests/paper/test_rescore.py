@@ -11,7 +11,7 @@ import evaluate
 from model import Transformer
 from paper import judges
 from runtime.files import locked
-from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_lines
+from tests.checkpoints import FAMILIES, random_weights, write_checkpoint, write_json, write_lines
 from tests.tables import each
 
 T_I = "--judge --judge-models t,i"
@@ -133,7 +133,7 @@ def pickled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
     config = FAMILIES["llama2"] | {"vocab_size": 400, "torch_dtype": "float32"}
     torch.save(random_weights(config), folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     line = "Q: Why is it {} miles to the sea?\tA: It is not.\tTrue: yes\tHelpful: no"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=map(line.format, range(50)),
@@ -146,7 +146,7 @@ def pickled(tmp_path_factory):
         minloglevel=2,
     )
     tokenizer = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    write_json(folder / "tokenizer_config.json", tokenizer)
     return folder
 
 

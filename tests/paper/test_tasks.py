@@ -14,7 +14,8 @@ import pytest
 import evaluate
 from paper.tasks import PAPER, TASKS, data, prompts
 from runtime.fields import located
-from tests.checkpoints import write_checkpoint, write_tokenizer
+from runtime.files import read_json
+from tests.checkpoints import write_checkpoint, write_json, write_tokenizer
 from tests.tables import cells, each
 from tokenizer import Tokenizer
 
@@ -258,9 +259,9 @@ def test_candidates_are_scored_with_their_end_of_turn_and_whole_if_they_merge_wi
     tmp_path,
 ):
     write_tokenizer(write_checkpoint(tmp_path), TEMPLATE)
-    core = json.loads((tmp_path / "tokenizer.json").read_text())
+    core = read_json(tmp_path / "tokenizer.json")
     core["model"] |= {"vocab": core["model"]["vocab"] | {"ox": 259}, "merges": [["o", "x"]]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    write_json(tmp_path / "tokenizer.json", core)
     tokenizer = Tokenizer.load(tmp_path)
     x, y = tokenizer.encode("x"), tokenizer.encode("y")
     end = [tokenizer.core.token_to_id("<|end|>")]

@@ -15,14 +15,21 @@ from hf import HFModel, describe, read_config
 from model import Transformer
 from runtime.checkpoint import Checkpoint
 from runtime.config import rope_frequencies
-from tests.checkpoints import BANDS, FAMILIES, random_ids, random_weights, write_checkpoint
+from tests.checkpoints import (
+    BANDS,
+    FAMILIES,
+    random_ids,
+    random_weights,
+    write_checkpoint,
+    write_json,
+)
 from tests.tables import each, facts, rows
 
 
 def configuration(folder, family, **changes):
     """Writes only the family's config.json. Fields that are `...` are left out."""
     config = {k: v for k, v in (FAMILIES[family] | changes).items() if v is not ...}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -230,7 +237,7 @@ def test_quantization_that_only_another_file_than_config_json_describes_is_named
     folder = write_checkpoint(tmp_path)
     path = folder / "hf_quant_config.json"
     for algorithm in None, "FP8":
-        path.write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        write_json(path, {"quantization": {"quant_algo": algorithm}})
         if algorithm:
             with pytest.raises(ValueError, match="hf_quant_config.json says that .* are FP8, "):
                 engine.load(folder)
@@ -239,7 +246,7 @@ def test_quantization_that_only_another_file_than_config_json_describes_is_named
 
 
 def write_index(folder, weight_map):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
 
 
 def test_of_an_index_only_the_names_of_files_in_its_folder_are_used(tmp_path):

@@ -22,6 +22,7 @@ from decore import DeCoRe, generate, make_head_mask
 from heads.measures import answer_batch, effects
 from model import Transformer
 from runtime.checkpoint import Checkpoint
+from runtime.files import read_json
 from runtime.parallel import Ranks, Shard, call, check_split, rank_device
 from runtime.ranks import TORCHRUN
 from runtime.weights import named_tensors
@@ -31,6 +32,7 @@ from tests.checkpoints import (
     random_ids,
     write_checkpoint,
     write_heads,
+    write_json,
     write_tokenizer,
 )
 from tests.core.test_gpu_on_cpu import Full, RecordedOnCPU, graphs_on_cpu
@@ -113,7 +115,7 @@ def of_processes(folder):
     }
     dist.all_gather_object(out["ranks"], together(folder, ranks))
     if dist.get_rank() == 0:
-        (folder / "results.json").write_text(json.dumps(out))
+        write_json(folder / "results.json", out)
 
 
 # A rank: runs of decore.py.
@@ -147,7 +149,7 @@ def one_rank(folder):
 @pytest.fixture(scope="module")
 def processes(folder):
     on_processes(4, lambda: of_processes(folder))
-    return json.loads((folder / "results.json").read_text())
+    return read_json(folder / "results.json")
 
 
 def cases_of(name):
@@ -267,7 +269,7 @@ def memory(key):
 
 def test_a_rank_holds_no_more_than_its_share_while_it_loads(tmp_path):
     sizes = dict(hidden_size=1024, intermediate_size=4096, vocab_size=16384)
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama3"] | sizes))
+    write_json(tmp_path / "config.json", FAMILIES["llama3"] | sizes)
     empty = Transformer(Checkpoint(tmp_path).config, Shard(), "meta")
     weights = {name: torch.zeros(tensor.shape) for name, tensor in named_tensors(empty).items()}
     write_checkpoint(tmp_path, "llama3", weights=weights, **sizes)

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from runtime.files import read_json
 from speed import decode, gpu
 from speed.shapes import SHAPES, random_model, spread_heads
 from tests.checkpoints import stand_in
@@ -72,7 +73,7 @@ def test_the_run_on_a_gpu_keeps_what_each_section_measures_or_why_it_failed(
     monkeypatch.setattr(gpu, "SECTIONS", sections)
     monkeypatch.setattr(gpu, "dry", lambda command: command)
     status, _, _ = call(gpu.main, "--dry-run", "--out", tmp_path / "out.json")
-    result = json.loads((tmp_path / "out.json").read_text())
+    result = read_json(tmp_path / "out.json")
     failed = result["failed"]
     assert status == 0 and [*failed] == [*sections][:4]
     assert failed["fails"].startswith("exit status 1\n") and failed["fails"].endswith("why")

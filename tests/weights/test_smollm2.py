@@ -29,6 +29,8 @@ from heads.measures import prefilled
 from heads.needles import HAYSTACK, make_prompts, read_haystack, read_needles
 from hf import HFModel
 from model import Transformer
+from runtime.files import read_json
+from tests.checkpoints import write_json
 from tests.core.test_decore import contrast, log_softmax
 from tests.decoders.test_baselines import next_scores, with_oracle
 from tokenizer import Tokenizer
@@ -91,8 +93,8 @@ def expert():
 def small(tmp_path_factory):
     """An amateur: the first ten layers."""
     folder = tmp_path_factory.mktemp("small")
-    c = json.loads((FOLDER / "config.json").read_text()) | dict(num_hidden_layers=10)
-    (folder / "config.json").write_text(json.dumps(c))
+    c = read_json(FOLDER / "config.json") | dict(num_hidden_layers=10)
+    write_json(folder / "config.json", c)
     weights = load_file(FOLDER / "model.safetensors")
     first = {n: w for n, w in weights.items() if "layers" not in n or int(n.split(".")[2]) < 10}
     save_file(first, folder / "model.safetensors")
@@ -240,7 +242,7 @@ def test_ids_chats_and_streams_are_those_of_transformers(expert, tokenizer):
 def detect(tokenizer):
     """detect(heads): the records of eight runs of a detection without these heads."""
     model = Transformer.load(FOLDER, dtype="bfloat16")
-    facts = json.loads((ROOT / "heads/scores" / f"{model.name}.json").read_text())["facts"]
+    facts = read_json(ROOT / "heads/scores" / f"{model.name}.json")["facts"]
     facts |= dict(lengths=[300], runs=8)
     needles, texts = read_needles(HAYSTACK / "needles.jsonl"), read_haystack(HAYSTACK)
     prompts = make_prompts(facts, needles, texts, tokenizer)
@@ -256,7 +258,7 @@ def detect(tokenizer):
 
 def test_a_detection_of_eight_runs_finds_the_heads_of_the_head_file(detect, tmp_path):
     found = mean_scores(detect.model, detect.records, detect.facts, min_success=4)
-    (tmp_path / "found.json").write_text(json.dumps(found))
+    write_json(tmp_path / "found.json", found)
     best = load_heads(detect.model, 10, tmp_path / "found.json")
     assert len({*best} & {*load_heads(detect.model, 10)}) >= 8
 
