@@ -73,9 +73,8 @@ def random_weights(c, seed=0):
             "input_layernorm.weight": draw(D, mean=1.0),
             "post_attention_layernorm.weight": draw(D, mean=1.0),
         }
-        for p, n in zip("qkvo", (H, G, G, D)):
-            if p in biased:
-                block[f"self_attn.{p}_proj.bias"] = draw(n)
+        for p in biased:
+            block[f"self_attn.{p}_proj.bias"] = draw(len(block[f"self_attn.{p}_proj.weight"]))
         for p in "qk" if c["model_type"] == "qwen3" else "":
             block[f"self_attn.{p}_norm.weight"] = draw(K, mean=1.0)
         weights |= {f"model.layers.{layer}.{name}": w for name, w in block.items()}

@@ -9,7 +9,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -22,34 +21,38 @@ from runtime import attention
 from runtime.values import MASKS
 from tests.checkpoints import assert_close, random_ids, tiny
 from tests.methods import CASES, DRAFTING, HEADS, PROMPTS, method_of
+from tests.tables import cells, each
 
 # ---------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize(
-    "T, S, dtype, window, grouped, mask",
-    [
-        (5, 5, torch.bfloat16, None, True, type(None)),
-        (3, 5, torch.bfloat16, None, True, CausalBias),  # not stored in memory
-        (3, 5, torch.bfloat16, 2, False, torch.Tensor),  # flash attention takes no window
-        (3, 5, torch.float32, None, False, CausalBias),  # others take no groups
-    ],
-)
+# Queries, dtype, window → K/V heads, mask. A bias is not stored in memory. Flash attention takes no
+# window, and the other kernels take no groups.
+KERNELS = """
+5 | "bfloat16" | null | 2 | "NoneType"
+3 | "bfloat16" | null | 2 | "CausalBias"
+3 | "bfloat16" | 2 | 4 | "Tensor"
+3 | "float32" | null | 4 | "CausalBias"
+"""
+
+
+@each("T, dtype, window, groups, mask", KERNELS, cells)
 def test_prompts_go_to_fused_kernels_of_torch_and_never_to_cudnn(
-    monkeypatch, T, S, dtype, window, grouped, mask
+    monkeypatch, T, dtype, window, groups, mask
 ):
     """cuDNN spends up to half a second on each new length."""
 
     def fused(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
-        assert (k.shape[1], enable_gqa) == ((2, True) if grouped else (4, False))
-        assert isinstance(attn_mask, mask) and is_causal == (attn_mask is None)
+        assert (k.shape[1], enable_gqa) == (groups, groups == 2)
+        assert type(attn_mask).__name__ == mask and is_causal == (attn_mask is None)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         return q
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    q, k, v = (torch.zeros(1, heads, n, 8, dtype=dtype) for heads, n in ((4, T), (2, S), (2, S)))
+    q, k, v = (torch.zeros(1, heads, n, 8) for heads, n in ((4, T), (2, 5), (2, 5)))
+    q, k, v = (x.to(getattr(torch, dtype)) for x in (q, k, v))
     assert attention.causal_attention(q, k, v, window) is q
     assert torch.backends.cuda.cudnn_sdp_enabled()  # afterwards it is as before
 

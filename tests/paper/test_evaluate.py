@@ -32,7 +32,7 @@ from paper.tasks.data import draw_items, load_data
 from paper.tasks.prompts import item_to_ids
 from runtime.checkpoint import Checkpoint
 from runtime.files import read_json
-from tests.checkpoints import read_lines, write_checkpoint, write_lines, write_tokenizer
+from tests.checkpoints import read_lines, write_checkpoint, write_tokenizer
 from tests.conftest import TEMPLATE
 from tests.paper.test_tasks import DEMOS, write, write_data
 from tests.ranks import on_processes
@@ -601,22 +601,28 @@ def test_the_bar_moves_with_each_token_and_with_each_question_of_multiple_choice
     assert max(accumulate(moves)) <= 1  # though the batch is decoded again
 
 
-def test_help_mistakes_prompts_plans_and_reports_need_no_tensors(data, tmp_path):
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+NO_TENSORS = """
+evaluate --help | 0 | usage:
+evaluate --task nq | 2 | unknown task 'nq'
+evaluate {nq_closed} --dry-run | 0 | how long 0
+evaluate report miniature/detection | 2 | needles.jsonl: its first line has no header
+evaluate paper --like Meta-Llama-3-8B-Instruct {nq_closed} --plan | 0 | nq-closed
+heads.detect --help | 0 | --questions FILE
+heads.detect --task qa --help | 0 | --questions FILE
+heads.detect --lengths 999 --out x | 2 | 999 tokens do not fit
+"""
+
+
+@each("command, status, words", NO_TENSORS)
+def test_help_mistakes_prompts_plans_and_reports_need_no_tensors(places, command, status, words):
     """torch takes two seconds to import."""
-    write_lines(tmp_path / "run.jsonl", [])
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = {}; "
-    code += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-    plan = "paper", "--like", "Meta-Llama-3-8B-Instruct", *data["nq-closed"], "--plan"
-    for arguments, expected, words in (
-        (["evaluate", "--help"], 0, "usage: "),
-        (["evaluate", "--task", "nq"], 2, "unknown task 'nq'"),
-        (["evaluate", *data["nq-closed"], "--dry-run"], 0, "how long 0"),
-        (["evaluate", "report", str(tmp_path)], 2, "run.jsonl: its first line has no header"),
-        (["evaluate", *plan], 0, "nq-closed "),
-        (["heads.detect", "--help"], 0, "--questions FILE"),
-        (["heads.detect", "--task", "qa", "--help"], 0, "--questions FILE"),
-        (["heads.detect", "--lengths", "999", "--out", "x"], 2, "999 tokens do not fit"),
-    ):
-        command = [sys.executable, "-c", code.format(arguments)]
-        out = subprocess.run(command, capture_output=True, text=True, cwd=MINIATURE.parent)
-        assert (out.returncode, words in out.stdout + out.stderr) == (expected, True), out
+    command = shlex.split(command.format(**places))
+    command = [sys.executable, "-c", WITHOUT_TORCH, *command]
+    out = subprocess.run(command, capture_output=True, text=True, cwd=MINIATURE.parent)
+    assert out.returncode == int(status) and words in out.stdout + out.stderr, out

@@ -88,27 +88,23 @@ def test_musique_answers_are_cut_out_as_published(prediction, extracted):
 # Multiple choice
 
 
-def logs(*probabilities):
-    return list(map(math.log, probabilities))
+# log p of true and of false answers, which of the true ones is the best → mc1, mc2, mc2 as
+# published, mc3.
+CHOICES = """
+[log(0.5), log(0.1)] | [log(0.3), log(0.1)] | 0 | 1, 0.6, 0.6, 0.5
+[log(0.5), log(0.1)] | [log(0.3)] | 1 | 0, 2 / 3, 2 / 3, 0.5
+[0, 0] | [0] | 0 | 0, 2 / 3, 2 / 3, 0  # a tie is not won; repeated candidates count twice
+[-800] | [-801] | 0 | 1, 1 / (1 + exp(-1)), 1 / (1 + exp(-0.5)), 1  # underflow: each halved once
+[-800] | [-700] | 0 | 0, exp(-100), 1, 0  # only -800 is halved: the far likelier false one loses
+[-inf] | [-inf] | 0 | 0, 0, 0, 0
+[-1] | [None] | 0 | 0, 0, 0, 0
+[-inf, -900] | [-inf] | 1 | 1, 1, 1, 0.5
+"""
 
 
-@pytest.mark.parametrize(
-    "true, false, best, expected",
-    [
-        (logs(0.5, 0.1), logs(0.3, 0.1), 0, [1, 0.6, 0.6, 0.5]),
-        (logs(0.5, 0.1), logs(0.3), 1, [0, 2 / 3, 2 / 3, 0.5]),
-        # A tie is not won. Repeated candidates count twice.
-        ([0.0, 0.0], [0.0], 0, [0, 2 / 3, 2 / 3, 0]),
-        # Underflow: halved once each, exp(-400) against exp(-400.5).
-        ([-800.0], [-801.0], 0, [1, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-0.5)), 1]),
-        # Only -800 is halved, to -400, so the far likelier false answer loses.
-        ([-800.0], [-700.0], 0, [0, math.exp(-100), 1, 0]),
-        ([-math.inf], [-math.inf], 0, [0, 0, 0, 0]),
-        ([-1.0], [None], 0, [0, 0, 0, 0]),
-        ([-math.inf, -900.0], [-math.inf], 1, [1, 1, 1, 0.5]),
-    ],
-)
-def test_multiple_choice_as_worked_out_by_hand(true, false, best, expected):
+@each("cells", CHOICES)
+def test_multiple_choice_as_worked_out_by_hand(cells):
+    true, false, best, expected = (eval(cell, {**vars(math)}) for cell in cells)
     values = one("truthfulqa-mc", scores_true=true, scores_false=false, best_position=best)
     values = [values[name] for name in ("mc1", "mc2", "mc2_published", "mc3")]
     assert values == pytest.approx(expected, rel=1e-6, abs=0)
@@ -211,11 +207,6 @@ COMMA = ("punctuation:no_comma", {})
 GERMAN = ("language:response_language", {"language": "de"})
 
 
-def sign(letter, n, relation="at least"):
-    arguments = {"letter": letter, "let_frequency": n, "let_relation": relation, "num_words": None}
-    return "keywords:letter_frequency", arguments
-
-
 def ifeval(prediction, *instructions):
     if problem := model_metrics.ifeval.problem():
         pytest.skip(f"the checkers of IFEval are optional: {problem}")
@@ -224,25 +215,27 @@ def ifeval(prediction, *instructions):
     return one("ifeval", prediction=prediction, **line)
 
 
-RED_BLUE = ["red", "blue"]  # published: the first word alone
+# Response, instruction, its arguments → strict, as published.
+INSTRUCTIONS = """
+"red and green" | "keywords:existence" | {"keywords": ["red", "blue"]} | 0 | 1  # the first alone
+"blue sky" | "keywords:forbidden_words" | {"forbidden_words": ["red", "blue"]} | 0 | 1
+" \\n" | "punctuation:no_comma" | {} | 0 | 0  # an empty response follows nothing
+"#one #two #three #four" | "keywords:letter_frequency" | \
+    {"letter": "#", "let_frequency": 4, "let_relation": "at least"} | 1 | 1
+"#one #two #three #four" | "keywords:letter_frequency" | \
+    {"letter": "#", "let_frequency": 5, "let_relation": "at least"} | 0 | 0
+"no" | "keywords:letter_frequency" | \
+    {"letter": "!", "let_frequency": 1, "let_relation": "less than"} | 1 | 1
+"No, Nan" | "keywords:letter_frequency" | \
+    {"letter": "N", "let_frequency": 3, "let_relation": "at least"} | 1 | 1  # in any case
+"12345 67" | "language:response_language" | {"language": "de"} | 1 | 1  # none can be detected
+"This is plainly English text." | "language:response_language" | {"language": "de"} | 0 | 0
+"""
 
 
-@pytest.mark.parametrize(
-    "prediction, instruction, strict, published",
-    [
-        ("red and green", ("keywords:existence", {"keywords": RED_BLUE}), 0, 1),
-        ("blue sky", ("keywords:forbidden_words", {"forbidden_words": RED_BLUE}), 0, 1),
-        (" \n", COMMA, 0, 0),  # an empty response follows nothing
-        ("#one #two #three #four", sign("#", 4), 1, 1),
-        ("#one #two #three #four", sign("#", 5), 0, 0),
-        ("no", sign("!", 1, "less than"), 1, 1),
-        ("No, Nan", sign("N", 3), 1, 1),  # letters in any case
-        ("12345 67", GERMAN, 1, 1),  # no language can be detected
-        ("This is plainly English text.", GERMAN, 0, 0),
-    ],
-)
-def test_ifeval_as_worked_out_by_hand(prediction, instruction, strict, published):
-    values = ifeval(prediction, instruction)
+@each("prediction, name, arguments, strict, published", INSTRUCTIONS, cells)
+def test_ifeval_as_worked_out_by_hand(prediction, name, arguments, strict, published):
+    values = ifeval(prediction, (name, arguments | {"num_words": None}))
     assert (values["prompt_strict"], values["prompt_strict_published"]) == (strict, published)
 
 
